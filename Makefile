@@ -47,7 +47,7 @@ test-long: venv
 VLLM_PY := .venv-vllm/bin/python
 
 test-vllm: .venv-vllm/.installed
-	$(VLLM_PY) -m pytest tests/vllm
+	$(VLLM_PY) -m pytest -W default tests/vllm
 
 .venv-vllm/.installed: pyproject.toml
 	rm -rf .venv-vllm

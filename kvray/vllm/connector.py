@@ -71,6 +71,11 @@ class KvRayConnector(KVConnectorBase_V1):
         is_read, num_hit = self._scheduler.finish(request.request_id)
         return is_read, {"kvray_hit_tokens": num_hit}
 
+    def reset_cache(self) -> bool:
+        """Share nothing more: who asks for this may have replaced the weights."""
+        self._scheduler.reset()
+        return True
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the rank's KV cache, a tensor a layer; ConfigError: kvray cannot serve it."""
         self._worker.register(kv_caches)

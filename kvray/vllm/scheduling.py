@@ -3,6 +3,7 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 """
 
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.vllm.identity import RequestReader
 from kvray.vllm.metadata import PassMetadata, PoolMetadata
+
+_log = logging.getLogger("kvray.connector")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class SchedulingHalf:
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
+        self._is_off = False
 
     def lead(self, metadata: Any) -> None:
         """Hear what a rank has registered; nothing is promised before."""
@@ -49,6 +53,8 @@ class SchedulingHalf:
 
         None: the shard has been asked, and vLLM is to ask again.
         """
+        if self._is_off:
+            return 0
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = _Known(number=next(self._numbers), request=request)
@@ -95,6 +101,16 @@ class SchedulingHalf:
         if known.is_saved:
             self._leader.pin(known.number)  # the ranks tell when they have read its blocks
         return known.is_saved, known.num_hit
+
+    def reset(self) -> None:
+        """Go without the tier from now on: the weights may not be those that the keys name."""
+        self._is_off = True
+        for number in list(self._leader.states):
+            self._leader.reset(number)
+        _log.warning(
+            "kvray: vLLM was told to forget its cache, as after other weights were loaded; it goes"
+            " without the tier until it is started again."
+        )
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""

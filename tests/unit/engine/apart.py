@@ -64,8 +64,8 @@ class Apart:
             groups=(group,), dtype="float32", kv_factor=2, tokens_per_block=BLOCK, is_flat=True
         )
         self.rank.register(layout)
-        facts = pickle.loads(pickle.dumps(PoolFacts.of(self.args, layout)))  # noqa: S301 - ours
-        self.leader.shared.pool.lead(facts)
+        self.facts = pickle.loads(pickle.dumps(PoolFacts.of(self.args, layout)))  # noqa: S301 - ours
+        self.leader.shared.pool.lead(self.facts)
         self._blocks = itertools.cycle(range(NUM_BLOCKS))
         self._numbers = itertools.count(1)
 
