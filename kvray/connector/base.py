@@ -100,6 +100,11 @@ def asks_every_rank() -> bool:
     return all(hasattr(half, "supports_attention_dp") for half in halves)
 
 
+def takes_offers_later() -> bool:
+    """Whether the runtime may come back for an offer after passes, until it cancels it."""
+    return hasattr(KvCacheConnectorScheduler, "cancel_load")
+
+
 if not TYPE_CHECKING:
     _upstream = find_upstream()
     if _upstream is not None:

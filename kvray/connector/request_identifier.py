@@ -1,32 +1,15 @@
 """Tells the requests of one engine apart: by salt, tenant, adapter and media."""
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvray.connector.model.adapters import Adapters, fingerprints_dir
-from kvray.connector.request.identity import Identity, Regularity, identify, prompt_len_of
-from kvray.connector.request.media_tokens import MediaTokens
+from kvray.connector.request.identity import Regularity, identify, prompt_len_of
+from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.model.media_tokens import MediaTokens
+from kvray.engine.request.identity import AskedRequest, Identity, Tenancy
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
-
-_log = logging.getLogger("kvray.connector")
-
-
-class AskedRequest(NamedTuple):
-    """A prompt that has keys, or would have them if its model had a name."""
-
-    request_id: int
-    tokens: list[int]
-    prompt_len: int  # tokens that the engine counts as the prompt; at most all
-    num_computed: int  # leading tokens that the engine has itself
-    identity: Identity
-
-    def num_askable(self, tokens_per_block: int) -> int:
-        """Return how many leading blocks may be promised: the engine computes the last token."""
-        return (self.prompt_len - 1) // tokens_per_block
 
 
 class RequestIdentifier:
@@ -40,14 +23,12 @@ class RequestIdentifier:
         media_tokens: MediaTokens | None,
         tenants: TenantSalts | None,
     ) -> None:
-        self.tenants = tenants
+        self.tenancy = Tenancy(tenants, totals)
         self.adapters = Adapters(settings=adapters, cache_dir=fingerprints_dir())
         self.hides_media = False
         """Whether the engine was seen to ask about a request without showing its media."""
-        self._totals = totals
         self._media_tokens = media_tokens
         self._regularity = Regularity()
-        self._warned = False
 
     def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
         """Return what the engine asks about; None: it cannot be told, or is not what it should be.
@@ -78,20 +59,7 @@ class RequestIdentifier:
     def identify(self, request: Any) -> Identity | None:
         """Return what the request shows of what enters its keys; raises as `identity.identify`."""
         identity = identify(request, self.adapters.fingerprint)
-        if identity is None or self.tenants is None:
-            return identity
-        derived = self.tenants.derive(identity.salt)
-        if derived is not None:
-            return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
-        # Nobody could find what is stored under a salt that no other request has.
-        self._totals["tenantless_requests"] += 1
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
-                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
-            )
-        return None
+        return None if identity is None else self.tenancy.apply(identity)
 
     def _identify_asked(self, request: Any, tokens: Sequence[int]) -> Identity | None:
         if self._regularity.is_lacking(request):

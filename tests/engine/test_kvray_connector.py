@@ -192,7 +192,7 @@ def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
     make_engine(connector=CONNECTOR).generate(prompt, max_tokens=1)
     tier.wait_for(lambda: tier.stored() >= 6)
     engine = make_engine(connector=CONNECTOR)
-    arena = engine.connector.worker._shared.link.arena  # type: ignore[union-attr]
+    arena = engine.connector.worker._rank.shared.link.arena  # type: ignore[union-attr]
     victim = int((arena.tables.slot_depth * (arena.tables.slot_state == 2)).argmax())
     slab, row = arena.tables.geometry.place_of(victim)
     arena.tables.rows(slab)[row, 5] ^= 1

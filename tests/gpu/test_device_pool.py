@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.connector.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
-from kvray.connector.device.gpu import DevicePool
-from kvray.connector.device.pool import Load
-from kvray.connector.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
+from kvray.engine.device.gpu import DevicePool
+from kvray.engine.device.pool import Load
+from kvray.engine.model.cache_layout import LayerRange, Part, Region
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
-from tests.unit.connector.gpu_pages import (
+from tests.unit.engine.device.gpu_pages import (
     even_steps,
     open_arena,
     part_of,
@@ -300,9 +300,9 @@ def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(
 def test_making_a_pool_makes_no_call_to_cuda() -> None:
     code = """
 import torch
-from kvray.connector.device.cuda_device import CudaDevice
-from kvray.connector.device.gpu import DevicePool
-from tests.unit.connector.gpu_pages import even_steps, part_of, region
+from kvray.engine.device.cuda_device import CudaDevice
+from kvray.engine.device.gpu import DevicePool
+from tests.unit.engine.device.gpu_pages import even_steps, part_of, region
 part, device = part_of(region(1, even_steps(1, 8))), CudaDevice(torch.device("cuda:0"))
 DevicePool([part], num_layers=1, has_hooks=True, device=device)
 assert not torch.cuda.is_initialized()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector import saver
+from kvray.engine import saver
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import FLAT
 from tests.trtllm.version import STAND_INS, Version, installed

@@ -223,11 +223,11 @@ class Engine:
 
     @property
     def totals(self) -> Any:
-        return self.workers[0]._shared.figures.totals
+        return self.workers[0]._rank.shared.figures.totals
 
     @property
     def arena(self) -> Any:
-        return self.workers[0]._shared.link.arena
+        return self.workers[0]._rank.shared.link.arena
 
     def _happen(self, point: str) -> None:
         if point in self.at:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvray.connector.model import adapters
+from kvray.engine.model import adapters
 from kvray.errors import ConfigError
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine

@@ -56,7 +56,7 @@ def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, shape: Shape
 ) -> None:
     cold = make_engine(shape=shape)
-    monkeypatch.setattr(type(cold.workers[0]._shared.link), "arena", None)
+    monkeypatch.setattr(type(cold.workers[0]._rank.shared.link), "arena", None)
     cold.submit(PROMPT, max_new=9)
     cold.step()
     monkeypatch.undo()
@@ -141,6 +141,6 @@ def test_bytes_that_all_ranks_share_are_stored_once(make_engine: MakeEngine) -> 
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    stored = [worker._shared.figures.totals["stored_blocks"] for worker in cold.workers]
+    stored = [worker._rank.shared.figures.totals["stored_blocks"] for worker in cold.workers]
     assert stored == [2 * 10, 10]
     assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

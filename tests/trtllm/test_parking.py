@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvray.engine.parking import Parking
+from kvray.errors import CorruptBlock, LeaseExpired
 from tests.trtllm.conftest import MakeEngine, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK
@@ -67,7 +69,7 @@ def test_a_request_that_comes_back_too_late_stops_the_engine_and_loads_nothing(
     warm.admission.active.remove(late)  # the engine has others to schedule first
     wait_for(lambda: serve_another(warm) and leased(shard) == 0, "the end of the parked lease")
     warm.admission.active.append(late)
-    with pytest.raises(version.module("promise").LeaseExpired, match="park_lease_s"):
+    with pytest.raises(LeaseExpired, match="park_lease_s"):
         warm.run()
     assert warm.totals["loaded_blocks"] == 0
 
@@ -90,7 +92,7 @@ def test_a_request_that_waits_long_for_its_blocks_keeps_them(
     warm: Engine, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Time runs from when the engine was told; before, it has no way to come back."""
-    parking = version.module("parking").Parking
+    parking = Parking
     verify = parking._verify
     monkeypatch.setattr(
         parking, "_verify", lambda *args: time.sleep(3 * SHORT_LEASE_S) or verify(*args)
@@ -141,7 +143,7 @@ def test_a_block_that_rots_while_a_request_is_parked_stops_the_engine(
 
     warm.at["asked"] = rot
     warm.submit(PROMPT)
-    with pytest.raises(version.module("parking").CorruptBlock):
+    with pytest.raises(CorruptBlock):
         warm.run()
     assert warm.model.num_passes == 0
 

@@ -31,7 +31,7 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(make_engine: MakeEngine) ->
     cold = make_engine(shape=MLA, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    assert [one._shared.figures.totals["stored_blocks"] for one in cold.workers] == [10, 0]
+    assert [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers] == [10, 0]
 
 
 def test_a_prefix_counts_only_if_every_rank_has_it(

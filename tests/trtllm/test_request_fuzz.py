@@ -160,7 +160,7 @@ def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(
         pytest.skip("this version has one cache manager")
     engine = make_engine(is_flat=is_flat)
     assert engine.serve(PROMPT).num_hit == 0
-    engine.workers[0]._saver.drain()
+    engine.workers[0]._rank.saver.drain()
     scheduler, fields = engine.scheduler, fields_of(version, is_copy=is_flat)
     promised, later = scheduler.get_num_new_matched_tokens(Fuzzed({**fields, "request_id": 9}), 0)
     assert (promised, later) == (36, False)
@@ -195,7 +195,7 @@ def test_a_start_that_is_no_number_of_tokens_is_promised_nothing(
 ) -> None:
     engine = make_engine(is_flat=True)
     engine.serve(PROMPT)
-    engine.workers[0]._saver.drain()
+    engine.workers[0]._rank.saver.drain()
     request = Fuzzed({**fields_of(version, is_copy=True), "request_id": 9})
     assert engine.scheduler.get_num_new_matched_tokens(request, computed) == (0, False)
 
@@ -203,7 +203,7 @@ def test_a_start_that_is_no_number_of_tokens_is_promised_nothing(
 def test_no_more_is_promised_than_the_prompt_has(make_engine: MakeEngine, version: Version) -> None:
     engine = make_engine(is_flat=True)
     engine.serve(PROMPT)
-    engine.workers[0]._saver.drain()
+    engine.workers[0]._rank.saver.drain()
     fields = fields_of(version, is_copy=True)
     for request_id, (length, expected) in enumerate(((40, 36), (13, 12), (12, 8), (1, 0)), 9):
         request = Fuzzed({**fields, "request_id": request_id, "prompt_len": length})

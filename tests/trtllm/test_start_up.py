@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from kvray.errors import ConfigError
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, MLA
 from tests.trtllm.version import WITH_GROUPS, Version, on
@@ -58,7 +59,7 @@ def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
     worker, scheduler = make_halves(version)
     assert isinstance(worker, version.stand_in.KvCacheConnectorWorker)
     assert isinstance(scheduler, version.stand_in.KvCacheConnectorScheduler)
-    assert worker._shared is scheduler._shared
+    assert worker._rank.shared is scheduler._shared
     scheduler.shutdown()
     worker.shutdown()
 
@@ -95,7 +96,7 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version
 @pytest.mark.parametrize("what", REFUSED)
 def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, what: str) -> None:
     changes, cure = REFUSED[what]
-    with pytest.raises(version.module("shared_state").ConfigError, match=cure):
+    with pytest.raises(ConfigError, match=cure):
         make_halves(version, **changes)
 
 
@@ -103,7 +104,7 @@ def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, w
 @pytest.mark.parametrize("what", REFUSED_BY_LAYER_GROUPS)
 def test_set_ups_of_the_second_cache_manager_are_refused(version: Version, what: str) -> None:
     changes, cure = REFUSED_BY_LAYER_GROUPS[what]
-    with pytest.raises(version.module("shared_state").ConfigError, match=cure):
+    with pytest.raises(ConfigError, match=cure):
         make_halves(version, **changes)
 
 
@@ -117,7 +118,7 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
             scheduler.shutdown()
             worker.shutdown()
             continue
-        with pytest.raises(version.module("shared_state").ConfigError, match="first cache manager"):
+        with pytest.raises(ConfigError, match="first cache manager"):
             make_halves(version, **changes)
 
 
@@ -127,9 +128,7 @@ def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -
         assert version.worker_class.supports_attention_dp is True
         assert version.scheduler_class.supports_attention_dp is True
         return
-    with pytest.raises(
-        version.module("shared_state").ConfigError, match="unset enable_attention_dp"
-    ):
+    with pytest.raises(ConfigError, match="unset enable_attention_dp"):
         make_halves(version, **changes)
 
 
@@ -140,7 +139,7 @@ def test_a_pool_that_is_not_the_whole_cache_is_refused(
     worker, scheduler = make_halves(version)
     pool = version.module("model.read_layout").torch.zeros(shape)
     try:
-        with pytest.raises(version.module("shared_state").ConfigError, match="kvray serves pools"):
+        with pytest.raises(ConfigError, match="kvray serves pools"):
             worker.register_kv_caches(pool)
     finally:
         scheduler.shutdown()

@@ -53,7 +53,7 @@ _SERIES: Mapping[str, Series] = {
 """A rank's counter -> its metric and the labels beside the rank's."""
 _UNSETTLED: Series = ("miss_tokens_total", ("not_stored",))
 _BOUNDS_NS = (*(float(2**bits) for bits in range(15, 33)), float("inf"))
-"""Where the buckets of `kvray.connector.figures` end."""
+"""Where the buckets of `kvray.engine.figures` end."""
 _BUCKET = re.compile(rf"({'|'.join(LATENCIES)})_ns_below_(\d{{1,19}}|inf)")
 
 

@@ -7,14 +7,14 @@ that differs from rank to rank enters the namespace.
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvray.connector.model.adapters import fingerprints_dir
-from kvray.connector.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
 from kvray.connector.model.refusals import refuse_unsupported
-from kvray.connector.request.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.engine.model.adapters import fingerprints_dir
+from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
+from kvray.engine.model.engine_args import EngineArgs
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
 
@@ -39,50 +39,10 @@ _ADAPTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArgs:
-    """The engine's settings that decide what its blocks are and which of them may be shared."""
-
-    model: str  # the checkpoint's path, or its name on a hub
-    tokens_per_block: int
-    num_ranks: int
-    rank: int
-    block_reuse: bool
-    partial_reuse: bool
-    quantization: str  # weight and KV quantisation as the engine names them, as one text
-    overrides: str
-    """What changes the checkpoint's own configuration or weights, as one text."""
-    attention_backend: str
-    engine: str
-    ranks_per_node: int  # how many ranks a node has; 0: not said, and all are on one
-    attention_dp: bool  # each rank has a whole KV cache for requests of its own
-    is_compiled: bool  # the model is compiled by torch: hooks on its layers may not fire
-    windows: tuple[int, ...]
-    """The different attention windows that kv_cache_config names, in tokens, ascending."""
-    adapters: str
-    """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
-    checkpoint: CheckpointConfig
-    is_sparse: bool
-    """Attention picks its tokens by an index that is cached beside keys and values."""
-
-    @property
-    def num_parts_ranks(self) -> int:
-        """Ranks that each hold a share of every request's KV; with attention DP there is one."""
-        return 1 if self.attention_dp else self.num_ranks
-
-    @property
-    def part_rank(self) -> int:
-        """This rank among them."""
-        return 0 if self.attention_dp else self.rank
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether, by `gpus_per_node`, ranks that share a request are on several nodes."""
-        return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks
-
-
-def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
-    """Return the settings of `llm_args`; `asks_every_rank` is that of `base`.
+def read_engine_args(
+    llm_args: Any, *, asks_every_rank: bool, takes_offers_later: bool
+) -> EngineArgs:
+    """Return the settings of `llm_args`; the other two are those of `base`.
 
     ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
     """
@@ -112,6 +72,11 @@ def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
         adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
         checkpoint=checkpoint,
         is_sparse=_is_sparse(llm_args, checkpoint),
+        spread_setting="gpus_per_node",
+        asks_again=False,
+        computes_failed_loads=False,
+        num_passes=1,
+        takes_offers_later=takes_offers_later,
     )
 
 

@@ -8,12 +8,12 @@ and Mamba. Each rank checks all of them, so that the start fails cleanly on each
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvray.connector.model.checkpoint import CheckpointConfig
-from kvray.connector.request.fields import field_of, number_of, text_of
+from kvray.engine.fields import field_of, number_of, text_of
+from kvray.engine.model.checkpoint import CheckpointConfig
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.connector.model.engine_args import EngineArgs
+    from kvray.engine.model.engine_args import EngineArgs
 
 Reasons = Iterator[tuple[bool, str]]
 """Pairs of whether something is so, and the sentence that refuses it."""

@@ -8,12 +8,11 @@ asks with a copy that has the bindings' alone; `docs/tensorrt_llm.md` has a tabl
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Any
 
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
-from kvray.identity.keys import MediaItem
+from kvray.engine.request.identity import Identity
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
@@ -48,22 +47,7 @@ _REGULAR = (
 """What every request of a version has, or none: bound, or set whenever Python makes a request."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What enters the keys of a request beside its tokens."""
-
-    salt: str | int | None
-    lora: bytes | None
-    media: tuple[MediaItem, ...]
-    tenant_id: int = 0  # what an arena knows the request's tenant by; 0: it has none
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but its tokens tells it from other requests of its namespace."""
-        return self.salt is None and self.lora is None and not self.media
-
-
-_PLAIN = Identity(salt=None, lora=None, media=())
+_PLAIN = Identity()
 
 
 def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity | None:

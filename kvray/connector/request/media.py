@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.connector.request.fields import are_whole, to_text
+from kvray.engine.fields import are_whole, to_text
 from kvray.errors import ConfigError
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem

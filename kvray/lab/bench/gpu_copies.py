@@ -9,9 +9,9 @@ import torch
 from numpy.random import default_rng
 
 from kvray.config import format_size
-from kvray.connector.device.gpu import DevicePool
-from kvray.connector.device.pool import Load
-from kvray.connector.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.device.gpu import DevicePool
+from kvray.engine.device.pool import Load
+from kvray.engine.model.cache_layout import LayerRange, Part, Region
 from kvray.errors import KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.gpu_device import GpuDevice

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.random import default_rng
 
-from kvray.connector.device.pool import Load
+from kvray.engine.device.pool import Load
 from kvray.errors import KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.gpu_copies import open_pool

@@ -13,8 +13,8 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
-from tests.unit.connector.host_device import HostDevice
 from tests.unit.connector.pair import Pair
+from tests.unit.engine.device.host_device import HostDevice
 
 MakePair = Callable[..., Pair]
 
@@ -68,8 +68,8 @@ def make_pair(
 ) -> Iterator[MakePair]:
     """Make connectors that end with the test, with the code of either kind of pool."""
     if request.param == "device":
-        monkeypatch.setattr("kvray.connector.model.cache_layout.CacheLayout.is_host", False)
-        monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: HostDevice())
+        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
         monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", "always")
     pairs: list[Pair] = []
 
@@ -84,7 +84,7 @@ def make_pair(
 
 
 def arena_of(pair: Pair) -> Arena:
-    arena = pair.worker._shared.link.arena
+    arena = pair.worker._rank.shared.link.arena
     assert arena is not None
     return arena
 
@@ -95,4 +95,4 @@ def leased(pair: Pair) -> int:
 
 
 def wait_for_arena(pair: Pair) -> None:
-    wait_for(lambda: pair.worker._shared.link.arena is not None, "joining the tier")
+    wait_for(lambda: pair.worker._rank.shared.link.arena is not None, "joining the tier")

@@ -34,4 +34,8 @@ def checkpoint(directory: Path, config: dict[str, Any], **files: Any) -> str:
 
 def read_args(llm_args: Any) -> EngineArgs:
     """Return the settings of `llm_args`, as a start of the engine would."""
-    return read_engine_args(llm_args, asks_every_rank=base.asks_every_rank())
+    return read_engine_args(
+        llm_args,
+        asks_every_rank=base.asks_every_rank(),
+        takes_offers_later=base.takes_offers_later(),
+    )

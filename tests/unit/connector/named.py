@@ -18,11 +18,12 @@ from unittest.mock import patch
 import torch
 
 from kvray.config import load_config
-from kvray.connector.model import adapters
-from kvray.connector.model.cache_layout import CacheLayout
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.connector.request.identity import identify
-from kvray.connector.shared_state import SharedState
+from kvray.engine.model import adapters
+from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.model.cache_layout import CacheLayout
+from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import NodeLink, Registration
 from tests.unit.connector.llm_args import LLAMA, read_args
@@ -85,7 +86,8 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
         engine = make_engine(named, root)
         engine.pool.register(make_layout(named))
     with patch.object(adapters, "_WAIT_S", READ_S):
-        identity = identify(make_request(named, root), engine.identifier.adapters.fingerprint)
+        known = Adapters(settings=engine.args.adapters, cache_dir=fingerprints_dir())
+        identity = identify(make_request(named, root), known.fingerprint)
     if identity is None:
         return None
     return cast(

@@ -9,7 +9,7 @@ import torch
 
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine.meta import ConnectorMeta
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -113,12 +113,12 @@ class Pair:
 
     def flush(self) -> None:
         """Return when all that was saved is committed."""
-        self.worker._close_pool()
+        self.worker._rank.close_pool()
         self.worker.register_kv_caches(self.pool)
 
     @property
     def totals(self) -> dict[str, int]:
-        return self.worker._shared.figures.totals
+        return self.worker._rank.shared.figures.totals
 
     def close(self) -> None:
         self.scheduler.shutdown()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.key_board import KeyBoard, open_board, read_keys
-from kvray.connector.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, RankLeases, SavePlan
+from kvray.engine.key_board import KeyBoard, open_board, read_keys
+from kvray.engine.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, RankLeases, SavePlan
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Lease
 from tests.unit.connector.conftest import MakePair, arena_of
@@ -83,3 +83,17 @@ def test_metadata_costs_four_bytes_a_block_and_a_small_constant() -> None:
 
 def test_pages_are_packed_as_they_are() -> None:
     assert PageIds.of([5, -1, 2**31 - 1]).ids().tolist() == [5, -1, 2**31 - 1]
+
+
+def test_passes_that_are_planned_ahead_have_a_share_of_the_board_each(arena: Arena) -> None:
+    board = open_board(arena, block_bytes=BLOCK_BYTES, num_passes=2)
+    assert board is not None
+    passes = []
+    for _ in range(7):
+        board.begin_pass()
+        keys = keys_of(board.room)
+        passes.append((keys, board.publish(keys)))
+        assert board.room == 0
+        for written, run in passes[-2:]:
+            assert read_keys(arena, board.place, run) == written
+    board.close()

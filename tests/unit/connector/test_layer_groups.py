@@ -11,7 +11,7 @@ import torch
 from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine.meta import ConnectorMeta
 from kvray.errors import ConfigError, LayoutMismatch, LeaseExpired
 from kvray.store import Arena
 from tests.unit.connector.model.test_cache_layout import buffers
@@ -124,7 +124,7 @@ class GroupedEngine:
         return all(bool((one == content).all()) for one in full), bool((window == content).all())
 
     def flush(self) -> None:
-        self.worker._close_pool()
+        self.worker._rank.close_pool()
         self.worker.register_kv_cache_layout(self.layout)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class GroupedEngine:
 
     @property
     def arena(self) -> Arena:
-        arena = self.worker._shared.link.arena
+        arena = self.worker._rank.shared.link.arena
         assert arena is not None
         return arena
 

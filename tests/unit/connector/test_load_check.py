@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.device.pieces import Pieces
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine.device.pieces import Pieces
+from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena
 from kvray.store.arena import lease
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.connector.conftest import MakePair, arena_of, leased
-from tests.unit.connector.host_device import HostDevice
 from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.unit.engine.device.host_device import HostDevice
 
 PROMPT = list(range(100, 140))
 Fault = Callable[[Arena], None]
@@ -63,7 +63,7 @@ def warm(
     request: pytest.FixtureRequest,
 ) -> Pair:
     """A pair whose tier has PROMPT, and whose device, if it has one, copies late."""
-    monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: LateDevice())
+    monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: LateDevice())
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", request.param)
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
@@ -121,7 +121,7 @@ def fault_during_copies(pair: Pair, fault: Fault) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arena, "read_slots", fail_before)
         yield
-        if not pair.worker._pool.is_host:
+        if not pair.worker._rank.pool.is_host:
             fault(arena_of(pair))
 
 
@@ -149,13 +149,13 @@ def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(
     with pytest.raises(LeaseExpired):
         warm.worker.get_finished([], [])
     warm.worker.bind_connector_meta(
-        ConnectorMeta(namespace=warm.worker._shared.pool.namespace_digest)
+        ConnectorMeta(namespace=warm.worker._rank.shared.pool.namespace_digest)
     )
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
     warm.flush()
     assert warm.totals["stored_blocks"] == before, "what was computed from it may be wrong"
-    if not warm.worker._shared.pool.is_host:
+    if not warm.worker._rank.shared.pool.is_host:
         assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
 
 
@@ -173,7 +173,7 @@ def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm: Pair
     request = Request(2, PROMPT)
     load(warm, request)
     warm.worker.start_load_kv(None)
-    assert leased(warm) == (0 if warm.worker._pool.is_host else 9)
+    assert leased(warm) == (0 if warm.worker._rank.pool.is_host else 9)
     warm.end_pass()
     for index in range(9):
         assert (warm.pool[request.block_ids[index]] == warm.content(request, index)).all()
@@ -207,7 +207,7 @@ def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm: Pair) -
     load(warm, Request(2, PROMPT))
     warm.worker.start_load_kv(None)
     assert leased(warm) == 9
-    warm.worker._close_pool()
+    warm.worker._rank.close_pool()
     assert leased(warm) == 0
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector import key_board
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine import key_board
+from kvray.engine.meta import ConnectorMeta
 from kvray.store.arena.layout import READY
 from tests.unit.connector.conftest import MakePair, arena_of
 from tests.unit.connector.pair import BLOCK, Pair, Request
@@ -68,7 +68,7 @@ def test_requests_of_one_pass_share_the_board_and_all_are_saved(pair: Pair) -> N
 def test_without_room_for_a_board_the_keys_travel(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.connector.pass_plan.open_board", lambda *_, **__: None)
+    monkeypatch.setattr("kvray.engine.pass_plan.open_board", lambda *_, **__: None)
     assert pair.serve(Request(1, PROMPT)) == 0
     pair.flush()
     assert pair.totals["stored_blocks"] == NUM_BLOCKS
@@ -81,7 +81,7 @@ def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_e
     request = Request(1, PROMPT[: 9 * BLOCK])
     pair.query(request)
     with monkeypatch.context() as patch:
-        patch.setattr(type(pair.worker._shared.link), "arena", None)
+        patch.setattr(type(pair.worker._rank.shared.link), "arena", None)
         pair.plan(request)
         pair.worker.start_load_kv(None)
         pair.compute(request)
@@ -106,7 +106,7 @@ def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
 def test_blocks_whose_keys_are_lost_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.connector.worker.read_keys", lambda *_: None)
+    monkeypatch.setattr("kvray.engine.rank.read_keys", lambda *_: None)
     pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_keys_lost"] == 9
 
@@ -114,7 +114,7 @@ def test_blocks_whose_keys_are_lost_are_counted(
 def test_saves_that_a_defect_prevents_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.connector.worker.read_keys", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvray.engine.rank.read_keys", lambda *_: 1 / 0)
     pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
 

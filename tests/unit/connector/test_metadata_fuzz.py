@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.meta import (
+from kvray.engine.meta import (
     Board,
     ConnectorMeta,
     KeyRun,
@@ -58,7 +58,7 @@ class Scene:
             worker.start_load_kv(None)
             self.pair.end_pass()
         except Exception:
-            worker._loader._fault = None  # an engine of its own for each metadata
+            worker._rank.failed.clear()  # an engine of its own for each metadata
             raise
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
-from kvray.connector.promises import Promises
+from kvray.engine.meta import ConnectorMeta
+from kvray.engine.promises import Promises
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
@@ -123,11 +123,11 @@ def test_one_whose_engine_is_idle_from_then_on_is_given_up_in_time(
 def test_what_time_has_ended_is_handed_to_nobody_and_forgotten_with_the_next_pass(
     warm: Pair,
 ) -> None:
-    promises, engine = warm.scheduler._promises, warm.worker._shared
+    promises, engine = warm.scheduler._leader.promises, warm.worker._rank.shared
     park(warm, Request(2, PROMPT))
     wait_for(lambda: leased(warm) == 0)
     with pytest.raises(LeaseExpired):
-        promises.take(engine, warm.scheduler._states[2])
+        promises.take(engine, warm.scheduler._leader.states[2])
     park(warm, Request(3, PROMPT))
     wait_for(lambda: leased(warm) == 0)
     bind(warm)
@@ -149,7 +149,7 @@ def test_should_the_thread_that_looks_at_the_time_die_the_next_parked_request_ha
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
     monkeypatch.setattr(Promises, "_give_up_late", fail_once)
     park(warm, Request(2, PROMPT))
-    wait_for(lambda: not warm.scheduler._promises._watcher.is_alive())
+    wait_for(lambda: not warm.scheduler._leader.promises._watcher.is_alive())
     park(warm, Request(3, PROMPT))
     wait_for(lambda: leased(warm) == 0)
 
@@ -159,7 +159,7 @@ def test_what_was_taken_is_not_ended_by_time(warm: Pair) -> None:
     park(warm, request)
     poll(warm, request)
     bind(warm, resumed(request))
-    assert not warm.scheduler._promises._parked
+    assert not warm.scheduler._leader.promises._parked
 
 
 def test_one_given_up_by_time_is_no_end_of_an_engine_that_does_not_count_on_it(warm: Pair) -> None:
@@ -264,7 +264,7 @@ def test_a_request_that_is_parked_when_the_worker_ends_is_answered_for(
     warm: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound, began, looked_at = Arena.sound, threading.Event(), list[int]()
-    checks = warm.worker._parking._checks
+    checks = warm.worker._rank.parking._checks
 
     def look(*args: Any) -> Any:
         began.set()
@@ -285,10 +285,10 @@ def test_what_was_found_of_other_blocks_says_nothing_of_these(warm: Pair) -> Non
     request = Request(2, PROMPT)
     park(warm, request)
     poll(warm, request)
-    (check,) = warm.worker._parking._checks.values()
+    (check,) = warm.worker._rank.parking._checks.values()
     arena_id, lease = check.place
-    assert not warm.worker._parking.is_checked(2, (arena_id, replace(lease, lease_id=99)))
-    assert not warm.worker._parking.is_checked(2, check.place)  # asked once
+    assert not warm.worker._rank.parking.is_checked(2, (arena_id, replace(lease, lease_id=99)))
+    assert not warm.worker._rank.parking.is_checked(2, check.place)  # asked once
 
 
 def test_a_runtime_that_takes_failed_loads_back_asks_about_them_once_more(warm: Pair) -> None:
@@ -314,7 +314,7 @@ def test_ranks_that_each_have_a_share_do_not_take_back_alone(
     request = Request(2, PROMPT)
     park(warm, request)
     poll(warm, request)
-    monkeypatch.setattr(type(warm.worker._shared.args), "num_parts_ranks", 2)
+    monkeypatch.setattr(type(warm.worker._rank.shared.args), "num_parts_ranks", 2)
     assert warm.worker.take_failed_async_load_requests() == set()
     with pytest.raises(CorruptBlock):
         bind(warm, resumed(request))

@@ -8,8 +8,8 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.breaker import Breaker
-from kvray.connector import prefix_finder
 from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.engine import prefix_finder
 from kvray.node import link as link_module
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
@@ -33,7 +33,7 @@ def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServe
 
 def with_peers(pair: Pair) -> Pair:
     """Return `pair` once its shard has told that there are other nodes."""
-    wait_for(lambda: pair.worker._shared.may_stage, "hearing of other nodes")
+    wait_for(lambda: pair.worker._rank.shared.may_stage, "hearing of other nodes")
     return pair
 
 
@@ -90,9 +90,9 @@ def test_all_keys_of_what_may_be_promised_are_asked_for(
     pair = with_peers(make_pair())
     pair.query(Request(1, PROMPT))
     (asked,) = server.asked
-    keys = pair.scheduler._states[1].keys
+    keys = pair.scheduler._leader.states[1].keys
     assert asked["keys"] == b"".join(keys[:NUM_WANTED])
-    assert (asked["replica"], asked["rank"]) == (pair.worker._shared.pool.replica, 0)
+    assert (asked["replica"], asked["rank"]) == (pair.worker._rank.shared.pool.replica, 0)
     assert 0 < asked["wait_s"] < 5
 
 
@@ -145,7 +145,9 @@ def test_a_miss_is_counted_by_what_the_shard_says(
     assert pair.query(Request(1, PROMPT)) == 0
     missed = {name: n for name, n in pair.totals.items() if name.startswith("miss_tokens_") and n}
     assert missed == {f"miss_tokens_{reason}": NUM_WANTED * BLOCK}
-    assert bool(pair.worker._shared.figures.prefix_digests.waiting()) == (reason == "not_stored")
+    assert bool(pair.worker._rank.shared.figures.prefix_digests.waiting()) == (
+        reason == "not_stored"
+    )
 
 
 def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, make_pair: MakePair) -> None:
@@ -165,12 +167,12 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(
 ) -> None:
     server.report = {}
     pair = make_pair()
-    wait_for(lambda: pair.worker._shared.pool._registration.accepted, "registering")
+    wait_for(lambda: pair.worker._rank.shared.pool._registration.accepted, "registering")
     assert pair.serve(Request(1, PROMPT)) == 0
     server.report = {"peers": True}
     with_peers(pair)
     server.report = {"peers": False}
-    wait_for(lambda: not pair.worker._shared.may_stage, "hearing that they are gone")
+    wait_for(lambda: not pair.worker._rank.shared.may_stage, "hearing that they are gone")
     pair.query(Request(2, PROMPT[1:]))
     assert server.asked == []
 
@@ -182,7 +184,9 @@ def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
     if not args:
         monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     pair = make_pair(args_for(**args))
-    wait_for(lambda: pair.worker._shared.pool._registration.has_peers, "hearing of other nodes")
+    wait_for(
+        lambda: pair.worker._rank.shared.pool._registration.has_peers, "hearing of other nodes"
+    )
     assert pair.serve(Request(1, PROMPT)) == 0
     assert server.asked == []
 
@@ -199,7 +203,7 @@ def test_the_same_miss_is_asked_about_once_in_a_while(
     pair.query(Request(3, PROMPT[1:]))
     assert len(server.asked) == 2
     monkeypatch.setattr(prefix_finder, "_ABSENT_S", 0.0)
-    pair.scheduler._finder._absent.clear()
+    pair.scheduler._leader.finder._absent.clear()
     for _ in range(2):
         pair.query(Request(1, PROMPT))
     assert len(server.asked) == 4

@@ -31,7 +31,7 @@ def new_prompt() -> list[int]:
 
 def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
     """Return what the shard knows of a request, once it was reported."""
-    replica = pair.worker._shared.pool.replica
+    replica = pair.worker._rank.shared.pool.replica
 
     def find() -> list[Asked]:
         # The pairs of this process are replicas of one name.

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
-from kvray.connector import saver as saver_module
-from kvray.connector.boundary import Boundary
-from kvray.connector.device.pool import HostPool, Ticket
-from kvray.connector.figures import EngineFigures
-from kvray.connector.model.cache_layout import LayerRange, Part, Region
-from kvray.connector.saver import Job, PendingReads, Saver
+from kvray.engine import saver as saver_module
+from kvray.engine.boundary import Boundary
+from kvray.engine.device.pool import HostPool, Ticket
+from kvray.engine.figures import EngineFigures
+from kvray.engine.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.saver import Job, PendingReads, Saver
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys

@@ -7,7 +7,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.key_board import KeyBoard
+from kvray.engine.key_board import KeyBoard
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -174,14 +174,14 @@ def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(
 def test_cancelled_requests_are_forgotten_oldest_first(
     shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.connector.scheduler._STATES_MAX", 3)
+    monkeypatch.setattr("kvray.engine.leader._STATES_MAX", 3)
     pair = make_pair()
     living = Request(1, PROMPT)
     pair.query(living)
     for request_id in range(2, 9):
         pair.query(Request(request_id, PROMPT[:5]))
         pair.plan(living)
-    assert list(pair.scheduler._states) == [7, 8, 1]
+    assert list(pair.scheduler._leader.states) == [7, 8, 1]
 
 
 def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvray.breaker import Breaker
-from kvray.connector import prefix_finder
 from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.engine import prefix_finder
 from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
 from kvray.store import Arena
@@ -109,7 +109,7 @@ def test_a_fresh_engine_loads_on_every_node_what_another_stored_there(
 ) -> None:
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
-    assert [one._shared.figures.totals["loaded_blocks"] for one in fresh.workers] == [
+    assert [one._rank.shared.figures.totals["loaded_blocks"] for one in fresh.workers] == [
         NUM_WANTED
     ] * 2
     released(nodes)
@@ -139,7 +139,7 @@ def test_ranks_of_one_engine_have_its_leaders_name_after_a_pass(
     nodes: TwoNodes, make_replica: MakeReplica
 ) -> None:
     replica = make_replica(meets=False)
-    first, second = (worker._shared for worker in replica.workers)
+    first, second = (worker._rank.shared for worker in replica.workers)
     assert first.pool.replica != second.pool.replica
     replica.meet(nodes)
     assert first.pool.replica == second.pool.replica
@@ -283,7 +283,7 @@ def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_o
     request = Request(2, PROMPT)
     stored.query(request)
     with monkeypatch.context() as patch:
-        patch.setattr(stored.workers[1]._shared.link, "arena_named", lambda _: None)
+        patch.setattr(stored.workers[1]._rank.shared.link, "arena_named", lambda _: None)
         with pytest.raises(LeaseExpired, match="gpus_per_node"):
             stored.plan(request)
 
@@ -376,7 +376,7 @@ class SpreadGroups:
         self.run(request, taken=0)
         for one in self.ranks:
             one.flush()
-        engine, lookup = self.leader.worker._shared, nodes.line.lookup
+        engine, lookup = self.leader.worker._rank.shared, nodes.line.lookup
         wait_for(
             lambda: (
                 len(lookup.replica(engine.pool.replica, time.monotonic())) == 2 and engine.may_stage

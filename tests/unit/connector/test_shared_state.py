@@ -32,7 +32,7 @@ def test_a_name_may_carry_its_configuration_file(
     assert issubclass(worker_class, KvRayWorker)
     assert worker_class.__name__ == "KvRayWorker"
     worker = worker_class(args_for())
-    assert worker._shared.pool.replica == "blue"
+    assert worker._rank.shared.pool.replica == "blue"
     worker.shutdown()
     for name in ("KvRayEngine@/x.yaml", "KvRayEngine"):
         with pytest.raises(AttributeError, match=name):
@@ -78,7 +78,7 @@ def test_another_layout_under_one_model_key_is_refused_at_the_start(
 ) -> None:
     make_pair()
     other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
-    other._shared.pool.replica = "other"
+    other._rank.shared.pool.replica = "other"
     with pytest.raises(LayoutMismatch, match=r"model_key 'tiny'.*tokens_per_block 8 here, 4"):
         other.register_kv_caches(torch.zeros(4, 2, 2, 8))
     other.shutdown()
@@ -86,7 +86,7 @@ def test_another_layout_under_one_model_key_is_refused_at_the_start(
 
 def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard: Shard) -> None:
     pair = Pair()
-    saver, engine = pair.worker._saver, pair.worker._shared
+    saver, engine = pair.worker._rank.saver, pair.worker._rank.shared
     assert saver is not None
     pool = weakref.ref(pair.pool.untyped_storage())
     worker, scheduler = weakref.ref(pair.worker), weakref.ref(pair.scheduler)
@@ -110,7 +110,8 @@ def test_halves_are_built_on_threads_of_their_own(shard: Shard) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert built[0]._shared is built[1]._shared
+    worker, scheduler = sorted(built, key=lambda half: isinstance(half, KvRayScheduler))
+    assert worker._rank.shared is scheduler._shared
     for half in built:
         half.shutdown()
 

@@ -29,7 +29,7 @@ def reports_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced(sdk: Spans, shard: Shard, make_pair: MakePair) -> Pair:
     """An engine whose shard makes spans."""
     pair = make_pair()
-    notes = pair.worker._shared.figures.span_notes
+    notes = pair.worker._rank.shared.figures.span_notes
     wait_for(lambda: notes.is_on, "the shard's word")
     return pair
 
@@ -42,7 +42,7 @@ def prompt() -> list[int]:
 
 def expect(shard: Shard, pair: Pair, prompt: list[int]) -> None:
     packed = np.array(prompt, dtype="<i4").tobytes()
-    shard.requests.prefetch(pair.worker._shared.pool.replica, packed, trace=TRACEPARENT)
+    shard.requests.prefetch(pair.worker._rank.shared.pool.replica, packed, trace=TRACEPARENT)
 
 
 def told(sdk: Spans, name: str) -> Callable[[], bool]:
@@ -90,7 +90,7 @@ def test_a_request_that_is_asked_about_in_every_pass_is_one_promise(
     for _ in range(5):
         traced.query(Request(9121, prompt))
     wait_for(told(sdk, "promise"), "the promise")
-    assert len(traced.worker._shared.figures.span_notes.take()) == 0
+    assert len(traced.worker._rank.shared.figures.span_notes.take()) == 0
     assert len(sdk.named("promise")) == 1
 
 
@@ -99,6 +99,6 @@ def test_an_engine_whose_shard_makes_no_spans_notes_nothing(
 ) -> None:
     pair = make_pair()
     pair.serve(Request(9131, prompt))
-    notes = pair.worker._shared.figures.span_notes
+    notes = pair.worker._rank.shared.figures.span_notes
     assert not notes.is_on
     assert notes.take() == []

@@ -71,7 +71,7 @@ def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
     assert ask(pair, 1, "acme/1") == 0
     monkeypatch.delenv("KVRAY_SECURITY__TENANT_SECRET_FILE")
     without = make_pair(args_for(kwargs="another engine"))
-    assert without.scheduler._shared.identifier.tenants is None
+    assert without.scheduler._shared.tenants is None
     assert ask(without, 2, "acme/1") == 0
 
 
@@ -153,7 +153,7 @@ def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
 
 def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
     tokens = pack_tokens(PROMPT).tobytes()
-    answer = shard.requests.prefetch(pair.worker._shared.pool.replica, tokens, salt=salt)
+    answer = shard.requests.prefetch(pair.worker._rank.shared.pool.replica, tokens, salt=salt)
     return int(answer["num_blocks"])
 
 

@@ -101,7 +101,7 @@ def test_a_promise_is_kept_however_often_the_tier_is_replaced_before_its_load(
     pair.worker.start_load_kv(None)
     for index in range(9):
         assert (pair.pool[request.block_ids[index]] == pair.content(request, index)).all()
-    link = pair.worker._shared.link
+    link = pair.worker._rank.shared.link
     wait_for(lambda: link.arena_named(promised.arena_id) is None, "unmapping")
     shard.stop(retire=True, timeout_s=10)
 

@@ -8,7 +8,7 @@ import torch
 from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
@@ -130,7 +130,7 @@ def test_a_pool_that_cannot_be_read_costs_the_save_only(
     request = Request(2, list(range(30)))
     warm.query(request)
     warm.plan(request)
-    monkeypatch.setattr(warm.worker._pool, "save", lambda *_: 1 / 0)
+    monkeypatch.setattr(warm.worker._rank.pool, "save", lambda *_: 1 / 0)
     warm.worker.start_load_kv(None)
     warm.compute(request)
     warm.flush()
@@ -234,9 +234,9 @@ def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm: Pair) -> None
 
 
 def test_blocks_of_a_request_are_free_once_they_were_read(warm: Pair) -> None:
-    reads = warm.worker._shared.pending_reads
+    reads = warm.worker._rank.shared.pending_reads
     reads.begin(7)
-    is_host = warm.worker._shared.pool.is_host
+    is_host = warm.worker._rank.shared.pool.is_host
     assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
     assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
     assert warm.worker.get_finished([], []) == ([], [])

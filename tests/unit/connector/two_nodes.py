@@ -18,7 +18,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.engine.meta import ConnectorMeta
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
@@ -112,11 +112,11 @@ class SpreadReplica:
 
     @property
     def engine(self) -> Any:
-        return self.workers[0]._shared
+        return self.workers[0]._rank.shared
 
     @property
     def arenas(self) -> list[Arena]:
-        return [worker._shared.link.arena for worker in self.workers]
+        return [worker._rank.shared.link.arena for worker in self.workers]
 
     def meet(self, nodes: TwoNodes) -> None:
         """Do a pass, from which on the ranks have one name, and wait until the shards know it."""
@@ -183,7 +183,7 @@ class SpreadReplica:
     def flush(self) -> None:
         """Return when all that was saved is committed."""
         for worker in self.workers:
-            worker._saver.close(10)
+            worker._rank.saver.close(10)
 
     def content(self, request: Request, index: int, rank: int) -> float:
         tokens = request.tokens[: (index + 1) * BLOCK]

@@ -8,8 +8,8 @@ import pytest
 
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.staging.replicas import Reader
-from kvray.connector.model.adapters import Adapters
-from kvray.connector.request_state import RequestState
+from kvray.engine.model.adapters import Adapters
+from kvray.engine.request.state import RequestState
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import UNNAMED
 from kvray.identity.keys import MediaItem, request_seed

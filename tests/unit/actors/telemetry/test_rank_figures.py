@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.actors.telemetry.figures import Figures, Increments, Series
 from kvray.actors.telemetry.rank_figures import RankFigures, totals_of
-from kvray.connector.figures import DropReason, TimeHistogram
+from kvray.engine.figures import DropReason, TimeHistogram
 
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.device.gpu import open_pool
-from kvray.connector.device.pool import Load
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.engine.device.gpu import open_pool
+from kvray.engine.device.pool import Load
 from kvray.identity.keys import chain_keys
 from tests.unit.connector.conftest import MakePair, arena_of
 from tests.unit.connector.model.test_cache_layout import MEMORY, described, group, region

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.connector.model.cache_layout import LayerRange
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.engine.model.cache_layout import LayerRange
 from kvray.errors import ConfigError
 from kvray.store import PartRequest
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector import KvRayWorker, registered_pool
-from kvray.connector.meta import ConnectorMeta
-from kvray.connector.model import model_name
-from kvray.connector.model.model_name import ModelName
+from kvray.connector import KvRayWorker
+from kvray.engine import registered_pool
+from kvray.engine.meta import ConnectorMeta
+from kvray.engine.model import model_name
+from kvray.engine.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.checkpoint import Progress
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -69,7 +70,7 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 
 def wait_for_name(pair: Pair) -> None:
-    wait_for(lambda: bool(pair.worker._shared.pool.model_name.name), "reading the checkpoint")
+    wait_for(lambda: bool(pair.worker._rank.shared.pool.model_name.name), "reading the checkpoint")
 
 
 def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(
@@ -109,7 +110,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
     pair = make_pair(args)
 
     def figures() -> dict[str, Any]:
-        pair.worker._shared.link._attempt(pair.worker._shared.link._report)
+        pair.worker._rank.shared.link._attempt(pair.worker._rank.shared.link._report)
         (found,) = [one for one in shard.status()["replicas"] if one["connected"]]
         return dict(found)
 
@@ -121,7 +122,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
     pair.serve(Request(1, PROMPT))
     after = figures()
     assert "fingerprint_bytes" not in after["counters"]
-    assert after["namespace"] == pair.worker._shared.pool.namespace_digest.hex()[:8]
+    assert after["namespace"] == pair.worker._rank.shared.pool.namespace_digest.hex()[:8]
     assert after["namespace"] != before["namespace"]
 
 
@@ -168,7 +169,7 @@ def test_a_request_noted_before_the_name_says_why_it_missed(
 ) -> None:
     pair = make_pair(args)
     pair.serve(Request(7, PROMPT), computed=BLOCK)
-    (note,) = pair.worker._shared.figures.request_notes.take()
+    (note,) = pair.worker._rank.shared.figures.request_notes.take()
     assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))
     assert (note.first, note.end, note.wanted) == (1, 1, 9)
 
@@ -187,7 +188,7 @@ def test_a_reading_that_fails_leaves_the_engine_without_the_tier(
     reading.may_end.set()
     wait_for(lambda: "what has failed" in caplog.text, "the failure")
     assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
-    assert pair.worker._shared.pool.model_name.counters()["fingerprint_failed"] == 1
+    assert pair.worker._rank.shared.pool.model_name.counters()["fingerprint_failed"] == 1
 
 
 def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
@@ -215,7 +216,7 @@ def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
     time.sleep(0.02)
     (Path(args.model) / "config.json").write_text("{}")
     reading.may_end.set()
-    name = worker._shared.pool.model_name
+    name = worker._rank.shared.pool.model_name
     assert name.find(10) == ""
     assert "have changed since the engine started" in name.failure
     assert "is being read" not in caplog.text, "nothing is any more"
@@ -230,7 +231,7 @@ def test_an_engine_that_ends_does_not_go_on_reading(
     shard: Shard, args: SimpleNamespace, reading: SlowReading, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = KvRayWorker(args)
-    thread = worker._shared.pool.model_name._thread
+    thread = worker._rank.shared.pool.model_name._thread
     assert thread is not None
     worker.shutdown()
     assert not thread.is_alive()
@@ -265,7 +266,7 @@ def make_rank(
         leader.serve(Request(1, PROMPT))
         leader.flush()
         late = SlowReading()
-        late.found = leader.worker._shared.pool.model_name.name.removeprefix("sha256:")
+        late.found = leader.worker._rank.shared.pool.model_name.name.removeprefix("sha256:")
         monkeypatch.setattr(model_name, "fingerprint_model", late)
         monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
         return leader, make_pair(SimpleNamespace(**vars(args))), late
@@ -287,7 +288,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     leader, rank, late = make_rank()
     request = Request(2, PROMPT)
     meta = promised(leader, rank, request)
-    assert meta.model == leader.worker._shared.pool.model_name.name
+    assert meta.model == leader.worker._rank.shared.pool.model_name.name
     rank.worker.start_load_kv(None)
     rank.end_pass()
     for index in range(9):
@@ -307,7 +308,10 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     wait_for_name(rank)
     promised(leader, rank, Request(4, PROMPT))
     rank.worker.start_load_kv(None)
-    assert rank.worker._shared.pool.namespace_digest == leader.worker._shared.pool.namespace_digest
+    assert (
+        rank.worker._rank.shared.pool.namespace_digest
+        == leader.worker._rank.shared.pool.namespace_digest
+    )
 
 
 def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(

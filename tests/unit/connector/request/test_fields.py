@@ -12,7 +12,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from kvray.connector.request.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
 
 
 class Name(str, enum.Enum):

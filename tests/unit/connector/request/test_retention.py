@@ -10,8 +10,8 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta, SavePlan
-from kvray.connector.request.retention import Priorities, read_priorities
+from kvray.engine.meta import ConnectorMeta, SavePlan
+from kvray.engine.request.retention import Priorities, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.store.arena import key_index
@@ -49,7 +49,7 @@ def run(pair: Pair, output: SchedulerOutput) -> None:
 
 def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
     """Return priorities and namespaces of the blocks of a prompt in the arena, in its order."""
-    engine = pair.worker._shared
+    engine = pair.worker._rank.shared
     seed = request_seed(engine.pool.namespace_digest, salt=None, lora=None)
     keys = chain_keys(tokens, tokens_per_block=BLOCK, seed=seed)
     arena = engine.link.arena
@@ -65,7 +65,7 @@ def test_every_block_has_the_priority_that_the_engine_gave_it(
 ) -> None:
     pair, wanted = make_pair(), [100, 90, 80, 35, 0, 50, 50, 50]
     serve(pair, Request(1, PROMPT), wanted)
-    namespace = namespace_id(pair.worker._shared.pool.namespace_digest)
+    namespace = namespace_id(pair.worker._rank.shared.pool.namespace_digest)
     assert kept(pair, PROMPT) == (wanted, {namespace})
     assert namespace != 0
 

@@ -15,8 +15,8 @@ from kvray.lab.bench.gpu_model import LLAMA_3_8B, Model, Shapes
 from kvray.lab.bench.gpu_prefill import Prefill, crossover, name_of
 from kvray.lab.bench.runner import running
 from tests.unit.cli.conftest import RunKvray
-from tests.unit.connector.gpu_pages import open_arena
-from tests.unit.connector.host_device import HostDevice
+from tests.unit.engine.device.gpu_pages import open_arena
+from tests.unit.engine.device.host_device import HostDevice
 
 TINY = Shapes(
     num_layers=2,
@@ -41,7 +41,7 @@ SCALE = GpuScale(
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: HostDevice())
+    monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
 
 
 @pytest.fixture

@@ -1,0 +1,244 @@
+"""The engine's pool on a device: loads and saves on streams of their own, in the engine's order.
+
+A page belongs to one request after the other, and the engine tells nobody. What keeps a copy from
+meeting a page of another owner is the order of the streams:
+
+- *The engine's stream* runs the passes. Who owns a page changes between two passes only, and the
+  new owner's bytes are written by a later pass, or by a load for it.
+- *A load* runs after all that the engine's stream had been given when it was asked for, so no
+  earlier pass reads what it writes. It lands before the end of its pass, every layer of which waits
+  for its own bytes. If the pass is dropped, `fence` makes the next one wait. So no write of ours is
+  outstanding when a page changes hands.
+- *A save* runs after its mark, the end of a pass after which its pages were complete. Before pages
+  that are being saved change hands, `fence` makes the pass, and with it its loads, wait for the
+  saves that were asked for. One that is asked for after that reads whatever its pages hold then:
+  whether they still are the mark's is known to its caller alone (see `saver`).
+
+So no page needs a count of its owners: a write of ours cannot come late, and for a read that does,
+such a count would have to be kept by whoever gives pages away, which is the engine.
+
+With CUDA graphs and compiled models the engine may skip its hooks, and a layer could run before its
+bytes have landed. `has_hooks=False` makes the pass wait for all of them. With hooks they are
+counted: a pass with loads that did not wait for each of its layers fails in `mark`.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from kvray.engine.device.cuda_device import CudaDevice, Event
+from kvray.engine.device.pieces import Pieces, concatenate, join, of_size, places_of
+from kvray.engine.device.pinned import PinnedArena
+from kvray.engine.device.pool import HostPool, Load, Ticket
+from kvray.engine.device.stages import BEFORE_ALL, Stages
+from kvray.engine.model.cache_layout import CacheLayout, Part
+from kvray.errors import LayoutMismatch, TierError
+from kvray.store import Arena
+from kvray.store.arena.tables import Array, Tables
+
+_CLOSE_S = 10.0
+"""Longest wait for the copies from and to one arena, and for its memory to be unregistered."""
+
+
+class DevicePool:
+    """A rank's pages; `save` is the saver thread's, everything else the executor's."""
+
+    is_host = False
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        num_layers: int,
+        has_hooks: bool,
+        device: CudaDevice | None = None,
+    ) -> None:
+        self.copied_bytes: Counter[str] = Counter()
+        """Bytes by how they were copied, see `cuda_device`."""
+        self._device = device or CudaDevice(parts[0].regions[0].pages.device)
+        self._stages = Stages(parts, num_layers=num_layers)
+        self._has_hooks = has_hooks
+        self._streams: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        """Held while copies are asked for, never while they run."""
+        self._pins: dict[int, PinnedArena] = {}  # by the address of the arena's data
+        self._leaving: list[PinnedArena] = []
+        self._saved: Event | None = None
+        self._landed: Event | None = None
+        self._landing: dict[int, Event] = {}  # what each layer of this pass has to wait for
+        self._unwaited: set[int] = set()
+        """Layers of this pass with loaded bytes that nobody has waited for yet."""
+
+    def attend(self, arena: Arena) -> None:
+        """Register the memory of `arena` in the background, and let go of arenas that are over.
+
+        Until a slot's memory is registered, its copies are slow and hold their thread up.
+        """
+        with self._lock:
+            for address, pinned in list(self._pins.items()):
+                if pinned.is_over:
+                    pinned.leave()
+                    self._leaving.append(self._pins.pop(address))
+            self._leaving = [pinned for pinned in self._leaving if not pinned.has_left]
+            address = arena.tables.data.ctypes.data
+            if address not in self._pins:
+                self._pins[address] = PinnedArena(arena, self._device, self._settle)
+
+    def registered_bytes(self, arena: Arena) -> int:
+        """Return how many bytes of the arena's data are registered."""
+        pinned = self._pins.get(arena.tables.data.ctypes.data)
+        return pinned.registered_bytes if pinned else 0
+
+    def close(self) -> None:
+        """Wait for all copies and unregister every arena; nothing may follow. Twice is fine.
+
+        A device that does not answer is left to the process's end.
+        """
+        with self._lock:
+            leaving = [*self._leaving, *self._pins.values()]
+            self._pins, self._leaving = {}, []
+            for pinned in leaving:
+                pinned.leave()
+        for pinned in leaving:
+            pinned.join(_CLOSE_S)
+
+    def fence(self, stream: Any) -> None:
+        """Begin a pass that may have pages of earlier ones, or that follows one that was dropped.
+
+        Nothing that `stream` is given after this, and no later load, runs before the saves asked
+        for so far have read their pages and the loads asked for so far have landed.
+        """
+        self._landing, self._unwaited = {}, set()
+        self._await_copies(stream)
+
+    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
+        """Copy leased slots to pages, layer by layer, beside what `stream` is running.
+
+        What the engine's `stream` was given before is over before a page is written. The ticket
+        tells when the leases may end. LayoutMismatch: slots or pages are not of this pool; nothing
+        was copied. TierError: the device refuses; some pages may have been written.
+        """
+        tables, device = arena.tables, self._device
+        places = [(one.part.index, places_of(tables, *one)) for one in loads if len(one.slots)]
+        num_bytes = sum(len(one.slots) * one.part.block_bytes for one in loads)
+        with device.current(), self._lock:
+            side = self._stream("load")
+            device.wait(side, device.record(stream))
+            self._landed = device.record(side)
+            for stage in self._stages.of(num_bytes):
+                batches = [
+                    of_size(
+                        in_regions[region].pages + start, in_regions[region].slots + start, size
+                    )
+                    for index, region, start, size in stage.spans
+                    for part, in_regions in places
+                    if part == index
+                ]
+                if batches:
+                    self._copy(tables, concatenate(batches), side, is_load=True)
+                    self._landed = device.record(side)
+                    self._landing |= dict.fromkeys(stage.layers, self._landed)
+            self._await_early(stream, self._landed)
+            return Ticket(self._landed)
+
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """Have `stream` run this layer of the pass after its bytes have landed."""
+        event = self._landing.get(layer)
+        if event is not None:
+            with self._device.current():
+                self._device.wait(stream, event)
+            self._unwaited.discard(layer)
+
+    def mark(self, stream: Any) -> Event:
+        """Return the end of the pass, behind which `save` may read its pages.
+
+        LayoutMismatch: a layer did not wait for its load, and may have computed on other bytes.
+        """
+        missed = sorted(self._unwaited)
+        self._landing, self._unwaited = {}, set()
+        if missed:
+            self._await_copies(stream)  # the pages of what fails now are given to others
+            raise LayoutMismatch(
+                f"The engine ran {len(missed)} layers, {missed[0]} the first, without the hook that"
+                " waits for their KV cache to be loaded, so this pass may be wrong and is failed;"
+                " switch off torch.compile and CUDA graphs for prefill."
+            )
+        with self._device.current():
+            return self._device.record(stream)
+
+    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Event) -> Ticket:
+        """Copy pages to reserved slots, behind `mark` and beside whatever runs then.
+
+        `pages` are complete at `mark`. The ticket tells when they have been read and the slots
+        written. Raises as `load`.
+        """
+        tables, device = arena.tables, self._device
+        in_regions = places_of(tables, part, slots, pages)
+        batches = [of_size(one.slots, one.pages, one.size) for one in in_regions]
+        with device.current(), self._lock:
+            side = self._stream("save")
+            device.wait(side, mark)
+            self._copy(tables, concatenate(batches), side, is_load=False)
+            self._saved = device.record(side)
+            return Ticket(self._saved)
+
+    def _await_copies(self, stream: Any) -> None:
+        """Have `stream` wait for all copies asked for so far."""
+        with self._device.current(), self._lock:
+            for event in (self._saved, self._landed):
+                if event is not None:
+                    self._device.wait(stream, event)
+
+    def _await_early(self, stream: Any, landed: Event) -> None:
+        """Have the pass wait now for what no hook of its layers will wait for."""
+        early = self._landing.pop(BEFORE_ALL, None)
+        if not self._has_hooks:
+            early, self._landing = landed, {}
+        if early is not None:
+            self._device.wait(stream, early)
+        self._unwaited = set(self._landing)
+
+    def _copy(self, tables: Tables, pieces: Pieces, side: Any, *, is_load: bool) -> None:
+        """Have `side` make copies; after a TierError those that it took before have ended."""
+        if not len(pieces.sizes):
+            return
+        base = tables.data.ctypes.data
+        pinned = self._pins.get(base)
+        in_arena = pieces.sources if is_load else pieces.targets
+        end = int((in_arena + pieces.sizes).max()) - base
+        is_registered = pinned is not None and end <= pinned.registered_bytes
+        chunk_bytes = pinned.chunk_bytes if pinned else tables.geometry.slab_bytes
+        joined = join(pieces, in_arena, base=base, chunk_bytes=chunk_bytes)
+        try:
+            how = self._device.copy(joined, side, is_load=is_load, is_registered=is_registered)
+        except TierError:
+            # Whoever owns slots and pages gives them to others when it hears of this.
+            self._device.record(side).synchronize()
+            raise
+        self.copied_bytes[how] += joined.num_bytes
+
+    def _stream(self, name: str) -> Any:
+        if name not in self._streams:
+            self._streams[name] = self._device.make_stream()
+        return self._streams[name]
+
+    def _settle(self) -> None:
+        """Return when the copies asked for so far have ended."""
+        with self._lock:
+            outstanding = (self._saved, self._landed)
+        for event in outstanding:
+            if event is not None:
+                event.synchronize()
+
+
+Pool: TypeAlias = HostPool | DevicePool
+"""The engine's pages; the saver's thread calls `save`, and the executor's everything else."""
+
+
+def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:
+    """Return the pool of `layout`; `has_hooks`: the engine calls before each layer runs."""
+    if layout.is_host:
+        return HostPool(parts)
+    num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
+    return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks)

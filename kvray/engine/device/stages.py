@@ -1,0 +1,103 @@
+"""In which order a load brings the bytes of its pages: stage by stage, layer by layer.
+
+What a layer reads must have landed before it runs; what later layers read may land meanwhile. A
+stage is the unit that a layer waits for. Small stages let the first layers start early, but a copy
+of few bytes costs as much as one of many, and so does an event.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvray.engine.model.cache_layout import LayerRange, Part
+
+PIECE_BYTES = 512 * 2**10
+"""Copies of less do not reach the speed of the bus: layers of less are brought together.
+
+A kernel that gathers bytes is faster below 28 KiB only, by vLLM's `swap_blocks_triton.py`.
+"""
+STAGE_BYTES = 8 * 2**20
+"""A stage of less lands in the time that it takes to ask for it."""
+
+BEFORE_ALL = -1
+"""Key of what must have landed before the pass, as no layer of the engine's will wait for it."""
+
+
+class Span(NamedTuple):
+    """Bytes of a page of one region."""
+
+    part: int  # `Part.index`
+    region: int  # place among the regions of the part
+    start: int
+    size: int
+
+
+class Stage(NamedTuple):
+    """Bytes that land together, before the first of `layers` runs."""
+
+    layers: frozenset[int]
+    """Those that read some of it; `BEFORE_ALL`: the pass must not begin without it."""
+    spans: tuple[Span, ...]
+
+
+class Stages:
+    """The stages of a pool's pages, finer for large loads than for small ones."""
+
+    def __init__(self, parts: Sequence[Part], *, num_layers: int) -> None:
+        self._by_layer = _by_first_layer(parts, num_layers)
+        self._finest = _cut(self._by_layer)
+        self._cuts: dict[int, tuple[Stage, ...]] = {}
+
+    def of(self, num_bytes: int) -> tuple[Stage, ...]:
+        """Return the stages for a load of `num_bytes`, in the order in which they are to land."""
+        count = max(1, min(len(self._finest), num_bytes // STAGE_BYTES))
+        if count not in self._cuts:
+            each = math.ceil(len(self._finest) / count)
+            stages = [self._finest[at : at + each] for at in range(0, len(self._finest), each)]
+            self._cuts[count] = tuple(
+                _stage([self._by_layer[key] for keys in some for key in keys]) for some in stages
+            )
+        return self._cuts[count]
+
+
+Steps = list[tuple[int, int, LayerRange]]
+"""(part, region, step) of what must have landed before one layer."""
+
+
+def _by_first_layer(parts: Sequence[Part], num_layers: int) -> dict[int, Steps]:
+    """Return the steps of all pages for the first layer that reads them, in the layers' order."""
+    found: dict[int, Steps] = {}
+    for part in parts:
+        for region_index, region in enumerate(part.regions):
+            for step in region.steps:
+                if not step.layers or not all(0 <= one < num_layers for one in step.layers):
+                    step = step._replace(layers=(BEFORE_ALL,))  # noqa: PLW2901
+                found.setdefault(min(step.layers), []).append((part.index, region_index, step))
+    return {layer: found[layer] for layer in sorted(found)}
+
+
+def _cut(by_layer: dict[int, Steps]) -> list[list[int]]:
+    """Return the keys of `by_layer` in runs whose pieces have `PIECE_BYTES` on average."""
+    cut: list[list[int]] = []
+    run: list[int] = []
+    for layer in by_layer:
+        run.append(layer)
+        spans = _stage([by_layer[key] for key in run]).spans
+        if sum(span.size for span in spans) >= PIECE_BYTES * len(spans):
+            cut.append(run)
+            run = []
+    return [*cut, run] if run else cut
+
+
+def _stage(steps_by_layer: Sequence[Steps]) -> Stage:
+    """Return the steps of some layers as one stage, bytes that touch made one span."""
+    steps = [one for steps in steps_by_layer for one in steps]
+    spans: list[Span] = []
+    for part, region, step in sorted(steps, key=lambda one: (*one[:2], one[2].start)):
+        last, size = spans[-1] if spans else None, step.stop - step.start
+        if last and last[:2] == (part, region) and last.start + last.size == step.start:
+            spans[-1] = last._replace(size=last.size + size)
+        else:
+            spans.append(Span(part, region, step.start, size))
+    layers = frozenset(layer for _, _, step in steps for layer in step.layers)
+    return Stage(layers=layers, spans=tuple(spans))

@@ -1,0 +1,291 @@
+"""The leader's half of a connector: matches prompts, promises what is leased, plans each pass.
+
+Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
+`lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvray.engine.meta import ConnectorMeta
+from kvray.engine.pass_plan import PassPlanner
+from kvray.engine.prefill_rate import PrefillRate
+from kvray.engine.prefix_finder import AskAgain, PrefixFinder, PromptQuery
+from kvray.engine.promise import Honoured, Promise
+from kvray.engine.promises import Promises
+from kvray.engine.request.identity import AskedRequest
+from kvray.engine.request.outcome import record_answer, record_bypassed
+from kvray.engine.request.state import RequestState
+from kvray.engine.shared_state import SharedState, registered_state
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import request_seed
+from kvray.trace.prefix_digest import prefix_digest
+from kvray.trace.reasons import DropReason, MissReason
+
+_log = logging.getLogger("kvray.connector")
+
+_STATES_MAX = 8192
+"""Requests remembered at once. Cancelled ones end without a call; those unseen for longest go."""
+
+
+class Leader:
+    """Of the requests that one engine schedules."""
+
+    def __init__(
+        self, shared: SharedState, *, asks_in_vain: bool = False, unaligned_advice: str = ""
+    ) -> None:
+        """Take `shared`, which `close` gives back.
+
+        With `asks_in_vain` the engine asks about requests that it then has no room for; an answer
+        counts once it calls `count`. `unaligned_advice` says what to set if it has parts of blocks
+        of its own.
+        """
+        self._own_shared = self.shared = shared
+        self.states: OrderedDict[int, RequestState] = OrderedDict()
+        self.promises = Promises()
+        self.finder = PrefixFinder()
+        self._planner = PassPlanner(self.finder)
+        self._prefill = PrefillRate()
+        self._asks_in_vain = asks_in_vain
+        self._uncounted: dict[int, Callable[[], None]] = {}
+        """Requests that were answered -> what counts the answer."""
+        self._unaligned_advice = unaligned_advice
+        self._warned_unaligned = False
+        self._is_closed = False
+
+    def ask(
+        self,
+        request_id: int,
+        read: Callable[[SharedState], AskedRequest | None],
+        honoured: Honoured | None = None,
+    ) -> int | None:
+        """Promise what can be loaded of a request; return how many tokens after the engine's own.
+
+        None: the shard has been asked for more, and the engine is to ask again; only where it does
+        so. Else that is the longest prefix of the prompt that is leased for every rank. `read`
+        returns the request, None if it has no keys; `honoured` tells how many tokens of the offer
+        were taken, if the engine may take less. The request is as new from here on.
+        """
+        if self.finder.is_pending(request_id):
+            return None
+        began_ns = time.perf_counter_ns()
+        self.reset(request_id)
+        with self.shared.boundary.around("a request"):
+            self.shared = registered_state(self.shared)
+            hit = self._match(request_id, read(self.shared), honoured)
+            self.shared.figures.match_times.observe(time.perf_counter_ns() - began_ns)
+            return hit
+        self.forget(request_id)  # what was not answered is not promised either
+        return 0
+
+    def count(self, request_id: int) -> None:
+        """Count the last answer to a request: it will be computed."""
+        count = self._uncounted.pop(request_id, None)
+        if count is not None:
+            with self.shared.boundary.around("the figures of a request"):
+                count()
+
+    def plan(self, reports: Sequence[tuple[Any, bool]]) -> ConnectorMeta:
+        """Return what the ranks load before and save after the coming pass.
+
+        `reports` are of its requests, each with whether the engine calls it new; their fields are
+        those of `request.report`. LayoutMismatch, LeaseExpired: a promise has no place to go, or
+        its lease has ended. The engine counts on it and cannot be told, so it must not go on.
+        """
+        began_ns = time.perf_counter_ns()
+        shared = self.shared
+        plan = self._planner.begin(shared)
+        self._measure(reports)
+        for report, is_new in reports:
+            state = self.states.get(report.request_id)
+            if is_new or state is None or not state.is_reported:
+                self.promises.check(shared, report.request_id, report.computed_position)
+            if state is None:
+                continue
+            self.states.move_to_end(report.request_id)
+            if state.promise is not None:
+                plan.add_load(state, report, self.promises.take(shared, state), is_new=is_new)
+                continue
+            with shared.boundary.around("a save"):
+                plan.add(state, report, is_new=is_new)
+                continue
+            self.forget(report.request_id)
+        self.promises.settle(shared)
+        meta = plan.finish()
+        shared.figures.plan_times.observe(time.perf_counter_ns() - began_ns)
+        return meta
+
+    def finish(self, request_id: int) -> bool:
+        """Return whether a save still reads the blocks of the finished request; twice is fine."""
+        self.reset(request_id)
+        self.finder.forget(request_id)
+        is_read = self.shared.is_being_read(request_id)
+        if is_read:
+            self.pin(request_id)
+        return is_read
+
+    def pin(self, request_id: int) -> None:
+        """Note that the engine keeps the blocks of a finished request until they were read."""
+        self._planner.pin(request_id)
+
+    def reset(self, request_id: int) -> None:
+        """Forget a request whose blocks were taken away, or whose promise is to be replaced."""
+        self.forget(request_id)
+        self.promises.forget(request_id)
+
+    def cancel(self, request_id: int, start: int, end: int) -> None:
+        """Keep less than was promised: the engine will not use the tokens from `start` to `end`."""
+        state = self.states.get(request_id)
+        if state is None or state.promise is None:
+            return
+        state.promise.cancel(start, end, state.tokens_per_block)
+        if not state.promise.num_blocks:
+            self.promises.release(self.shared, state)
+
+    def decline(self, request_id: int) -> None:
+        """Release what a request was promised: the engine takes nothing of it."""
+        state = self.states.get(request_id)
+        if state is not None:
+            self.promises.release(self.shared, state)
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is known of a request, and its promise; what it has not saved is lost."""
+        state = self.states.pop(request_id, None)
+        self._uncounted.pop(request_id, None)
+        if state is not None:
+            self.promises.release(self.shared, state)
+            if state.is_reported:  # else it may be asked about again
+                self.shared.figures.prompts.note(state.keys, *state.asked)
+            is_down = self.shared.link.arena is None
+            reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
+            self.shared.figures.dropped.count(state.num_full - state.num_saved, reason)
+
+    def close(self) -> None:
+        """Release what is promised and let go of the tier. Twice is fine."""
+        for request_id in list(self.states):
+            self.forget(request_id)
+        if not self._is_closed:
+            self._is_closed = True
+            self.promises.close()
+            with self.shared.boundary.around("the end"):
+                self._planner.close()
+            self.finder.close()
+            self._own_shared.close()
+
+    def _match(
+        self, request_id: int, asked: AskedRequest | None, honoured: Honoured | None
+    ) -> int | None:
+        """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
+        shared = self.shared
+        if asked is None:
+            self._record(request_id, partial(record_bypassed, shared, request_id))
+            return 0
+        if not shared.pool.complete_namespace():
+            self._record(request_id, partial(record_answer, shared, asked, reason="fingerprinting"))
+            return 0
+        state = self._remember(asked)
+        keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
+        first = asked.num_computed // state.tokens_per_block
+        state.asked = len(asked.tokens), len(keys), first
+        began, waited_s = time.monotonic(), self.finder.waited_s(request_id)
+        try:
+            reason = self._promise(state, honoured, keys, asked.num_computed)
+        except AskAgain:
+            self.forget(request_id)
+            return None
+        stage_s = self.finder.waited_s(request_id)
+        lease_s = time.monotonic() - began - (stage_s - waited_s)
+        count = partial(record_answer, shared, asked, reason=reason, state=state, keys=keys)
+        self._record(request_id, partial(count, stage_s=stage_s, lease_s=lease_s))
+        return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
+
+    def _record(self, request_id: int, count: Callable[[], None]) -> None:
+        if self._asks_in_vain:
+            self._uncounted[request_id] = count
+        else:
+            count()
+
+    def _remember(self, asked: AskedRequest) -> RequestState:
+        shared, identity = self.shared, asked.identity
+        size, seed = shared.args.tokens_per_block, shared.pool.namespace_digest
+        state = RequestState(
+            request_id=asked.request_id,
+            seed=request_seed(seed, salt=identity.salt, lora=identity.lora),
+            tokens_per_block=size,
+            media=identity.media,
+            tenant_id=identity.tenant_id,
+            block_tokens=shared.figures.block_tokens if identity.is_plain else None,
+            windowed=shared.pool.windowed,
+        )
+        if asked.num_askable(size):
+            state.prefix_digest = prefix_digest(
+                asked.tokens, salt=identity.salt, lora=identity.lora, media=identity.media
+            )
+        self.states[asked.request_id] = state
+        if len(self.states) > _STATES_MAX:
+            self._drop_oldest()
+        return state
+
+    def _promise(
+        self,
+        state: RequestState,
+        honoured: Honoured | None,
+        keys: list[BlockKey],
+        num_computed_tokens: int,
+    ) -> MissReason:
+        """Promise what of `keys` is here after the engine's own tokens; return why not more."""
+        shared = self.shared
+        first, rest = divmod(num_computed_tokens, state.tokens_per_block)
+        if rest:
+            self._warn_unaligned(num_computed_tokens)
+            return "unaligned"
+        query = PromptQuery(state.request_id, keys, first, self._prefill.tokens_per_s)
+        matched, reason = self.finder.find(shared, query)
+        if matched is None:
+            return reason
+        # A corrupt block, and what follows it, is saved again once it is computed.
+        state.num_found = state.num_saved = matched.end
+        state.arrivals = matched.arrivals
+        if matched.end <= first:
+            shared.release_prefix(matched.prefix)
+            return reason
+        promise = Promise(
+            prefix=matched.prefix,
+            first=first,
+            end=matched.end,
+            honoured=honoured,
+            is_parked=shared.loads_later,
+        )
+        self.promises.keep(shared, state, promise)
+        if promise.is_parked:
+            self._planner.park(state.request_id, promise)
+        return reason
+
+    def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:
+        """Keep the engine's speed up to date, where it decides anything."""
+        if self.shared.may_stage:
+            with self.shared.boundary.around("the speed of prefill"):
+                num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
+                requests = {report.request_id for report, _ in reports}
+                self._prefill.plan(requests, num_tokens, time.monotonic())
+
+    def _drop_oldest(self) -> None:
+        """Forget the request unseen for longest that the engine does not wait for."""
+        for request_id, state in self.states.items():
+            if state.promise is None:
+                self.forget(request_id)
+                return
+
+    def _warn_unaligned(self, num_computed_tokens: int) -> None:
+        if not self._warned_unaligned:
+            self._warned_unaligned = True
+            _log.warning(
+                "kvray: the engine has %d tokens of a prompt, which is no whole number of blocks;"
+                " such requests load nothing.%s",
+                num_computed_tokens,
+                self._unaligned_advice,
+            )

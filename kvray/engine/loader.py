@@ -1,0 +1,174 @@
+"""Loads of one rank: from the slots that its leases name into the pages that the metadata names.
+
+Each load is checked after its copies: its lease is still the promised one, its holder the one that
+took it, and its blocks are the requested ones. Leased blocks cannot change, but the check does not
+trust that the lease held all the while. On the host it runs before the pass, on a device after the
+copies, before anything of their pass is returned or saved.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvray.engine.device.gpu import Pool
+from kvray.engine.device.pool import Load, Ticket
+from kvray.engine.meta import LoadPlan
+from kvray.engine.model.cache_layout import Part
+from kvray.engine.parking import Parking
+from kvray.engine.shared_state import SharedState
+from kvray.errors import LeaseExpired
+from kvray.store import Arena, Lease, Membership
+from kvray.store.arena.lease import places
+from kvray.store.arena.tables import Array
+from kvray.trace.span_note import SpanNote
+
+
+class _Begun(NamedTuple):
+    plan: LoadPlan
+    arena: Arena
+    lease: Lease
+    holder: Membership  # who had the lease before the first copy
+    slots: Array  # what is copied
+    num_bytes: int
+    ticket: Ticket
+    at: float  # when the copies were begun, in seconds since the epoch
+
+
+class FailedLoad(NamedTuple):
+    """Pages that do not have what was promised, or may not have it."""
+
+    plan: LoadPlan | None  # None: any load of the pass
+    error: Exception
+
+
+class Loader:
+    """Loads what was promised; a promise that it cannot keep is added to a list of failed loads."""
+
+    def __init__(
+        self,
+        shared: SharedState,
+        parts: Sequence[Part],
+        pool: Pool,
+        parking: Parking,
+        failed: list[FailedLoad],
+    ) -> None:
+        self._shared = shared
+        self._parts = parts
+        self._part_requests = shared.pool.part_requests[shared.args.part_rank]
+        self._pool = pool
+        self._parking = parking
+        self._failed = failed
+        self._begun: list[_Begun] = []
+
+    def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
+        """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
+        by_arena: dict[str, list[LoadPlan]] = {}
+        for plan in plans:
+            by_arena.setdefault(self._place(plan)[0], []).append(plan)
+        for arena_id, in_arena in by_arena.items():
+            self._load(arena_id, in_arena, stream)
+        if all(one.ticket.done() for one in self._begun):
+            self.settle()  # on the host, before the pass
+
+    def settle(self) -> None:
+        """Wait for all copies that were begun, check them and end their leases.
+
+        A pass waits for its copies itself, so this is hardly ever waited for.
+        """
+        while self._begun:
+            one, failed = self._begun.pop(), ""
+            try:
+                one.ticket.wait()
+                self._check(one)
+            except Exception as error:  # noqa: BLE001 - a failed check is a failed load
+                self._failed.append(FailedLoad(one.plan, error))
+                failed = type(error).__name__
+            finally:
+                self._shared.release_leases(one.arena, one.lease)
+            self._note(one, failed)
+
+    def close(self) -> None:
+        """End the leases of what was begun; no pass will use it. Twice is fine."""
+        for one in self._begun:
+            self._shared.release_leases(one.arena, one.lease)
+        self._begun = []
+
+    def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
+        arena = self._shared.link.arena_named(arena_id)
+        if arena is None:
+            setting = self._shared.args.spread_setting
+            error = LeaseExpired(
+                f"Arena {arena_id}, of which the leader promised blocks, was never attached here,"
+                " or nothing is leased in it now. Ranks on one node must see one arena, and an"
+                f" engine whose ranks are on several nodes needs {setting}."
+            )
+            self._failed += [FailedLoad(plan, error) for plan in plans]
+            return
+        at, ready = time.time(), list[tuple[LoadPlan, Membership, list[Load]]]()
+        for plan in plans:
+            try:
+                holder = arena.holder_of(self._place(plan)[1])
+                ready.append((plan, holder, list(self._loads_of(arena, plan))))
+            except Exception as error:  # noqa: BLE001 - the others may be loaded all the same
+                self._fail(arena, plan, error)
+        try:
+            ticket = self._pool.load(arena, [load for *_, each in ready for load in each], stream)
+        except Exception as error:  # noqa: BLE001 - pages of any of them may have been written
+            for plan, *_ in ready:
+                self._fail(arena, plan, error)
+            return
+        for plan, holder, each in ready:
+            num_bytes = sum(len(load.slots) * load.part.block_bytes for load in each)
+            lease = self._place(plan)[1]
+            begun = _Begun(plan, arena, lease, holder, _slots_of(each), num_bytes, ticket, at)
+            self._begun.append(begun)
+            self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
+
+    def _fail(self, arena: Arena, plan: LoadPlan, error: Exception) -> None:
+        self._failed.append(FailedLoad(plan, error))
+        self._shared.release_leases(arena, self._place(plan)[1])
+
+    def _check(self, one: _Begun) -> None:
+        """Check the bytes that were copied; CorruptBlock, LeaseExpired: they may be wrong."""
+        if one.arena.holder_of(one.lease) != one.holder:
+            raise LeaseExpired(
+                f"The holder of lease {one.lease.lease_id} changed while its blocks were copied for"
+                f" request {one.plan.request_id}; they may be wrong, so the engine must not go on."
+            )
+        verify = self._pool.is_host and self._shared.verifies_loads
+        one.arena.check(one.lease, one.slots, verify=verify)
+
+    def _note(self, one: _Begun, error: str) -> None:
+        notes = self._shared.figures.span_notes
+        if notes.is_on:
+            loaded: dict[str, int | float | str] = {
+                "kvray.blocks": one.plan.pages[0].num_blocks,
+                "kvray.bytes": one.num_bytes,
+            }
+            notes.note(
+                SpanNote("load", one.plan.request_id, one.at, time.time(), loaded, error=error)
+            )
+
+    def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
+        """Yield what to copy of each part; blocks behind a window have no page."""
+        slots = arena.leased_slots(self._place(plan)[1])
+        num_blocks = plan.leased_blocks
+        found = places(self._part_requests, num_blocks, first=plan.first, stop=num_blocks)
+        loads = []
+        for part, (block, at) in zip(self._parts, found, strict=True):
+            pages = plan.pages[part.group].ids()[block - plan.first :]
+            here = pages >= 0
+            loads.append(Load(part, slots[at][: len(pages)][here], pages[here]))
+        is_checked = self._parking.is_checked(plan.request_id, self._place(plan))
+        if self._shared.verifies_loads and self._shared.loads_later and not is_checked:
+            arena.check(self._place(plan)[1], _slots_of(loads), verify=True)
+        yield from loads
+
+    def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
+        return plan.leased.of(self._shared.args.part_rank)
+
+
+def _slots_of(loads: Sequence[Load]) -> Array:
+    return np.concatenate([load.slots for load in loads])

@@ -1,0 +1,166 @@
+"""What a checkpoint's own configuration says of its KV cache.
+
+Read from `config.json`, as Hugging Face writes it, and `hf_quant_config.json`, as ModelOpt does.
+A configuration that is not there or cannot be read says nothing; the engine will complain of it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from kvray.engine.model.media_tokens import MediaTokens, read_media_tokens
+
+Config = Mapping[str, Any]
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CONFIG_BYTES_MAX = 2**26
+_LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+"""Where the configurations of multimodal models keep that of the part that has the KV cache."""
+_RECURRENT_TYPES = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "plamo2", "qwen3_5", "qwen3_5_moe",
+    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+}  # fmt: skip
+_RECURRENT_FIELDS = ("hybrid_override_pattern", "linear_attn_config", "full_attention_interval")
+_RECURRENT_PREFIXES = ("mamba_", "ssm_")
+_LAYER_TYPES = ("layer_types", "layers_block_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What a checkpoint's configuration says of its KV cache; None stands for what is not said."""
+
+    num_layers: int | None = None  # layers with attention
+    is_mla: bool | None = None  # keys and values are one latent vector, the same on all ranks
+    latent_elems: int | None = None
+    """Elements of the latent vector of a token in one layer; None also if there is none."""
+    recurrent: str = ""
+    """The field that tells of layers with a state instead of a KV cache; empty: none does."""
+    is_encoder_decoder: bool = False
+    has_index_cache: bool = False
+    """Attention picks its tokens by an index, which is a cache of its own."""
+    has_fp4_cache: bool = False
+    media_tokens: MediaTokens | None = None
+    """What stands for pictures and sounds in prompts; None also if the model takes none."""
+
+
+def find_checkpoint(model: str, revision: str | None) -> str:
+    """Return where a checkpoint lies that is named as on Hugging Face's hub; else `model` itself.
+
+    Engines fetch such a checkpoint into the hub's cache before they make a connector, and leave the
+    name in their arguments. A name may mean another revision by now: what is found tells
+    the kind of a model, not which weights it has.
+    """
+    if not _HUB_NAME.fullmatch(model) or Path(model).exists():
+        return model
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return model
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return str(Path(found).parent) if isinstance(found, str) else model
+
+
+def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig:
+    """Return what the checkpoint in the directory `model` says of its KV cache.
+
+    `changes` are fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
+    """
+    config = _read(Path(model) / "config.json") if model else None
+    if config is None:
+        return CheckpointConfig()
+    config = _replaced(config, changes or {})
+    language = _language_model(config)
+    rank = language.get("kv_lora_rank")
+    is_mla = isinstance(rank, int) and rank > 0
+    return CheckpointConfig(
+        num_layers=_attention_layers(language),
+        is_mla=is_mla,
+        latent_elems=_latent_elems(language),
+        recurrent=next((found for one in (config, language) for found in _recurrent(one)), ""),
+        is_encoder_decoder=any(one.get("is_encoder_decoder") is True for one in (config, language)),
+        has_index_cache=_whole(language, "index_topk") is not None,
+        has_fp4_cache=_has_fp4_cache(config, _read(Path(model) / "hf_quant_config.json") or {}),
+        media_tokens=read_media_tokens(
+            config, _whole(language, "vocab_size") or _whole(config, "vocab_size")
+        ),
+    )
+
+
+def _read(path: Path) -> Config | None:
+    try:
+        with path.open("rb") as opened:
+            config = json.loads(opened.read(_CONFIG_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, Mapping) else None
+
+
+def _replaced(config: Config, changes: Config) -> Config:
+    replaced = dict(config)
+    for name, value in changes.items():
+        part = replaced.get(name)
+        are_parts = isinstance(part, Mapping) and isinstance(value, Mapping)
+        replaced[name] = _replaced(cast(Config, part), value) if are_parts else value
+    return replaced
+
+
+def _language_model(config: Config) -> Config:
+    for name in _LANGUAGE_MODELS:
+        part = config.get(name)
+        if isinstance(part, Mapping):
+            inner = _language_model(part)
+            if "num_hidden_layers" in inner:
+                return inner
+    return config
+
+
+def _attention_layers(config: Config) -> int | None:
+    """Return how many layers have attention; `block_configs` is of Nemotron's search."""
+    blocks = config.get("block_configs")
+    if not isinstance(blocks, list):
+        return _whole(config, "num_hidden_layers")
+    attention = [block.get("attention") for block in blocks if isinstance(block, Mapping)]
+    return sum(isinstance(one, Mapping) and not one.get("no_op") for one in attention)
+
+
+def _latent_elems(config: Config) -> int | None:
+    latent, turned = _whole(config, "kv_lora_rank"), _whole(config, "qk_rope_head_dim")
+    return latent + turned if latent and turned else None
+
+
+def _recurrent(config: Config) -> Iterator[str]:
+    if config.get("model_type") in _RECURRENT_TYPES:
+        yield "model_type"
+    for name, value in config.items():
+        is_named = name in _RECURRENT_FIELDS or name.startswith(_RECURRENT_PREFIXES)
+        if is_named and value:
+            yield name
+    for name in _LAYER_TYPES:
+        types = config.get(name)
+        if isinstance(types, list) and not all(_is_attention(one) for one in types):
+            yield name
+
+
+def _is_attention(layer_type: Any) -> bool:
+    name = str(layer_type)
+    return name.endswith("attention") and not name.startswith("linear")
+
+
+def _has_fp4_cache(config: Config, quantization: Config) -> bool:
+    parts = [quantization.get("quantization"), config.get("quantization_config")]
+    for part in parts:
+        if isinstance(part, Mapping):
+            scheme = part.get("kv_cache_scheme")
+            bits = scheme.get("num_bits") if isinstance(scheme, Mapping) else None
+            if bits == 4 or "FP4" in str(part.get("kv_cache_quant_algo")).upper():
+                return True
+    return False
+
+
+def _whole(config: Config, name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

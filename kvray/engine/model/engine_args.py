@@ -1,0 +1,60 @@
+"""What an engine says of itself: the settings that decide what its blocks are, and who shares them.
+
+Each connector reads them from its own engine, which names them in its own way.
+"""
+
+from dataclasses import dataclass
+
+from kvray.engine.model.checkpoint import CheckpointConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """The engine's settings that decide what its blocks are and which of them may be shared."""
+
+    model: str  # the checkpoint's path, or its name on a hub
+    tokens_per_block: int
+    num_ranks: int
+    rank: int
+    block_reuse: bool
+    partial_reuse: bool
+    quantization: str  # weight and KV quantisation as the engine names them, as one text
+    overrides: str
+    """What changes the checkpoint's own configuration or weights, as one text."""
+    attention_backend: str
+    engine: str
+    ranks_per_node: int  # how many ranks a node has; 0: not said, and all are on one
+    attention_dp: bool  # each rank has a whole KV cache for requests of its own
+    is_compiled: bool  # the model is compiled by torch: hooks on its layers may not fire
+    windows: tuple[int, ...]
+    """The different attention windows that the engine was told of, in tokens, ascending."""
+    adapters: str
+    """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
+    checkpoint: CheckpointConfig
+    is_sparse: bool
+    """Attention picks its tokens by an index that is cached beside keys and values."""
+    spread_setting: str
+    """What a person sets to say how many ranks a node has."""
+    asks_again: bool
+    """The engine may be told to ask again later, and schedules other requests meanwhile."""
+    computes_failed_loads: bool
+    """The engine computes blocks whose load has failed, so a promise need not be sure."""
+    num_passes: int
+    """Passes that may be planned before all ranks have answered for the first of them."""
+    takes_offers_later: bool
+    """The engine may come back for an offer after passes, until it cancels it."""
+
+    @property
+    def num_parts_ranks(self) -> int:
+        """Ranks that each hold a share of every request's KV; with attention DP there is one."""
+        return 1 if self.attention_dp else self.num_ranks
+
+    @property
+    def part_rank(self) -> int:
+        """This rank among them."""
+        return 0 if self.attention_dp else self.rank
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether, by `ranks_per_node`, ranks that share a request are on several nodes."""
+        return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks

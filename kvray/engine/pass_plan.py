@@ -1,0 +1,206 @@
+"""Plans one pass: promised blocks to load before it, full blocks to save after it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvray.engine.key_board import KeyBoard, open_board
+from kvray.engine.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, ParkPlan, SavePlan
+from kvray.engine.prefix_finder import PrefixFinder
+from kvray.engine.promise import Promise
+from kvray.engine.request.retention import read_priorities
+from kvray.engine.request.state import RequestState
+from kvray.engine.shared_state import SharedState
+from kvray.errors import LeaseExpired
+from kvray.trace.reasons import DropReason
+
+_BOARD_RETRY_S = 0.1
+
+
+class PassPlanner:
+    """Plans pass after pass for one engine; used by its executor thread."""
+
+    def __init__(self, finder: PrefixFinder) -> None:
+        self._finder = finder
+        self._loads: list[LoadPlan] = []
+        self._saves: list[SavePlan] = []
+        self._parks: list[ParkPlan] = []
+        self._board: KeyBoard | None = None
+        self._retry_at = 0.0
+        self._unfenced: set[int] = set()
+        """Requests whose pages may still be read, and that were in every pass since."""
+        self._scheduled: set[int] = set()
+
+    def begin(self, shared: SharedState) -> "PassPlanner":
+        """Begin the plan of the coming pass."""
+        self._shared = shared
+        self._loads, self._saves = [], []
+        self._scheduled.clear()
+        if self._board is not None:
+            self._board.begin_pass()
+        return self
+
+    def park(self, request_id: int, promise: Promise) -> None:
+        """Have the blocks of a promise made ready by every rank, from the coming pass on."""
+        self._parks.append(ParkPlan(request_id, promise.prefix.leased()))
+
+    def pin(self, request_id: int) -> None:
+        """Note that the engine keeps the pages of a finished request until they were read."""
+        self._unfenced.discard(request_id)
+
+    def add_load(self, state: RequestState, report: Any, promise: Promise, *, is_new: bool) -> None:
+        """Plan a request that was promised blocks and is scheduled for the first time.
+
+        The engine may not call it new, see `RequestState.extend`. LayoutMismatch, LeaseExpired: the
+        promise cannot be kept; the engine must not go on.
+        """
+        shared, tokens_per_block = self._shared, state.tokens_per_block
+        try:
+            self._extend(state, report, is_new=is_new)
+            taken, is_sure = promise.taken(
+                report.computed_position, tokens_per_block, is_exact=shared.pool.is_flat
+            )
+            if taken:
+                promise = self._narrow(state, promise, taken)
+                pages = state.load_pages(promise.first, promise.first + taken)
+                load = LoadPlan(
+                    request_id=state.request_id,
+                    leased=promise.prefix.leased(),
+                    leased_blocks=promise.prefix.num_blocks,
+                    first=promise.first,
+                    pages=tuple(map(PageIds.of, pages)),
+                )
+        except BaseException:
+            shared.release_prefix(promise.prefix)
+            raise
+        if taken:
+            self._loads.append(load)
+        else:
+            shared.release_prefix(promise.prefix)
+        start = report.computed_position
+        if not promise.is_parked and is_sure:
+            start += taken * tokens_per_block
+        with shared.boundary.around("a save"):
+            self._save(state, start + report.num_scheduled_tokens)
+
+    def add(self, state: RequestState, report: Any, *, is_new: bool) -> None:
+        """Plan any other request."""
+        self._extend(state, report, is_new=is_new)
+        state.rewind(report.computed_position)
+        self._save(state, report.computed_position + report.num_scheduled_tokens)
+
+    def finish(self) -> ConnectorMeta:
+        """Return the metadata of the pass."""
+        shared = self._shared
+        is_fenced = bool(self._unfenced - self._scheduled) or shared.pool.has_windows
+        if is_fenced:
+            self._unfenced.clear()
+        self._unfenced.update(plan.request_id for plan in self._saves)
+        parks, self._parks = tuple(self._parks), []
+        releases = tuple(shared.to_release)
+        del shared.to_release[: len(releases)]  # `Promises`' thread may add more meanwhile
+        name = shared.pool.model_name
+        return ConnectorMeta(
+            namespace=shared.pool.namespace_digest,
+            loads=tuple(self._loads),
+            saves=tuple(self._saves),
+            parks=parks,
+            releases=releases,
+            board=self._board.place if self._saves and self._board is not None else None,
+            is_fenced=is_fenced,
+            replica=shared.pool.replica,
+            model=name.name if self._loads and not name.is_given else "",
+        )
+
+    def close(self) -> None:
+        """Give the key board back."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _extend(self, state: RequestState, report: Any, *, is_new: bool) -> None:
+        if not is_new:
+            self._scheduled.add(state.request_id)  # a replayed request has lost its pages
+        pages = _pages(report, len(state.windowed))
+        state.extend(report.new_tokens, pages, new=is_new, priorities=read_priorities(report))
+
+    def _narrow(self, state: RequestState, promise: Promise, taken: int) -> Promise:
+        """Return a promise whose leases have what the first `taken` blocks of the offer need."""
+        end = promise.first + taken
+        if end == promise.prefix.num_blocks or not self._shared.pool.has_windows:
+            return promise
+        prefix = self._finder.narrow(self._shared, promise.prefix, state.keys_until(end))
+        if prefix is None:
+            raise LeaseExpired(
+                f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
+                f" {state.request_id}, whose last window is not in the tier."
+            )
+        self._shared.release_prefix(promise.prefix)
+        promise.prefix = prefix
+        return promise
+
+    def _save(self, state: RequestState, computed_tokens: int) -> None:
+        """Plan the blocks that are full after the pass and not saved yet."""
+        first, end = state.num_saved, state.savable(computed_tokens)
+        if end == first:
+            return
+        if self._shared.link.arena is None:
+            # The blocks stay as they are, the next pass may save them. But pages that a window has
+            # passed are given to others by then, and no report says so.
+            if any(state.windowed):
+                self._shared.figures.dropped.count(end - first, DropReason.STORE_DOWN)
+                state.num_saved = end
+            return
+        board, before = self._usable_board(), 1 if first else 0
+        middle = min(end, first + max(0, board.room - before)) if board is not None else first
+        if board is not None and middle > first:
+            keys = state.keys_until(middle)[first - before :]
+            self._add_save(state, first, middle, board.publish(keys))
+        if middle < end:
+            keys = state.keys_until(end)[max(0, middle - 1) :]
+            self._add_save(state, middle, end, b"".join(keys))
+        state.num_saved = end
+        if not first and state.prefix_digest:
+            self._shared.figures.prefix_digests.note_stored(state.prefix_digest)
+
+    def _add_save(self, state: RequestState, first: int, end: int, keys: KeyRun | bytes) -> None:
+        pages = tuple(PageIds.of(group[first:end]) for group in state.pages)
+        priorities = state.priorities.of(first, end)
+        self._saves.append(
+            SavePlan(state.request_id, first, keys, pages, priorities, state.tenant_id)
+        )
+
+    def _usable_board(self) -> KeyBoard | None:
+        """Return the board in the present arena, opened if need be.
+
+        None if there is none, or if ranks on other nodes could not read it.
+        """
+        arena = self._shared.link.arena
+        if self._shared.spans_nodes:
+            return None
+        if self._board is not None and self._board.arena is not arena:
+            self._board = None  # it is gone with its arena
+        if self._board is None and arena is not None and time.monotonic() >= self._retry_at:
+            self._board = open_board(
+                arena,
+                block_bytes=self._shared.pool.part_bytes,
+                num_passes=self._shared.args.num_passes,
+            )
+            if self._board is None:
+                self._retry_at = time.monotonic() + _BOARD_RETRY_S
+        return self._board
+
+
+def _pages(report: Any, num_groups: int) -> Sequence[Sequence[int]]:
+    """Return the report's new pages, one list a layer group.
+
+    Source: `new_block_ids_by_layer_group`, a list, in some branches a mapping; empty, or not
+    there, where there is one flat space, which `new_block_ids` has.
+    """
+    by_group = getattr(report, "new_block_ids_by_layer_group", None)
+    if not by_group:
+        flat: Sequence[int] = report.new_block_ids or ()
+        return (flat, *((),) * (num_groups - 1))
+    if isinstance(by_group, dict):
+        return [by_group.get(group, ()) for group in range(num_groups)]
+    return list(by_group)

@@ -1,0 +1,294 @@
+"""Finds what of a prompt can be promised: here, or in time from disk and other nodes.
+
+The engine's executor thread waits for the shard's answer, so a request costs at most
+`stage_wait_s` of it, however often it is asked about. An engine that asks again when it is told to
+waits for nothing; there the same time is the longest that its request waits. A prompt of which
+nobody stores more costs one short call. The key of its first missing block is then remembered for
+`_ABSENT_S`, because a full engine asks about the same waiting requests in every pass. It is not
+remembered for longer: a
+prompt that several nodes get at once is soon stored by one of them.
+
+The ranks of one engine may be on several nodes. Then nothing is promised without the shard, which
+has every other node lease the same blocks in its ranks' names: the leader cannot look there.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvray.engine.late_stages import LateReply, LateStages
+from kvray.engine.matching import Matched, lease_exactly, match
+from kvray.engine.promise import LeasedPrefix
+from kvray.engine.shared_state import SharedState
+from kvray.identity.block import BlockKey
+from kvray.node import StageCalls, StageReply
+from kvray.trace.arrival import Arrivals, joined
+from kvray.trace.reasons import MissReason
+
+_log = logging.getLogger("kvray.connector")
+
+_ABSENT_S = 1.0
+_REMEMBERED_MAX = 8192
+_WORTH_S = 0.005
+"""With less than this left of its time a request is not asked about again."""
+_MISSING = ("not_stored", "corrupt")
+"""Reasons of a local match for which another node may have more."""
+
+Answer = tuple[Matched | None, MissReason]
+"""What was leased, which the caller must release; and why what follows it is missing."""
+
+
+class PromptQuery(NamedTuple):
+    """A prompt that the leader may promise."""
+
+    request_id: int
+    keys: list[BlockKey]  # of its blocks, as far as they may be promised
+    first: int  # blocks that the engine has itself
+    tokens_per_s: float  # the engine's own speed; 0: not known
+
+
+class AskAgain(Exception):
+    """The shard has been asked; nothing is leased meanwhile."""
+
+
+class PrefixFinder:
+    """Of one leader; used by the engine's executor thread."""
+
+    def __init__(self) -> None:
+        self._calls: StageCalls | None = None
+        self._late: LateStages | None = None
+        self._asked: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
+        """Request -> seconds that it has cost, and how blocks came that were staged for it."""
+        self._absent: OrderedDict[BlockKey, float] = OrderedDict()
+        """Key that no node had -> until when that is taken for granted."""
+
+    def is_pending(self, request_id: int) -> bool:
+        """Whether the shard's answer for a request is under way."""
+        return self._late is not None and self._late.is_pending(request_id)
+
+    def find(self, shared: SharedState, query: PromptQuery) -> Answer:
+        """Lease the prefix that is here, or can be staged in time, for every rank.
+
+        AskAgain: to an engine that does so.
+        """
+        if not shared.args.block_reuse:
+            return None, "reuse_disabled"
+        if shared.link.arena is None:
+            return None, "store_down"
+        if len(query.keys) <= query.first:
+            return None, "none"
+        find = self._find_across if shared.spans_nodes else self._find_here
+        matched, reason = find(shared, query)
+        _, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        if matched is not None and arrivals:
+            matched = replace(matched, arrivals=arrivals)
+        return matched, reason
+
+    def narrow(
+        self, shared: SharedState, prefix: LeasedPrefix, keys: list[BlockKey]
+    ) -> LeasedPrefix | None:
+        """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
+        if not prefix.away:
+            return lease_exactly(shared, prefix.arena, keys)
+        until = time.monotonic() + shared.config.connector.stage_wait_s
+        reply = _stage(shared, keys, self._own_calls(shared), until=until)
+        if reply.num_blocks < len(keys):
+            shared.release_away(reply.leases)
+            return None
+        matched, _ = _lease_along(shared, keys, len(keys), reply)
+        return None if matched is None else matched.prefix
+
+    def waited_s(self, request_id: int) -> float:
+        """Return how long a request has waited for the shard."""
+        return self._asked.get(request_id, (0.0, ()))[0]
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self._asked.pop(request_id, None)
+        if self._late is not None:
+            self._late.forget(request_id)
+
+    def close(self) -> None:
+        """Hang up. Twice is fine."""
+        if self._calls is not None:
+            self._calls.close()
+        if self._late is not None:
+            self._late.close()
+
+    def _find_here(self, shared: SharedState, query: PromptQuery) -> Answer:
+        """Lease what this node has, or can be staged here, for ranks that are all here."""
+        keys, first = query.keys, query.first
+        late = None if self._late is None else self._late.take(query.request_id)
+        matched, reason = match(shared, keys, first)
+        have = matched.end if matched else 0
+        if late is not None:
+            return self._after(shared, query, late, matched, reason)
+        if reason not in _MISSING or not shared.may_stage or len(keys) <= max(have, first):
+            return matched, reason
+        try:
+            reply = self._ask(shared, query, have)
+            if reply.leases:
+                return self._note_spread(shared, matched, reply)
+            if reply.num_blocks <= max(have, first):
+                return matched, _reason(reason, reply)
+            more, reason = match(shared, keys, first, sound=have)
+        except BaseException:
+            _release(shared, matched)
+            raise
+        if more is None or more.end <= max(have, first):
+            _release(shared, more)
+            return matched, _reason(reason, reply)
+        _release(shared, matched)
+        gained = more.end - max(have, first)
+        shared.figures.totals["staged_tokens"] += gained * shared.args.tokens_per_block
+        return more, _reason(reason, reply)
+
+    def _after(
+        self,
+        shared: SharedState,
+        query: PromptQuery,
+        late: LateReply,
+        matched: Matched | None,
+        reason: MissReason,
+    ) -> Answer:
+        """Return what is here now that the shard has answered about a request."""
+        reply = self._heard(shared, query, late.have, late.reply, late.began)
+        if reply.leases:
+            return self._note_spread(shared, matched, reply)
+        gained = (matched.end if matched else 0) - max(late.have, query.first)
+        shared.figures.totals["staged_tokens"] += max(0, gained) * shared.args.tokens_per_block
+        return matched, _reason(reason, reply)
+
+    def _find_across(self, shared: SharedState, query: PromptQuery) -> Answer:
+        """Lease what all ranks have on their nodes, which only the shard can find out."""
+        if not shared.may_stage:
+            return None, "store_down"
+        reply = self._ask(shared, query, query.first)
+        if reply.num_blocks <= query.first:
+            shared.release_away(reply.leases)
+            return None, _reason("not_stored", reply)
+        return _lease_along(shared, query.keys[: reply.num_blocks], query.first, reply)
+
+    def _note_spread(
+        self, shared: SharedState, matched: Matched | None, reply: StageReply
+    ) -> Answer:
+        """Promise nothing this time: ranks of the engine turn out to be on other nodes."""
+        shared.has_ranks_away = True
+        _log.warning(
+            "kvray: ranks of this engine are on several nodes, but it does not say so; set"
+            " %s to how many of them a node has.",
+            shared.args.spread_setting,
+        )
+        shared.release_away(reply.leases)
+        _release(shared, matched)
+        return None, "store_down"
+
+    def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
+        """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
+        began, key = time.monotonic(), query.keys[have]
+        waited_s, _ = self._asked.get(query.request_id, (0.0, ()))
+        wait_s = shared.config.connector.stage_wait_s
+        left_s = wait_s - waited_s
+        if began < self._absent.get(key, 0.0):
+            return StageReply(num_blocks=0, reason="not_stored")
+        if left_s < min(wait_s, _WORTH_S):
+            return StageReply(num_blocks=0, reason="too_slow")
+        # Blocks outside this node's arena can only be checked by the node that has them.
+        verify_from = have if shared.spans_nodes and shared.verifies_promises else None
+        stage = partial(
+            _stage,
+            shared,
+            query.keys,
+            until=began + left_s,
+            tokens_per_s=query.tokens_per_s,
+            verify_from=verify_from,
+        )
+        if shared.args.asks_again and not shared.spans_nodes:
+            if self._late is None:
+                self._late = LateStages(shared.link.directory)
+            self._late.begin(query.request_id, stage, now=began, have=have)
+            raise AskAgain
+        return self._heard(shared, query, have, stage(self._own_calls(shared)), began)
+
+    def _heard(
+        self, shared: SharedState, query: PromptQuery, have: int, reply: StageReply, began: float
+    ) -> StageReply:
+        """Note what the shard has answered to a call for what follows `have` blocks."""
+        took_s, key = time.monotonic() - began, query.keys[have]
+        shared.figures.totals["stage_calls"] += 1
+        shared.figures.totals["stage_wait_us"] += int(1e6 * took_s)
+        shared.figures.stage_times.observe(int(1e9 * took_s))
+        waited_s, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        if reply.arrivals:
+            arrivals = joined(arrivals, reply.arrivals)
+        _remember(self._asked, query.request_id, (waited_s + took_s, arrivals))
+        if reply.num_blocks <= have and reply.reason == "not_stored":
+            _remember(self._absent, key, began + took_s + _ABSENT_S)
+        return reply
+
+    def _own_calls(self, shared: SharedState) -> StageCalls:
+        if self._calls is None:
+            self._calls = StageCalls(shared.link.directory)
+        return self._calls
+
+
+def _stage(
+    shared: SharedState,
+    keys: list[BlockKey],
+    calls: StageCalls,
+    *,
+    until: float,
+    tokens_per_s: float = 0.0,
+    verify_from: int | None = None,
+) -> StageReply:
+    """Ask the shard, unless it has not answered lately or it is too late."""
+    if not calls.can_ask:
+        return StageReply(num_blocks=0, reason="store_down")
+    wait_s = until - time.monotonic()
+    if wait_s <= 0:
+        return StageReply(num_blocks=0, reason="too_slow")
+    return calls.stage(
+        keys,
+        replica=shared.pool.replica,
+        rank=shared.pool.rank,
+        wait_s=wait_s,
+        tokens_per_s=tokens_per_s,
+        verify_from=verify_from,
+    )
+
+
+def _lease_along(
+    shared: SharedState, keys: list[BlockKey], first: int, reply: StageReply
+) -> Answer:
+    """Lease here exactly `keys`, which ranks on other nodes have leased; all of them or none."""
+    try:
+        matched, reason = match(shared, keys, first, away=reply.leases)
+    except BaseException:
+        shared.release_away(reply.leases)
+        raise
+    if matched is None:
+        shared.release_away(reply.leases)
+        return None, reason
+    if matched.prefix.num_blocks < len(keys):
+        shared.release_prefix(matched.prefix)
+        return None, reason
+    return matched, _reason(reason, reply)
+
+
+def _reason(local: MissReason, reply: StageReply) -> MissReason:
+    """Return why there is not more: the shard's reason, unless this node knows a better one."""
+    return reply.reason if local == "not_stored" and reply.reason != "none" else local
+
+
+def _release(shared: SharedState, matched: Matched | None) -> None:
+    shared.release_prefix(None if matched is None else matched.prefix)
+
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED_MAX:
+        known.popitem(last=False)

@@ -1,0 +1,249 @@
+"""A rank's half of a connector: copies promised blocks in, and computed blocks out.
+
+The pool is written by the engine's executor thread alone, and only for requests of the metadata
+of this pass. It is read by the saver's thread, fenced off as `saver` says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvray.engine.device.gpu import Pool, open_pool
+from kvray.engine.key_board import read_keys
+from kvray.engine.loader import FailedLoad, Loader
+from kvray.engine.meta import Board, ConnectorMeta, KeyRun
+from kvray.engine.model.cache_layout import CacheLayout, Part
+from kvray.engine.parking import Parking
+from kvray.engine.saver import Job, Saver
+from kvray.engine.shared_state import SharedState
+from kvray.errors import LayoutMismatch
+from kvray.identity.block import BlockKey, namespace_id, split_keys
+from kvray.store import Arena
+from kvray.trace.reasons import DropReason
+
+_FLUSH_S = 5.0
+
+
+class RankWorker:
+    """Of one rank. What fails to load is in `failed`; what to do about it is the connector's."""
+
+    def __init__(self, shared: SharedState) -> None:
+        """Take `shared`, which `close` gives back; touches no device."""
+        self.shared = shared
+        self.parking = Parking(shared)
+        self.failed: list[FailedLoad] = []
+        """Loads whose bytes are not, or may not be, what was promised; who handles one drops it."""
+        self.pool: Pool | None = None
+        self.saver: Saver | None = None
+        self._loader: Loader | None = None
+        self._parts: tuple[Part, ...] = ()
+        self._attended: Arena | None = None
+        self.started: ConnectorMeta | None = None
+        self._fenced: ConnectorMeta | None = None
+        self._saved: ConnectorMeta | None = None
+        self._jobs: list[Job] = []
+        self._saving: list[int] = []
+        self._is_closed = False
+
+    def register(self, layout: CacheLayout) -> None:
+        """Take the rank's KV cache; raises as `RegisteredPool.register`."""
+        shared = self.shared
+        self.close_pool()
+        shared.pool.register(layout)
+        self._parts = layout.parts(
+            shared.args.part_rank,
+            shared.args.num_parts_ranks,
+            shared.args.tokens_per_block,
+            ranks_per_node=shared.args.ranks_per_node,
+        )
+        self.pool = open_pool(layout, self._parts, has_hooks=not shared.args.is_compiled)
+        self.saver = Saver(
+            shared.link,
+            saves_max=shared.config.connector.saves_max,
+            figures=shared.figures,
+            boundary=shared.boundary,
+            reads=shared.pending_reads,
+        )
+        self._loader = Loader(shared, self._parts, self.pool, self.parking, self.failed)
+        self._attended = None
+        self._attend()
+
+    def fence(self, meta: ConnectorMeta, stream: Any) -> None:
+        """Have the pass of `meta` wait for copies of earlier ones that may meet its pages.
+
+        `begin` does so, too; an engine whose pass may run before that calls this before. Once for
+        each metadata, twice is fine.
+        """
+        if meta is self._fenced:
+            return
+        self._fenced = meta
+        was_dropped = self.started is not None and self.started is not self._saved
+        if self.pool is not None and self.saver is not None and (meta.is_fenced or was_dropped):
+            self.saver.fence()
+            self.pool.fence(stream)
+
+    def begin(self, meta: ConnectorMeta, stream: Any) -> None:
+        """Begin to copy what `meta` promises; what is saved of the pass is noted.
+
+        Twice for one metadata is fine.
+        """
+        if meta is self.started:
+            return
+        self.fence(meta, stream)
+        self.started, self._jobs = meta, []
+        shared, pool, saver, loader = self.shared, self.pool, self.saver, self._loader
+        for release in meta.releases:
+            if release.rank == shared.args.part_rank:
+                shared.release_at(release.arena_id, release.lease)
+        if pool is None or saver is None or loader is None or not shared.pool.may_load(meta):
+            self._refuse(meta)
+            return
+        shared.pool.follow(meta.replica)
+        self._attend()
+        for park in meta.parks:
+            self.parking.begin(park)
+        loader.load(meta.loads, stream)
+        if meta.saves and shared.pool.namespace_digest:
+            saver.namespace = namespace_id(shared.pool.namespace_digest)
+            with shared.boundary.around("a save"):
+                self._jobs = list(self._jobs_of(pool, meta))
+                return
+            self._drop(_num_saved(meta), DropReason.ERROR)
+        elif meta.saves:
+            self._drop(_num_saved(meta), DropReason.NO_POOL)
+
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """Have what follows on `stream` wait for the layer's loaded bytes."""
+        if self.pool is not None:
+            self.pool.wait_for_layer(layer, stream)
+
+    def end(self, stream: Any) -> None:
+        """Save the blocks that the pass filled; what can be read later is not waited for.
+
+        Blocks in host memory are read before this returns: the engine may free those of a
+        cancelled request right after, and tells nobody. On a device whatever writes them later
+        waits, but for the copies of partly reused blocks, which go by a stream of the engine's.
+        If what the pass loaded may be wrong, nothing of it is saved.
+        """
+        meta, pool, saver, loader = self.started, self.pool, self.saver, self._loader
+        if meta is None or meta is self._saved:
+            return
+        self._saved = meta
+        if pool is None or saver is None or loader is None:
+            return
+        mark = None
+        try:
+            mark = pool.mark(stream)
+        except Exception as error:  # noqa: BLE001 - a layer did not wait, or the device failed
+            self.failed.append(FailedLoad(None, error))
+        loader.settle()
+        if self.failed:
+            self._drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
+            return
+        with self.shared.boundary.around("a save"):
+            for job in self._jobs:
+                saver.submit(replace(job, mark=mark))
+        if self._jobs and pool.is_host:
+            saver.fence()
+        elif self._jobs and self.shared.args.partial_reuse:
+            saver.drain()
+
+    def read_ended(self, finished: list[int]) -> list[int]:
+        """Return the requests, of these and of earlier ones, whose blocks are read no more.
+
+        Each id is returned once. Takes no lock and makes no call, but for the loads of a pass that
+        was dropped.
+        """
+        if self._loader is not None:
+            self._loader.settle()
+        self._saving += finished
+        ended = [one for one in self._saving if not self.shared.is_being_read(one)]
+        if ended:
+            self._saving = [one for one in self._saving if one not in ended]
+        return ended
+
+    def close(self) -> None:
+        """Flush saves for a bounded time and let go of the tier. Twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.close_pool()
+        self.parking.close()
+        self.shared.pool.unregister()
+        self.shared.close()
+
+    def close_pool(self) -> None:
+        """Flush saves and let go of the engine's memory. Twice is fine."""
+        if self._loader is not None:
+            self._loader.close()
+        if self.saver is not None:
+            self.saver.close(_FLUSH_S)
+            self.saver = self._loader = None
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+    def _attend(self) -> None:
+        arena, pool = self.shared.link.arena, self.pool
+        if arena is not None and arena is not self._attended and pool is not None:
+            with self.shared.boundary.around("the arena's registration"):
+                pool.attend(arena)
+            self._attended = arena
+
+    def _drop(self, num_blocks: int, reason: DropReason) -> None:
+        self.shared.figures.dropped.count(num_blocks, reason)
+
+    def _refuse(self, meta: ConnectorMeta) -> None:
+        """Release what was promised for a pool that is not this rank's."""
+        self._drop(_num_saved(meta), DropReason.NO_POOL)
+        error = LayoutMismatch(
+            "The leader promised blocks of another namespace than this rank's pool; give every"
+            " rank the same engine arguments."
+        )
+        for plan in meta.loads:
+            self.shared.release_at(*plan.leased.of(self.shared.args.part_rank))
+            self.failed.append(FailedLoad(plan, error))
+
+    def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
+        """Yield a job for each run of blocks of each part that this rank stores."""
+        stored = [part for part in self._parts if part.is_stored_here]
+        for plan in meta.saves if stored else ():
+            keys = self._keys_of(plan.keys, meta.board)
+            if keys is None:
+                self._drop(plan.pages[0].num_blocks, DropReason.KEYS_LOST)
+                continue
+            before = len(keys) - plan.pages[0].num_blocks
+            for part in stored:
+                pages = plan.pages[part.group].ids()
+                for start, stop in _runs(pages >= 0):
+                    at = start + before
+                    yield Job(
+                        request_id=plan.request_id,
+                        pool=pool,
+                        part=part,
+                        keys=keys[at : stop + before],
+                        parent=keys[at - 1] if at else None,
+                        depth=plan.depth + start,
+                        pages=pages[start:stop],
+                        priorities=plan.priorities[start:stop],
+                        tenant_id=plan.tenant_id,
+                    )
+
+    def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
+        """Return the keys of a save; None if they are nowhere any more."""
+        if isinstance(keys, bytes):
+            return split_keys(keys)
+        arena = None if board is None else self.shared.link.arena_named(board.arena_id)
+        return None if arena is None or board is None else read_keys(arena, board, keys)
+
+
+def _num_saved(meta: ConnectorMeta) -> int:
+    return sum(plan.pages[0].num_blocks for plan in meta.saves if plan.pages)
+
+
+def _runs(here: Any) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], here, [False])).astype(np.int8)))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -1,0 +1,208 @@
+"""The pool that the worker registers with the shard, and the namespace of its blocks.
+
+A namespace needs the pool's layout, which only the worker knows, and the model's name, which may
+take minutes to find out.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvray.engine.figures import EngineFigures
+from kvray.engine.meta import ConnectorMeta
+from kvray.engine.model.adapters import fingerprints_dir
+from kvray.engine.model.cache_layout import CacheLayout
+from kvray.engine.model.engine_args import EngineArgs
+from kvray.engine.model.model_name import ModelName
+from kvray.identity.block import UNNAMED, Namespace
+from kvray.node import NodeLink, Registration
+from kvray.store import PartRequest
+
+_NAME_WAIT_S = 1.0
+"""How long the engine's start waits for the model's name; a known checkpoint takes no time."""
+
+
+class RegisteredPool:
+    """What both halves must know of one rank's pool; empty until the worker registers it."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        link: NodeLink,
+        figures: EngineFigures,
+        *,
+        model_key: str | None,
+        replica: str | None,
+        tenants_check: str | None,
+    ) -> None:
+        """`tenants_check` is that of the tenants' secret, if there is one."""
+        self._args = args
+        self._link = link
+        self._figures = figures
+        self._tenants_check = tenants_check
+        self._registration: Registration | None = None
+        self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
+        self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
+        self.namespace_digest = b""
+        """Empty while no pool is registered or the model has no name."""
+        self.part_requests: list[list[PartRequest]] = []
+        """For each rank that the leader speaks for, the parts that its lease must have."""
+        self.windowed: tuple[bool, ...] = (False,)
+        """For each layer group, whether it has a window."""
+        self.rank = args.rank  # as the shard knows it
+        self.part_bytes = 0  # bytes of the first part of a block
+        self.is_host = True
+        self.is_flat = True
+        """Whether it came as one tensor: such engines take all of an offer or nothing."""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the worker has registered it."""
+        return self._registration is not None
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the shard has said that blocks may be staged, from other nodes or from disk."""
+        return self._registration is not None and self._registration.has_peers
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers look back over a window only."""
+        return any(self.windowed)
+
+    def register(self, layout: CacheLayout) -> None:
+        """Tell the shard of this rank, and complete the namespace if the model has a name.
+
+        ConfigError: the model cannot be told from others. LayoutMismatch: another replica claims
+        the same `model_key` with another layout.
+        """
+        args = self._args
+        facts = PoolFacts.of(args, layout)
+        self._take(facts, rank=args.rank, part_requests=facts.part_requests[args.part_rank])
+
+    def lead(self, facts: "PoolFacts") -> None:
+        """Take what a rank has said of its pool, and tell the shard of a leader without a pool.
+
+        It reads what all its ranks read, which are on this node, and has the number after theirs.
+        Raises as `register`.
+        """
+        every = {one.part: one for requests in facts.part_requests for one in requests}
+        parts = [every[part] for part in sorted(every)]
+        self._take(facts, rank=self._args.num_ranks, part_requests=parts, num_ranks=1)
+
+    def _take(
+        self,
+        facts: "PoolFacts",
+        *,
+        rank: int,
+        part_requests: Sequence[PartRequest],
+        num_ranks: int | None = None,
+    ) -> None:
+        figures, name = self._figures, self.model_name.find(_NAME_WAIT_S)
+        namespace = replace(facts.namespace, model=name or UNNAMED)
+        self.unregister()
+        registration = Registration(
+            replica=self.replica,
+            rank=rank,
+            namespace=namespace,
+            counters=lambda: {**figures.counters(), **self.model_name.counters()},
+            prefix_digests=figures.prefix_digests,
+            requests=figures.request_notes,
+            block_tokens=figures.block_tokens,
+            spans=figures.span_notes,
+            prompts=figures.prompts,
+            part_requests=tuple(part_requests),
+            num_ranks=num_ranks or self._args.num_parts_ranks,
+            adapters=self._args.adapters,
+            tenants=self._tenants_check,
+        )
+        self._link.register(registration)
+        self._registration, self.rank = registration, rank
+        self.is_host, self.is_flat = facts.is_host, facts.is_flat
+        self.part_requests, self.windowed = facts.part_requests, facts.windowed
+        self.part_bytes = facts.part_bytes
+        if name:
+            self.namespace_digest = namespace.digest()
+
+    def unregister(self) -> None:
+        """Take this rank off the shard's list; nothing is promised in its name any more."""
+        if self._registration is not None:
+            self._link.unregister(self._registration)
+            self._registration, self.namespace_digest = None, b""
+
+    def complete_namespace(self) -> bool:
+        """Return whether the namespace is complete; it is as soon as its model has a name.
+
+        Only the engine's thread calls this, once a request or pass, so no two reads there differ.
+        """
+        registration, name = self._registration, self.model_name.name
+        if not self.namespace_digest and registration is not None and name:
+            namespace = replace(registration.namespace, model=name)
+            registration.renew(namespace)
+            self.namespace_digest = namespace.digest()
+        return bool(self.namespace_digest)
+
+    def may_load(self, meta: ConnectorMeta) -> bool:
+        """Whether the leader's promises belong to this rank's pool.
+
+        The leader may know the model's name before this rank does. This rank takes it from the
+        leader for loads, as all ranks have one model, and saves nothing until it knows it itself.
+        """
+        registration = self._registration
+        if self.complete_namespace() or registration is None or not meta.model:
+            return meta.namespace == self.namespace_digest
+        return replace(registration.namespace, model=meta.model).digest() == meta.namespace
+
+    def follow(self, replica: str) -> None:
+        """Take the leader's name for the replica: the shard must know which ranks belong to it."""
+        if replica != self.replica and self._registration is not None:
+            self.replica = replica
+            self._registration.rename(replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What a leader must know of a rank's pool; small and picklable."""
+
+    namespace: Namespace  # without the model's name
+    part_requests: list[list[PartRequest]]
+    """For each rank that the leader speaks for, the parts that its lease must have."""
+    windowed: tuple[bool, ...]  # for each layer group, whether it has a window
+    part_bytes: int  # bytes of the first part of a block
+    is_host: bool
+    is_flat: bool
+
+    @classmethod
+    def of(cls, args: EngineArgs, layout: CacheLayout) -> "PoolFacts":
+        """Return the facts of the pool that `layout` describes."""
+        num_ranks, size = args.num_parts_ranks, args.tokens_per_block
+        first, *_ = layout.parts(args.part_rank, num_ranks, size)
+        return cls(
+            namespace=_namespace_of(args, layout),
+            part_requests=layout.part_requests(num_ranks, size),
+            windowed=tuple(group.window is not None for group in layout.groups),
+            part_bytes=first.block_bytes,
+            is_host=layout.is_host,
+            is_flat=layout.is_flat,
+        )
+
+
+def _namespace_of(args: EngineArgs, layout: CacheLayout) -> Namespace:
+    num_ranks = args.num_parts_ranks
+    parts = layout.parts(args.part_rank, num_ranks, args.tokens_per_block)
+    return Namespace(
+        model=UNNAMED,
+        quantization=args.quantization,
+        overrides=args.overrides,
+        kv_dtype=layout.dtype,
+        num_layers=sum(len(group.layers) for group in layout.groups),
+        kv_factor=layout.kv_factor,
+        tokens_per_block=args.tokens_per_block,
+        part_bytes=sum(part.block_bytes for part in parts),
+        num_parts=layout.num_parts(num_ranks),
+        tp_layout=f"dp{args.num_ranks}" if args.attention_dp else f"tp{args.num_ranks}",
+        layer_groups=layout.describe(),
+        attention_backend=args.attention_backend,
+        engine=args.engine,
+    )

@@ -1,0 +1,1 @@
+"""What is known of one request of an engine between its first query and its end."""

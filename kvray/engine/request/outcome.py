@@ -1,0 +1,99 @@
+"""Counts the outcome of each request, and notes it for `kvray explain`.
+
+It runs on the engine's executor thread, after the answer, and takes microseconds.
+"""
+
+import time
+
+from kvray.engine.request.identity import AskedRequest
+from kvray.engine.request.state import RequestState
+from kvray.engine.shared_state import SharedState
+from kvray.identity.block import BlockKey
+from kvray.trace.arrival import Arrivals, runs_between
+from kvray.trace.reasons import MissReason
+from kvray.trace.request_note import RequestNote, sampled
+from kvray.trace.span_note import SpanNote
+
+
+def record_answer(
+    shared: SharedState,
+    asked: AskedRequest,
+    *,
+    reason: MissReason,
+    state: RequestState | None = None,
+    keys: list[BlockKey] | None = None,
+    stage_s: float = 0.0,
+    lease_s: float = 0.0,
+) -> None:
+    """Record a request that was just answered.
+
+    `keys` are of the blocks that could be promised, `reason` says why not more was. The request has
+    waited `stage_s` for the shard, and the rest of its answer took `lease_s`. One that came before
+    its model had a name has no state and no keys: nothing was looked up.
+    """
+    totals, size = shared.figures.totals, shared.args.tokens_per_block
+    first, wanted = asked.num_computed // size, asked.num_askable(size)
+    end, hit = min(first, wanted), 0
+    arrivals: Arrivals = ()
+    digest, step = b"", 1
+    missing: tuple[BlockKey, ...] = ()
+    if state is not None and state.promise is not None:
+        end, hit = state.promise.end, state.promise.num_blocks * size
+        for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):
+            totals[f"hit_tokens_from_{way}"] += (stop - start) * size
+    missed = wanted * size - asked.num_computed - hit
+    totals["requests"] += 1
+    totals["prompt_tokens"] += len(asked.tokens)
+    totals["local_tokens"] += asked.num_computed
+    totals["hit_tokens"] += hit
+    if missed > 0:
+        totals[f"miss_tokens_{reason}"] += missed
+    if state is not None and keys:
+        arrivals, digest = state.arrivals, state.prefix_digest
+        prefix_digests = shared.figures.prefix_digests
+        if state.num_saved:
+            prefix_digests.note_stored(digest)
+        elif reason == "not_stored":
+            prefix_digests.note_missed(digest, missed)
+        step, missing = sampled(keys, end)
+    ended = time.time()
+    is_new = shared.figures.request_notes.note(
+        RequestNote(
+            request_id=asked.request_id,
+            at=ended,
+            num_tokens=len(asked.tokens),
+            tokens_per_block=size,
+            first=first,
+            end=end,
+            wanted=wanted,
+            reason=reason if end < wanted else "none",
+            arrivals=arrivals,
+            stage_s=stage_s,
+            lease_s=lease_s,
+            prefix_digest=digest,
+            step=step,
+            keys=missing,
+        )
+    )
+    if shared.figures.span_notes.is_on and is_new and keys:
+        promised: dict[str, int | float | str] = {
+            "kvray.tokens.prompt": len(asked.tokens),
+            "kvray.tokens.pool": asked.num_computed,
+            "kvray.tokens.promised": hit,
+            "kvray.tokens.missed": max(0, missed),
+            "kvray.miss.reason": reason if missed > 0 else "none",
+            "kvray.stage_s": stage_s,
+        }
+        began, key = ended - stage_s - lease_s, keys[-1]
+        shared.figures.span_notes.note(
+            SpanNote("promise", asked.request_id, began, ended, promised, key)
+        )
+
+
+def record_bypassed(shared: SharedState, request_id: int) -> None:
+    """Record a request that has no keys, and so nothing to find."""
+    shared.figures.totals["bypassed_requests"] += 1
+    size = shared.args.tokens_per_block
+    shared.figures.request_notes.note(
+        RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed")
+    )

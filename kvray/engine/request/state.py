@@ -1,0 +1,183 @@
+"""The leader's record of a request between its first query and its end; pure."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvray.engine.promise import Promise
+from kvray.engine.request.retention import Priorities
+from kvray.errors import LayoutMismatch
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import MediaItem, chain_packed, pack
+from kvray.node import BlockTokens
+from kvray.trace.arrival import Arrivals
+
+NO_PAGE = -1
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """One request's tokens, keys and pages, and how much of it is saved."""
+
+    request_id: int
+    seed: bytes
+    tokens_per_block: int
+    media: tuple[MediaItem, ...] = ()
+    tenant_id: int = 0  # the tenant's number in an arena; 0: none
+    prefix_digest: bytes = b""  # digest of how the prompt begins
+    block_tokens: BlockTokens | None = None
+    """Is told of the tokens of its blocks; None: more than tokens enters its keys."""
+    windowed: tuple[bool, ...] = (False,)
+    """For each layer group, whether its blocks may have no page."""
+    asked: tuple[int, int, int] = (0, 0, 0)
+    """Of the prompt: tokens, blocks that could be promised, and blocks that the engine had."""
+    num_tokens: int = 0
+    keys: list[BlockKey] = field(default_factory=list)
+    pages: tuple[list[int], ...] = ()
+    """For each layer group the page of each block, in prompt order."""
+    allocated: Sequence[Sequence[int]] = ()
+    """For each layer group the pages that the engine named at the request's allocation."""
+    is_reported: bool = False  # whether the engine has reported it since it was asked about
+    is_later_life: bool = False
+    """Whether the engine reports deltas to an earlier request of its id."""
+    priorities: Priorities = field(default_factory=Priorities)
+    num_saved: int = 0
+    """Leading blocks that are in the tier, or were handed to the workers to save."""
+    num_full: int = 0
+    """Leading blocks that are full after the last pass; those not saved by the end are lost."""
+    num_found: int = 0  # leading blocks that were in the tier when the prompt was matched
+    arrivals: Arrivals = ()
+    """How the found blocks came to this node, as far as they were not there."""
+    promise: Promise | None = None
+    is_unsaved: bool = False
+    """Nothing more of it is saved: its pages depend on more than its keys say."""
+    _prompt: list[int] | None = None
+    """The tokens that `prompt_keys` got, until the first report."""
+    _tail: list[int] = field(default_factory=list)  # the tokens that no key covers yet
+
+    def prompt_keys(self, tokens: list[int]) -> list[BlockKey]:
+        """Return the keys of all full blocks of the prompt, and remember them; owns `tokens`."""
+        self._prompt = tokens
+        self.num_tokens = len(tokens)
+        self.keys, self._tail = [], tokens
+        self._extend_keys()
+        return self.keys
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        *,
+        new: bool,
+        priorities: bytes = b"",
+    ) -> None:
+        """Take an engine's report: deltas over the request's life, the first with all so far.
+
+        An engine may remember what it has reported of an id, also when the request has ended. Of
+        a later request of that id it names only what goes beyond the longest one before it, which
+        is of no use: such a request has the tokens that it was asked about with, and the pages
+        that it was given at its allocation.
+
+        `priorities` are of the first group's new blocks; `new`: the id's first report.
+        """
+        self.is_later_life = not new and (self.is_later_life or not self.is_reported)
+        if self.is_later_life and not self.is_reported:
+            known = self.allocated if len(self.allocated) == len(self.windowed) else ()
+            self.pages = tuple(list(group) for group in known or ((),) * len(self.windowed))
+            self._prompt = None
+        self.is_reported = True
+        if self.is_later_life:
+            return
+        at = 0 if new else len(self.pages[0])
+        self.priorities.extend(priorities, at=at, count=len(pages[0]))
+        if new:
+            # Mostly what the query was given; a replay may have grown.
+            if tokens != self._prompt:
+                self.prompt_keys(list(tokens))
+            self.pages = tuple(list(group) for group in pages)
+            self._prompt = None
+            if self.priorities.are_raised(self.num_found):
+                self.num_saved = 0  # what is in the tier is to be kept longer from now on
+            return
+        if tokens:
+            self.num_tokens += len(tokens)
+            self._tail.extend(tokens)
+        for group, more in zip(self.pages, pages, strict=True):
+            group.extend(more)
+
+    def load_pages(self, first: int, end: int) -> tuple[list[int], ...]:
+        """Return for each layer group the pages of the blocks from `first` to `end`.
+
+        LayoutMismatch: the engine counts on these blocks, but has no page for one of them.
+        """
+        found = tuple(group[first:end] for group in self.pages)
+        for pages, may_miss in zip(found, self.windowed, strict=True):
+            if len(pages) < end - first or (not may_miss and min(pages, default=0) < 0):
+                raise LayoutMismatch(
+                    f"The engine took {end - first} blocks for request {self.request_id}, with"
+                    f" pages for {sum(page >= 0 for page in pages)} of them; nobody wrote the rest."
+                )
+        return found
+
+    def unlike_at(self, seed: bytes, media: Sequence[MediaItem]) -> int | None:
+        """Return the first token at which another chain leaves this one; None: it is this one."""
+        if seed != self.seed:
+            return 0
+        if not media and not self.media:
+            return None  # as mostly
+        unlike = set(media).symmetric_difference(self.media)
+        return min((item.position for item in unlike), default=None)
+
+    def rewind(self, position: int) -> None:
+        """Save computed blocks again if the engine dropped a pass that was planned."""
+        done = max(self.num_found, position // self.tokens_per_block)
+        self.num_saved = min(self.num_saved, done)
+
+    def lose(self, pages: Collection[int]) -> bool:
+        """Take blocks from the first of these pages on for not stored: they could not be loaded.
+
+        Returns whether it has any of these pages.
+        """
+        own = self.pages[0] if self.pages else []
+        first = next((index for index, page in enumerate(own) if page in pages), len(own))
+        self.num_found = min(self.num_found, first)
+        self.num_saved = min(self.num_saved, first)
+        return first < len(own)
+
+    def savable(self, computed_tokens: int) -> int:
+        """Return where the blocks end that are full after a pass and have their pages.
+
+        `computed_tokens` are the leading tokens whose KV is in the pool after the pass.
+        """
+        if self.is_unsaved:
+            return self.num_saved
+        end = self.num_full = min(computed_tokens, self.num_tokens) // self.tokens_per_block
+        end = min(end, *map(len, self.pages)) if self.pages else 0
+        for group, may_miss in zip(self.pages, self.windowed, strict=True):
+            if not may_miss and end > self.num_saved:
+                fresh = group[self.num_saved : end]
+                if NO_PAGE in fresh:
+                    end = self.num_saved + fresh.index(NO_PAGE)
+        return max(end, self.num_saved)
+
+    def keys_until(self, end: int) -> list[BlockKey]:
+        """Return the keys of the first `end` blocks."""
+        if end > len(self.keys):
+            self._extend_keys()
+        return self.keys[:end]
+
+    def _extend_keys(self) -> None:
+        first = len(self.keys)
+        start, packed = first * self.tokens_per_block, pack(self._tail)
+        self.keys += chain_packed(
+            packed,
+            tokens_per_block=self.tokens_per_block,
+            seed=self.keys[-1] if self.keys else self.seed,
+            media=[
+                MediaItem(position=item.position - start, digest=item.digest)
+                for item in self.media
+                if item.position >= start
+            ],
+        )
+        if self.block_tokens is not None:
+            self.block_tokens.note(self.keys, first, packed)
+        self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]

@@ -1,0 +1,140 @@
+"""vLLM in a process of its own; its calls are those of a `Replica`.
+
+Started by `Replica.spawn(module="kvray.lab.vllm.engine")`. It never imports ray, and ends when its
+parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.lab.reference.checkpoint import SMOLLM2, find_smollm2
+from kvray.lab.reference.output import Call, Listener, Output, Prompt
+from kvray.lab.reference.replica_child import serve
+
+CONNECTOR = {
+    "kv_connector": "KvRayConnector",
+    "kv_connector_module_path": "kvray.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+_CLOSE_S = 20.0
+
+
+class VllmEngine:
+    """`AsyncLLM` with the methods of an engine that a child serves.
+
+    Calls cross to an event loop on a thread of its own, which answers them.
+    """
+
+    def __init__(self, *, model: str = SMOLLM2, with_kvray: bool = True, **options: Any) -> None:
+        """Start vLLM with `options` of its `AsyncEngineArgs`; its cache has `num_blocks` if given.
+
+        KVRayError: it does not start.
+        """
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="kvray-llm", daemon=True)
+        self._thread.start()
+        try:
+            self._llm = self._do(_start(model, with_kvray=with_kvray, options=options))
+        except (ImportError, RuntimeError, ValueError) as error:
+            traceback.print_exc()
+            raise KVRayError(str(error)) from error
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        salt: str | None = None,
+        listener: Listener | None = None,
+    ) -> Call:
+        """Begin to answer a prompt."""
+        call = Call(call_id=next(self._ids), listener=listener)
+        asyncio.run_coroutine_threadsafe(self._settle(call, prompt, max_tokens, salt), self._loop)
+        return call
+
+    def cancel(self, call: Call) -> None:
+        """End a call early."""
+        asyncio.run_coroutine_threadsafe(self._llm.abort(str(call.call_id)), self._loop)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _settle(self, call: Call, prompt: Prompt, max_tokens: int, salt: str | None) -> None:
+        try:
+            call.future.set_result(await self._answer(call, prompt, max_tokens, salt))
+        except ValueError as error:  # what was asked cannot be done
+            call.future.set_exception(ConfigError(str(error)))
+        except Exception as error:  # noqa: BLE001 - a defect is answered too, or its client waits
+            traceback.print_exc()
+            call.future.set_exception(KVRayError(repr(error)))
+
+    async def _answer(
+        self, call: Call, prompt: Prompt, max_tokens: int, salt: str | None
+    ) -> Output:
+        from vllm import SamplingParams
+
+        began, first_at, num_told = time.monotonic(), 0.0, 0
+        asked: dict[str, Any] = {}
+        if isinstance(prompt, str):
+            asked["prompt"] = prompt
+        else:
+            asked["prompt_token_ids"] = list(prompt)
+        if salt is not None:
+            asked["cache_salt"] = salt
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        step: Any = None
+        async for step in self._llm.generate(asked, sampling, str(call.call_id)):
+            tokens = step.outputs[0].token_ids
+            first_at = first_at or time.monotonic()
+            if call.listener is not None and len(tokens) > num_told:
+                call.listener(list(tokens[num_told:]))
+                num_told = len(tokens)
+        if step is None:
+            raise KVRayError("vLLM ended a request without an answer.")
+        answer = step.outputs[0]
+        hit_tokens = int((step.kv_transfer_params or {}).get("kvray_hit_tokens", 0))
+        return Output(
+            text=answer.text,
+            token_ids=tuple(answer.token_ids),
+            prompt_tokens=len(step.prompt_token_ids),
+            reused_tokens=max(0, (step.num_cached_tokens or 0) - hit_tokens),
+            hit_tokens=hit_tokens,
+            ttft_s=first_at - began,
+            finish_reason=answer.finish_reason or "cancelled",
+        )
+
+
+async def _start(model: str, *, with_kvray: bool, options: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    num_blocks = options.pop("num_blocks", None)
+    if num_blocks is not None:
+        options["num_gpu_blocks_override"] = num_blocks
+    if with_kvray:
+        options["kv_transfer_config"] = CONNECTOR
+    path = find_smollm2() if model == SMOLLM2 else Path(model)
+    arguments = AsyncEngineArgs(model=str(path), enforce_eager=True, **options)
+    return AsyncLLM.from_engine_args(arguments)
+
+
+if __name__ == "__main__":
+    serve(VllmEngine)

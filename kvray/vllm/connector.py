@@ -1,0 +1,139 @@
+"""vLLM's connector class: hands each call to the half that the process asked for.
+
+vLLM makes one for its scheduler and one for each rank, mostly in processes of their own. Source:
+`vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvray.engine.shared_state import shut_down_at_exit
+from kvray.vllm.metadata import PoolMetadata
+from kvray.vllm.ranks import RankHalf
+from kvray.vllm.scheduling import SchedulingHalf
+from kvray.vllm.start import state_for
+
+
+class KvRayConnector(KVConnectorBase_V1):
+    """`kv_connector` of vLLM's `KVTransferConfig`, found by `kv_connector_module_path`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Attach to the node's tier if there is one; ConfigError: a setting cannot be used."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        shared = state_for(vllm_config, kv_cache_config)
+        self._scheduling = self._rank = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduling = SchedulingHalf(shared)
+        else:
+            self._rank = RankHalf(shared, kv_cache_config)
+        shut_down_at_exit(self)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again."""
+        return False
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens after vLLM's own are promised; they are loaded in the next pass.
+
+        None: the shard has been asked for more, vLLM is to ask again.
+        """
+        return self._scheduler.ask(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Keep the promise if vLLM takes it, release it if it does not."""
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return what the ranks load before and save after the coming pass."""
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hear which blocks could not be loaded, and have them saved once they are computed."""
+        self._scheduler.note_failed(connector_output.invalid_block_ids or ())
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether a save still reads the blocks of the finished request, and its hits.
+
+        They are in vLLM's answer, as `kv_transfer_params`.
+        """
+        is_read, num_hit = self._scheduler.finish(request.request_id)
+        return is_read, {"kvray_hit_tokens": num_hit}
+
+    def reset_cache(self) -> bool:
+        """Share nothing more: who asks for this may have replaced the weights."""
+        self._scheduler.reset()
+        return True
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Take the rank's KV cache, a tensor a layer; ConfigError: kvray cannot serve it."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what this rank has registered; the scheduler's half waits for it."""
+        return PoolMetadata(facts=self._worker.facts())
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Hear what the ranks have registered, by rank."""
+        self._scheduler.lead(metadata[0])
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Have the pass wait for saves that read blocks it may write; called before each pass."""
+        self._worker.fence(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load what the bound metadata promises."""
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: the pass waits for all loads, so that graphs need no hook."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: a block is saved whole, after the pass."""
+
+    def wait_for_save(self) -> None:
+        """Save the blocks that the pass filled; blocks in host memory are read when it returns."""
+        self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the finished requests whose blocks are read no more."""
+        return self._worker.read_ended(finished_req_ids), None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of this pass that do not have what was promised."""
+        return self._worker.take_failed()
+
+    def take_events(self) -> Iterable[Any]:
+        """Return none: the shard publishes the tier's events."""
+        return ()
+
+    def shutdown(self) -> None:
+        """Let go of the tier. Twice is fine."""
+        for half in (self._scheduling, self._rank):
+            if half is not None:
+                half.close()
+
+    @property
+    def _scheduler(self) -> SchedulingHalf:
+        assert self._scheduling is not None, "vLLM calls a worker's connector as a scheduler's"
+        return self._scheduling
+
+    @property
+    def _worker(self) -> RankHalf:
+        assert self._rank is not None, "vLLM calls a scheduler's connector as a worker's"
+        return self._rank

@@ -1,0 +1,76 @@
+"""What tells one of vLLM's requests from another: salt, tenant, adapter and media; or a bypass.
+
+Whatever enters the keys and values of a request beside its tokens enters its keys, or makes it
+bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_keys` in
+`vllm/v1/core/kv_cache_utils.py`, of vLLM 0.32.
+"""
+
+from typing import Any
+
+from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.request.identity import AskedRequest, Identity, Tenancy
+from kvray.engine.shared_state import SharedState
+from kvray.identity.block import frame
+from kvray.identity.keys import MediaItem
+
+
+class RequestReader:
+    """Used by the thread of vLLM's scheduler."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
+        self._tenancy = Tenancy(shared.tenants, shared.figures.totals)
+
+    def read(self, request: Any, number: int, num_computed: int) -> AskedRequest | None:
+        """Return a request as the leader knows it; None: it bypasses the cache.
+
+        ConfigError: its adapter cannot be read.
+        """
+        identity = self._identify(request)
+        if identity is None:
+            return None
+        tokens = list(request.all_token_ids)  # one that was preempted has generated some
+        return AskedRequest(
+            request_id=number,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            num_computed=num_computed,
+            identity=identity,
+        )
+
+    def _identify(self, request: Any) -> Identity | None:
+        media = _media_items(request.mm_features)
+        if media is None or _has_more_than_tokens(request):
+            return None
+        lora: bytes | None = None
+        if request.lora_request is not None:
+            asked = request.lora_request
+            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            if lora is None or asked.load_inplace:
+                return None
+        return self._tenancy.apply(Identity(salt=request.cache_salt, lora=lora, media=media))
+
+
+def _has_more_than_tokens(request: Any) -> bool:
+    """Whether a request has embeddings for tokens, grows while it runs, or is not to generate."""
+    has_embeds = request.prompt_token_ids is None or request.prompt_embeds is not None
+    is_mixed = request.prompt_is_token_ids is not None
+    return has_embeds or is_mixed or request.resumable or request.pooling_params is not None
+
+
+def _media_items(features: list[Any]) -> tuple[MediaItem, ...] | None:
+    """Return the media of a request; None if there is one that vLLM does not name.
+
+    vLLM's name of an item is a hash of its content and of what the processor was told to make of
+    it, or what the caller of the API vouches for.
+    """
+    items = []
+    for feature in features:
+        place, name = feature.mm_position, feature.identifier
+        if not isinstance(name, str) or not name:
+            return None
+        mask = b"" if place.is_embed is None else bytes(place.is_embed.cpu().numpy().tobytes())
+        extent = f"{feature.modality} {place.length}".encode()
+        digest = frame(name.encode(), extent, mask)
+        items.append(MediaItem(position=place.offset, digest=digest))
+    return tuple(items)

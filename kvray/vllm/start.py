@@ -1,0 +1,88 @@
+"""How both halves of the connector begin: from vLLM's configuration and kvray's."""
+
+import logging
+from typing import Any
+
+import vllm
+
+from kvray.config import load_config
+from kvray.engine.fields import canonical_text, field_of, text_of, to_text
+from kvray.engine.model.checkpoint import find_checkpoint, read_checkpoint
+from kvray.engine.model.engine_args import EngineArgs
+from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.vllm.refusals import refuse_unsupported
+
+_log = logging.getLogger("kvray.connector")
+
+_OVERRIDES = (
+    "dtype", "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
+    "model_impl", "disable_sliding_window", "override_attention_dtype", "rope_scaling",
+    "rope_theta", "model_class_overrides",
+)  # fmt: skip
+_QUANTIZATION = ("quantization", "quantization_config")
+_CACHE = ("cache_dtype", "sliding_window", "kv_cache_dtype_skip_layers")
+_ADAPTERS = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "target_modules")
+
+
+def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
+    """Return the state of one half of the connector; the halves meet in what vLLM carries.
+
+    ConfigError: the configuration, or a setting of vLLM, cannot be used.
+    """
+    refuse_unsupported(vllm_config)
+    transfer = vllm_config.kv_transfer_config
+    if not _computes_failed_loads(vllm_config):
+        _log.warning(
+            "kvray: kv_load_failure_policy is not recompute: vLLM fails a request whose blocks"
+            " prove wrong. Set it in --kv-transfer-config to have them computed again."
+        )
+    config = load_config(transfer.get_from_extra_config("kvray_config", None))
+    return shared_state_for(object(), read_args(vllm_config, kv_cache_config), config)
+
+
+def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
+    """Return what decides what vLLM's blocks are, and which of them may be shared."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    found = find_checkpoint(str(model.model), field_of(model, "revision"))
+    (group, *_) = kv_cache_config.kv_cache_groups
+    return EngineArgs(
+        model=str(model.model),
+        tokens_per_block=int(group.kv_cache_spec.block_size),
+        num_ranks=int(parallel.tensor_parallel_size),
+        rank=int(parallel.rank) % int(parallel.tensor_parallel_size),
+        block_reuse=True,
+        partial_reuse=False,
+        quantization=canonical_text(model, _QUANTIZATION),
+        overrides=to_text(
+            {
+                "model": canonical_text(model, _OVERRIDES),
+                "cache": canonical_text(cache, _CACHE),
+                "layout": text_of(kv_cache_config, "kv_cache_layout"),
+                "load_format": str(field_of(vllm_config.load_config, "load_format")),
+            }
+        ),
+        attention_backend=f"{_backend(vllm_config)} on {vllm_config.device_config.device_type}",
+        engine="vllm " + ".".join(vllm.__version__.split(".")[:2]),
+        ranks_per_node=0,
+        attention_dp=False,
+        is_compiled=True,  # graphs run without hooks
+        windows=(),
+        adapters=canonical_text(field_of(vllm_config, "lora_config"), _ADAPTERS),
+        checkpoint=read_checkpoint(found),
+        is_sparse=False,
+        spread_setting="",
+        asks_again=True,
+        computes_failed_loads=_computes_failed_loads(vllm_config),
+        num_passes=int(vllm_config.max_concurrent_batches),
+        takes_offers_later=False,
+    )
+
+
+def _computes_failed_loads(vllm_config: Any) -> bool:
+    return text_of(vllm_config.kv_transfer_config, "kv_load_failure_policy") == "recompute"
+
+
+def _backend(vllm_config: Any) -> str:
+    named = field_of(field_of(vllm_config, "attention_config"), "backend")
+    return text_of(named, "name") or "default"

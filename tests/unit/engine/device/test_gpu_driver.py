@@ -1,0 +1,238 @@
+"""How the driver is called, by a stand-in with the signatures of cuda.h that copies in memory."""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvray.engine.device import cuda_driver
+from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
+from kvray.engine.device.cuda_driver import CudaDriver
+from kvray.engine.device.pieces import Pieces
+from kvray.errors import TierError
+
+STREAM = 0x5EED_0000_0001
+CONTEXT = 0xC0DE_0000_0002
+INVALID_VALUE = 1
+
+
+class Attributes(Structure):
+    """CUmemcpyAttributes of cuda.h, its nested structures written out."""
+
+    _fields_ = [
+        ("srcAccessOrder", c_int),
+        ("srcLocHint_type", c_int),
+        ("srcLocHint_id", c_int),
+        ("dstLocHint_type", c_int),
+        ("dstLocHint_id", c_int),
+        ("flags", c_uint),
+    ]
+
+
+class Driver:
+    """libcuda: C functions, each of the signature in cuda.h of CUDA 12.8."""
+
+    def __init__(self) -> None:
+        self.batch_error = self.single_error = 0
+        self.calls: list[tuple[Any, ...]] = []
+        self.has_batches = True
+
+    def library(self) -> SimpleNamespace:
+        library = SimpleNamespace(
+            cuDeviceGet=self._c(c_int, POINTER(c_int), c_int)(self._device_get),
+            cuDevicePrimaryCtxRetain=self._c(c_int, POINTER(c_void_p), c_int)(self._retain),
+            cuCtxSetCurrent=self._c(c_int, c_void_p)(self._set_current),
+            cuGetErrorString=self._c(c_int, c_int, POINTER(c_char_p))(self._error_string),
+            cuMemcpyAsync=self._c(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy),
+        )
+        if self.has_batches:
+            library.cuMemcpyBatchAsync = self._c(
+                c_int,
+                POINTER(c_uint64),
+                POINTER(c_uint64),
+                POINTER(c_size_t),
+                c_size_t,
+                POINTER(Attributes),
+                POINTER(c_size_t),
+                c_size_t,
+                POINTER(c_size_t),
+                c_void_p,
+            )(self._copy_batch)
+        return library
+
+    _c = staticmethod(ctypes.CFUNCTYPE)
+
+    def _device_get(self, device: Any, ordinal: int) -> int:
+        device[0] = 10 + ordinal
+        return 0
+
+    def _retain(self, context: Any, device: int) -> int:
+        self.calls.append(("retain", device))
+        context[0] = CONTEXT
+        return 0
+
+    def _set_current(self, context: int) -> int:
+        self.calls.append(("current", context))
+        return 0
+
+    def _error_string(self, error: int, text: Any) -> int:
+        text[0] = b"invalid argument" if error == INVALID_VALUE else None
+        return 0
+
+    def _copy(self, target: int, source: int, size: int, stream: int) -> int:
+        self.calls.append(("copy", stream))
+        if not self.single_error:
+            ctypes.memmove(target, source, size)
+        return self.single_error
+
+    def _copy_batch(
+        self,
+        targets: Any,
+        sources: Any,
+        sizes: Any,
+        count: int,
+        attributes: Any,
+        firsts: Any,
+        num_attributes: int,
+        failed: Any,
+        stream: int,
+    ) -> int:
+        order, flags = attributes[0].srcAccessOrder, attributes[0].flags
+        self.calls.append(("batch", count, order, flags, firsts[0], num_attributes, stream))
+        if not self.batch_error:
+            for at in range(count):
+                ctypes.memmove(targets[at], sources[at], sizes[at])
+        return self.batch_error
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+
+    def load(name: str) -> SimpleNamespace:
+        assert name == "libcuda.so.1"
+        return made.library()
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", load)
+    return made
+
+
+@pytest.fixture
+def copies() -> tuple[np.ndarray, np.ndarray, Pieces]:
+    """Return (target, source, copies of its even halves to the target's end, turned around)."""
+    source = np.arange(64, dtype=np.uint8)
+    target = np.zeros(64, dtype=np.uint8)
+    starts, sizes = np.array([0, 32], dtype=np.uint64), np.array([8, 16], dtype=np.uint64)
+    base, into = np.uint64(source.ctypes.data), np.uint64(target.ctypes.data)
+    return target, source, Pieces(into + starts[::-1], base + starts, sizes)
+
+
+def is_copied(target: np.ndarray, source: np.ndarray) -> bool:
+    return bool((target[32:40] == source[:8]).all() and (target[:16] == source[32:48]).all())
+
+
+def test_a_batch_is_one_call_with_one_set_of_attributes(
+    driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]
+) -> None:
+    target, source, pieces = copies
+    opened = CudaDriver(3)
+    assert opened.can_batch
+    assert opened.copy_batch(pieces, STREAM, is_stable=True) == 0
+    assert is_copied(target, source)
+    assert opened.copy_batch(pieces, STREAM, is_stable=False) == 0
+    assert driver.calls == [
+        ("retain", 13),
+        ("current", CONTEXT),
+        ("batch", 2, 3, 1, 0, 1, STREAM),
+        ("current", CONTEXT),
+        ("batch", 2, 1, 1, 0, 1, STREAM),
+    ]
+
+
+def test_attributes_have_the_layout_of_the_header() -> None:
+    assert ctypes.sizeof(cuda_driver._Attributes) == ctypes.sizeof(Attributes) == 24
+    assert cuda_driver._Attributes.flags.offset == 20
+
+
+def test_errors_have_the_names_that_the_driver_gives_them(driver: Driver) -> None:
+    opened = CudaDriver(0)
+    assert opened.name_of(INVALID_VALUE) == "invalid argument"
+    assert opened.name_of(999) == "CUDA error 999"
+
+
+# -- the device over it -------------------------------------------------------------------------
+
+
+def copy(device: CudaDevice, pieces: Pieces, *, is_registered: bool = True) -> str:
+    stream: Any = SimpleNamespace(cuda_stream=STREAM)
+    return device.copy(pieces, stream, is_load=True, is_registered=is_registered)
+
+
+def cuda() -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_registered", "expected"),
+    [
+        (lambda driver: None, True, BATCHED),
+        (lambda driver: None, False, PAGEABLE),
+        (lambda driver: setattr(driver, "has_batches", False), True, SINGLE),
+    ],
+    ids=["batched", "not registered", "before CUDA 12.8"],
+)
+def test_copies_take_the_best_way_that_there_is(
+    driver: Driver,
+    copies: tuple[np.ndarray, np.ndarray, Pieces],
+    change: Callable[[Driver], None],
+    is_registered: bool,
+    expected: str,
+) -> None:
+    target, source, pieces = copies
+    change(driver)
+    assert copy(cuda(), pieces, is_registered=is_registered) == expected
+    assert is_copied(target, source)
+
+
+def test_a_run_is_no_batch(driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]) -> None:
+    assert copy(cuda(), Pieces(*(column[:1] for column in copies[2]))) == SINGLE
+
+
+def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(
+    driver: Driver,
+    copies: tuple[np.ndarray, np.ndarray, Pieces],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, source, pieces = copies
+    driver.batch_error, device = INVALID_VALUE, cuda()
+    with caplog.at_level(logging.WARNING, "kvray.connector"):
+        assert [copy(device, pieces) for _ in range(3)] == [SINGLE] * 3
+    assert is_copied(target, source)
+    assert [call[0] for call in driver.calls].count("batch") == 1
+    assert len(caplog.records) == 1
+    assert "invalid argument" in caplog.text
+
+
+def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(
+    driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]
+) -> None:
+    driver.batch_error = driver.single_error = INVALID_VALUE
+    with pytest.raises(TierError, match=r"cuda:0 refuses a copy.*invalid argument"):
+        copy(cuda(), copies[2])
+
+
+def test_a_missing_driver_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, copies: tuple[np.ndarray, np.ndarray, Pieces]
+) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(2, "no such file")
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", refuse)
+    with pytest.raises(TierError, match="CUDA driver"):
+        copy(cuda(), copies[2])

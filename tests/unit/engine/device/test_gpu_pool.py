@@ -1,0 +1,313 @@
+"""The device's pool on tensors in host memory: every byte, every layout, and the arena's memory."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvray.engine.device import pinned
+from kvray.engine.device.gpu import DevicePool
+from kvray.engine.device.pool import Load
+from kvray.engine.model.cache_layout import LayerRange, Part
+from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena.tables import Array
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.engine.device.gpu_pages import (
+    even_steps,
+    open_arena,
+    part_of,
+    region,
+    reserve,
+    slot_views,
+)
+from tests.unit.engine.device.host_device import HostDevice
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with open_arena(capacity=2**20, slab=2**16) as made:
+        yield made
+
+
+def pool_of(*parts: Part, **options: object) -> DevicePool:
+    options.setdefault("device", HostDevice())
+    return DevicePool(parts, num_layers=NUM_LAYERS, has_hooks=True, **options)
+
+
+def one_region(*, num_pages: int = 8, layer_bytes: int = 40, gap: int = 0) -> Part:
+    return part_of(region(num_pages, even_steps(NUM_LAYERS, layer_bytes), gap=gap))
+
+
+def two_regions() -> Part:
+    """Keys in layer order and, further apart, something that all layers read."""
+    rest = (LayerRange((0, 1, 2), 0, 24),)
+    return part_of(region(8, even_steps(NUM_LAYERS, 16), gap=8), region(8, rest, gap=104))
+
+
+def full_page(*, num_pages: int = 8) -> Part:
+    """Pages that fill slots, so that a run is one copy."""
+    return part_of(region(num_pages, even_steps(2, 2048)))
+
+
+LAYOUTS = {
+    "one region": one_region,
+    "strided": lambda: one_region(gap=16),
+    "two regions": two_regions,
+    "full pages": full_page,
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("pages", [[0, 1, 2, 3], [6, 2, 7, 0]], ids=["in order", "scattered"])
+def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(
+    arena: Arena, make: object, pages: list[int]
+) -> None:
+    part = make()  # type: ignore[operator]
+    for one in part.regions:
+        one.pages.copy_(torch.randint(0, 255, one.pages.shape, dtype=torch.uint8))
+    before = [one.pages.clone() for one in part.regions]
+    pool, slots = pool_of(part), reserve(arena, 4, part.block_bytes)
+    ticket = pool.save(arena, part, np.array(pages), slots, pool.mark(None))
+    ticket.wait()
+    assert ticket.done()
+    expected = torch.cat([one[pages] for one in before], dim=1).numpy()
+    assert (np.stack(slot_views(arena, slots, part.block_bytes)) == expected).all()
+    for one in part.regions:
+        one.pages.fill_(0xFF)
+    target = [page ^ 1 for page in pages]
+    pool.load(arena, [Load(part, slots, np.array(target))], None).wait()
+    for one, was in zip(part.regions, before, strict=True):
+        assert (one.pages[target] == was[pages]).all()
+        others = [page for page in range(8) if page not in target]
+        assert (one.pages[others] == 0xFF).all()
+    pool.close()
+
+
+def test_loads_of_several_requests_and_parts_are_one_batch(arena: Arena) -> None:
+    own = one_region()
+    shared = part_of(region(8, even_steps(NUM_LAYERS, 8)), index=1)
+    own_slots = reserve(arena, 3, own.block_bytes)
+    shared_slots = reserve(arena, 3, shared.block_bytes, part=1)
+    for part, slots in ((own, own_slots), (shared, shared_slots)):
+        for value, view in enumerate(slot_views(arena, slots, part.block_bytes)):
+            view[:] = 10 * part.index + value
+    pool = pool_of(own, shared)
+    loads = [
+        Load(own, own_slots[:2], np.array([5, 6])),
+        Load(own, own_slots[2:], np.array([0])),
+        Load(shared, shared_slots, np.array([1, 2, 3])),
+        Load(shared, shared_slots[:0], np.array([], dtype=np.int64)),
+    ]
+    pool.load(arena, loads, None)
+    assert own.regions[0].pages[[5, 6, 0], 0].tolist() == [0, 1, 2]
+    assert shared.regions[0].pages[[1, 2, 3], -1].tolist() == [10, 11, 12]
+    assert sum(pool.copied_bytes.values()) == 3 * own.block_bytes + 3 * shared.block_bytes
+    pool.close()
+
+
+def test_a_load_of_nothing_is_done(arena: Arena) -> None:
+    part = one_region()
+    pool = pool_of(part)
+    assert pool.load(arena, [], None).done()
+    nothing = np.array([], dtype=np.int64)
+    assert pool.save(arena, part, nothing, nothing, pool.mark(None)).done()
+    assert not pool.copied_bytes
+
+
+@pytest.mark.parametrize("pages", [[-1], [8], [0, 1]], ids=["bad page", "beyond", "too many"])
+def test_pages_that_are_not_there_are_refused_before_any_copy(
+    arena: Arena, pages: list[int]
+) -> None:
+    part = one_region()
+    pool, slots = pool_of(part), reserve(arena, 1, part.block_bytes)
+    with pytest.raises(LayoutMismatch, match="pages for 1 slots"):
+        pool.load(arena, [Load(part, slots, np.array(pages))], None)
+    assert (part.regions[0].pages == 0xFF).all()
+
+
+def test_slots_of_another_size_are_refused(arena: Arena) -> None:
+    part = one_region()
+    slots = reserve(arena, 1, part.block_bytes + 1)
+    with pytest.raises(LayoutMismatch, match="not of one namespace"):
+        pool_of(part).load(arena, [Load(part, slots, np.array([0]))], None)
+
+
+def test_a_run_of_whole_pages_is_one_copy(arena: Arena) -> None:
+    counted = CountingDevice()
+    part = full_page()
+    pool, slots = pool_of(part, device=counted), reserve(arena, 4, part.block_bytes)
+    assert np.diff(slots).tolist() == [1, 1, 1]
+    pool.load(arena, [Load(part, slots, np.array([2, 3, 4, 5]))], None)
+    pool.load(arena, [Load(part, slots, np.array([2, 3, 5, 6]))], None)
+    assert counted.num_pieces == [1, 2]
+
+
+# -- the arena's memory -------------------------------------------------------------------------
+
+
+def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena: Arena) -> None:
+    device = CountingDevice()
+    part = one_region()
+    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    pool.load(arena, [Load(part, slots, np.array([0]))], None)
+    pool.attend(arena)
+    pool.attend(arena)
+    wait_for(lambda: pool.registered_bytes(arena) == 2**20, "registering")
+    pool.load(arena, [Load(part, slots, np.array([0]))], None)
+    assert device.are_registered == [False, True]
+    assert sum(len(chunk) for chunk in device.registered) == 2**20
+    pool.close()
+    pool.close()
+    assert device.registered == []
+
+
+def test_chunks_are_whole_slabs(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 3 * 2**16 + 1)
+    device = CountingDevice()
+    pool = pool_of(one_region(), device=device)
+    pool.attend(arena)
+    wait_for(lambda: pool.registered_bytes(arena) == 2**20, "registering")
+    assert {len(chunk) for chunk in device.registered} == {3 * 2**16, 2**16}
+    pool.close()
+
+
+def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena: Arena) -> None:
+    device = CountingDevice(chunks_max=0)
+    part = one_region()
+    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    slot_views(arena, slots, part.block_bytes)[0][:] = 7
+    pool.attend(arena)
+    pool.load(arena, [Load(part, slots, np.array([0]))], None)
+    assert (part.regions[0].pages[0] == 7).all()
+    assert device.are_registered == [False]
+    assert pool.registered_bytes(arena) == 0
+    pool.close()
+
+
+def test_only_slots_in_the_registered_part_count_as_such(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 2**16)
+    device = CountingDevice(chunks_max=1)
+    part = full_page(num_pages=20)
+    pool, slots = pool_of(part, device=device), reserve(arena, 20, part.block_bytes)
+    pool.attend(arena)
+    wait_for(lambda: pool.registered_bytes(arena) == 2**16, "registering")
+    inside = [slot for slot in slots.tolist() if slot < 16]
+    outside = [slot for slot in slots.tolist() if slot >= 16]
+    for chosen in (inside, outside, slots.tolist()):
+        pages = np.arange(len(chosen))
+        pool.load(arena, [Load(part, np.array(chosen), pages)], None)
+    assert device.are_registered == [True, False, False]
+    pool.close()
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena: Arena, end: str) -> None:
+    device = CountingDevice()
+    pool = pool_of(one_region(), device=device)
+    with open_arena(capacity=2**18, slab=2**16) as before:
+        pool.attend(before)
+        wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
+        if end == "retired":
+            ArenaOwner(before).retire()
+        else:
+            before.close()
+        pool.attend(arena)
+        wait_for(lambda: sum(map(len, device.registered)) == 2**20, "letting go")
+    pool.close()
+    assert device.registered == []
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+def test_an_arena_that_is_over_is_let_go_without_a_next_one(
+    arena: Arena, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_LOOK_S", 0.01)
+    device = CountingDevice()
+    pool = pool_of(one_region(), device=device)
+    with open_arena(capacity=2**18, slab=2**16) as before:
+        path = f"{before.directory}/arena"
+        pool.attend(before)
+        wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
+        if end == "retired":
+            ArenaOwner(before).retire()
+        before.close()
+        wait_for(lambda: not device.registered, "letting go")
+        wait_for(lambda: path not in Path("/proc/self/maps").read_text(), "unmapping")
+    pool.attend(arena)
+    wait_for(lambda: pool.registered_bytes(arena) == 2**20, "registering the next")
+    assert pool._leaving == []
+    pool.close()
+
+
+def test_a_closed_arena_is_not_copied_from(arena: Arena) -> None:
+    part = one_region()
+    pool, slots = pool_of(part), reserve(arena, 1, part.block_bytes)
+    arena.close()
+    with pytest.raises(ShardUnavailable):
+        pool.load(arena, [Load(part, slots, np.array([0]))], None)
+
+
+def test_a_refused_copy_is_an_error_only_when_earlier_ones_have_ended(arena: Arena) -> None:
+    part = one_region()
+    device = RefusingDevice()
+    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    mark = pool.mark(None)
+    with pytest.raises(TierError, match="refused"):
+        pool.save(arena, part, np.array([0]), slots, mark)
+    assert device.calls == ["record", "wait", "copy", "record", "synchronize"]
+
+
+class CountingDevice(HostDevice):
+    """Notes what it is asked for; registers `chunks_max` chunks."""
+
+    def __init__(self, *, chunks_max: int = 1000) -> None:
+        self.num_pieces: list[int] = []
+        self.are_registered: list[bool] = []
+        self.registered: list[Array] = []
+        self._chunks_max = chunks_max
+        self._lock = threading.Lock()
+
+    def copy(self, pieces, stream, *, is_load: bool, is_registered: bool) -> str:  # type: ignore[no-untyped-def]
+        self.num_pieces.append(len(pieces.sizes))
+        self.are_registered.append(is_registered)
+        return super().copy(pieces, stream, is_load=is_load, is_registered=is_registered)
+
+    def register(self, memory: Array) -> bool:
+        with self._lock:
+            if len(self.registered) >= self._chunks_max:
+                return False
+            self.registered.append(memory)
+            return True
+
+    def unregister(self, memory: Array) -> None:
+        with self._lock:
+            self.registered = [one for one in self.registered if one is not memory]
+
+
+class RefusingDevice(HostDevice):
+    """Takes no copy, and notes in which order it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self, stream):  # type: ignore[no-untyped-def]
+        self.calls.append("record")
+        return self
+
+    def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
+        self.calls.append("wait")
+
+    def copy(self, pieces, stream, *, is_load: bool, is_registered: bool) -> str:  # type: ignore[no-untyped-def]
+        self.calls.append("copy")
+        raise TierError("refused")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")

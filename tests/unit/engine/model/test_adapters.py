@@ -1,0 +1,162 @@
+"""By which bytes an adapter is known, and when nobody can tell which ones the engine has."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvray.engine.model import adapters
+from kvray.engine.model.adapters import Adapters
+from kvray.errors import ConfigError
+from tests.unit.actors.small_shard import wait_for
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer than an engine does, so that a busy machine makes no miss."""
+    monkeypatch.setattr(adapters, "_WAIT_S", 5.0)
+
+
+def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    (directory / "adapter_model.bin").write_bytes(weights)
+    return directory
+
+
+def make(*, settings: str = "{}", cache_dir: Path | None = None) -> Adapters:
+    return Adapters(settings=settings, cache_dir=cache_dir)
+
+
+def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path: Path) -> None:
+    known = make()
+    first = known.fingerprint(1, str(write_adapter(tmp_path / "a")))
+    assert first is not None
+    assert len(first) == 32
+    assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) == first
+    assert make().fingerprint(3, str(tmp_path / "a")) == first
+    assert known.fingerprint(3, str(write_adapter(tmp_path / "c", b"other"))) != first
+
+
+def test_engines_that_read_adapters_differently_do_not_share(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path))
+    swapped = '{"swap_gate_up_proj_lora_b_weight": false}'
+    assert make().fingerprint(1, path) != make(settings=swapped).fingerprint(1, path)
+
+
+def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(
+    tmp_path: Path,
+) -> None:
+    known, path = make(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
+    before = known.fingerprint(1, path)
+    write_adapter(tmp_path / "a", b"changed")
+    assert known.fingerprint(1, path) is None
+    write_adapter(tmp_path / "a")
+    assert known.fingerprint(1, path) is None, "the engine may have read the ones between"
+    write_adapter(tmp_path / "a", b"changed")
+    after = make(cache_dir=tmp_path / "cache").fingerprint(1, path)
+    assert after not in (None, before)
+    assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
+
+
+def test_another_path_for_one_task_bypasses(tmp_path: Path) -> None:
+    known = make()
+    assert known.fingerprint(1, str(write_adapter(tmp_path / "a"))) is not None
+    assert known.fingerprint(1, str(write_adapter(tmp_path / "b"))) is None
+
+
+def test_a_change_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+    known.fingerprint(7, path)
+    write_adapter(tmp_path, b"changed")
+    for _ in range(2):
+        assert known.fingerprint(7, path) is None
+    (record,) = caplog.records
+    assert f"adapter 7 at {path}" in record.getMessage()
+
+
+def test_other_files_beside_an_adapter_change_nothing(tmp_path: Path) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+    before = known.fingerprint(1, path)
+    (tmp_path / "README.md").write_text("notes")
+    assert known.fingerprint(1, path) == before is not None
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
+def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+
+    def fail(*_: object, **__: object) -> str:
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "fingerprint_model", fail)
+        for _ in range(adapters._READINGS_MAX + 1):
+            with pytest.raises(ConfigError, match=f"{path} was not read .{kind.__name__}"):
+                known.fingerprint(1, path)
+    assert known.fingerprint(1, path) is not None
+
+
+def test_an_adapter_that_takes_long_to_read_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, read = threading.Event(), adapters.fingerprint_model
+
+    def read_slowly(path: str, *, cache_dir: Path | None) -> str:
+        assert may_read.wait(10)
+        return read(path, cache_dir=cache_dir)
+
+    monkeypatch.setattr(adapters, "fingerprint_model", read_slowly)
+    monkeypatch.setattr(adapters, "_READINGS_MAX", 1)
+    monkeypatch.setattr(adapters, "_WAIT_S", 0.0)
+    known, path = make(), str(write_adapter(tmp_path / "a"))
+    assert known.fingerprint(1, path) is None
+    assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
+    may_read.set()
+    wait_for(lambda: known.fingerprint(1, path) is not None, "reading the adapter")
+    wait_for(lambda: known.fingerprint(2, str(tmp_path / "b")) is not None, "reading the other")
+
+
+def test_a_known_adapter_is_looked_at_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+    before = known.fingerprint(1, path)
+
+    def refuse(*arguments: object) -> str:
+        raise AssertionError("a file was read although nothing has changed")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert known.fingerprint(1, path) == before
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_ADAPTERS_MAX", 1)
+    known, path = make(), str(write_adapter(tmp_path))
+    assert known.fingerprint(1, path) is not None
+    assert known.fingerprint(2, path) is None
+    assert known.fingerprint(1, path) is not None
+
+
+def test_an_adapter_that_cannot_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, *, cache_dir: Path | None) -> str:
+        raise ConfigError("its files change while they are read")
+
+    known, path = make(), str(write_adapter(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "fingerprint_model", fail)
+        with pytest.raises(ConfigError, match="change while they are read"):
+            known.fingerprint(1, path)
+    assert known.fingerprint(1, path) is not None
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    known = make()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nowhere"):
+            known.fingerprint(1, str(tmp_path / "nowhere"))

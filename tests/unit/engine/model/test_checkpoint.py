@@ -1,0 +1,99 @@
+"""What is read of a checkpoint's own configuration, whatever family it is of."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
+from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, checkpoint
+
+
+def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
+    return read_checkpoint(checkpoint(directory, config))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda config: config,
+        lambda config: {"model_type": "gemma3", "text_config": config},
+        lambda config: {"llm_config": config, "vision_config": {"num_hidden_layers": 9}},
+        lambda config: {"thinker_config": {"text_config": config}},
+        lambda config: {"num_hidden_layers": 9, "text_config": config},
+    ],
+)
+def test_the_language_model_of_a_multimodal_one_counts(tmp_path: Path, wrap: Any) -> None:
+    assert read(tmp_path, wrap(LLAMA)).num_layers == 4
+
+
+def test_a_latent_cache_is_known_by_its_rank(tmp_path: Path) -> None:
+    found = read(tmp_path, DEEPSEEK)
+    assert (found.is_mla, found.latent_elems) == (True, 576)
+    assert not read(tmp_path, LLAMA | {"kv_lora_rank": None}).is_mla
+    assert read(tmp_path, DEEPSEEK | {"index_topk": 2048}).has_index_cache
+
+
+def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
+    found = read(tmp_path, {"text_config": {"model_type": "llama"}})
+    assert (found.num_layers, found.latent_elems) == (None, None)
+    assert found.recurrent == ""
+    assert (found.is_mla, found.is_encoder_decoder, found.has_fp4_cache) == (False, False, False)
+
+
+@pytest.mark.parametrize("model", ["", "org/model", "/nowhere"])
+def test_what_is_no_directory_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    assert read_checkpoint(model) == CheckpointConfig()
+
+
+def test_a_single_file_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert read_checkpoint(str(path)) == CheckpointConfig()
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub with two revisions of a model, of which `main` is the second."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--model"
+    (folder / "refs").mkdir(parents=True)
+    for name, commit in (("v1", "1" * 40), ("main", "2" * 40)):
+        (folder / "refs" / name).write_text(commit)
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        checkpoint(folder / "snapshots" / commit, LLAMA)
+    return folder / "snapshots"
+
+
+def test_a_name_on_the_hub_leads_to_the_revision_in_its_cache(hub_cache: Path) -> None:
+    assert find_checkpoint("org/model", None) == str(hub_cache / ("2" * 40))
+    assert find_checkpoint("org/model", "v1") == str(hub_cache / ("1" * 40))
+    assert find_checkpoint("org/model", "1" * 40) == str(hub_cache / ("1" * 40))
+
+
+@pytest.mark.parametrize("model", ["", "tiny:1", "model", "org/other", "/org/model", "../model"])
+def test_other_names_stay_what_they_are(hub_cache: Path, model: str) -> None:
+    assert find_checkpoint(model, None) == model
+    assert find_checkpoint("org/model", "v3") == "org/model"
+
+
+def test_a_directory_that_looks_like_a_name_is_a_directory(
+    hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("org/model", None) == "org/model"
+
+
+def test_without_the_hubs_package_a_name_stays_a_name(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert find_checkpoint("org/model", None) == "org/model"

@@ -1,0 +1,187 @@
+"""What the leader keeps of a request: every full block is saved once, and never too early."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.connector.request.identity import Identity
+from kvray.connector.request_identifier import AskedRequest
+from kvray.engine.request.state import RequestState
+from kvray.errors import LayoutMismatch
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import MediaItem, chain_keys
+
+BLOCK = 4
+SEED = b"s" * 32
+
+
+def state_of(tokens: list[int], **fields: object) -> RequestState:
+    state = RequestState(request_id=1, seed=SEED, tokens_per_block=BLOCK, **fields)  # type: ignore[arg-type]
+    state.prompt_keys(tokens)
+    return state
+
+
+def keys_of(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[BlockKey]:
+    return chain_keys(tokens, tokens_per_block=BLOCK, seed=SEED, media=media)
+
+
+def save(state: RequestState, computed: int) -> range:
+    """Save what can be; return which blocks."""
+    saved = range(state.num_saved, state.savable(computed))
+    state.num_saved = saved.stop
+    return saved
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=1, max_size=40),
+    chunks=st.lists(st.integers(1, 9), max_size=12),
+    generated=st.integers(0, 12),
+    saved=st.integers(0, 3),
+    media_at=st.none() | st.integers(0, 39),
+)
+def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
+    prompt: list[int], chunks: list[int], generated: int, saved: int, media_at: int | None
+) -> None:
+    media = () if media_at is None else (MediaItem(position=media_at, digest=b"d"),)
+    state = state_of(prompt, media=media)
+    first = state.num_saved = min(saved, len(prompt) // BLOCK)
+    tokens, computed, seen = list(prompt), 0, list[int]()
+    num_blocks = -(-(len(prompt) + generated) // BLOCK)
+    state.extend(prompt, [range(num_blocks)], new=True)
+    for chunk in [*chunks, len(prompt)]:
+        computed = min(len(prompt), computed + chunk)
+        blocks = save(state, computed)
+        assert blocks.stop * BLOCK <= max(computed, first * BLOCK)
+        seen += blocks
+    for token in range(generated):
+        state.extend([token], [[]], new=False)
+        tokens.append(token)
+        seen += save(state, len(tokens))
+    assert seen == list(range(first, len(tokens) // BLOCK))
+    assert state.keys_until(len(tokens) // BLOCK) == keys_of(tokens, media)
+
+
+def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names() -> None:
+    state = state_of([1, 2, 3])
+    state.extend([1, 2, 3], [[0, 1]], new=True)
+    assert not save(state, 4)
+    state.extend([4], [[]], new=False)
+    assert save(state, 4)
+
+
+def test_blocks_without_a_page_are_never_read() -> None:
+    state = state_of(list(range(12)))
+    state.extend(list(range(12)), [[5, -1, 7]], new=True)
+    assert list(save(state, 12)) == [0]
+    assert not save(state, 12)
+
+
+def test_a_group_with_a_window_may_have_no_page_for_a_block() -> None:
+    state = state_of(list(range(12)), windowed=(False, True))
+    state.extend(list(range(12)), [[5, 6, 7], [-1, -1, 2]], new=True)
+    assert list(save(state, 12)) == [0, 1, 2]
+    assert state.load_pages(1, 3) == ([6, 7], [-1, 2])
+
+
+def test_all_groups_must_have_reported_a_block() -> None:
+    state = state_of(list(range(12)), windowed=(False, False))
+    state.extend(list(range(12)), [[5, 6, 7], [1]], new=True)
+    assert list(save(state, 12)) == [0]
+    state.extend([], [[], [2, 3]], new=False)
+    assert list(save(state, 12)) == [1, 2]
+
+
+@pytest.mark.parametrize("pages", [[9, 8, -1, 6, 5], [9, 8, 7]])
+def test_a_block_to_load_without_a_page_is_an_error(pages: list[int]) -> None:
+    state = state_of(list(range(20)))
+    state.extend(list(range(20)), [pages], new=True)
+    with pytest.raises(LayoutMismatch, match="2 of them"):
+        state.load_pages(1, 4)
+
+
+def test_a_first_report_with_other_tokens_rekeys_the_request() -> None:
+    state = state_of([1, 2, 3, 4])
+    state.extend([1, 2, 3, 5], [[0]], new=True)
+    assert state.keys_until(1) == keys_of([1, 2, 3, 5])
+
+
+def test_tokens_after_a_first_report_with_other_tokens_follow_these() -> None:
+    state = state_of([1, 2, 3, 4, 5])
+    state.extend([1, 2, 3, 6, 7], [[0, 1]], new=True)
+    state.extend([8, 9, 10], [[]], new=False)
+    assert state.keys_until(2) == keys_of([1, 2, 3, 6, 7, 8, 9, 10])
+
+
+def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> None:
+    state = state_of([1, 2, 3, 4, 5])
+    state.extend([1, 2, 3, 4, 5], [[0, 1]], new=True)
+    state.extend([6], [[]], new=False)
+    state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
+    state.extend([7, 8, 9], [[]], new=False)
+    assert state.num_tokens == 8
+    assert state.keys_until(2) == keys_of([1, 2, 3, 4, 5, 7, 8, 9])
+
+
+def test_a_replay_starts_with_its_own_pages() -> None:
+    state = state_of(list(range(8)))
+    state.extend(list(range(8)), [[3, 4]], new=True)
+    state.extend(list(range(8)), [[7, 9]], new=True)
+    assert state.pages == ([7, 9],)
+    assert state.num_tokens == 8
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    identity = Identity(salt=None, lora=None, media=())
+    prompts = [
+        AskedRequest(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
+        for n in (1, 4, 5, 8, 9)
+    ]
+    assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 1, 1, 2]
+
+
+def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens() -> None:
+    state = state_of(list(range(10)))
+    state.allocated = [[5, 6, 7]]
+    state.extend([8, 9], [[7]], new=False)
+    assert state.load_pages(0, 3) == ([5, 6, 7],)
+    assert list(save(state, 10)) == [0, 1]
+    state.extend([10, 11, 12], [[3]], new=False)
+    assert not save(state, 13)
+    assert state.keys_until(3) == keys_of(list(range(10)))
+
+
+@pytest.mark.parametrize("allocated", [[], [[5, 6, 7]]])
+def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(
+    allocated: list[list[int]],
+) -> None:
+    state = state_of(list(range(12)), windowed=(False, True))
+    state.allocated = allocated
+    state.extend([], [[], []], new=False)
+    with pytest.raises(LayoutMismatch, match="0 of them"):
+        state.load_pages(0, 1)
+    assert not save(state, 12)
+
+
+def test_one_that_is_reported_again_after_all_is_like_any_other() -> None:
+    state = state_of([1, 2, 3, 4])
+    state.extend([], [[]], new=False)
+    state.extend([1, 2, 3, 4], [[9]], new=True)
+    state.extend([5, 6, 7, 8], [[8]], new=False)
+    assert list(save(state, 8)) == [0, 1]
+    assert state.pages == ([9, 8],)
+
+
+def test_two_chains_part_where_their_seeds_or_media_do() -> None:
+    one, two = (MediaItem(position=at, digest=b"d") for at in (5, 9))
+    state = state_of(list(range(20)), media=(one, two))
+    assert state.unlike_at(SEED, [one, two]) is None
+    assert state.unlike_at(SEED, [one]) == 9
+    assert state.unlike_at(SEED, [MediaItem(position=5, digest=b"e"), two]) == 5
+    assert state.unlike_at(b"t" * 32, [one, two]) == 0
+
+
+def test_what_is_not_all_in_its_keys_is_not_saved() -> None:
+    state = state_of(list(range(20)))
+    state.extend(list(range(20)), [list(range(5))], new=True)
+    state.is_unsaved = True
+    assert state.savable(20) == 0

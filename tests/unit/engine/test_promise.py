@@ -1,0 +1,81 @@
+"""A promise tells how much of it the engine took, and what is counted on without one stops it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvray.engine.promise import Promise
+from kvray.engine.promises import Promises
+from kvray.errors import LeaseExpired
+
+BLOCK = 4
+ARGS = SimpleNamespace(tokens_per_block=BLOCK, takes_offers_later=False)
+SHARED = SimpleNamespace(args=ARGS)
+
+
+def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
+    return Promise(prefix=None, first=first, end=first + blocks, **fields)
+
+
+def test_an_engine_without_layer_groups_takes_all_or_nothing() -> None:
+    promise = promise_of()
+    assert promise.taken(2 * BLOCK, BLOCK, is_exact=True) == (5, True)
+    assert promise.taken(-3 * BLOCK, BLOCK, is_exact=True) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("noted", "taken"), [(0, (0, True)), (12, (3, True)), (13, (4, False)), (99, (5, False))]
+)
+def test_an_engine_that_may_take_less_notes_it_at_the_request(
+    noted: int, taken: tuple[int, bool]
+) -> None:
+    promise = promise_of(honoured=lambda: noted)
+    assert promise.taken(2 * BLOCK, BLOCK, is_exact=False) == taken
+
+
+def test_a_block_that_the_engine_has_in_part_counts_as_taken() -> None:
+    promise = promise_of(honoured=lambda: 2)
+    assert promise.taken(2 * BLOCK + 3, BLOCK, is_exact=False) == (2, False)
+
+
+def test_without_such_a_note_all_may_have_been_taken() -> None:
+    assert promise_of().taken(2 * BLOCK, BLOCK, is_exact=False) == (5, False)
+
+
+@pytest.mark.parametrize(("position", "taken"), [(0, 0), (8, 0), (9, 1), (12, 1), (28, 5)])
+def test_a_parked_request_comes_back_behind_what_it_took(position: int, taken: int) -> None:
+    promise = promise_of(is_parked=True)
+    assert promise.taken(position, BLOCK, is_exact=True) == (taken, True)
+
+
+@pytest.mark.parametrize(("position", "is_parked"), [(12, False), (32, True)])
+def test_an_engine_that_counts_on_more_is_stopped(position: int, is_parked: bool) -> None:
+    with pytest.raises(LeaseExpired, match="never promised"):
+        promise_of(is_parked=is_parked).taken(position, BLOCK, is_exact=True)
+
+
+def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
+    promises = Promises()
+    promises._lost[7] = 2
+    promises.check(SHARED, 8, 40)
+    promises.check(SHARED, 7, 2 * BLOCK)
+    promises._lost[7] = 2
+    with pytest.raises(LeaseExpired, match="park_lease_s"):
+        promises.check(SHARED, 7, 3 * BLOCK)
+    promises._lost[7] = 2
+    promises.forget(7)
+    promises.check(SHARED, 7, 3 * BLOCK)
+
+
+def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvray.engine.promises._LOST_MAX", 3)
+    shared = SimpleNamespace(args=ARGS, parked={})
+    promises = Promises()
+    for request_id in range(5):
+        state = SimpleNamespace(request_id=request_id, promise=None)
+        promises.keep(shared, state, promise_of(first=0, is_given_up=True))
+    promises.settle(shared)
+    promises.check(shared, 1, 40)
+    with pytest.raises(LeaseExpired):
+        promises.check(shared, 2, 40)

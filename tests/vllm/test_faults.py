@@ -1,0 +1,82 @@
+"""vLLM while parts of the tier die, freeze or lie: every answer is vLLM's own, and none hangs."""
+
+import contextlib
+
+import psutil
+import pytest
+
+from kvray.errors import KVRayError
+from kvray.store.arena.layout import READY
+from tests.ray.cluster import wait_for
+from tests.ray.test_drain import arena_of
+from tests.vllm.witness import BLOCK, Witness, stop
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+ENGINES = ["first", "uncached", "chunked"]
+
+LENGTH = 20 * BLOCK + 9
+HIT = 20 * BLOCK
+
+
+def test_a_corrupt_block_is_computed_again_by_vllm(witness: Witness) -> None:
+    prompt = witness.prompt(100, LENGTH)
+    witness.ask("first", [prompt])
+    failed = witness.counters("uncached").get("failed_loads", 0)
+    with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
+        tables = arena.tables
+        for slot in tables.slots_in(READY).tolist():
+            arena.slot_bytes(slot)[77] ^= 0xFF
+    (corrupt,) = witness.ask("uncached", [prompt])
+    assert corrupt.hit_tokens == 0
+    assert witness.counters("uncached")["failed_loads"] > failed
+    (computed,) = witness.ask("uncached", [prompt])
+    (again,) = witness.ask("first", [witness.prompt(101, LENGTH)])
+    assert again.hit_tokens == 0
+    assert computed.hit_tokens in (0, HIT)
+
+
+def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
+    before, after = witness.prompt(102, LENGTH), witness.prompt(103, LENGTH)
+    witness.ask("first", [before])
+    for shard in witness.tier.machine.actors("Shard"):
+        shard.kill()
+    (kept,) = witness.ask("uncached", [before])  # the arena is there without its shard
+    witness.ask("uncached", [after])
+    assert kept.hit_tokens == HIT
+    wait_for(lambda: len(witness.tier.serving()) == 2, "the shards", timeout_s=60)
+    (found,) = witness.ask("first", [after])
+    assert found.hit_tokens + found.reused_tokens >= 0
+
+
+def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:
+    prompt = witness.prompt(104, LENGTH)
+    shards = witness.tier.machine.actors("Shard")
+    for shard in shards:
+        shard.suspend()
+    try:
+        (cold,) = witness.ask("first", [prompt])
+        (warm,) = witness.ask("uncached", [prompt])
+    finally:
+        for shard in shards:
+            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor ends frozen ones
+                shard.resume()
+    assert (cold.hit_tokens, warm.hit_tokens) == (0, HIT)
+
+
+def test_an_engine_that_is_killed_leaves_nothing_leased(witness: Witness) -> None:
+    prompts = [witness.prompt(110 + index, LENGTH) for index in range(4)]
+    engine = witness.engines["chunked"]
+    calls = [engine.submit(prompt, max_tokens=64) for prompt in prompts]
+    stop(engine)
+    for call in calls:
+        with pytest.raises(KVRayError):
+            call.result(10)
+    (after,) = witness.ask("uncached", [witness.prompt(100, LENGTH, question=9)])
+    assert after.finish_reason == "length"
+
+    def leased() -> int:
+        with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
+            return int(arena.stats()["leased_blocks"])
+
+    wait_for(lambda: leased() == 0, "the leases of the dead", timeout_s=60)
