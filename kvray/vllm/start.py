@@ -15,7 +15,7 @@ from kvray.vllm.refusals import refuse_unsupported
 _log = logging.getLogger("kvray.connector")
 
 _OVERRIDES = (
-    "dtype", "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
+    "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
     "model_impl", "disable_sliding_window", "override_attention_dtype", "rope_scaling",
     "rope_theta", "model_class_overrides",
 )  # fmt: skip
@@ -58,6 +58,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
             {
                 "model": canonical_text(model, _OVERRIDES),
                 "cache": canonical_text(cache, _CACHE),
+                "dtype": str(field_of(model, "dtype")),
                 "layout": text_of(kv_cache_config, "kv_cache_layout"),
                 "load_format": str(field_of(vllm_config.load_config, "load_format")),
             }

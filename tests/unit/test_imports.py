@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE_WING = (
     "kvray.node",
     "kvray.connector",
+    "kvray.engine",
     "kvray.tensor_cache",
     "kvray.lab.reference",
     "kvray.serve.trtllm_child",  # runs in the engine's process

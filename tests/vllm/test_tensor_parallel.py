@@ -1,0 +1,81 @@
+"""Two ranks in processes of their own: each loads and stores its share of a block."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvray.lab.reference.replica import Replica
+from tests.ray.cluster import TwoNodes
+from tests.vllm.witness import BLOCK, ENVIRON, MODULE, stop
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+LENGTH = 6 * BLOCK + 5
+HIT = 6 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def engines(tier: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replica]]:
+    """One without the connector and two with it."""
+    model = write_model(tmp_path_factory.mktemp("model"))
+    made: list[Replica] = []
+    try:
+        for name in ("plain tp", "tp 1", "tp 2"):
+            made.append(begin(name, tier, model))
+            made[-1].wait_ready()
+        yield made
+    finally:
+        for engine in made:
+            stop(engine)
+
+
+def write_model(directory: Path) -> Path:
+    """Write a small Llama whose heads two ranks can share."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=1024,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def begin(name: str, tier: TwoNodes, model: Path) -> Replica:
+    own: dict[str, Any] = {"KVRAY_CONNECTOR__MODEL_KEY": "tensor parallel"}
+    return Replica.spawn(
+        name,
+        env={
+            **ENVIRON,
+            **tier.engine_environ(tier.nodes[0]),
+            **own,
+            "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-"),
+        },
+        log_path=tier.machine.scratch / f"{name}.log",
+        module=MODULE,
+        model=str(model),
+        with_kvray=not name.startswith("plain"),
+        tensor_parallel_size=2,
+        skip_tokenizer_init=True,
+        block_size=BLOCK,
+        dtype="float32",
+        max_model_len=1024,
+        num_blocks=64,
+    )
+
+
+def test_a_block_has_a_part_of_each_rank(engines: list[Replica], tier: TwoNodes) -> None:
+    plain, first, second = engines
+    prompt = [3 + (index * index) % 500 for index in range(LENGTH)]
+    outputs = [engine.generate([prompt], max_tokens=16)[0] for engine in (plain, first, second)]
+    assert [output.token_ids for output in outputs] == [outputs[0].token_ids] * 3
+    assert [output.hit_tokens for output in outputs] == [0, 0, HIT]
