@@ -26,6 +26,10 @@ def demo(
             " of a Llama-family checkpoint.",
         ),
     ] = "smollm2",
+    engine: Annotated[
+        str,
+        typer.Option(metavar="ENGINE", help="reference, or vllm, where vLLM is installed."),
+    ] = "reference",
     as_json: JsonOption = False,
     arena: Annotated[
         str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
@@ -51,7 +55,9 @@ def demo(
 
         began = time.monotonic()
         console = Console(stderr=True, highlight=False)
-        records, verdict = play(model, capacity=capacity, console=console, interrupts=interrupts)
+        records, verdict = play(
+            model, engine=engine, capacity=capacity, console=console, interrupts=interrupts
+        )
         seconds = time.monotonic() - began
         if as_json:
             print(report.to_json(records, verdict, model=model, seconds=seconds))

@@ -8,7 +8,7 @@ from kvray.connector.model.refusals import refuse_flat_pool
 from kvray.connector.start import state_for
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.rank import RankWorker
-from kvray.engine.shared_state import shut_down_at_exit
+from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Attach to the node's tier, touch no device; ConfigError: a setting cannot be used."""
         super().__init__(llm_args)
         self._rank = RankWorker(state_for(llm_args, self.config_path))
-        self._args = self._rank.shared.args
         shut_down_at_exit(self)
 
     def register_kv_caches(self, kv_cache_tensor: "torch.Tensor") -> None:
@@ -39,16 +38,16 @@ class KvRayWorker(KvCacheConnectorWorker):
 
         ConfigError: kvray cannot serve it. LayoutMismatch: as `RegisteredPool.register`.
         """
-        refuse_flat_pool(self._args, tuple(kv_cache_tensor.shape))
+        refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
         self._rank.register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Take a cache with layer groups, a `KvCacheLayout`; errors as `register_kv_caches`."""
         read = read_layout(layout, may_be_latent=self._may_be_latent)
-        if read.tokens_per_block != self._args.tokens_per_block:
+        if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(
                 f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
-                f" arguments say {self._args.tokens_per_block}; set"
+                f" arguments say {self._shared.args.tokens_per_block}; set"
                 " kv_cache_config.tokens_per_block to what the cache has."
             )
         self._rank.register(read)
@@ -109,8 +108,12 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._rank.close()
 
     @property
+    def _shared(self) -> SharedState:
+        return self._rank.shared
+
+    @property
     def _may_be_latent(self) -> bool:
-        return self._args.checkpoint.is_mla is not False
+        return self._shared.args.checkpoint.is_mla is not False
 
     def _stop_if_failed(self) -> None:
         for failed in self._rank.failed:

@@ -113,6 +113,8 @@ class Loader:
                 ready.append((plan, holder, list(self._loads_of(arena, plan))))
             except Exception as error:  # noqa: BLE001 - the others may be loaded all the same
                 self._fail(arena, plan, error)
+        if not ready:
+            return
         try:
             ticket = self._pool.load(arena, [load for *_, each in ready for load in each], stream)
         except Exception as error:  # noqa: BLE001 - pages of any of them may have been written

@@ -211,7 +211,10 @@ class PrefixFinder:
                 self._late = LateStages(shared.link.directory)
             self._late.begin(query.request_id, stage, now=began, have=have)
             raise AskAgain
-        return self._heard(shared, query, have, stage(self._own_calls(shared)), began)
+        calls = self._own_calls(shared)
+        if not calls.can_ask:
+            return StageReply(num_blocks=0, reason="store_down")
+        return self._heard(shared, query, have, stage(calls), began)
 
     def _heard(
         self, shared: SharedState, query: PromptQuery, have: int, reply: StageReply, began: float

@@ -65,13 +65,14 @@ class RankHalf:
 
         vLLM computes them again, or fails their requests (`kv_load_failure_policy`).
         """
-        failed, self._rank.failed[:] = list(self._rank.failed), []
-        blocks: set[int] = set()
-        for plan, error in failed:
+        shared, blocks = self._rank.shared, set[int]()
+        while self._rank.failed:
+            plan, error = self._rank.failed.pop()
             if plan is None:
                 raise error
+            shared.boundary.stop("a load", error)
+            shared.figures.totals["failed_loads"] += 1
             blocks |= set(plan.pages[0].ids().tolist())
-        self._rank.shared.figures.totals["failed_loads"] += len(failed)
         return blocks
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         adapters=canonical_text(field_of(vllm_config, "lora_config"), _ADAPTERS),
         checkpoint=read_checkpoint(found),
         is_sparse=False,
-        spread_setting="",
+        spread_setting="one node",
         asks_again=True,
         computes_failed_loads=_computes_failed_loads(vllm_config),
         num_passes=int(vllm_config.max_concurrent_batches),

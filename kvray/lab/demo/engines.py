@@ -5,26 +5,28 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvray.client import Client
+from kvray.lab.demo.makes import Make
 from kvray.lab.demo.prompts import TOKENS_PER_BLOCK, Prompts
 from kvray.lab.demo.record import Record
-from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.lab.reference import Replica
 
 _MAX_TOKENS = 16
 _THREADS_MAX = 4
 _SAVED_TIMEOUT_S = 20.0
 _POLL_S = 0.02
-_CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
 
 
 class Engines:
     """Starts engines, sends them prompts, and records their answers."""
 
     def __init__(
-        self, client: Client, prompts: Prompts, *, model: str, environ: Mapping[str, str]
+        self,
+        client: Client,
+        prompts: Prompts,
+        *,
+        model: str,
+        make: Make,
+        environ: Mapping[str, str],
     ) -> None:
         """Begin without an engine; `environ` has the variables with which one finds the tier."""
         self.prompts = prompts
@@ -33,6 +35,7 @@ class Engines:
         """Called after each start and each answer, for a bar that moves."""
         self._client = client
         self._model = model
+        self._make = make
         self._environ = environ
         # Equal answers need equal numbers of threads.
         self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
@@ -43,16 +46,16 @@ class Engines:
     ) -> None:
         """Start engines side by side and return when all are ready."""
         for name in names:
-            self._replicas[name] = Replica.spawn(
-                name,
-                env={**self._environ, "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-")},
-                model=self._model,
-                tokens_per_block=TOKENS_PER_BLOCK,
-                num_blocks=num_blocks,
-                connector=_CONNECTOR if with_kvray else None,
-                enable_block_reuse=with_reuse,
+            made = self._make(
+                self._model,
+                num_blocks,
                 num_threads=self._num_threads,
+                with_kvray=with_kvray,
+                with_reuse=with_reuse,
             )
+            named = {"KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-")}
+            env = {**self._environ, **named, **made.pop("env", {})}
+            self._replicas[name] = Replica.spawn(name, env=env, **made)
         for name in names:
             self._replicas[name].wait_ready()
         self.advance()

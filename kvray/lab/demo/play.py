@@ -15,6 +15,7 @@ from kvray.config import environ_for, format_size, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress, ProgressLine
 from kvray.lab.demo.engines import Engines
+from kvray.lab.demo.makes import find_make
 from kvray.lab.demo.model import fetch_model, is_tiny, read_model
 from kvray.lab.demo.phases import ORACLE_PHASE, PHASES
 from kvray.lab.demo.prompts import make_prompts
@@ -26,13 +27,14 @@ _ROOM = 1.1
 
 
 def play(
-    model: str, *, capacity: int, console: Console, interrupts: Interrupts
+    model: str, *, engine: str, capacity: int, console: Console, interrupts: Interrupts
 ) -> tuple[list[Record], Verdict]:
-    """Play all phases on a tier of `capacity` bytes, and judge them.
+    """Play all phases with a make of engine on a tier of `capacity` bytes, and judge them.
 
     Raises:
         KVRayError: the model, the tier or an engine did not work.
     """
+    make = find_make(engine)
     fetch_model(model)
     with interrupts.closing() as stack:
         with interrupts.held():
@@ -50,6 +52,7 @@ def play(
             stack.enter_context(Client(settings)),
             make_prompts(tokenizer),
             model=path,
+            make=make,
             environ=environ_for(config_path),
         )
         stack.callback(engines.close)

@@ -14,6 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed, spawn_child
 from kvray.lab.reference.output import Call, Listener, Output, Prompt, batch_of
@@ -202,9 +204,13 @@ class Replica:
         self._log.close()
 
     def kill(self) -> None:
-        """End the process at once, as a crash would. Twice is fine."""
+        """End the process and those below it at once, as a crash would. Twice is fine."""
         if self.is_alive:
+            below = _below(self.pid)
             self._process.kill()
+            for process in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.close()
 
     def __enter__(self) -> Replica:
@@ -288,6 +294,20 @@ class Replica:
                 if stop is not None:
                     stop()
         raise KVRayError(f"Replica {self.name} (pid {self.pid}) cannot be ended.")
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """Return the processes that a process has started; not all of them end with it.
+
+    Python's resource trackers are left out: they remove what the others had in shared memory.
+    """
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    found.append(process)
+    return found
 
 
 def _open_log(path: Path | None) -> IO[bytes]:
