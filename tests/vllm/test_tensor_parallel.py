@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvray.lab.reference.replica import Replica
+from kvray.lab.vllm import MODULE
 from tests.ray.cluster import TwoNodes
-from tests.vllm.witness import BLOCK, ENVIRON, MODULE, stop
+from tests.vllm.witness import BLOCK, ENVIRON, stop
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -13,6 +13,7 @@ from kvray.lab.reference.checkpoint import find_smollm2
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
 from kvray.lab.reference.tokenizer import load_tokenizer
+from kvray.lab.vllm import MODULE, environ
 from tests.ray.cluster import TwoNodes
 
 BLOCK = 32
@@ -20,14 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "arena": {"capacity": "512MiB", "slab": "64MiB", "lock_wait_s": 0.2},
     "connector": {"model_key": "smollm2", "stage_wait_s": 5.0},
 }
-MODULE = "kvray.lab.vllm.engine"
-ENVIRON = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # equal answers need equal numbers of threads
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ENVIRON = environ(1)
 OPTIONS: dict[str, Any] = {
     "block_size": BLOCK,
     "dtype": "float32",

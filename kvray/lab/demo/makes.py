@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvray.errors import ConfigError
+from kvray.lab import vllm
 from kvray.lab.demo.prompts import TOKENS_PER_BLOCK
 from kvray.lab.reference import KvConnectorConfig
 
@@ -48,14 +49,8 @@ def _vllm(
     model: str, num_blocks: int, *, num_threads: int, with_kvray: bool, with_reuse: bool
 ) -> dict[str, Any]:
     return {
-        "module": "kvray.lab.vllm.engine",
-        "env": {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(num_threads),
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the pool has its own number of blocks
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
+        "module": vllm.MODULE,
+        "env": vllm.environ(num_threads),
         "model": model,
         "block_size": TOKENS_PER_BLOCK,
         "num_blocks": num_blocks + 1,  # vLLM keeps one for itself

@@ -11,10 +11,12 @@ import pytest
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
+from kvray.node import link as link_module
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
 from tests.unit.connector.pair import Pair
 from tests.unit.engine.device.host_device import HostDevice
+from tests.unit.node.stage_server import StageServer
 
 MakePair = Callable[..., Pair]
 
@@ -60,6 +62,16 @@ def shard(running_shard: Shard) -> Shard:
     """A shard whose arena is empty."""
     running_shard.clear(10)
     return running_shard
+
+
+@pytest.fixture
+def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServer]:
+    """A test between the shard and its engines: it says what other nodes have."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "5")
+    made = StageServer(shard._settings.directory)
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["host", "device"])

@@ -1,16 +1,13 @@
 """What other nodes have is promised once it is here and leased, and never waited for too long."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
 from kvray.breaker import Breaker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine import prefix_finder
-from kvray.node import link as link_module
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -20,15 +17,6 @@ from tests.unit.node.stage_server import StageServer
 
 PROMPT = list(range(100, 140))
 NUM_WANTED = (len(PROMPT) - 1) // BLOCK
-
-
-@pytest.fixture
-def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServer]:
-    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
-    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "5")
-    made = StageServer(shard._settings.directory)
-    yield made
-    made.close()
 
 
 def with_peers(pair: Pair) -> Pair:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.unit.connector.conftest import environment, running_shard, shard
+from tests.unit.connector.conftest import environment, running_shard, server, shard
 from tests.unit.engine.apart import Apart
 
-__all__ = ["environment", "running_shard", "shard"]
+__all__ = ["environment", "running_shard", "server", "shard"]
 
 MakeEngine = Callable[..., Apart]
 

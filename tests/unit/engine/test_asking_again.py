@@ -2,13 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
-from kvray.node import link as link_module
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.engine.apart import BLOCK, Apart
 from tests.unit.engine.conftest import MakeEngine
@@ -17,15 +14,6 @@ from tests.unit.node.stage_server import StageServer
 PROMPT = list(range(100, 140))
 NUM_WANTED = (len(PROMPT) - 1) // BLOCK
 SOON_S = 1.0
-
-
-@pytest.fixture
-def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServer]:
-    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
-    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "5")
-    made = StageServer(shard._settings.directory)
-    yield made
-    made.close()
 
 
 @pytest.fixture
