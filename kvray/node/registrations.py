@@ -54,6 +54,8 @@ class Registration:
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
     """Whether the shard may bring blocks here, from other nodes or from disk."""
+    stored: frozenset[int] = frozenset()
+    """Namespaces, as arenas number them, of which the shard knows blocks on whichever node."""
     former: str | None = None
     """The last name that the shard heard, if the replica has another now."""
 
@@ -72,6 +74,8 @@ class Registration:
     def heed(self, reply: dict[str, object]) -> None:
         """Take what the shard says of itself."""
         self.has_peers = reply.get("peers") is True
+        stored = reply.get("stored")
+        self.stored = frozenset(stored) if isinstance(stored, list) else frozenset()
         if self.spans is not None:
             self.spans.is_on = reply.get("traces") is True
 

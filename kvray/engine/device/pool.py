@@ -40,8 +40,9 @@ class HostPool:
     is_host = True
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._regions: dict[int, list[Array]] = {
-            part.index: [region.pages.numpy() for region in part.regions] for part in parts
+        self._regions: dict[tuple[int, int], list[Array]] = {
+            (part.num_ranks, part.index): [region.pages.numpy() for region in part.regions]
+            for part in parts
         }
 
     def attend(self, arena: Arena) -> None:
@@ -49,7 +50,7 @@ class HostPool:
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         arena.read_slots(
-            [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
+            [PartRead(one.slots, self._regions_of(one.part), one.pages) for one in loads]
         )
         return Ticket()
 
@@ -60,10 +61,13 @@ class HostPool:
         """Return no mark: a pass on the host has ended when it returns."""
 
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
-        return Ticket(sums=arena.write_slots(slots, self._regions[part.index], pages))
+        return Ticket(sums=arena.write_slots(slots, self._regions_of(part), pages))
 
     def fence(self, stream: Any) -> None:
         """Return at once: no copies are under way."""
 
     def close(self) -> None:
         """Do nothing: the pages belong to the engine."""
+
+    def _regions_of(self, part: Part) -> list[Array]:
+        return self._regions[part.num_ranks, part.index]

@@ -30,7 +30,8 @@ class PartRead(NamedTuple):
 
     slots: Array
     regions: Sequence[Array]
-    """Bytes of shape [num_pages, size] each; end to end they fill a slot."""
+    """Bytes of shape [num_pages, size] each; end to end they fill a slot. One without pages stands
+    for bytes that are not read."""
     pages: Array
     """Rows of each region, one a slot."""
 

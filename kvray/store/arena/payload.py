@@ -60,7 +60,10 @@ def read(
 
 
 def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
-    """Copy leased slots into pages of several regions; arguments as for `write`."""
+    """Copy leased slots into pages of several regions; arguments as for `write`.
+
+    Bytes of a region without pages are passed over.
+    """
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
         copy_run(in_region, in_arena)
 
@@ -142,6 +145,8 @@ def _region_runs(
     for start, stop, area in _areas(tables, slots, pages, edges[-1]):
         page = pages[start]
         for region, (at, end) in zip(regions, pairwise(edges), strict=True):
+            if not len(region):
+                continue
             yield area[:, at:end], region[page : page + stop - start]
 
 
