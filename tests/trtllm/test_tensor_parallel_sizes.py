@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvray.store.arena.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS, MLA, GroupShape, Shape, with_dtype
@@ -93,12 +94,10 @@ def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None
 def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine: MakeEngine) -> None:
     cold, warm = make_engine(shape=HEADS, num_ranks=2), make_engine(shape=HEADS)
     cold.serve(PROMPT)
-    wait_for(
-        lambda: sum(one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers) == 20,
-        "the saves",
-    )
-    slot = int((cold.arena.tables.slot_depth == 5).nonzero()[0][0])
-    cold.arena.slot_bytes(slot)[3] ^= 1
+    tables = cold.arena.tables
+    wait_for(lambda: (tables.slot_state == READY).sum() == 20, "the saves")
+    slot, *_ = ((tables.slot_state == READY) & (tables.slot_depth == 5)).nonzero()[0]
+    cold.arena.slot_bytes(int(slot))[3] ^= 1
     assert warm.serve(PROMPT).num_hit == 20
 
 
