@@ -104,7 +104,7 @@ class PrefixFinder:
         `query` found `matched`, which is released where there is more; `reason` says why it ends.
         """
         best, have = matched, max(query.first, matched.end if matched else 0)
-        if reason not in _MISSING:
+        if reason not in _MISSING or shared.spans_nodes:
             return matched, reason
         try:
             for reading in shared.pool.others:

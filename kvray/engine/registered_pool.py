@@ -137,6 +137,9 @@ class RegisteredPool:
             num_ranks=num_ranks or self._args.num_parts_ranks,
             adapters=self._args.adapters,
             tenants=self._tenants_check,
+            readable=tuple(
+                own.namespace.difference(one.named(name).namespace) for one in facts.others
+            ),
         )
         self._link.register(registration)
         self._registration, self.rank = registration, rank
