@@ -92,11 +92,13 @@ def _sound_run(
 
     Without its whole window a shorter prefix is of no use, so then it is all or nothing.
     """
-    run = held.num_blocks - first
+    run, seen = held.num_blocks - first, set[PartRequest]()
     for one, slots, requests in zip(held.leases, held.slots, readers, strict=True):
-        for block, places in lease.places(
-            requests, held.num_blocks, first=first, stop=held.num_blocks
-        ):
+        found = lease.places(requests, held.num_blocks, first=first, stop=held.num_blocks)
+        for request, (block, places) in zip(requests, found, strict=True):
+            if request in seen:
+                continue  # several ranks read the same slots
+            seen.add(request)
             sound = arena.sound(one, places, slots_known=slots)
             if 0 in sound.tobytes():
                 end = block - first + int(sound.argmin())
