@@ -32,6 +32,7 @@ def make_engine(
     """Make engines on the node of a number; whatever they did, no row was wrong."""
     engines: list[Engine] = []
     monkeypatch.setattr(saver, "_STALL_S", 5.0)
+    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
     # What earlier tests have stored is known of for longer than it is there.
     monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{next(_NUMBERS)}")
 

@@ -17,11 +17,20 @@ from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS, MLA, GroupShape, Shape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, on
 from tests.unit.actors.small_shard import wait_for
+from tests.unit.engine.device.host_device import HostDevice
 
 PROMPT = list(range(100, 140))
 HIT = 36
 SIZES = [1, 2, 4, 8]
 PAIRS = [(one, other) for one in SIZES for other in SIZES if one != other]
+
+
+@pytest.fixture(params=["host", "device"])
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pools copied by the code for either kind of memory."""
+    if request.param == "device":
+        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
 
 
 def resliced(engine: Engine) -> int:
@@ -30,7 +39,7 @@ def resliced(engine: Engine) -> int:
 
 @pytest.mark.parametrize(("stored_by", "read_by"), PAIRS)
 def test_what_one_size_has_stored_another_loads(
-    make_engine: MakeEngine, stored_by: int, read_by: int
+    on_device: None, make_engine: MakeEngine, stored_by: int, read_by: int
 ) -> None:
     cold = make_engine(shape=HEADS, num_ranks=stored_by, chunk=12)
     cold.serve(PROMPT, max_new=9)
