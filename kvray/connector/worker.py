@@ -39,11 +39,18 @@ class KvRayWorker(KvCacheConnectorWorker):
         ConfigError: kvray cannot serve it. LayoutMismatch: as `RegisteredPool.register`.
         """
         refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
-        self._rank.register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
+        layout = layout_of_tensor(
+            kv_cache_tensor,
+            may_be_latent=self._may_be_latent,
+            is_head_major=self._is_head_major,
+        )
+        self._rank.register(layout)
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Take a cache with layer groups, a `KvCacheLayout`; errors as `register_kv_caches`."""
-        read = read_layout(layout, may_be_latent=self._may_be_latent)
+        read = read_layout(
+            layout, may_be_latent=self._may_be_latent, is_head_major=self._is_head_major
+        )
         if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(
                 f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
@@ -114,6 +121,16 @@ class KvRayWorker(KvCacheConnectorWorker):
     @property
     def _may_be_latent(self) -> bool:
         return self._shared.args.checkpoint.is_mla is not False
+
+    @property
+    def _is_head_major(self) -> bool:
+        """Whether a layer's keys are one head after the other, each with its tokens.
+
+        Source: `getKVLocalIdx` in `kvCacheUtils.h`. FLASHINFER had the tokens first up to 1.1, and
+        sparse attention may have them so.
+        """
+        args = self._shared.args
+        return args.attention_backend in ("TRTLLM", "default") and not args.is_sparse
 
     def _stop_if_failed(self) -> None:
         for failed in self._rank.failed:

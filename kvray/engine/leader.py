@@ -193,7 +193,7 @@ class Leader:
         state.asked = len(asked.tokens), len(keys), first
         began, waited_s = time.monotonic(), self.finder.waited_s(request_id)
         try:
-            reason = self._promise(state, honoured, keys, asked.num_computed)
+            reason = self._promise(state, honoured, keys, asked)
         except AskAgain:
             self.forget(request_id)
             return None
@@ -235,20 +235,26 @@ class Leader:
         state: RequestState,
         honoured: Honoured | None,
         keys: list[BlockKey],
-        num_computed_tokens: int,
+        asked: AskedRequest,
     ) -> MissReason:
         """Promise what of `keys` is here after the engine's own tokens; return why not more."""
         shared = self.shared
-        first, rest = divmod(num_computed_tokens, state.tokens_per_block)
+        first, rest = divmod(asked.num_computed, state.tokens_per_block)
         if rest:
-            self._warn_unaligned(num_computed_tokens)
+            self._warn_unaligned(asked.num_computed)
             return "unaligned"
-        query = PromptQuery(state.request_id, keys, first, self._prefill.tokens_per_s)
+        query = PromptQuery(
+            state.request_id, shared.pool.own, keys, first, self._prefill.tokens_per_s
+        )
         matched, reason = self.finder.find(shared, query)
+        if matched is not None:
+            # A corrupt block, and what follows it, is saved again once it is computed. So is what
+            # is loaded from an engine with another number of ranks.
+            state.num_found = state.num_saved = matched.end
+        if shared.pool.others:
+            matched, reason = self.finder.find_resliced(shared, query, asked, matched, reason)
         if matched is None:
             return reason
-        # A corrupt block, and what follows it, is saved again once it is computed.
-        state.num_found = state.num_saved = matched.end
         state.arrivals = matched.arrivals
         if matched.end <= first:
             shared.release_prefix(matched.prefix)

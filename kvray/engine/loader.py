@@ -7,7 +7,7 @@ copies, before anything of their pass is returned or saved.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvray.engine.model.cache_layout import Part
 from kvray.engine.parking import Parking
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Lease, Membership
+from kvray.store import Arena, Lease, Membership, PartRequest
 from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
 from kvray.trace.span_note import SpanNote
@@ -49,14 +49,17 @@ class Loader:
     def __init__(
         self,
         shared: SharedState,
-        parts: Sequence[Part],
+        parts: Mapping[int, Sequence[Part]],
         pool: Pool,
         parking: Parking,
         failed: list[FailedLoad],
     ) -> None:
+        """`parts`: what this rank reads, by the ranks that blocks are dealt to."""
         self._shared = shared
-        self._parts = parts
-        self._part_requests = shared.pool.part_requests[shared.args.part_rank]
+        self._parts = {
+            stored_by: (each, [PartRequest(part.index, part.window_blocks) for part in each])
+            for stored_by, each in parts.items()
+        }
         self._pool = pool
         self._parking = parking
         self._failed = failed
@@ -64,11 +67,11 @@ class Loader:
 
     def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
         """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
-        by_arena: dict[str, list[LoadPlan]] = {}
+        alike: dict[tuple[str, int], list[LoadPlan]] = {}
         for plan in plans:
-            by_arena.setdefault(self._place(plan)[0], []).append(plan)
-        for arena_id, in_arena in by_arena.items():
-            self._load(arena_id, in_arena, stream)
+            alike.setdefault((self._place(plan)[0], plan.stored_by), []).append(plan)
+        for (arena_id, _), some in alike.items():
+            self._load(arena_id, some, stream)
         if all(one.ticket.done() for one in self._begun):
             self.settle()  # on the host, before the pass
 
@@ -157,9 +160,10 @@ class Loader:
         """Yield what to copy of each part; blocks behind a window have no page."""
         slots = arena.leased_slots(self._place(plan)[1])
         num_blocks = plan.leased_blocks
-        found = places(self._part_requests, num_blocks, first=plan.first, stop=num_blocks)
+        parts, requests = self._parts[plan.stored_by]
+        found = places(requests, num_blocks, first=plan.first, stop=num_blocks)
         loads = []
-        for part, (block, at) in zip(self._parts, found, strict=True):
+        for part, (block, at) in zip(parts, found, strict=True):
             pages = plan.pages[part.group].ids()[block - plan.first :]
             here = pages >= 0
             loads.append(Load(part, slots[at][: len(pages)][here], pages[here]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter_ns
 
 from kvray.engine.promise import LeasedPrefix
+from kvray.engine.reading import Reading
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease, PartRequest
@@ -28,6 +29,7 @@ class Matched:
 
 def match(
     shared: SharedState,
+    reading: Reading,
     keys: list[BlockKey],
     first: int,
     *,
@@ -43,7 +45,7 @@ def match(
     if arena is None:
         return None, "store_down"
     away = away or {}
-    readers = [parts for rank, parts in enumerate(shared.pool.part_requests) if rank not in away]
+    readers = [parts for rank, parts in enumerate(reading.part_requests) if rank not in away]
     began_ns = perf_counter_ns()
     held = arena.lease_for(keys, readers)
     shared.figures.lease_times.observe(perf_counter_ns() - began_ns)
@@ -58,23 +60,25 @@ def match(
     except BaseException:
         shared.release_leases(arena, *held.leases)
         raise
-    prefix = LeasedPrefix(arena=arena, held=held, away=away)
+    prefix = LeasedPrefix(arena=arena, held=held, stored_by=reading.stored_by, away=away)
     return Matched(prefix=prefix, end=end), "corrupt" if end < held.num_blocks else "not_stored"
 
 
 def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> LeasedPrefix | None:
-    """Lease all of `keys` again; None if they are not all here any more.
+    """Lease all of `keys`, the engine's own, again; None if they are not all here any more.
 
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
     engine counts on them, so a busy arena is tried for longer than for a promise.
     """
-    deadline, held = monotonic() + _COUNTED_ON_S, None
+    deadline, held, own = monotonic() + _COUNTED_ON_S, None, shared.pool.own
     while held is None and monotonic() < deadline:
-        held = arena.lease_for(keys, shared.pool.part_requests, is_counted_on=True)
+        held = arena.lease_for(keys, own.part_requests, is_counted_on=True)
     if held is not None and held.num_blocks < len(keys):
         shared.release_leases(arena, *held.leases)
         return None
-    return None if held is None else LeasedPrefix(arena=arena, held=held)
+    if held is None:
+        return None
+    return LeasedPrefix(arena=arena, held=held, stored_by=own.stored_by)
 
 
 def _sound_run(
@@ -88,11 +92,13 @@ def _sound_run(
 
     Without its whole window a shorter prefix is of no use, so then it is all or nothing.
     """
-    run = held.num_blocks - first
+    run, seen = held.num_blocks - first, set[PartRequest]()
     for one, slots, requests in zip(held.leases, held.slots, readers, strict=True):
-        for block, places in lease.places(
-            requests, held.num_blocks, first=first, stop=held.num_blocks
-        ):
+        found = lease.places(requests, held.num_blocks, first=first, stop=held.num_blocks)
+        for request, (block, places) in zip(requests, found, strict=True):
+            if request in seen:
+                continue  # several ranks read the same slots
+            seen.add(request)
             sound = arena.sound(one, places, slots_known=slots)
             if 0 in sound.tobytes():
                 end = block - first + int(sound.argmin())

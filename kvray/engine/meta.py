@@ -63,6 +63,7 @@ class LoadPlan(NamedTuple):
     first: int  # the first block to copy; those before are in the engine's pool
     pages: tuple[PageIds, ...]
     """For each layer group the pages of the blocks from `first` on."""
+    stored_by: int  # ranks that the blocks' bytes are dealt to
 
 
 class KeyRun(NamedTuple):

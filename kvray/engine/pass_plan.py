@@ -69,6 +69,7 @@ class PassPlanner:
                     leased_blocks=promise.prefix.num_blocks,
                     first=promise.first,
                     pages=tuple(map(PageIds.of, pages)),
+                    stored_by=promise.prefix.stored_by,
                 )
         except BaseException:
             shared.release_prefix(promise.prefix)

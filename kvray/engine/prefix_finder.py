@@ -22,8 +22,11 @@ from typing import Any, NamedTuple
 from kvray.engine.late_stages import LateReply, LateStages
 from kvray.engine.matching import Matched, lease_exactly, match
 from kvray.engine.promise import LeasedPrefix
+from kvray.engine.reading import Reading
+from kvray.engine.request.identity import AskedRequest
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
+from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import StageCalls, StageReply
 from kvray.trace.arrival import Arrivals, joined
 from kvray.trace.reasons import MissReason
@@ -45,7 +48,8 @@ class PromptQuery(NamedTuple):
     """A prompt that the leader may promise."""
 
     request_id: int
-    keys: list[BlockKey]  # of its blocks, as far as they may be promised
+    reading: Reading  # whose blocks are asked for
+    keys: list[BlockKey]  # of its blocks there, as far as they may be promised
     first: int  # blocks that the engine has itself
     tokens_per_s: float  # the engine's own speed; 0: not known
 
@@ -87,18 +91,49 @@ class PrefixFinder:
             matched = replace(matched, arrivals=arrivals)
         return matched, reason
 
+    def find_resliced(
+        self,
+        shared: SharedState,
+        query: PromptQuery,
+        asked: AskedRequest,
+        matched: Matched | None,
+        reason: MissReason,
+    ) -> Answer:
+        """Lease a longer prefix than `matched`, if an engine with more or fewer ranks stored one.
+
+        `query` found `matched`, which is released where there is more; `reason` says why it ends.
+        """
+        best, have = matched, max(query.first, matched.end if matched else 0)
+        if reason not in _MISSING or shared.spans_nodes:
+            return matched, reason
+        try:
+            for reading in shared.pool.others:
+                if have >= len(query.keys):
+                    break
+                keys = _keys_in(shared, reading, query, asked)
+                found, why = self.find(shared, query._replace(reading=reading, keys=keys))
+                if found is None or found.end <= have:
+                    _release(shared, found)
+                    continue
+                _release(shared, best)
+                best, reason, have = found, why, found.end
+        except BaseException:
+            _release(shared, best)
+            raise
+        return best, reason
+
     def narrow(
         self, shared: SharedState, prefix: LeasedPrefix, keys: list[BlockKey]
     ) -> LeasedPrefix | None:
         """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
         if not prefix.away:
             return lease_exactly(shared, prefix.arena, keys)
-        until = time.monotonic() + shared.config.connector.stage_wait_s
-        reply = _stage(shared, keys, self._own_calls(shared), until=until)
+        until, own = time.monotonic() + shared.config.connector.stage_wait_s, shared.pool.own
+        reply = _stage(shared, own, keys, self._own_calls(shared), until=until)
         if reply.num_blocks < len(keys):
             shared.release_away(reply.leases)
             return None
-        matched, _ = _lease_along(shared, keys, len(keys), reply)
+        matched, _ = _lease_along(shared, own, keys, len(keys), reply)
         return None if matched is None else matched.prefix
 
     def waited_s(self, request_id: int) -> float:
@@ -120,13 +155,16 @@ class PrefixFinder:
 
     def _find_here(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease what this node has, or can be staged here, for ranks that are all here."""
-        keys, first = query.keys, query.first
-        late = None if self._late is None else self._late.take(query.request_id)
-        matched, reason = match(shared, keys, first)
+        keys, first, reading = query.keys, query.first, query.reading
+        is_own = shared.pool.is_own(reading)
+        late = self._late.take(query.request_id) if self._late is not None and is_own else None
+        matched, reason = match(shared, reading, keys, first)
         have = matched.end if matched else 0
         if late is not None:
             return self._after(shared, query, late, matched, reason)
-        if reason not in _MISSING or not shared.may_stage or len(keys) <= max(have, first):
+        # An engine that asks again has one call for each of its requests.
+        may_stage = shared.may_stage and (is_own or not shared.args.asks_again)
+        if reason not in _MISSING or not may_stage or len(keys) <= max(have, first):
             return matched, reason
         try:
             reply = self._ask(shared, query, have)
@@ -134,7 +172,7 @@ class PrefixFinder:
                 return self._note_spread(shared, matched, reply)
             if reply.num_blocks <= max(have, first):
                 return matched, _reason(reason, reply)
-            more, reason = match(shared, keys, first, sound=have)
+            more, reason = match(shared, reading, keys, first, sound=have)
         except BaseException:
             _release(shared, matched)
             raise
@@ -170,7 +208,8 @@ class PrefixFinder:
         if reply.num_blocks <= query.first:
             shared.release_away(reply.leases)
             return None, _reason("not_stored", reply)
-        return _lease_along(shared, query.keys[: reply.num_blocks], query.first, reply)
+        keys = query.keys[: reply.num_blocks]
+        return _lease_along(shared, query.reading, keys, query.first, reply)
 
     def _note_spread(
         self, shared: SharedState, matched: Matched | None, reply: StageReply
@@ -201,6 +240,7 @@ class PrefixFinder:
         stage = partial(
             _stage,
             shared,
+            query.reading,
             query.keys,
             until=began + left_s,
             tokens_per_s=query.tokens_per_s,
@@ -238,8 +278,25 @@ class PrefixFinder:
         return self._calls
 
 
+def _keys_in(
+    shared: SharedState, reading: Reading, query: PromptQuery, asked: AskedRequest
+) -> list[BlockKey]:
+    """Return the keys of a prompt in another namespace; none if nobody has stored its beginning."""
+    size, identity = shared.args.tokens_per_block, asked.identity
+    seed = request_seed(reading.digest, salt=identity.salt, lora=identity.lora)
+    tokens = asked.tokens[: len(query.keys) * size]
+    keys = partial(chain_keys, tokens_per_block=size, seed=seed, media=identity.media)
+    if not shared.pool.is_stored(reading):
+        arena, part = shared.link.arena, reading.part_requests[0][0].part
+        begins = keys(tokens[:size])
+        if arena is None or not arena.present(begins, [part])[0].any():
+            return []
+    return keys(tokens)
+
+
 def _stage(
     shared: SharedState,
+    reading: Reading,
     keys: list[BlockKey],
     calls: StageCalls,
     *,
@@ -260,15 +317,16 @@ def _stage(
         wait_s=wait_s,
         tokens_per_s=tokens_per_s,
         verify_from=verify_from,
+        stored_by=None if shared.pool.is_own(reading) else reading.stored_by,
     )
 
 
 def _lease_along(
-    shared: SharedState, keys: list[BlockKey], first: int, reply: StageReply
+    shared: SharedState, reading: Reading, keys: list[BlockKey], first: int, reply: StageReply
 ) -> Answer:
     """Lease here exactly `keys`, which ranks on other nodes have leased; all of them or none."""
     try:
-        matched, reason = match(shared, keys, first, away=reply.leases)
+        matched, reason = match(shared, reading, keys, first, away=reply.leases)
     except BaseException:
         shared.release_away(reply.leases)
         raise

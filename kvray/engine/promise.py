@@ -17,6 +17,7 @@ class LeasedPrefix:
 
     arena: Arena  # the leader's
     held: Held  # leases there, for its ranks on this node in their order
+    stored_by: int  # ranks that its blocks' bytes are dealt to
     away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)
     """Rank on another node -> its arena and its lease there, of as many blocks."""
 

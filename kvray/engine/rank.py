@@ -6,6 +6,7 @@ of this pass. It is read by the saver's thread, fenced off as `saver` says.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvray.engine.key_board import read_keys
 from kvray.engine.loader import FailedLoad, Loader
 from kvray.engine.meta import Board, ConnectorMeta, KeyRun
 from kvray.engine.model.cache_layout import CacheLayout, Part
+from kvray.engine.model.reslicing import degrees, resliced_parts
 from kvray.engine.parking import Parking
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
@@ -58,7 +60,16 @@ class RankWorker:
             shared.args.tokens_per_block,
             ranks_per_node=shared.args.ranks_per_node,
         )
-        self.pool = open_pool(layout, self._parts, has_hooks=not shared.args.is_compiled)
+        args = shared.args
+        parts = {args.num_parts_ranks: self._parts} | {
+            other: resliced_parts(
+                layout, args.part_rank, args.num_parts_ranks, other, args.tokens_per_block
+            )
+            for other in degrees(layout, args.num_parts_ranks, args.checkpoint.num_kv_heads)
+        }
+        self.pool = open_pool(
+            layout, list(chain(*parts.values())), has_hooks=not shared.args.is_compiled
+        )
         self.saver = Saver(
             shared.link,
             saves_max=shared.config.connector.saves_max,
@@ -66,7 +77,7 @@ class RankWorker:
             boundary=shared.boundary,
             reads=shared.pending_reads,
         )
-        self._loader = Loader(shared, self._parts, self.pool, self.parking, self.failed)
+        self._loader = Loader(shared, parts, self.pool, self.parking, self.failed)
         self._attended = None
         self._attend()
 

@@ -7,7 +7,7 @@ take minutes to find out.
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvray.engine.figures import EngineFigures
 from kvray.engine.meta import ConnectorMeta
@@ -15,7 +15,9 @@ from kvray.engine.model.adapters import fingerprints_dir
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.model.model_name import ModelName
-from kvray.identity.block import UNNAMED, Namespace
+from kvray.engine.promise import LeasedPrefix
+from kvray.engine.reading import Reading, other_readings, own_reading
+from kvray.identity.block import namespace_id
 from kvray.node import NodeLink, Registration
 from kvray.store import PartRequest
 
@@ -44,10 +46,9 @@ class RegisteredPool:
         self._registration: Registration | None = None
         self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
-        self.namespace_digest = b""
-        """Empty while no pool is registered or the model has no name."""
-        self.part_requests: list[list[PartRequest]] = []
-        """For each rank that the leader speaks for, the parts that its lease must have."""
+        self._own: Reading | None = None
+        self.others: tuple[Reading, ...] = ()
+        """What is read of the blocks of engines with other numbers of ranks."""
         self.windowed: tuple[bool, ...] = (False,)
         """For each layer group, whether it has a window."""
         self.rank = args.rank  # as the shard knows it
@@ -55,6 +56,26 @@ class RegisteredPool:
         self.is_host = True
         self.is_flat = True
         """Whether it came as one tensor: such engines take all of an offer or nothing."""
+
+    @property
+    def own(self) -> Reading:
+        """What is read of the engine's own blocks; a pool is registered."""
+        assert self._own is not None, "the caller has seen that a pool is registered"
+        return self._own
+
+    def is_own(self, read: "Reading | LeasedPrefix") -> bool:
+        """Whether it is of blocks as the engine itself stores them."""
+        return read.stored_by == self._args.num_parts_ranks
+
+    def is_stored(self, reading: Reading) -> bool:
+        """Whether the shard has said that there are such blocks, on whichever node."""
+        registration = self._registration
+        return registration is not None and namespace_id(reading.digest) in registration.stored
+
+    @property
+    def namespace_digest(self) -> bytes:
+        """Empty while no pool is registered or the model has no name."""
+        return b"" if self._own is None else self._own.digest
 
     @property
     def is_registered(self) -> bool:
@@ -79,7 +100,7 @@ class RegisteredPool:
         """
         args = self._args
         facts = PoolFacts.of(args, layout)
-        self._take(facts, rank=args.rank, part_requests=facts.part_requests[args.part_rank])
+        self._take(facts, rank=args.rank, part_requests=facts.own.part_requests[args.part_rank])
 
     def lead(self, facts: "PoolFacts") -> None:
         """Take what a rank has said of its pool, and tell the shard of a leader without a pool.
@@ -87,7 +108,7 @@ class RegisteredPool:
         It reads what all its ranks read, which are on this node, and has the number after theirs.
         Raises as `register`.
         """
-        every = {one.part: one for requests in facts.part_requests for one in requests}
+        every = {one.part: one for requests in facts.own.part_requests for one in requests}
         parts = [every[part] for part in sorted(every)]
         self._take(facts, rank=self._args.num_ranks, part_requests=parts, num_ranks=1)
 
@@ -100,12 +121,12 @@ class RegisteredPool:
         num_ranks: int | None = None,
     ) -> None:
         figures, name = self._figures, self.model_name.find(_NAME_WAIT_S)
-        namespace = replace(facts.namespace, model=name or UNNAMED)
+        own = facts.own.named(name)
         self.unregister()
         registration = Registration(
             replica=self.replica,
             rank=rank,
-            namespace=namespace,
+            namespace=own.namespace,
             counters=lambda: {**figures.counters(), **self.model_name.counters()},
             prefix_digests=figures.prefix_digests,
             requests=figures.request_notes,
@@ -116,20 +137,22 @@ class RegisteredPool:
             num_ranks=num_ranks or self._args.num_parts_ranks,
             adapters=self._args.adapters,
             tenants=self._tenants_check,
+            readable=tuple(
+                own.namespace.difference(one.named(name).namespace) for one in facts.others
+            ),
         )
         self._link.register(registration)
         self._registration, self.rank = registration, rank
         self.is_host, self.is_flat = facts.is_host, facts.is_flat
-        self.part_requests, self.windowed = facts.part_requests, facts.windowed
-        self.part_bytes = facts.part_bytes
-        if name:
-            self.namespace_digest = namespace.digest()
+        self.windowed, self.part_bytes = facts.windowed, facts.part_bytes
+        self._own, self.others = own, tuple(one.named(name) for one in facts.others)
 
     def unregister(self) -> None:
         """Take this rank off the shard's list; nothing is promised in its name any more."""
         if self._registration is not None:
             self._link.unregister(self._registration)
-            self._registration, self.namespace_digest = None, b""
+            self._registration = self._own = None
+            self.others = ()
 
     def complete_namespace(self) -> bool:
         """Return whether the namespace is complete; it is as soon as its model has a name.
@@ -138,9 +161,9 @@ class RegisteredPool:
         """
         registration, name = self._registration, self.model_name.name
         if not self.namespace_digest and registration is not None and name:
-            namespace = replace(registration.namespace, model=name)
-            registration.renew(namespace)
-            self.namespace_digest = namespace.digest()
+            self._own = self.own.named(name)
+            self.others = tuple(one.named(name) for one in self.others)
+            registration.renew(self._own.namespace)
         return bool(self.namespace_digest)
 
     def may_load(self, meta: ConnectorMeta) -> bool:
@@ -149,10 +172,9 @@ class RegisteredPool:
         The leader may know the model's name before this rank does. This rank takes it from the
         leader for loads, as all ranks have one model, and saves nothing until it knows it itself.
         """
-        registration = self._registration
-        if self.complete_namespace() or registration is None or not meta.model:
+        if self.complete_namespace() or self._own is None or not meta.model:
             return meta.namespace == self.namespace_digest
-        return replace(registration.namespace, model=meta.model).digest() == meta.namespace
+        return self._own.named(meta.model).digest == meta.namespace
 
     def follow(self, replica: str) -> None:
         """Take the leader's name for the replica: the shard must know which ranks belong to it."""
@@ -165,9 +187,8 @@ class RegisteredPool:
 class PoolFacts:
     """What a leader must know of a rank's pool; small and picklable."""
 
-    namespace: Namespace  # without the model's name
-    part_requests: list[list[PartRequest]]
-    """For each rank that the leader speaks for, the parts that its lease must have."""
+    own: Reading  # the model has no name yet
+    others: tuple[Reading, ...]
     windowed: tuple[bool, ...]  # for each layer group, whether it has a window
     part_bytes: int  # bytes of the first part of a block
     is_host: bool
@@ -176,33 +197,12 @@ class PoolFacts:
     @classmethod
     def of(cls, args: EngineArgs, layout: CacheLayout) -> "PoolFacts":
         """Return the facts of the pool that `layout` describes."""
-        num_ranks, size = args.num_parts_ranks, args.tokens_per_block
-        first, *_ = layout.parts(args.part_rank, num_ranks, size)
+        first, *_ = layout.parts(args.part_rank, args.num_parts_ranks, args.tokens_per_block)
         return cls(
-            namespace=_namespace_of(args, layout),
-            part_requests=layout.part_requests(num_ranks, size),
+            own=own_reading(args, layout),
+            others=other_readings(args, layout),
             windowed=tuple(group.window is not None for group in layout.groups),
             part_bytes=first.block_bytes,
             is_host=layout.is_host,
             is_flat=layout.is_flat,
         )
-
-
-def _namespace_of(args: EngineArgs, layout: CacheLayout) -> Namespace:
-    num_ranks = args.num_parts_ranks
-    parts = layout.parts(args.part_rank, num_ranks, args.tokens_per_block)
-    return Namespace(
-        model=UNNAMED,
-        quantization=args.quantization,
-        overrides=args.overrides,
-        kv_dtype=layout.dtype,
-        num_layers=sum(len(group.layers) for group in layout.groups),
-        kv_factor=layout.kv_factor,
-        tokens_per_block=args.tokens_per_block,
-        part_bytes=sum(part.block_bytes for part in parts),
-        num_parts=layout.num_parts(num_ranks),
-        tp_layout=f"dp{args.num_ranks}" if args.attention_dp else f"tp{args.num_ranks}",
-        layer_groups=layout.describe(),
-        attention_backend=args.attention_backend,
-        engine=args.engine,
-    )

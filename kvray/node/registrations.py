@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
@@ -48,14 +49,23 @@ class Registration:
     """How its engine reads LoRA adapters; None: it has none."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret that derives its salts; None: no secret."""
+    readable: tuple[dict[str, tuple[object, object]], ...] = ()
+    """How other namespaces differ from its own whose blocks it reads, too."""
     told: Namespace | None = None
     """The namespace that the shard accepted; None: it must hear of the rank again."""
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
     """Whether the shard may bring blocks here, from other nodes or from disk."""
+    stored: frozenset[int] = frozenset()
+    """Namespaces, as arenas number them, of which the shard knows blocks on whichever node."""
     former: str | None = None
     """The last name that the shard heard, if the replica has another now."""
+
+    def is_strange(self, answer: dict[str, Any]) -> bool:
+        """Whether what was found elsewhere is in a namespace that it cannot read."""
+        difference = {name: tuple(values) for name, values in answer["difference"].items()}
+        return difference not in self.readable
 
     def rename(self, replica: str) -> None:
         """Have it registered as a rank of `replica`, with the next report."""
@@ -72,6 +82,8 @@ class Registration:
     def heed(self, reply: dict[str, object]) -> None:
         """Take what the shard says of itself."""
         self.has_peers = reply.get("peers") is True
+        stored = reply.get("stored")
+        self.stored = frozenset(stored) if isinstance(stored, list) else frozenset()
         if self.spans is not None:
             self.spans.is_on = reply.get("traces") is True
 
@@ -188,7 +200,8 @@ class Registrations:
         if registration.prompts is not None:
             registration.prompts.heard(reply.get("sample"))
         if prefix_digests is not None and known:
-            prefix_digests.reported(len(notes), reply.get("incompatible", []))
+            found = reply.get("incompatible", [])
+            prefix_digests.reported(len(notes), list(filter(registration.is_strange, found)))
         if registration.block_tokens is not None and known and not leaving:
             registration.block_tokens.hear(reply.get("describe"))
             self._describe(registration, registration.block_tokens)

@@ -71,6 +71,7 @@ class StageCalls:
         wait_s: float,
         tokens_per_s: float,
         verify_from: int | None = None,
+        stored_by: int | None = None,
     ) -> StageReply:
         """Return which of `keys` are here, after `wait_s` at most; raises no error of the shard.
 
@@ -81,6 +82,7 @@ class StageCalls:
             wait_s: longest time that this call takes.
             tokens_per_s: speed of computing the blocks instead; 0: not known.
             verify_from: first block that ranks on other nodes verify; None: none.
+            stored_by: ranks that the blocks' bytes are dealt to; None: as many as the engine has.
         """
         began = time.monotonic()
         asked = keys[:_KEYS_MAX]
@@ -99,6 +101,8 @@ class StageCalls:
                 verify_from=verify_from,
                 token=token,
                 unread=unread,
+                # An older shard, which does not know it, has not said that there are such blocks.
+                **({} if stored_by is None else {"stored_by": stored_by}),
             )
             staged = _read(reply, num_keys=len(asked))
         except (KVRayError, *_OF_ANOTHER_KIND) as error:

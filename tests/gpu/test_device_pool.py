@@ -13,7 +13,8 @@ import torch
 from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
+from kvray.engine.model.reslicing import resliced_parts
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
 from tests.unit.engine.device.gpu_pages import (
@@ -308,3 +309,43 @@ DevicePool([part], num_layers=1, has_hooks=True, device=device)
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "stored_by"), [(1, 2, 1), (0, 1, 2), (3, 4, 1), (0, 1, 4)]
+)
+def test_heads_are_gathered_from_blocks_of_other_sizes(
+    arena: Arena, make_pool: Callable[..., DevicePool], rank: int, size: int, stored_by: int
+) -> None:
+    planes, heads, head_bytes = 2 * NUM_LAYERS, 8, 8192
+    whole = np.random.default_rng(5).integers(0, 256, (4, planes, heads, head_bytes), np.uint8)
+
+    def share(of: int, among: int) -> Array:
+        count = heads // among
+        mine = np.ascontiguousarray(whole[:, :, of * count : (of + 1) * count])
+        return mine.reshape(len(whole), -1)
+
+    expected = share(rank, size)
+    memory = torch.full((NUM_PAGES, expected.shape[1]), 0xFF, dtype=torch.uint8, device="cuda")
+    steps = even_steps(NUM_LAYERS, expected.shape[1] // NUM_LAYERS)
+    own = Region(pages=memory, steps=steps, num_planes=planes)
+    layout = CacheLayout(
+        groups=(Group(layers=tuple(range(NUM_LAYERS)), window=None, own=(own,)),),
+        dtype="float16",
+        kv_factor=2,
+        tokens_per_block=32,
+        is_flat=True,
+    )
+    parts = resliced_parts(layout, rank, size, stored_by, 32)
+    pool, loads, pages = make_pool(*parts), [], np.array([7, 2, 3, 19])
+    for part in parts:
+        slots = reserve(arena, 4, part.block_bytes, seed=f"{part.index}", part=part.index)
+        for view, block in zip(
+            slot_views(arena, slots, part.block_bytes), share(part.index, stored_by), strict=True
+        ):
+            view[:] = block
+        loads.append(Load(part, slots, pages))
+    pool.load(arena, loads, torch.cuda.current_stream()).wait()
+    found = memory.cpu().numpy()
+    assert (found[pages] == expected).all()
+    assert (np.delete(found, pages, axis=0) == 0xFF).all()

@@ -34,6 +34,7 @@ def make_engine(
     engines: list[Engine] = []
     # Longer than engines wait, so that a busy machine drops no save.
     monkeypatch.setattr(saver, "_STALL_S", 5.0)
+    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
 
     def make(*, waits_for_tier: bool = True, **options: Any) -> Engine:
         shape = options.get("shape", FLAT)

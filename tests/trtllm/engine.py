@@ -49,7 +49,13 @@ class Engine:
         """Called at a point of every iteration: asked, loaded, passed or ended."""
         ranks = range(num_ranks) if owner is None else [owner]
         self.memories = [
-            Memory(shape, rank=rank if owner is None else 0, num_pages=num_pages) for rank in ranks
+            Memory(
+                shape,
+                rank=rank if owner is None else 0,
+                num_ranks=num_ranks,
+                num_pages=num_pages,
+            )
+            for rank in ranks
         ]
         cache_args = {"tokens_per_block": BLOCK, "enable_block_reuse": True, **(cache or {})}
         if owner is not None:

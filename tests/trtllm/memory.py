@@ -24,7 +24,7 @@ class Region:
 
     def __init__(
         self,
-        name: str,
+        names: tuple[str, ...],
         layers: tuple[int, ...],
         roles: tuple[str, ...],
         *,
@@ -32,18 +32,21 @@ class Region:
         token_bytes: int,
         gap: int,
     ) -> None:
+        """Lay out buffers, each with the tokens of `names`, such as its heads, in turn."""
         self.buffers = [(layer, role) for layer in layers for role in roles]
-        self.size = len(self.buffers) * BLOCK * token_bytes
+        self.labels = [
+            f"{name} {layer} {role}".encode() for layer, role in self.buffers for name in names
+        ]
+        self.size = len(self.labels) * BLOCK * token_bytes
         self.token_bytes = token_bytes
-        self.labels = [f"{name} {layer} {role}".encode() for layer, role in self.buffers]
         self.memory = torch.full((num_pages, self.size + gap), POISON, dtype=torch.uint8)
         self.pages = self.memory.numpy()[:, : self.size]
         self.expected = self.pages.copy()
         self.gaps = self.memory.numpy()[:, self.size :]
 
     def tokens_of(self, pages: Any, page: int) -> Any:
-        """Return a page as [buffers, tokens, bytes]."""
-        return pages[page].reshape(len(self.buffers), BLOCK, self.token_bytes)
+        """Return a page as [labels, tokens, bytes]."""
+        return pages[page].reshape(len(self.labels), BLOCK, self.token_bytes)
 
     def content(self, request: LlmRequest, block: int, end: int) -> Any:
         """Return what a page holds of the tokens of a block before `end`."""
@@ -53,15 +56,16 @@ class Region:
             _row(digest, label, self.token_bytes) for label in self.labels for digest in digests
         ]
         packed = np.frombuffer(b"".join(rows), dtype=np.uint8)
-        return packed.reshape(len(self.buffers), len(digests), self.token_bytes)
+        return packed.reshape(len(self.labels), len(digests), self.token_bytes)
 
 
 class Memory:
     """All pools of one rank."""
 
-    def __init__(self, shape: Shape, *, rank: int, num_pages: int) -> None:
+    def __init__(self, shape: Shape, *, rank: int, num_ranks: int = 1, num_pages: int) -> None:
         self.shape = shape
         self.rank = rank
+        self.num_ranks = num_ranks
         self.groups = [
             self._regions(index, group, num_pages) for index, group in enumerate(shape.groups)
         ]
@@ -157,20 +161,28 @@ class Memory:
         )
 
     def _regions(self, index: int, group: GroupShape, num_pages: int) -> list[Region]:
-        own_name = f"group {index}" if group.own == ("key",) else f"group {index} rank {self.rank}"
-        named = [(own_name, group.own), (f"group {index} shared", group.shared)]
+        named = [
+            (self._own_names(index, group), group.own),
+            ((f"group {index} shared",), group.shared),
+        ]
         return [
             Region(
-                name,
+                names,
                 group.layers,
                 roles,
                 num_pages=num_pages,
                 token_bytes=self.shape.token_bytes,
                 gap=group.gap,
             )
-            for name, roles in named
+            for names, roles in named
             if roles
         ]
+
+    def _own_names(self, index: int, group: GroupShape) -> tuple[str, ...]:
+        if self.shape.num_heads is not None:
+            heads = self.shape.heads_of(self.rank, self.num_ranks)
+            return tuple(f"group {index} head {head}" for head in heads)
+        return (f"group {index}" if group.own == ("key",) else f"group {index} rank {self.rank}",)
 
 
 @lru_cache(maxsize=200_000)

@@ -27,7 +27,16 @@ class Shape:
     groups: tuple[GroupShape, ...]
     dtype: torch.dtype = torch.float16
     token_bytes: int = 16
-    """Of one token, layer and role."""
+    """Of one token, layer and role; with `num_heads` of one head, too."""
+    num_heads: int | None = None
+    """KV heads that ranks share out, one after the other in a buffer; None: a rank's bytes are its
+    own, however many ranks there are."""
+
+    def heads_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Return a rank's heads; ranks share one if there are more ranks than heads."""
+        assert self.num_heads is not None, "only shapes with heads have some"
+        first, count = rank * self.num_heads // num_ranks, max(1, self.num_heads // num_ranks)
+        return tuple(range(first, first + count))
 
     @property
     def is_latent(self) -> bool:
@@ -36,6 +45,7 @@ class Shape:
 
 
 FLAT = Shape(name="flat", groups=(GroupShape(layers=(0, 1)),))
+HEADS = Shape(name="heads", groups=(GroupShape(layers=(0, 1, 2)),), num_heads=8)
 MLA = Shape(name="mla", groups=(GroupShape(layers=(0, 1, 2), own=("key",)),))
 WINDOWED = Shape(
     name="windowed",

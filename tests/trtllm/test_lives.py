@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.trtllm.conftest import leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, MLA, REPLICATED, WINDOWED, Shape
+from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, HEADS, MLA, REPLICATED, WINDOWED, Shape
 from tests.trtllm.version import Version
 from tests.unit.actors.small_shard import wait_for
 
@@ -27,6 +27,7 @@ ENGINES = st.fixed_dictionaries(
         "is_overlapped": st.booleans(),
         "has_hooks": st.booleans(),
         "load": st.sampled_from(["sync", "async"]),
+        "size": st.sampled_from([1, 2, 4]),
     }
 )
 WHO = st.integers(0, 7)
@@ -56,7 +57,8 @@ class Life:
         self.num_ranks = num_ranks
         self.engine: Engine | None = None
         self.requests: list[LlmRequest] = []
-        patch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{shape.name} of {num_ranks}")
+        of = "" if shape.num_heads else f" of {num_ranks}"
+        patch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{shape.name}{of}")
 
     def submit(self, prompt: list[int], salt: int, max_new: int, again: int) -> None:
         """Submit a request, under the id of one that has ended if there are so many."""
@@ -91,12 +93,16 @@ class Life:
         self.engine.admission.accept = lambda _request, offer: min(offer, blocks * BLOCK)
 
     def replace(self, options: dict[str, Any]) -> None:
-        """End the engine when it has done all it was given, and start another."""
+        """End the engine when it has done all it was given, and start another.
+
+        Where ranks share out heads, it may have another number of ranks.
+        """
         self.finish()
         self.patch.setenv("KVRAY_CONNECTOR__LOAD", options["load"])
-        others = {name: value for name, value in options.items() if name != "load"}
+        size = options["size"] if self.shape.num_heads else self.num_ranks
+        others = {name: value for name, value in options.items() if name not in ("load", "size")}
         self.requests = []
-        self.engine = Engine(self.version, shape=self.shape, num_ranks=self.num_ranks, **others)
+        self.engine = Engine(self.version, shape=self.shape, num_ranks=size, **others)
         wait_for(lambda: self.engine.arena is not None, "joining the tier")
 
     def finish(self) -> None:
@@ -122,7 +128,7 @@ class Life:
 
 
 def shapes_of(version: Version) -> list[Shape]:
-    shapes = [FLAT, MLA]
+    shapes = [FLAT, MLA, HEADS]
     if version.stand_in.HAS_GROUPS:
         shapes += [WINDOWED, ALL_WINDOWS]
     return [*shapes, REPLICATED] if version.stand_in.RESOLVES_LATE else shapes

@@ -90,6 +90,8 @@ class Answer:
     """Shards that the lookup heard lately, the asking one included."""
     partial_keys: bytes = b""
     """Keys of partial blocks, end to end: their parts at the shard are useless."""
+    stored: tuple[int, ...] = ()
+    """Namespaces, as arenas number them, that it knows stored digests of. Older lookups lack it."""
 
 
 def packed_parts(parts: Sequence[int] | Array) -> bytes:
@@ -172,6 +174,7 @@ class Lookup:
             findings=self._digests.take(announcement.prefix_digests),
             num_shards=len(self._live),
             partial_keys=self._partial_blocks.take(shard, self.index),
+            stored=self._digests.numbers(),
         )
 
     @property

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvray.identity.block import Namespace
+from kvray.identity.block import Namespace, namespace_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,15 @@ class StoredDigests:
         self._digests_max = digests_max
         # Namespace -> digest -> the replica that stored it last.
         self._stored: OrderedDict[Namespace, OrderedDict[bytes, str]] = OrderedDict()
+        self._numbers: dict[Namespace, int] = {}
 
     def __len__(self) -> int:
         """Return the number of digests, in all namespaces together."""
         return sum(len(digests) for digests in self._stored.values())
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return its namespaces as arenas number them."""
+        return tuple(self._numbers.values())
 
     def take(self, notes: Iterable[Note]) -> list[Finding]:
         """Enter stored digests, and return the misses that another namespace has stored.
@@ -72,6 +77,8 @@ class StoredDigests:
     def add(self, note: Note) -> None:
         """Enter a digest that was stored."""
         origin, digest, _ = note
+        if origin.namespace not in self._stored:
+            self._numbers[origin.namespace] = namespace_id(origin.namespace.digest())
         digests = self._stored.setdefault(origin.namespace, OrderedDict())
         self._stored.move_to_end(origin.namespace)
         digests[digest] = origin.replica
@@ -79,7 +86,8 @@ class StoredDigests:
         if len(digests) > self._digests_max:
             digests.popitem(last=False)
         if len(self._stored) > self._namespaces_max:
-            self._stored.popitem(last=False)
+            dropped, _ = self._stored.popitem(last=False)
+            del self._numbers[dropped]
 
     def elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
         """Return the most similar other namespace that stored `digest`, and its replica."""

@@ -137,6 +137,7 @@ class Announcer:
         for answer in answers:
             if stream is self._streams[0]:
                 self.desk.settle(answer.findings)
+                self.desk.hear(getattr(answer, "stored", ()))
             parts = np.flatnonzero(self._deltas[0].num_held).tolist()
             owner.give_up(answer.partial_keys, parts)
 

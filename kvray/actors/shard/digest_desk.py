@@ -1,7 +1,7 @@
 """The shard's desk for prefix digests: engines note them, and the lookup compares them all."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -35,6 +35,8 @@ class DigestDesk:
     """
 
     def __init__(self) -> None:
+        self.stored: frozenset[int] = frozenset()
+        """Namespaces, as arenas number them, that the lookup knows stored digests of."""
         self._pending: list[Note] = []
         self._sent: list[Note] = []
         self._told = StoredDigests(namespaces_max=_NAMESPACES_MAX, digests_max=_DIGESTS_MAX)
@@ -64,6 +66,10 @@ class DigestDesk:
         self._sent = []
         for finding in findings:
             self._keep(finding)
+
+    def hear(self, stored: Iterable[int]) -> None:
+        """Take what the lookup says is stored; nothing, if it has just started or is older."""
+        self.stored = frozenset(stored) or self.stored
 
     def answers(self, replica: str, rank: int) -> list[dict[str, Any]]:
         """Return, once, what was found for a rank, one mapping a namespace.

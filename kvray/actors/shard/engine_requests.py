@@ -51,7 +51,11 @@ class EngineRequests:
     ) -> dict[str, Any]:
         reader = read_reader(Namespace.from_wire(namespace), **reads)
         self._parts.replicas.register(connection, replica, rank, reader)
-        return {"peers": self._can_stage(replica, rank), "traces": is_on()}
+        return {
+            "peers": self._can_stage(replica, rank),
+            "stored": self._stored(),
+            "traces": is_on(),
+        }
 
     def _report(
         self,
@@ -77,6 +81,7 @@ class EngineRequests:
             "sample": self._parts.traffic.note(origin, block_bytes, prompts),
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
+            "stored": self._stored(),
             "describe": self._generation(),
             "traces": is_on(),
         }
@@ -89,6 +94,10 @@ class EngineRequests:
             return {"describe": None}
         number = namespace_id(reader.namespace.digest())
         return {"describe": events.describe(number, reader.tokens_per_block, chains)}
+
+    def _stored(self) -> list[int]:
+        """Return the numbers of namespaces that engines have blocks of, on whichever node."""
+        return sorted(self._parts.announcer.desk.stored | self._parts.replicas.numbers())
 
     def _generation(self) -> int | None:
         """Return the number of what engines were asked to tell; None: they need not."""

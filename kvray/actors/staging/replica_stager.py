@@ -22,7 +22,7 @@ from kvray.actors.staging.ranks_away import RanksAway
 from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.actors.staging.verifier import Verifier
-from kvray.actors.staging.wire_values import Count, Name, Seconds, checked, keys_of
+from kvray.actors.staging.wire_values import Count, Name, Positive, Seconds, checked, keys_of
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey
@@ -32,6 +32,7 @@ from kvray.trace.reasons import STAGE_REASONS
 
 _SECONDS = TypeAdapter(Seconds)
 _PLACE: TypeAdapter[int | None] = TypeAdapter(Count | None)
+_NUMBER: TypeAdapter[int] = TypeAdapter(Annotated[Positive, Field(lt=PARTS_MAX)])
 _Token = Annotated[Name, Field(max_length=64)]
 _TOKEN = TypeAdapter(_Token)
 _TOKENS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
@@ -70,6 +71,7 @@ class ReplicaStager:
         tokens_per_s: float = 0.0,
         *,
         verify_from: int | None = None,
+        stored_by: int | None = None,
         token: str = "",
         unread: Sequence[str] = (),
     ) -> dict[str, Any]:
@@ -91,7 +93,12 @@ class ReplicaStager:
         verify_from = checked(_PLACE, verify_from, "verify_from")
         unread_tokens = checked(_TOKENS, unread, "unread")
         ranks = self._ranks_of(replica, rank)
-        is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
+        here = self._replicas.readers(replica, ranks)
+        is_alone = len(here) == len(ranks)
+        if stored_by is not None:
+            return await self._stage_resliced(
+                here.values() if is_alone else (), blocks, tokens_per_s, until, stored_by
+            )
         if unread_tokens and not is_alone:
             self._away.release_unread(replica, unread_tokens)
         staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
@@ -109,6 +116,23 @@ class ReplicaStager:
                 return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
             answer["leases"] = leases
         return answer
+
+    async def _stage_resliced(
+        self,
+        readers: Iterable[Reader],
+        blocks: Sequence[BlockKey],
+        tokens_per_s: float,
+        until: float,
+        stored_by: int,
+    ) -> dict[str, Any]:
+        """Stage blocks of `stored_by` ranks for all ranks of an engine, which are on this node."""
+        dealt_to = checked(_NUMBER, stored_by, "stored_by")
+        resliced = [reader.resliced(dealt_to) for reader in readers]
+        if not resliced:
+            return {"num_blocks": 0, "reason": "store_down", "leases": {}}
+        prefix = prefix_for(blocks, resliced, tokens_per_s)
+        staged = await self._stager.stage(prefix, wait_s=max(0.0, until - time.monotonic()))
+        return {**_answer(staged), "leases": {}, "arrivals": staged.arrivals}
 
     async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
         """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.

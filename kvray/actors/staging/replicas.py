@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import UNNAMED, Namespace, namespace_id
+from kvray.identity.parts import readable_parts
 from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 
@@ -57,6 +58,23 @@ class Reader:
     def ranks(self, rank: int) -> list[int]:
         """Return the ranks that it asks for as `rank`."""
         return [rank] if self.num_ranks == 1 else list(range(self.num_ranks))
+
+    def resliced(self, stored_by: int) -> "Reader":
+        """Return how it reads blocks whose bytes are dealt to `stored_by` ranks, without windows.
+
+        ConfigError: they cannot be dealt from so many to its own.
+        """
+        own = [one.part for one in self.part_requests]
+        num_ranks = max(1, self.namespace.num_parts // max(1, len(own)))
+        if stored_by % num_ranks and num_ranks % stored_by:
+            raise ConfigError(f"{num_ranks} ranks cannot read the blocks of {stored_by}.")
+        parts = readable_parts(own, num_ranks, stored_by)
+        num_bytes = self.namespace.part_bytes * num_ranks // stored_by * len(parts) // len(own)
+        return replace(
+            self,
+            namespace=replace(self.namespace, part_bytes=num_bytes),
+            part_requests=tuple(map(PartRequest, parts)),
+        )
 
     @property
     def part_bytes(self) -> int:
@@ -207,6 +225,11 @@ class Replicas:
                 parts = {one.part for one in reader.part_requests}
                 found[number] = found.get(number, frozenset()) | parts
         return found
+
+    def numbers(self) -> set[int]:
+        """Return the numbers that arenas have for the namespaces of ranks, ended ones included."""
+        digests = {one.digest for one in self._ranks.values()} | self._namespaces.keys()
+        return {namespace_id(bytes.fromhex(digest)) for digest in digests}
 
     def disconnect(self, connection: int) -> None:
         """Note that the ranks of `connection` are gone."""

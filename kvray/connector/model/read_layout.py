@@ -16,11 +16,14 @@ from kvray.errors import ConfigError
 _DIMENSIONS = 4
 
 
-def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> CacheLayout:
+def layout_of_tensor(
+    tensor: torch.Tensor, *, may_be_latent: bool = True, is_head_major: bool = False
+) -> CacheLayout:
     """Return the layout of one pool [num_blocks, num_layers, kv_factor, block_elems].
 
     A pool with one tensor a layer instead of keys and values is a latent cache, which is the same
-    on all ranks, unless the model is known to have none. ConfigError: it has no whole blocks.
+    on all ranks, unless the model is known to have none. `is_head_major`: the attention backend
+    keeps one head after the other, each with its tokens. ConfigError: it has no whole blocks.
     """
     if tensor.dim() != _DIMENSIONS or not tensor.is_contiguous() or not tensor.numel():
         raise ConfigError(
@@ -30,7 +33,9 @@ def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> Cac
     num_layers, kv_factor = tensor.shape[1:3]
     pages = tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
     layers = tuple(range(num_layers))
-    regions = (Region(pages=pages, steps=_even_steps(layers, pages.shape[1])),)
+    steps = _even_steps(layers, pages.shape[1])
+    num_planes = num_layers * kv_factor if is_head_major else 0
+    regions = (Region(pages=pages, steps=steps, num_planes=num_planes),)
     is_latent = kv_factor == 1 and may_be_latent
     own, shared = ((), regions) if is_latent else (regions, ())
     group = Group(layers=layers, window=None, own=own, shared=shared)
@@ -43,12 +48,14 @@ def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> Cac
     )
 
 
-def read_layout(described: Any, *, may_be_latent: bool = True) -> CacheLayout:
+def read_layout(
+    described: Any, *, may_be_latent: bool = True, is_head_major: bool = False
+) -> CacheLayout:
     """Return what TensorRT-LLM's `KvCacheLayout` describes.
 
     A group without any VALUE buffer is a latent cache, which is the same on all ranks, unless the
-    model is known to have none. ConfigError: its groups are not counted from 0, or its regions are
-    no whole pages.
+    model is known to have none. `is_head_major` as for `layout_of_tensor`. ConfigError: its groups
+    are not counted from 0, or its regions are no whole pages.
     """
     groups = sorted(described.groups, key=lambda group: int(group.layer_group_id))
     if not groups or [int(group.layer_group_id) for group in groups] != list(range(len(groups))):
@@ -57,7 +64,7 @@ def read_layout(described: Any, *, may_be_latent: bool = True) -> CacheLayout:
             " serves groups that are counted from 0 without a gap."
         )
     return CacheLayout(
-        groups=tuple(_read_group(group, may_be_latent) for group in groups),
+        groups=tuple(_read_group(group, may_be_latent, is_head_major) for group in groups),
         dtype=_name(getattr(described, "dtype", torch.uint8)),
         kv_factor=0,
         tokens_per_block=int(described.tokens_per_block),
@@ -65,9 +72,10 @@ def read_layout(described: Any, *, may_be_latent: bool = True) -> CacheLayout:
     )
 
 
-def _read_group(group: Any, may_be_latent: bool) -> Group:
-    own = tuple(map(_read_region, group.regions))
-    shared = tuple(map(_read_region, getattr(group, "replicated_regions", ())))
+def _read_group(group: Any, may_be_latent: bool, is_head_major: bool) -> Group:
+    own = tuple(_read_region(region, is_head_major) for region in group.regions)
+    replicated = getattr(group, "replicated_regions", ())
+    shared = tuple(_read_region(region, is_head_major) for region in replicated)
     roles = {str(buffer.role).lower() for region in group.regions for buffer in region.buffers}
     if may_be_latent and roles == {"key"}:
         own, shared = (), own + shared
@@ -85,7 +93,7 @@ def _read_group(group: Any, may_be_latent: bool) -> Group:
     )
 
 
-def _read_region(region: Any) -> Region:
+def _read_region(region: Any, is_head_major: bool) -> Region:
     base, size, stride = int(region.base), int(region.size), int(region.stride)
     num_pages = int(region.num_slots)
     if size < 1 or stride < size or num_pages < 1:
@@ -96,7 +104,18 @@ def _read_region(region: Any) -> Region:
     return Region(
         pages=_pages(region, base, size, stride, num_pages),
         steps=_steps_of(region.buffers, size),
+        num_planes=_num_planes(region.buffers, size) if is_head_major else 0,
     )
+
+
+def _num_planes(buffers: Sequence[Any], size: int) -> int:
+    """Return how many buffers of keys or values a page is made of; 0: there is something else.
+
+    Source: `_storage/_config.py` of the second manager puts buffers of one size into one pool.
+    """
+    kinds = {(str(one.role).lower(), int(getattr(one, "expansion", 1))) for one in buffers}
+    is_plain = bool(buffers) and kinds <= {("key", 1), ("value", 1)} and size % len(buffers) == 0
+    return len(buffers) if is_plain else 0
 
 
 def _pages(region: Any, base: int, size: int, stride: int, num_pages: int) -> torch.Tensor:

@@ -57,7 +57,12 @@ class DevicePool:
         self.copied_bytes: Counter[str] = Counter()
         """Bytes by how they were copied, see `cuda_device`."""
         self._device = device or CudaDevice(parts[0].regions[0].pages.device)
-        self._stages = Stages(parts, num_layers=num_layers)
+        self._stages = {
+            dealt_to: Stages(
+                [part for part in parts if part.num_ranks == dealt_to], num_layers=num_layers
+            )
+            for dealt_to in {part.num_ranks for part in parts}
+        }
         self._has_hooks = has_hooks
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -115,6 +120,7 @@ class DevicePool:
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         """Copy leased slots to pages, layer by layer, beside what `stream` is running.
 
+        All `loads` are of blocks that are dealt to as many ranks.
         What the engine's `stream` was given before is over before a page is written. The ticket
         tells when the leases may end. LayoutMismatch: slots or pages are not of this pool; nothing
         was copied. TierError: the device refuses; some pages may have been written.
@@ -126,7 +132,8 @@ class DevicePool:
             side = self._stream("load")
             device.wait(side, device.record(stream))
             self._landed = device.record(side)
-            for stage in self._stages.of(num_bytes):
+            stages = self._stages[loads[0].part.num_ranks].of(num_bytes) if loads else ()
+            for stage in stages:
                 batches = [
                     of_size(
                         in_regions[region].pages + start, in_regions[region].slots + start, size

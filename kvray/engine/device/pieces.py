@@ -40,6 +40,10 @@ def places_of(tables: Tables, part: Part, slots: Array, pages: Array) -> list[Pl
     at = tables.data.ctypes.data + offsets(tables, slots, part.block_bytes)
     places = []
     for region in part.regions:
+        if region.is_gap:
+            places.append(Place(at, at, 0))
+            at = at + region.size
+            continue
         num_pages, stride = region.pages.shape[0], region.pages.stride(0)
         if len(pages) != len(slots) or ((pages < 0) | (pages >= num_pages)).any():
             raise LayoutMismatch(

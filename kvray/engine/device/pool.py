@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from kvray.engine.device.cuda_device import Event
 from kvray.engine.model.cache_layout import Part
 from kvray.store import Arena, PartRead
+from kvray.store.arena.payload import Strip
 from kvray.store.arena.tables import Array
 
 
@@ -40,8 +43,11 @@ class HostPool:
     is_host = True
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._regions: dict[int, list[Array]] = {
-            part.index: [region.pages.numpy() for region in part.regions] for part in parts
+        self._strips = {(part.num_ranks, part.index): strips_of(part) for part in parts}
+        self._regions = {
+            part.index: [region.pages.numpy() for region in part.regions]
+            for part in parts
+            if part.is_stored_here
         }
 
     def attend(self, arena: Arena) -> None:
@@ -49,7 +55,15 @@ class HostPool:
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         arena.read_slots(
-            [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
+            [
+                PartRead(
+                    one.slots,
+                    self._strips[one.part.num_ranks, one.part.index],
+                    one.pages,
+                    one.part.block_bytes,
+                )
+                for one in loads
+            ]
         )
         return Ticket()
 
@@ -67,3 +81,48 @@ class HostPool:
 
     def close(self) -> None:
         """Do nothing: the pages belong to the engine."""
+
+
+def strips_of(part: Part) -> list[Strip]:
+    """Return the bytes of a part on the host, runs that are evenly apart as one strip."""
+    strips: list[list[_Run]] = []
+    at = 0
+    for region in part.regions:
+        run = _Run(region.pages, at)
+        at += region.size
+        if region.is_gap:
+            continue
+        if strips and _goes_on(strips[-1], run):
+            strips[-1].append(run)
+        else:
+            strips.append([run])
+    return list(map(_strip, strips))
+
+
+class _Run(NamedTuple):
+    pages: torch.Tensor  # u8 [num_pages, size]
+    at: int  # where it begins in a slot
+
+    def behind(self, other: "_Run") -> tuple[int, int]:
+        """Return how many bytes it is behind another in a page, and in a slot."""
+        return self.pages.data_ptr() - other.pages.data_ptr(), self.at - other.at
+
+
+def _goes_on(strip: list[_Run], run: _Run) -> bool:
+    last = strip[-1]
+    is_alike = (
+        run.pages.untyped_storage().data_ptr() == last.pages.untyped_storage().data_ptr()
+        and run.pages.shape == last.pages.shape
+        and run.pages.stride() == last.pages.stride()
+        and run.pages.data_ptr() > last.pages.data_ptr()
+    )
+    return is_alike and (len(strip) == 1 or run.behind(last) == last.behind(strip[-2]))
+
+
+def _strip(runs: list[_Run]) -> Strip:
+    first, (num_pages, size) = runs[0], runs[0].pages.shape
+    in_page, in_slot = runs[1].behind(first) if len(runs) > 1 else (size, size)
+    pages = first.pages.as_strided(
+        (num_pages, len(runs), size), (first.pages.stride(0), in_page, 1)
+    )
+    return Strip(pages.numpy(), first.at, in_slot)

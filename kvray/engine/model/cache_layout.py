@@ -29,6 +29,14 @@ class Region:
     pages: torch.Tensor
     """u8 [num_pages, size]; rows may lie apart, bytes of a row may not. The engine's memory."""
     steps: tuple[LayerRange, ...]  # the bytes of a page in order, without gap
+    num_planes: int = 0
+    """Equal shares of a page, each with the rank's KV heads one after the other, such as the keys
+    of one layer; 0: it is not known to be made of such."""
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether it stands for bytes of a slot that this rank does not read: it has no page."""
+        return not len(self.pages)
 
     @property
     def size(self) -> int:
@@ -51,6 +59,7 @@ class Part:
     """What this rank copies of one group's pages from or to one slot each."""
 
     index: int  # among the parts of a block
+    num_ranks: int  # ranks that the block's bytes are dealt to
     group: int
     regions: tuple[Region, ...]  # end to end they are the slot's bytes
     window_blocks: int | None
@@ -94,6 +103,7 @@ class CacheLayout:
         return tuple(
             Part(
                 index=index,
+                num_ranks=num_ranks,
                 group=group,
                 regions=self.groups[group].shared if owner is None else self.groups[group].own,
                 window_blocks=_blocks(self.groups[group].window, tokens_per_block),

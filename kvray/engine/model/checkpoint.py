@@ -35,6 +35,7 @@ class CheckpointConfig:
 
     num_layers: int | None = None  # layers with attention
     is_mla: bool | None = None  # keys and values are one latent vector, the same on all ranks
+    num_kv_heads: int | None = None  # of each layer, on all ranks together; 0: layers differ
     latent_elems: int | None = None
     """Elements of the latent vector of a token in one layer; None also if there is none."""
     recurrent: str = ""
@@ -79,6 +80,7 @@ def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConf
     return CheckpointConfig(
         num_layers=_attention_layers(language),
         is_mla=is_mla,
+        num_kv_heads=_num_kv_heads(language),
         latent_elems=_latent_elems(language),
         recurrent=next((found for one in (config, language) for found in _recurrent(one)), ""),
         is_encoder_decoder=any(one.get("is_encoder_decoder") is True for one in (config, language)),
@@ -125,6 +127,13 @@ def _attention_layers(config: Config) -> int | None:
         return _whole(config, "num_hidden_layers")
     attention = [block.get("attention") for block in blocks if isinstance(block, Mapping)]
     return sum(isinstance(one, Mapping) and not one.get("no_op") for one in attention)
+
+
+def _num_kv_heads(config: Config) -> int | None:
+    """Return the KV heads of a layer; lists, and `block_configs`, have a number for each."""
+    if isinstance(config.get("num_key_value_heads"), list) or "block_configs" in config:
+        return 0
+    return _whole(config, "num_key_value_heads")
 
 
 def _latent_elems(config: Config) -> int | None:

@@ -40,7 +40,9 @@ def open_pool(pages: torch.Tensor, arena: Arena, num_layers: int) -> tuple[Devic
     share = pages.shape[1] // num_layers
     steps = tuple(LayerRange((one,), one * share, (one + 1) * share) for one in range(num_layers))
     region = Region(pages=pages, steps=steps)
-    part = Part(index=0, group=0, regions=(region,), window_blocks=None, is_stored_here=True)
+    part = Part(
+        index=0, num_ranks=1, group=0, regions=(region,), window_blocks=None, is_stored_here=True
+    )
     pool = DevicePool([part], num_layers=num_layers, has_hooks=True)
     pool.attend(arena)
     before, grown = -1, time.monotonic()

@@ -15,6 +15,7 @@ from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
 from kvray.store.arena.lease import Held, Lease, PartRequest
 from kvray.store.arena.mapped import MappedArena
+from kvray.store.arena.payload import Strip
 from kvray.store.arena.slots import Reservation
 from kvray.store.arena.tables import Array
 
@@ -29,10 +30,11 @@ class PartRead(NamedTuple):
     """Slots of one part, and the pages that they are copied into."""
 
     slots: Array
-    regions: Sequence[Array]
-    """Bytes of shape [num_pages, size] each; end to end they fill a slot."""
+    strips: Sequence[Strip]
     pages: Array
-    """Rows of each region, one a slot."""
+    """Rows of each strip, one a slot."""
+    block_bytes: int
+    """Bytes of a slot, read or not."""
 
 
 class Arena(MappedArena):
@@ -200,7 +202,9 @@ class Arena(MappedArena):
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
         with self.making_sense():
             for one in reads:
-                payload.read_regions(self.tables, one.slots, one.regions, one.pages)
+                payload.read_strips(
+                    self.tables, one.slots, one.strips, one.pages, block_bytes=one.block_bytes
+                )
 
     def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
         """Accept the copy of the leased slots `chosen`, or raise as `read` does."""

@@ -6,13 +6,23 @@ change.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.store.arena import key_index
 from kvray.store.arena.copier import Copier, Copy, copy_run, sum_blocks
 from kvray.store.arena.tables import Array, Tables
+
+
+class Strip(NamedTuple):
+    """Runs of bytes of one size, evenly apart in a slot as well as in a page."""
+
+    pages: Array  # u8 [num_pages, num_runs, size]
+    start: int  # where in a slot the first run is
+    step: int  # bytes from one run in a slot to the next
 
 
 def write(
@@ -59,10 +69,24 @@ def read(
     return sound
 
 
-def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
-    """Copy leased slots into pages of several regions; arguments as for `write`."""
-    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
-        copy_run(in_region, in_arena)
+def read_strips(
+    tables: Tables, slots: Array, strips: Sequence[Strip], pages: Array, *, block_bytes: int
+) -> None:
+    """Copy what `strips` have of leased slots of `block_bytes` into their pages; raises as `write`.
+
+    `pages` has a row for each slot.
+    """
+    for start, stop, area in _areas(tables, slots, pages, block_bytes):
+        page = pages[start]
+        for strip in strips:
+            in_pages = strip.pages[page : page + stop - start]
+            in_arena = as_strided(
+                area[:, strip.start :], in_pages.shape, (area.strides[0], strip.step, 1)
+            )
+            if in_pages.shape[1] == 1:
+                copy_run(in_pages[:, 0], in_arena[:, 0])
+            else:
+                np.copyto(in_pages, in_arena)
 
 
 def verify(tables: Tables, slots: Array) -> Array:

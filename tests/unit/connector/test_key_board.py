@@ -71,7 +71,7 @@ def test_metadata_costs_four_bytes_a_block_and_a_small_constant() -> None:
     def meta(num_blocks: int) -> bytes:
         lease = Lease(lease_id=2**40, page=7, num_slots=num_blocks, check=2**63)
         pages = (PageIds.of(list(range(num_blocks))),)
-        load = LoadPlan(3, RankLeases(("a" * 32,), (lease,)), num_blocks, 0, pages)
+        load = LoadPlan(3, RankLeases(("a" * 32,), (lease,)), num_blocks, 0, pages, 1)
         save = SavePlan(3, 0, KeyRun(0, num_blocks, 2**63), pages)
         made = ConnectorMeta(namespace=b"n" * 32, loads=(load,), saves=(save,))
         assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301 (made right here)

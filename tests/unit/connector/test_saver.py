@@ -72,7 +72,9 @@ def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
 def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:
     """Return the job of saving all of `rows`, which stays the engine's memory."""
     region = Region(pages=torch.from_numpy(rows), steps=(LayerRange((0,), 0, BLOCK_BYTES),))
-    part = Part(index=0, group=0, regions=(region,), window_blocks=None, is_stored_here=True)
+    part = Part(
+        index=0, num_ranks=1, group=0, regions=(region,), window_blocks=None, is_stored_here=True
+    )
     plain = {"parent": None, "depth": 0, "pool": HostPool([part]), "request_id": 1}
     return Job(part=part, keys=keys, pages=np.arange(len(keys)), **{**plain, **fields})
 

@@ -60,7 +60,9 @@ def even_steps(num_layers: int, layer_bytes: int) -> tuple[LayerRange, ...]:
 
 
 def part_of(*regions: Region, index: int = 0) -> Part:
-    return Part(index=index, group=0, regions=regions, window_blocks=None, is_stored_here=True)
+    return Part(
+        index=index, num_ranks=1, group=0, regions=regions, window_blocks=None, is_stored_here=True
+    )
 
 
 def region(

@@ -1,15 +1,18 @@
 """Bytes between an engine's pool and slots: runs, checksums, what proves wrong."""
 
 import os
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
 from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
 from kvray.store.arena.layout import QUARANTINED
+from kvray.store.arena.payload import Strip
 from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import (
     SLOT,
@@ -215,7 +218,19 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
-    reads = [PartRead(slots[:5], back[0], pages), PartRead(slots[5:], back[1], pages[3:])]
+    strips = {
+        part: [
+            Strip(region[:, None], start, size)
+            for region, start, size in zip(
+                regions, accumulate(sizes[part], initial=0), sizes[part], strict=False
+            )
+        ]
+        for part, regions in back.items()
+    }
+    reads = [
+        PartRead(slots[:5], strips[0], pages, sum(sizes[0])),
+        PartRead(slots[5:], strips[1], pages[3:], sum(sizes[1])),
+    ]
     arena.read_slots(reads)
     arena.check(held.leases[0], slots, verify=True)
     for region, copy in zip(pools[0], back[0], strict=True):
@@ -227,3 +242,24 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
         arena.check(held.leases[0], slots, verify=True)
     assert not arena.sound(held.leases[0], slice(6, 7)).any()
     arena.release(*held.leases)
+
+
+@pytest.mark.parametrize("pages", [np.arange(5), np.array([4, 2, 3, 9, 0])], ids=["run", "apart"])
+def test_a_strip_has_runs_of_a_slot_that_lie_elsewhere_in_a_page(
+    arena: Arena, pages: Array
+) -> None:
+    rng, keys, block_bytes = np.random.default_rng(3), KEYS[:5], 1200
+    blocks = rng.integers(0, 256, (5, block_bytes), dtype=np.uint8)
+    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+    assert made
+    assert arena.commit(made, arena.write_slots(made.slots, [blocks], np.arange(5)))
+    memory = np.zeros((10, 500), dtype=np.uint8)
+    runs = as_strided(memory[:, 7:], (10, 4, 50), (500, 100, 1))
+    strip = Strip(runs, start=30, step=300)
+    arena.read_slots([PartRead(made.slots.astype(np.int64), [strip], pages, block_bytes)])
+    expected = np.zeros_like(memory)
+    for row, page in enumerate(pages):
+        for run in range(4):
+            at = 30 + 300 * run
+            expected[page, 7 + 100 * run : 57 + 100 * run] = blocks[row, at : at + 50]
+    assert (memory == expected).all()

@@ -1,0 +1,84 @@
+"""What an engine reads of a namespace: which blocks, and which parts of them for each of its ranks.
+
+Those of its own namespace, which it stores as well; and, where heads are dealt alike, those of
+engines of the same model with more or fewer ranks (`model.reslicing`).
+"""
+
+from dataclasses import dataclass, replace
+
+from kvray.engine.model.cache_layout import CacheLayout
+from kvray.engine.model.engine_args import EngineArgs
+from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
+from kvray.identity.block import UNNAMED, Namespace
+from kvray.store import PartRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Of blocks whose bytes are dealt to `stored_by` ranks; small and picklable."""
+
+    namespace: Namespace
+    stored_by: int
+    part_requests: list[list[PartRequest]]
+    """For each rank that the leader speaks for, the parts that its lease must have."""
+    digest: bytes = b""
+    """Of the namespace; empty while the model has no name."""
+
+    def named(self, model: str) -> "Reading":
+        """Return it with the model's name; empty: there is none yet."""
+        namespace = replace(self.namespace, model=model or UNNAMED)
+        return replace(self, namespace=namespace, digest=namespace.digest() if model else b"")
+
+
+def own_reading(args: EngineArgs, layout: CacheLayout) -> Reading:
+    """Return what is read of the blocks that the engine stores itself; the model has no name."""
+    return _reading(args, layout, args.num_parts_ranks)
+
+
+def other_readings(args: EngineArgs, layout: CacheLayout) -> tuple[Reading, ...]:
+    """Return what is read of the blocks of engines with other numbers of ranks."""
+    own, size = args.num_parts_ranks, args.tokens_per_block
+    return tuple(
+        replace(
+            _reading(args, layout_among(layout, own, other), other),
+            part_requests=[
+                [
+                    PartRequest(part.index, part.window_blocks)
+                    for part in resliced_parts(layout, rank, own, other, size)
+                ]
+                for rank in range(own)
+            ],
+        )
+        for other in degrees(layout, own, args.checkpoint.num_kv_heads)
+    )
+
+
+def _reading(args: EngineArgs, layout: CacheLayout, num_ranks: int) -> Reading:
+    """Return what each of `num_ranks` ranks with this layout reads of their own blocks."""
+    parts = layout.parts(0, num_ranks, args.tokens_per_block)
+    namespace = Namespace(
+        model=UNNAMED,
+        quantization=args.quantization,
+        overrides=args.overrides,
+        kv_dtype=layout.dtype,
+        num_layers=sum(len(group.layers) for group in layout.groups),
+        kv_factor=layout.kv_factor,
+        tokens_per_block=args.tokens_per_block,
+        part_bytes=sum(part.block_bytes for part in parts),
+        num_parts=layout.num_parts(num_ranks),
+        tp_layout=_tp_layout(args, layout, num_ranks),
+        layer_groups=layout.describe(),
+        attention_backend=args.attention_backend,
+        engine=args.engine,
+    )
+    return Reading(
+        namespace=namespace,
+        stored_by=num_ranks,
+        part_requests=layout.part_requests(num_ranks, args.tokens_per_block),
+    )
+
+
+def _tp_layout(args: EngineArgs, layout: CacheLayout, num_ranks: int) -> str:
+    if not any(group.own for group in layout.groups):
+        return "tp1"  # a latent cache: each rank has all of a block, however many there are
+    return f"dp{args.num_ranks}" if args.attention_dp else f"tp{num_ranks}"

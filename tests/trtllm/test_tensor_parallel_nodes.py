@@ -1,0 +1,86 @@
+"""Engines on different nodes, of one model and with different numbers of ranks."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvray.engine import saver
+from tests.trtllm.engine import Engine
+from tests.trtllm.shapes import HEADS
+from tests.trtllm.version import Version, on
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.connector.test_several_nodes import nodes, running_nodes
+from tests.unit.connector.two_nodes import TwoNodes
+
+__all__ = ["nodes", "running_nodes"]
+
+PROMPT = list(range(100, 140))
+
+pytestmark = on("v1_2", "main_line")
+
+MakeEngine = Callable[..., Engine]
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def make_engine(
+    version: Version, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
+    """Make engines on the node of a number; whatever they did, no row was wrong."""
+    engines: list[Engine] = []
+    monkeypatch.setattr(saver, "_STALL_S", 5.0)
+    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
+    # What earlier tests have stored is known of for longer than it is there.
+    monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{next(_NUMBERS)}")
+
+    def make(node: int, **options: Any) -> Engine:
+        monkeypatch.setenv("KVRAY_ARENA__DIR", str(nodes.directories[node]))
+        engines.append(Engine(version, shape=HEADS, **options))
+        wait_for(lambda: engines[-1].arena is not None, "joining the tier")
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+        assert (engine.model.corrupt_rows, engine.totals["errors"]) == (0, 0)
+    wait_for(lambda: nodes.leased() == [0, 0], "the end of every lease")
+
+
+def hears_of(engine: Engine, other: Engine) -> None:
+    """Return when an engine's shard has said that the other's blocks are somewhere."""
+    pool, theirs = engine.workers[0]._rank.shared.pool, other.workers[0]._rank.shared.pool
+    (reading,) = [one for one in pool.others if one.digest == theirs.own.digest]
+    wait_for(lambda: pool.is_stored(reading) and pool.has_peers, "the shard's word")
+
+
+def test_the_shard_is_asked_for_sizes_that_somebody_has(make_engine: MakeEngine) -> None:
+    cold, warm = make_engine(0, num_ranks=2), make_engine(1, num_ranks=4)
+    cold.serve(PROMPT)
+    hears_of(warm, cold)
+    assert warm.serve(list(range(40))).num_hit == 0
+    assert warm.totals["stage_calls"] == 2
+
+
+def test_nobody_is_asked_for_sizes_that_nobody_has(make_engine: MakeEngine) -> None:
+    cold, warm = make_engine(0, num_ranks=2), make_engine(1, num_ranks=2)
+    cold.serve(PROMPT)
+    pool = warm.workers[0]._rank.shared.pool
+    wait_for(lambda: pool.has_peers, "the shard's word")
+    assert warm.serve(list(range(40))).num_hit == 0
+    assert warm.totals["stage_calls"] == 1
+
+
+def test_a_miss_of_blocks_that_could_be_read_is_not_called_incompatible(
+    make_engine: MakeEngine,
+) -> None:
+    cold, warm = make_engine(0, num_ranks=2), make_engine(1, num_ranks=1)
+    registration = warm.workers[0]._rank.shared.pool._registration
+    hers = [warm.workers[0]._rank.shared.pool.own, cold.workers[0]._rank.shared.pool.own]
+    difference = hers[0].namespace.difference(hers[1].namespace)
+    assert set(difference) == {"part_bytes", "num_parts", "tp_layout", "layer_groups"}
+    on_the_wire = {name: list(values) for name, values in difference.items()}
+    assert not registration.is_strange({"difference": on_the_wire})
+    assert registration.is_strange({"difference": on_the_wire | {"engine": ["a", "b"]}})

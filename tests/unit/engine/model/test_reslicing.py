@@ -1,0 +1,133 @@
+"""What ranks read of blocks that engines of other sizes have stored, byte for byte."""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
+from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
+
+SIZES = [1, 2, 4, 8]
+
+
+def layout_of(memory: list[Any], *, dtype: str = "float16", **group: Any) -> CacheLayout:
+    """Return the layout of regions u8 [num_pages, planes, bytes], one layer every two planes."""
+    regions = []
+    for array in memory:
+        num_pages, planes, plane = array.shape
+        steps = tuple(
+            LayerRange((layer,), 2 * layer * plane, 2 * (layer + 1) * plane)
+            for layer in range(planes // 2)
+        )
+        pages = torch.from_numpy(array.reshape(num_pages, -1))
+        regions.append(Region(pages=pages, steps=steps, num_planes=planes))
+    fields = {"window": None, "own": tuple(regions), **group}
+    return CacheLayout(
+        groups=(Group(layers=(0,), **fields),),
+        dtype=dtype,
+        kv_factor=2,
+        tokens_per_block=4,
+        is_flat=True,
+    )
+
+
+def share(heads: Any, rank: int, size: int) -> Any:
+    """Return a rank's own bytes of [num_pages, planes, heads, bytes], as its engine has them."""
+    count = heads.shape[2] // size
+    mine = heads[:, :, rank * count : (rank + 1) * count]
+    return np.ascontiguousarray(mine).reshape(*heads.shape[:2], -1)
+
+
+@given(
+    num_layers=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    head_bytes=st.integers(1, 5),
+    num_heads=st.sampled_from([8, 16]),
+    sizes=st.permutations(SIZES).map(lambda drawn: drawn[:2]),
+    seed=st.integers(0, 2**16),
+)
+def test_the_pieces_of_all_parts_are_what_the_rank_would_have_computed(
+    num_layers: list[int], head_bytes: int, num_heads: int, sizes: list[int], seed: int
+) -> None:
+    random, (stored_by, size) = np.random.default_rng(seed), sizes
+    whole = [
+        random.integers(0, 256, (2, 2 * layers, num_heads, head_bytes), dtype=np.uint8)
+        for layers in num_layers
+    ]
+    slots = [
+        np.concatenate([share(heads, rank, stored_by)[1].ravel() for heads in whole])
+        for rank in range(stored_by)
+    ]
+    for rank in range(size):
+        wanted = [share(heads, rank, size) for heads in whole]
+        memory = [np.zeros_like(array) for array in wanted]
+        layout = layout_of(memory)
+        assert stored_by in degrees(layout, size, num_heads)
+        for part in resliced_parts(layout, rank, size, stored_by, 4):
+            slot, regions = slots[part.index], part.regions
+            assert part.block_bytes == len(slot)
+            edges = pairwise(accumulate([region.size for region in regions], initial=0))
+            for region, (start, stop) in zip(regions, edges, strict=True):
+                if not region.is_gap:
+                    region.pages.numpy()[1] = slot[start:stop]
+                    assert region.steps[0].layers
+        for found, expected in zip(memory, wanted, strict=True):
+            assert (found[1] == expected[1]).all()
+            assert not found[0].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("other", SIZES)
+def test_the_layout_of_another_size_is_described_as_its_engine_does(size: int, other: int) -> None:
+    heads = np.zeros((3, 6, 8, 16), dtype=np.uint8)
+    mine, theirs = (layout_of([share(heads, 0, ranks)]) for ranks in (size, other))
+    assert layout_among(mine, size, other).describe() == theirs.describe()
+    assert layout_among(mine, size, other).num_parts(other) == theirs.num_parts(other)
+
+
+def test_a_piece_tells_which_layer_reads_it() -> None:
+    layout = layout_of([np.zeros((1, 6, 32), dtype=np.uint8)])
+    (part,) = resliced_parts(layout, 0, 2, 1, 4)
+    layers = [region.steps[0].layers[0] for region in part.regions if not region.is_gap]
+    assert layers == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_heads", "found"),
+    [
+        (1, 8, (2, 4, 8)),
+        (2, 8, (1, 4, 8)),
+        (8, 8, (1, 2, 4)),
+        (2, 2, (1,)),
+        (1, 3, ()),
+        (2, 6, (1,)),
+        (4, 6, ()),  # no engine has its heads dealt so
+        (4, 2, ()),  # ranks hold the same heads
+        (6, 6, (1, 2)),
+        (2, 0, ()),
+        (2, None, (1, 4, 8)),
+    ],
+)
+def test_sizes_that_deal_heads_evenly(
+    size: int, num_heads: int | None, found: tuple[int, ...]
+) -> None:
+    layout = layout_of([np.zeros((1, 4, 48), dtype=np.uint8)])
+    assert degrees(layout, size, num_heads) == found
+
+
+def test_what_is_not_known_to_be_heads_alone_is_not_cut() -> None:
+    memory = [np.zeros((1, 4, 48), dtype=np.uint8)]
+    region = layout_of(memory).groups[0].own[0]
+    mixed = Region(pages=region.pages, steps=region.steps)
+    for layout in (
+        layout_of(memory, window=16),
+        layout_of(memory, own=(region, mixed)),
+        layout_of(memory, shared=(region,)),
+        layout_of(memory, dtype="float8_e4m3fn"),
+        layout_of(memory, own=(), shared=(region,)),
+    ):
+        assert degrees(layout, 2, 8) == ()
