@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tests.trtllm.admission import Admission
@@ -37,6 +38,7 @@ class Engine:
         has_hooks: bool = True,
         max_batch: int = 4,
         partial_tokens: int = 0,
+        draft_len: int = 0,
         cache: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
@@ -60,6 +62,10 @@ class Engine:
         cache_args = {"tokens_per_block": BLOCK, "enable_block_reuse": True, **(cache or {})}
         if owner is not None:
             args["enable_attention_dp"] = True
+        if draft_len:
+            args["speculative_config"] = SimpleNamespace(
+                decoding_type="NGram", max_draft_len=draft_len
+            )
         num_args_ranks = num_ranks if owner is None else OWNERS
         self.workers, self.scheduler = construct(
             version, ranks, num_ranks=num_args_ranks, cache=cache_args, **args
@@ -69,6 +75,7 @@ class Engine:
         named = {} if owner is None else {"owner": owner}
         named |= {"is_flat": True} if is_flat and stand_in.HAS_GROUPS else {}
         self.manager = stand_in.Manager(self.workers, self.scheduler, **named)
+        self.manager.draft_len = self._draft_len = draft_len
         self.cache = Cache(
             self.memories,
             [group.window for group in shape.groups],
@@ -83,6 +90,7 @@ class Engine:
             has_groups=self.has_groups,
             chunk=chunk,
             max_batch=max_batch,
+            draft_len=draft_len,
         )
         self.model = Model(
             self.workers,
@@ -90,6 +98,7 @@ class Engine:
             self.cache,
             has_hooks=has_hooks,
             has_groups=self.has_groups,
+            draft_len=draft_len,
         )
         self.drops_batch = False
         """Whether the coming batch is loaded for, and then put off."""
@@ -248,7 +257,11 @@ class Engine:
             if request.is_dummy_request or not request.is_generating:
                 continue
             if not request.is_ended:
-                request.num_read += 1
+                if self._draft_len:
+                    request.num_read = len(request.tokens)
+                    self.cache.rewind(request, request.num_read)
+                else:
+                    request.num_read += 1
                 is_last = len(request.answer) >= request.max_new_tokens
                 request.is_ended = is_last or request.answer[-1] % 16 == 0  # an early end
             if request.is_ended and request.request_id in self.cache:
