@@ -17,6 +17,8 @@ from tests.trtllm.version import Version
 from tests.unit.actors.small_shard import WAIT_S
 
 DUMMY_ID = 2**64 - 1
+SEND_POLLS = 5
+"""Iterations that it takes to send a prompt's blocks to a server that generates."""
 OWNERS = 2
 """Under attention data parallelism, of which an engine here is one."""
 
@@ -105,6 +107,8 @@ class Engine:
         self.num_polls = 0
         self.failure: BaseException | None = None
         """The error of the connector that ended this engine."""
+        self.sending: dict[LlmRequest, int] = {}
+        """Prompts that are sent to another server -> iterations until it has their blocks."""
         self._previous: list[LlmRequest] = []
         self._ids = itertools.count(1)
 
@@ -136,6 +140,7 @@ class Engine:
             or self.admission.active
             or self._previous
             or self.admission.pinned
+            or self.sending
         ):
             before = self.model.num_passes
             self.step()
@@ -178,7 +183,8 @@ class Engine:
         self.num_polls += 1
         for request in self.manager.get_finished():
             self.admission.pinned.remove(request)
-            self._let_go(request)
+            self._release(request)
+        self._send()
 
     def poll(self) -> None:
         """Do an iteration of an engine that has nothing to do."""
@@ -262,10 +268,13 @@ class Engine:
                     self.cache.rewind(request, request.num_read)
                 else:
                     request.num_read += 1
-                is_last = len(request.answer) >= request.max_new_tokens
+                is_last = len(request.answer) >= request.max_new_tokens or request.is_only_prefilled
                 request.is_ended = is_last or request.answer[-1] % 16 == 0  # an early end
             if request.is_ended and request.request_id in self.cache:
                 pages = self.cache.pages_of(request)
+                if request.is_only_prefilled:
+                    self.sending[request] = SEND_POLLS
+                    request.state = "DISAGG_CONTEXT_TRANS_IN_PROGRESS"
                 if self.manager.request_finished(request, pages):
                     self.admission.pinned.append(request)
         for request in batch:
@@ -274,6 +283,19 @@ class Engine:
                     # The request was in the next batch, too, which knew nothing of its end.
                     self.manager.request_finished(request, [[] for _ in self.cache.windows])
                 self._let_go(request)
+
+    def _send(self) -> None:
+        """Send blocks of prompts for one iteration more, and look at what has arrived."""
+        for request in [one for one, polls in self.sending.items() if polls == 1]:
+            del self.sending[request]
+            self.model.read(request, request.prompt_len)
+            self._release(request)
+        self.sending = {request: polls - 1 for request, polls in self.sending.items()}
+
+    def _release(self, request: LlmRequest) -> None:
+        """Let a request go once neither the connector nor a server reads its blocks."""
+        if request not in self.admission.pinned and request not in self.sending:
+            self._let_go(request)
 
     def _hand_back(self, request: LlmRequest) -> None:
         if request.offer is None or request.was_reported or request.is_parked:

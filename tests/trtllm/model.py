@@ -77,15 +77,20 @@ class Model:
             if request.is_generating:
                 request.sample()
 
-    def _compute(self, request: LlmRequest, start: int, end: int) -> None:
-        """Read all that the tokens from `start` to `end` attend to, and write them."""
+    def read(self, request: LlmRequest, end: int) -> None:
+        """Read all that a token at `end` attends to."""
         for memory in self._memories:
             for group, pages in enumerate(self._cache.pages_of(request)):
-                first = self._cache.first_live(group, start)
-                for block in range(first, -(-start // BLOCK)):
+                for block in range(self._cache.first_live(group, end), -(-end // BLOCK)):
                     self.corrupt_rows += memory.corrupt_rows(
-                        request, group, block, pages[block], start
+                        request, group, block, pages[block], end
                     )
+
+    def _compute(self, request: LlmRequest, start: int, end: int) -> None:
+        """Read all that the tokens from `start` to `end` attend to, and write them."""
+        self.read(request, start)
+        for memory in self._memories:
+            for group, pages in enumerate(self._cache.pages_of(request)):
                 for block in range(start // BLOCK, -(-end // BLOCK)):
                     memory.compute(request, group, block, pages[block], start, end)
 
