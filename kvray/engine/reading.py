@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
-from kvray.identity.block import UNNAMED, Namespace
+from kvray.identity.block import UNNAMED, Namespace, namespace_id
 from kvray.store import PartRequest
 
 
@@ -23,6 +23,11 @@ class Reading:
     """For each rank that the leader speaks for, the parts that its lease must have."""
     digest: bytes = b""
     """Of the namespace; empty while the model has no name."""
+
+    @property
+    def number(self) -> int:
+        """What arenas know the namespace by."""
+        return namespace_id(self.digest)
 
     def named(self, model: str) -> "Reading":
         """Return it with the model's name; empty: there is none yet."""
