@@ -54,8 +54,18 @@ def other_readings(args: EngineArgs, layout: CacheLayout) -> tuple[Reading, ...]
                 for rank in range(own)
             ],
         )
-        for other in degrees(layout, own, args.checkpoint.num_kv_heads)
+        for other in other_sizes(args, layout)
     )
+
+
+def other_sizes(args: EngineArgs, layout: CacheLayout) -> tuple[int, ...]:
+    """Return other numbers of ranks whose blocks the engine's ranks read.
+
+    Those of one request are on one node: no shard leases such blocks for ranks elsewhere.
+    """
+    if args.attention_dp or args.is_spread:
+        return ()
+    return degrees(layout, args.num_ranks, args.checkpoint.num_kv_heads)
 
 
 def _reading(args: EngineArgs, layout: CacheLayout, num_ranks: int) -> Reading:
