@@ -220,6 +220,7 @@ class Leader:
             tenant_id=identity.tenant_id,
             block_tokens=shared.figures.block_tokens if identity.is_plain else None,
             windowed=shared.pool.windowed,
+            savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
         if asked.num_askable(size):
             state.prefix_digest = prefix_digest(

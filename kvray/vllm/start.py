@@ -76,6 +76,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         asks_again=True,
         computes_failed_loads=_computes_failed_loads(vllm_config),
         num_passes=int(vllm_config.max_concurrent_batches),
+        drafts_tokens=False,
         takes_offers_later=False,
     )
 

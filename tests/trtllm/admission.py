@@ -26,6 +26,7 @@ class Admission:
         has_groups: bool,
         chunk: int | None,
         max_batch: int,
+        draft_len: int = 0,
     ) -> None:
         self.waiting: list[LlmRequest] = []
         self.active: list[LlmRequest] = []
@@ -42,6 +43,7 @@ class Admission:
         self._resolves_late = stand_in.RESOLVES_LATE and has_groups
         self._chunk = chunk
         self._max_batch = max_batch
+        self._draft_len = draft_len
 
     def schedule(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Return those that compute of their prompts, and those that generate."""
@@ -61,7 +63,8 @@ class Admission:
     def _fits(self, request: LlmRequest) -> bool:
         """Whether all that are active could run to their ends beside it, sharing nothing."""
         everyone = [*self.active, *self.pinned, request]
-        return sum(_blocks_max(one) for one in everyone) <= self._cache.num_pages - 1
+        most = [one.prompt_len + one.max_new_tokens + 1 + 2 * self._draft_len for one in everyone]
+        return sum(-(-tokens // BLOCK) for tokens in most) <= self._cache.num_pages - 1
 
     def _ask_ahead(self, request: LlmRequest) -> bool:
         """Ask once, and perhaps leave the request out; what was offered waits meanwhile."""
@@ -85,7 +88,7 @@ class Admission:
         for request in self.active:
             if request.is_generating:
                 position = len(request.tokens) - 1
-                self._cache.extend(request, position + 1, history=position)
+                self._cache.extend(request, position + 1 + self._draft_len, history=position)
 
     def _add(self, request: LlmRequest) -> None:
         """Give a request its first pages, with what is taken of an offer."""
@@ -132,7 +135,3 @@ class Admission:
 
     def _is_asked_about(self, request: LlmRequest) -> bool:
         return not request.is_generation_only_request
-
-
-def _blocks_max(request: LlmRequest) -> int:
-    return -(-(request.prompt_len + request.max_new_tokens + 1) // BLOCK)

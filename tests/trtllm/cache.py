@@ -75,6 +75,13 @@ class Cache:
                     self._drop(group, pages[block])
                     pages[block] = NO_PAGE
 
+    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
+        """Give back the pages behind the first `num_tokens` tokens, but none of the prompt's."""
+        kept = -(-max(num_tokens, request.orig_prompt_len) // BLOCK)
+        for group, pages in enumerate(self.pages_of(request)):
+            while len(pages) > kept:
+                self._drop(group, pages.pop())
+
     def free(self, request: LlmRequest, *, computed: int) -> None:
         """End a sequence, and keep what it computed for others. Twice is fine."""
         held = self._held.pop(request.request_id, None)

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tests.trtllm.admission import Admission
@@ -16,6 +17,8 @@ from tests.trtllm.version import Version
 from tests.unit.actors.small_shard import WAIT_S
 
 DUMMY_ID = 2**64 - 1
+SEND_POLLS = 5
+"""Iterations that it takes to send a prompt's blocks to a server that generates."""
 OWNERS = 2
 """Under attention data parallelism, of which an engine here is one."""
 
@@ -37,6 +40,7 @@ class Engine:
         has_hooks: bool = True,
         max_batch: int = 4,
         partial_tokens: int = 0,
+        draft_len: int = 0,
         cache: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
@@ -60,6 +64,10 @@ class Engine:
         cache_args = {"tokens_per_block": BLOCK, "enable_block_reuse": True, **(cache or {})}
         if owner is not None:
             args["enable_attention_dp"] = True
+        if draft_len:
+            args["speculative_config"] = SimpleNamespace(
+                decoding_type="NGram", max_draft_len=draft_len
+            )
         num_args_ranks = num_ranks if owner is None else OWNERS
         self.workers, self.scheduler = construct(
             version, ranks, num_ranks=num_args_ranks, cache=cache_args, **args
@@ -69,6 +77,7 @@ class Engine:
         named = {} if owner is None else {"owner": owner}
         named |= {"is_flat": True} if is_flat and stand_in.HAS_GROUPS else {}
         self.manager = stand_in.Manager(self.workers, self.scheduler, **named)
+        self.manager.draft_len = self._draft_len = draft_len
         self.cache = Cache(
             self.memories,
             [group.window for group in shape.groups],
@@ -83,6 +92,7 @@ class Engine:
             has_groups=self.has_groups,
             chunk=chunk,
             max_batch=max_batch,
+            draft_len=draft_len,
         )
         self.model = Model(
             self.workers,
@@ -90,12 +100,15 @@ class Engine:
             self.cache,
             has_hooks=has_hooks,
             has_groups=self.has_groups,
+            draft_len=draft_len,
         )
         self.drops_batch = False
         """Whether the coming batch is loaded for, and then put off."""
         self.num_polls = 0
         self.failure: BaseException | None = None
         """The error of the connector that ended this engine."""
+        self.sending: dict[LlmRequest, int] = {}
+        """Prompts that are sent to another server -> iterations until it has their blocks."""
         self._previous: list[LlmRequest] = []
         self._ids = itertools.count(1)
 
@@ -127,6 +140,7 @@ class Engine:
             or self.admission.active
             or self._previous
             or self.admission.pinned
+            or self.sending
         ):
             before = self.model.num_passes
             self.step()
@@ -169,7 +183,8 @@ class Engine:
         self.num_polls += 1
         for request in self.manager.get_finished():
             self.admission.pinned.remove(request)
-            self._let_go(request)
+            self._release(request)
+        self._send()
 
     def poll(self) -> None:
         """Do an iteration of an engine that has nothing to do."""
@@ -248,11 +263,18 @@ class Engine:
             if request.is_dummy_request or not request.is_generating:
                 continue
             if not request.is_ended:
-                request.num_read += 1
-                is_last = len(request.answer) >= request.max_new_tokens
+                if self._draft_len:
+                    request.num_read = len(request.tokens)
+                    self.cache.rewind(request, request.num_read)
+                else:
+                    request.num_read += 1
+                is_last = len(request.answer) >= request.max_new_tokens or request.is_only_prefilled
                 request.is_ended = is_last or request.answer[-1] % 16 == 0  # an early end
             if request.is_ended and request.request_id in self.cache:
                 pages = self.cache.pages_of(request)
+                if request.is_only_prefilled:
+                    self.sending[request] = SEND_POLLS
+                    request.state = "DISAGG_CONTEXT_TRANS_IN_PROGRESS"
                 if self.manager.request_finished(request, pages):
                     self.admission.pinned.append(request)
         for request in batch:
@@ -261,6 +283,19 @@ class Engine:
                     # The request was in the next batch, too, which knew nothing of its end.
                     self.manager.request_finished(request, [[] for _ in self.cache.windows])
                 self._let_go(request)
+
+    def _send(self) -> None:
+        """Send blocks of prompts for one iteration more, and look at what has arrived."""
+        for request in [one for one, polls in self.sending.items() if polls == 1]:
+            del self.sending[request]
+            self.model.read(request, request.prompt_len)
+            self._release(request)
+        self.sending = {request: polls - 1 for request, polls in self.sending.items()}
+
+    def _release(self, request: LlmRequest) -> None:
+        """Let a request go once neither the connector nor a server reads its blocks."""
+        if request not in self.admission.pinned and request not in self.sending:
+            self._let_go(request)
 
     def _hand_back(self, request: LlmRequest) -> None:
         if request.offer is None or request.was_reported or request.is_parked:

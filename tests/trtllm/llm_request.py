@@ -30,13 +30,16 @@ class LlmRequest:
         *,
         known: dict[str, Any],
         max_new_tokens: int,
+        is_only_prefilled: bool = False,
         **fields: Any,
     ) -> None:
+        """`is_only_prefilled`: another server gets its blocks, and generates."""
         assert set(fields) <= set(known), f"this version has no {set(fields) - set(known)}"
         vars(self).update(known | fields)
         self.request_id = request_id
         self.prompt_len = len(tokens)
         self.max_new_tokens = max_new_tokens
+        self.is_only_prefilled = is_only_prefilled
         self.state = "CONTEXT_INIT"
         self.context_current_position = 0
         self.context_chunk_size = len(tokens)

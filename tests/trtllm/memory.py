@@ -18,6 +18,7 @@ from tests.trtllm.shapes import BLOCK, GroupShape, Shape
 
 POISON = 0xFF
 """NaN in every floating-point format that is used here."""
+SCRIBBLE = 0x5A
 
 
 class Region:
@@ -103,6 +104,12 @@ class Memory:
             content = region.content(request, block, end)[:, first:last]
             for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, first:last] = content
+
+    def scribble(self, group: int, page: int, row: int) -> None:
+        """Write what a rejected token leaves behind."""
+        for region in self.groups[group]:
+            for pages in (region.pages, region.expected):
+                region.tokens_of(pages, page)[:, row] = SCRIBBLE
 
     def corrupt_rows(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> int:
         """Return how many rows of a block before `end` attention would read wrongly."""

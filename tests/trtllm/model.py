@@ -1,6 +1,7 @@
 """The model of an engine: reads all that a token attends to, checks it, and writes its own rows."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,13 @@ class Model:
         *,
         has_hooks: bool,
         has_groups: bool,
+        draft_len: int = 0,
     ) -> None:
+        """`draft_len`: tokens that are drafted after each one that is computed for an answer."""
         self.corrupt_rows = 0
+        self.num_accepted = 0
+        self._draft_len = draft_len
+        self._accepts = random.Random(draft_len)
         self.num_passes = 0
         self._workers = workers
         self._memories = memories
@@ -52,6 +58,8 @@ class Model:
             self._compute(request, start, start + request.context_chunk_size)
         for request in generation:
             self._compute(request, len(request.tokens) - 1, len(request.tokens))
+            if self._draft_len:
+                self._compute_drafts(request)
         for layer, worker in itertools.product(layers, self._workers):
             worker.save_kv_layer(layer, None)
         for worker in self._workers:
@@ -69,17 +77,35 @@ class Model:
             if request.is_generating:
                 request.sample()
 
-    def _compute(self, request: LlmRequest, start: int, end: int) -> None:
-        """Read all that the tokens from `start` to `end` attend to, and write them."""
+    def read(self, request: LlmRequest, end: int) -> None:
+        """Read all that a token at `end` attends to."""
         for memory in self._memories:
             for group, pages in enumerate(self._cache.pages_of(request)):
-                first = self._cache.first_live(group, start)
-                for block in range(first, -(-start // BLOCK)):
+                for block in range(self._cache.first_live(group, end), -(-end // BLOCK)):
                     self.corrupt_rows += memory.corrupt_rows(
-                        request, group, block, pages[block], start
+                        request, group, block, pages[block], end
                     )
+
+    def _compute(self, request: LlmRequest, start: int, end: int) -> None:
+        """Read all that the tokens from `start` to `end` attend to, and write them."""
+        self.read(request, start)
+        for memory in self._memories:
+            for group, pages in enumerate(self._cache.pages_of(request)):
                 for block in range(start // BLOCK, -(-end // BLOCK)):
                     memory.compute(request, group, block, pages[block], start, end)
+
+    def _compute_drafts(self, request: LlmRequest) -> None:
+        """Compute the drafted tokens, of which some turn out to be those of the answer."""
+        end = len(request.tokens) + self._draft_len
+        for _ in range(self._accepts.randint(0, self._draft_len)):
+            request.sample()
+            self._compute(request, len(request.tokens) - 1, len(request.tokens))
+            self.num_accepted += 1
+        for position in range(len(request.tokens), end):
+            block, row = divmod(position, BLOCK)
+            for memory in self._memories:
+                for group, pages in enumerate(self._cache.pages_of(request)):
+                    memory.scribble(group, pages[block], row)
 
     def expect(self, request: LlmRequest, first: int, end: int) -> None:
         """Note that a request's pages should hold the blocks from `first` to token `end`."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvray.errors import ConfigError
 from tests.trtllm.version import STAND_INS, Version
 
 HERE = Path(__file__).parent
@@ -34,17 +35,23 @@ def test_every_row_names_tests_that_exist(row: list[str]) -> None:
 def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version: Version) -> None:
     refusals = version.module("model.refusals")
     policy = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
-    llm_args = SimpleNamespace(scheduler_config=policy)
+    transfers = SimpleNamespace(backend="DEFAULT")
+    llm_args = SimpleNamespace(scheduler_config=policy, cache_transceiver_config=transfers)
     checkpoint = SimpleNamespace(recurrent="mamba", is_encoder_decoder=True, has_fp4_cache=False)
     page = " ".join(PAGE.split())
     for reasons in (
         refusals._parallelism(llm_args, asks_every_rank=True),
         refusals._decoding(llm_args, None),
+        refusals._speculation(llm_args, None),
+        refusals._transfers(llm_args),
         refusals._cache(llm_args, None, checkpoint),
         refusals._model(checkpoint),
     ):
         for _, sentence in reasons:
             assert f"- {sentence}" in page
+    with pytest.raises(ConfigError) as refused:
+        refusals.refuse_parking(llm_args, waits_for_transfers=True)
+    assert f"- {refused.value}" in page
 
 
 def _tests_of(file: str) -> set[str]:

@@ -4,7 +4,6 @@
 that differs from rank to rank enters the namespace.
 """
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, rea
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
-
-_log = logging.getLogger("kvray.connector")
 
 _QUANTIZATION = (
     "quant_algo", "kv_cache_quant_algo", "group_size", "smoothquant_val", "clamp_val",
@@ -52,7 +49,6 @@ def read_engine_args(
     changes = field_of(llm_args, "model_kwargs")
     checkpoint = read_checkpoint(found, changes if isinstance(changes, Mapping) else None)
     refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
-    _warn_of_transfers(llm_args)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
     return EngineArgs(
         model=model,
@@ -76,6 +72,7 @@ def read_engine_args(
         asks_again=False,
         computes_failed_loads=False,
         num_passes=1,
+        drafts_tokens=field_of(llm_args, "speculative_config") is not None,
         takes_offers_later=takes_offers_later,
     )
 
@@ -138,15 +135,6 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     # `skip_softmax` changes the arithmetic and caches nothing.
     is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
     return is_asked_for or checkpoint.has_index_cache
-
-
-def _warn_of_transfers(llm_args: Any) -> None:
-    """Warn where blocks may come from another server: upstream does not test it with connectors."""
-    if field_of(field_of(llm_args, "cache_transceiver_config"), "backend") is not None:
-        _log.warning(
-            "kvray: cache_transceiver_config is set: a server that only generates gets its blocks"
-            " from another one and can use no connector; leave kv_connector_config out there."
-        )
 
 
 def _engine_version() -> str:

@@ -19,6 +19,11 @@ Reasons = Iterator[tuple[bool, str]]
 """Pairs of whether something is so, and the sentence that refuses it."""
 
 _SPECULATIVE = ("medusa_choices", "lookahead_decoding_config", "eagle_config")
+_DRAFTS_WITHOUT_LAYERS = ("NGRAM", "AUTO")
+"""Kinds of speculative decoding that keep no keys and values of their own; AUTO is n-grams, too.
+
+Source: `auto_heuristic.py` and `should_use_separate_draft_kv_cache` of TensorRT-LLM.
+"""
 
 
 def refuse_unsupported(
@@ -32,12 +37,26 @@ def refuse_unsupported(
     for reasons in (
         _parallelism(llm_args, asks_every_rank=asks_every_rank),
         _decoding(llm_args, cache),
+        _speculation(llm_args, cache),
+        _transfers(llm_args),
         _cache(llm_args, cache, checkpoint),
         _model(checkpoint),
     ):
         for is_so, sentence in reasons:
             if is_so:
                 raise ConfigError(sentence)
+
+
+def refuse_parking(llm_args: Any, *, waits_for_transfers: bool) -> None:
+    """Raise ConfigError if requests are not to be parked, which kvray's configuration asks for.
+
+    `waits_for_transfers`: as `base.waits_when_all_are_parked` says.
+    """
+    if waits_for_transfers and _transfer_backend(llm_args) is not None:
+        raise ConfigError(
+            "This version of TensorRT-LLM stands still for a transfer to a generation server when"
+            " all its requests are parked; set connector.load to sync."
+        )
 
 
 def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
@@ -99,11 +118,6 @@ def _parallelism(llm_args: Any, *, asks_every_rank: bool) -> Reasons:
 
 
 def _decoding(llm_args: Any, cache: Any) -> Reasons:
-    decoding = field_of(llm_args, "decoding_config")
-    is_speculative = field_of(llm_args, "speculative_config") is not None or any(
-        field_of(decoding, name) is not None for name in _SPECULATIVE
-    )
-    yield is_speculative, "kvray does not serve speculative decoding; unset speculative_config."
     policy = text_of(field_of(llm_args, "scheduler_config"), "capacity_scheduler_policy")
     yield (
         policy not in ("", "GUARANTEED_NO_EVICT") and not _has_second_manager(cache),
@@ -114,6 +128,50 @@ def _decoding(llm_args: Any, cache: Any) -> Reasons:
         text_of(llm_args, "attn_backend") == "VANILLA",
         "The VANILLA attention backend makes blocks of max_num_tokens tokens, which are hardly"
         " ever shared; set attn_backend to TRTLLM.",
+    )
+
+
+def _speculation(llm_args: Any, cache: Any) -> Reasons:
+    """Yield what is said of drafts; their layers' bytes depend on more than a block's tokens.
+
+    From early 1.3 on those layers have a pool of their own, whose manager calls the connector as if
+    it were the target's.
+    """
+    speculative = field_of(llm_args, "speculative_config")
+    decoding = field_of(llm_args, "decoding_config")
+    is_other = any(field_of(decoding, name) is not None for name in _SPECULATIVE)
+    kind = text_of(speculative, "decoding_type").upper()
+    yield (
+        is_other or (speculative is not None and kind not in _DRAFTS_WITHOUT_LAYERS),
+        "Of speculative decoding kvray serves drafts by n-grams only (decoding_type NGram or AUTO):"
+        " draft layers keep bytes that no connector can share; unset speculative_config.",
+    )
+    yield (
+        speculative is not None and _has_second_manager(cache),
+        "The second cache manager tells no connector which blocks of rejected drafts it takes back;"
+        " set kv_cache_config.use_kv_cache_manager_v2 to false, or unset speculative_config.",
+    )
+
+
+def _transfers(llm_args: Any) -> Reasons:
+    """Yield what is said of servers that hand blocks over, or are handed some.
+
+    Nothing tells a server that only generates from one that computes prompts but its overlap
+    scheduler, which upstream has only there.
+    """
+    if _transfer_backend(llm_args) is None:
+        return
+    yield (
+        field_of(llm_args, "disable_overlap_scheduler") is not True,
+        "Where cache_transceiver_config has a backend, a connector is for context servers, which"
+        " set disable_overlap_scheduler to true; a generation server gets its blocks from them and"
+        " is started without kv_connector_config.",
+    )
+    yield (
+        field_of(field_of(llm_args, "cache_transceiver_config"), "enable_pipelined_transfer")
+        is True,
+        "Blocks that are sent while their pass still runs may not be loaded yet; set"
+        " cache_transceiver_config.enable_pipelined_transfer to false.",
     )
 
 
@@ -172,6 +230,11 @@ def _model(checkpoint: CheckpointConfig) -> Reasons:
         "The keys and values of an encoder-decoder model depend on more than its tokens; serve"
         " this model without kv_connector_config.",
     )
+
+
+def _transfer_backend(llm_args: Any) -> Any:
+    """Return what the engine sends blocks to another server by, or gets them; None: it does not."""
+    return field_of(field_of(llm_args, "cache_transceiver_config"), "backend")
 
 
 def _has_second_manager(cache: Any) -> bool:

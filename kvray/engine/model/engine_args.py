@@ -41,6 +41,9 @@ class EngineArgs:
     """The engine computes blocks whose load has failed, so a promise need not be sure."""
     num_passes: int
     """Passes that may be planned before all ranks have answered for the first of them."""
+    drafts_tokens: bool
+    """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
+    page that was reported for an answer may belong to others by now."""
     takes_offers_later: bool
     """The engine may come back for an offer after passes, until it cancels it."""
 

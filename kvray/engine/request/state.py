@@ -48,6 +48,8 @@ class RequestState:
     arrivals: Arrivals = ()
     """How the found blocks came to this node, as far as they were not there."""
     promise: Promise | None = None
+    savable_blocks: int | None = None
+    """Leading blocks whose pages stay as they were reported, which alone are saved; None: all."""
     is_unsaved: bool = False
     """Nothing more of it is saved: its pages depend on more than its keys say."""
     _prompt: list[int] | None = None
@@ -150,7 +152,8 @@ class RequestState:
         """
         if self.is_unsaved:
             return self.num_saved
-        end = self.num_full = min(computed_tokens, self.num_tokens) // self.tokens_per_block
+        end = min(computed_tokens, self.num_tokens) // self.tokens_per_block
+        end = self.num_full = end if self.savable_blocks is None else min(end, self.savable_blocks)
         end = min(end, *map(len, self.pages)) if self.pages else 0
         for group, may_miss in zip(self.pages, self.windowed, strict=True):
             if not may_miss and end > self.num_saved:

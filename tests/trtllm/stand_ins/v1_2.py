@@ -156,6 +156,9 @@ class Manager:
 
     is_attention_dp = False
     bound = BOUND
+    draft_len = 0
+    counts_drafts = False
+    """Whether reports of generating requests count the drafted tokens."""
 
     def __init__(self, workers: list[Any], scheduler: Any) -> None:
         self.workers = workers
@@ -219,7 +222,7 @@ class Manager:
         if request.state == "CONTEXT_INIT":
             left = request.prompt_len - request.context_current_position
             return request.context_current_position, min(left, request.context_chunk_size)
-        return len(tokens) - 1, 1
+        return len(tokens) - 1, 1 + self.draft_len * self.counts_drafts
 
     def begin_pass(self, context: list[Any]) -> list[Any]:
         """Plan, bind and load; return the context requests that take part."""

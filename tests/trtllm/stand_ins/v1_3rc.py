@@ -56,6 +56,7 @@ def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
 
 class Manager(v1_2.Manager):
     bound = BOUND
+    counts_drafts = True
 
     def __init__(self, workers: list[Any], scheduler: Any) -> None:
         super().__init__(workers, scheduler)

@@ -45,6 +45,7 @@ ARGS = EngineArgs(
     asks_again=True,
     computes_failed_loads=True,
     num_passes=2,
+    drafts_tokens=False,
     takes_offers_later=False,
 )
 

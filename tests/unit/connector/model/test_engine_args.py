@@ -1,7 +1,6 @@
 """What is read of an engine's arguments, on every version's surface."""
 
 import enum
-import logging
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -268,14 +267,6 @@ def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) ->
 def test_an_unreadable_configuration_says_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert read_args(args_of(model=str(tmp_path))).checkpoint.is_mla is None
-
-
-def test_a_server_in_a_disaggregated_set_up_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        read_args(args_of(cache_transceiver_config=SimpleNamespace(backend=None)))
-        assert not caplog.records
-        read_args(args_of(cache_transceiver_config=SimpleNamespace(backend="UCX")))
-    assert "cache_transceiver_config" in caplog.text
 
 
 def names(llm_args: Any) -> tuple[str, ...]:

@@ -29,6 +29,23 @@ class Policy(enum.Enum):
         ({"orchestrator_type": "ray", "tensor_parallel_size": 2}, "orchestrator_type"),
         ({"speculative_config": object()}, "speculative_config"),
         ({"decoding_config": SimpleNamespace(medusa_choices=[[0]])}, "speculative"),
+        (
+            {
+                "speculative_config": SimpleNamespace(decoding_type="NGram"),
+                "cache": {"use_kv_cache_manager_v2": "auto"},
+            },
+            "use_kv_cache_manager_v2 to false",
+        ),
+        ({"cache_transceiver_config": SimpleNamespace(backend="UCX")}, "kv_connector_config"),
+        (
+            {
+                "cache_transceiver_config": SimpleNamespace(
+                    backend="UCX", enable_pipelined_transfer=True
+                ),
+                "disable_overlap_scheduler": True,
+            },
+            "enable_pipelined_transfer to false",
+        ),
         ({"attn_backend": "VANILLA"}, "attn_backend to TRTLLM"),
         ({"kv_cache_compression_config": object()}, "kv_cache_compression_config"),
         ({"sparse_attention_config": SimpleNamespace(sparse_disable_index_value=False)}, "index"),

@@ -185,3 +185,13 @@ def test_what_is_not_all_in_its_keys_is_not_saved() -> None:
     state.extend(list(range(20)), [list(range(5))], new=True)
     state.is_unsaved = True
     assert state.savable(20) == 0
+
+
+def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost() -> None:
+    """Of a prompt of two blocks and a half; the engine drafts tokens."""
+    state = state_of(list(range(10)), savable_blocks=2)
+    state.extend(list(range(10)), [[0, 1, 2]], new=True)
+    assert list(save(state, 10)) == [0, 1]
+    state.extend(list(range(10, 20)), [[3, 4]], new=False)
+    assert list(save(state, 20)) == []
+    assert state.num_full == state.num_saved
