@@ -100,6 +100,7 @@ def llm_args(*, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any
         "context_parallel_size": 1,
         "enable_attention_dp": False,
         "max_beam_width": 1,
+        "disable_overlap_scheduler": False,
         "attn_backend": "TRTLLM",
         "orchestrator_type": None,
         "speculative_config": None,
