@@ -130,7 +130,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         sparse attention may have them so.
         """
         args = self._shared.args
-        return args.attention_backend.upper() in ("TRTLLM", "DEFAULT") and not args.is_sparse
+        return args.attention_backend in ("TRTLLM", "default") and not args.is_sparse
 
     def _stop_if_failed(self) -> None:
         for failed in self._rank.failed:

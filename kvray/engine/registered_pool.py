@@ -24,6 +24,8 @@ from kvray.store import PartRequest
 _REST = 50
 """Times as long as a look at the arena takes is waited before the next one."""
 
+_REST_MAX_S = 0.02
+
 _NAME_WAIT_S = 1.0
 """How long the engine's start waits for the model's name; a known checkpoint takes no time."""
 
@@ -86,7 +88,7 @@ class RegisteredPool:
             found = arena.has_slots_of([one.number for one in unseen])
             self._seen.update(one.number for one, has in zip(unseen, found, strict=True) if has)
             now = time.monotonic()
-            self._look_at = now + _REST * (now - began)
+            self._look_at = now + min(_REST * (now - began), _REST_MAX_S)
         return [one for one in self.others if one.number in registration.stored | self._seen]
 
     @property
