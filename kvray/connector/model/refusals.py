@@ -1,8 +1,9 @@
 """Set-ups that a connector would serve wrongly, refused at the start with what to change.
 
 TensorRT-LLM checks some of them from one version on and others never: 1.1 and 1.2 refuse pipeline
-parallelism, the policy, several windows and drafts, later ones also context parallelism, beams, the
-host cache and Mamba, but not all drafts. Each rank checks all of them, so that the start fails cleanly on each.
+parallelism, the policy, several windows and drafts; later ones also context parallelism, beams, the
+host cache and Mamba, but not all drafts. Each rank checks all of them, so that the start fails
+cleanly on each.
 """
 
 from collections.abc import Iterator, Sequence
