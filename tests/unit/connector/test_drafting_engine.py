@@ -14,6 +14,7 @@ import torch
 from kvray.actors.shard.shard import Shard
 from kvray.lab.reference.engine import ReferenceEngine
 from kvray.lab.reference.model import make_tiny_causal_lm
+from tests.engine.test_drafts import choose_at_random, draft_from
 
 BLOCK = 8
 NEW_TOKENS = 24
@@ -61,22 +62,23 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_answers_and_what_others_load_of_them_are_those_of_plain_decoding(
-    make_engine: MakeEngine, chunked: bool
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, chunked: bool
 ) -> None:
-    alone = make_engine(enable_block_reuse=False)
-    drafting = make_engine(
-        connector=CONNECTOR, max_draft_len=5, enable_chunked_prefill=chunked, num_blocks=56
-    )
-    asked = prompts()
+    alone, asked = make_engine(enable_block_reuse=False), prompts()
     expected = [alone.generate(prompt, max_tokens=NEW_TOKENS).token_ids for prompt in asked]
+    texts = [[*prompt, *answer] for prompt, answer in zip(asked, expected, strict=True)]
+    turns = [[*text, 9, 8, 7] for text in texts]
+    again = [alone.generate(turn, max_tokens=NEW_TOKENS).token_ids for turn in turns]
+    texts += [[*turn, *answer] for turn, answer in zip(turns, again, strict=True)]
+    # Some of what follows, and then something else: blocks are taken back all the time.
+    draft_from(monkeypatch, [[*text, *[1] * 9] for text in texts], choose_at_random)
+    drafting = make_engine(connector=CONNECTOR, max_draft_len=9, enable_chunked_prefill=chunked)
     outputs = drafting.generate(asked, max_tokens=NEW_TOKENS)
     assert [one.token_ids for one in outputs] == expected
     assert sum(one.accepted_tokens for one in outputs) > 0
-    assert any(one.accepted_tokens < one.drafted_tokens for one in outputs)
-    turns = [[*prompt, *answer, 9, 8, 7] for prompt, answer in zip(asked, expected, strict=True)]
-    again = [alone.generate(turn, max_tokens=NEW_TOKENS).token_ids for turn in turns]
+    assert sum(one.accepted_tokens for one in outputs) < sum(one.drafted_tokens for one in outputs)
     drafting.close()
-    for options in ({"max_draft_len": 5}, {}):
+    for options in ({"max_draft_len": 9}, {}):
         other = make_engine(connector=CONNECTOR, **options)
         loaded = other.generate(turns, max_tokens=NEW_TOKENS)
         assert [one.token_ids for one in loaded] == again
