@@ -107,7 +107,7 @@ class PrefixFinder:
         if reason not in _MISSING or shared.spans_nodes:
             return matched, reason
         try:
-            for reading in shared.pool.others:
+            for reading in shared.pool.stored_by_others():
                 if have >= len(query.keys):
                     break
                 keys = _keys_in(shared, reading, query, asked)
@@ -281,17 +281,11 @@ class PrefixFinder:
 def _keys_in(
     shared: SharedState, reading: Reading, query: PromptQuery, asked: AskedRequest
 ) -> list[BlockKey]:
-    """Return the keys of a prompt in another namespace; none if nobody has stored its beginning."""
+    """Return the keys that what `query` asks about has in another namespace."""
     size, identity = shared.args.tokens_per_block, asked.identity
     seed = request_seed(reading.digest, salt=identity.salt, lora=identity.lora)
     tokens = asked.tokens[: len(query.keys) * size]
-    keys = partial(chain_keys, tokens_per_block=size, seed=seed, media=identity.media)
-    if not shared.pool.is_stored(reading):
-        arena, part = shared.link.arena, reading.part_requests[0][0].part
-        begins = keys(tokens[:size])
-        if arena is None or not arena.present(begins, [part])[0].any():
-            return []
-    return keys(tokens)
+    return chain_keys(tokens, tokens_per_block=size, seed=seed, media=identity.media)
 
 
 def _stage(

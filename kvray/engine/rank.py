@@ -16,8 +16,9 @@ from kvray.engine.key_board import read_keys
 from kvray.engine.loader import FailedLoad, Loader
 from kvray.engine.meta import Board, ConnectorMeta, KeyRun
 from kvray.engine.model.cache_layout import CacheLayout, Part
-from kvray.engine.model.reslicing import degrees, resliced_parts
+from kvray.engine.model.reslicing import resliced_parts
 from kvray.engine.parking import Parking
+from kvray.engine.reading import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch
@@ -65,7 +66,7 @@ class RankWorker:
             other: resliced_parts(
                 layout, args.part_rank, args.num_parts_ranks, other, args.tokens_per_block
             )
-            for other in degrees(layout, args.num_parts_ranks, args.checkpoint.num_kv_heads)
+            for other in other_sizes(args, layout)
         }
         self.pool = open_pool(
             layout, list(chain(*parts.values())), has_hooks=not shared.args.is_compiled

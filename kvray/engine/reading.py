@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
-from kvray.identity.block import UNNAMED, Namespace
+from kvray.identity.block import UNNAMED, Namespace, namespace_id
 from kvray.store import PartRequest
 
 
@@ -23,6 +23,11 @@ class Reading:
     """For each rank that the leader speaks for, the parts that its lease must have."""
     digest: bytes = b""
     """Of the namespace; empty while the model has no name."""
+
+    @property
+    def number(self) -> int:
+        """What arenas know the namespace by."""
+        return namespace_id(self.digest)
 
     def named(self, model: str) -> "Reading":
         """Return it with the model's name; empty: there is none yet."""
@@ -49,8 +54,18 @@ def other_readings(args: EngineArgs, layout: CacheLayout) -> tuple[Reading, ...]
                 for rank in range(own)
             ],
         )
-        for other in degrees(layout, own, args.checkpoint.num_kv_heads)
+        for other in other_sizes(args, layout)
     )
+
+
+def other_sizes(args: EngineArgs, layout: CacheLayout) -> tuple[int, ...]:
+    """Return other numbers of ranks whose blocks the engine's ranks read.
+
+    Those of one request are on one node: no shard leases such blocks for ranks elsewhere.
+    """
+    if args.attention_dp or args.is_spread:
+        return ()
+    return degrees(layout, args.num_ranks, args.checkpoint.num_kv_heads)
 
 
 def _reading(args: EngineArgs, layout: CacheLayout, num_ranks: int) -> Reading:

@@ -6,6 +6,7 @@ take minutes to find out.
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,13 @@ from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.model.model_name import ModelName
 from kvray.engine.promise import LeasedPrefix
 from kvray.engine.reading import Reading, other_readings, own_reading
-from kvray.identity.block import namespace_id
 from kvray.node import NodeLink, Registration
 from kvray.store import PartRequest
+
+_REST = 50
+"""Times as long as a look at the arena takes is waited before the next one."""
+
+_REST_MAX_S = 0.02
 
 _NAME_WAIT_S = 1.0
 """How long the engine's start waits for the model's name; a known checkpoint takes no time."""
@@ -49,6 +54,8 @@ class RegisteredPool:
         self._own: Reading | None = None
         self.others: tuple[Reading, ...] = ()
         """What is read of the blocks of engines with other numbers of ranks."""
+        self._seen: set[int] = set()  # numbers of namespaces that the arena had slots of
+        self._look_at = 0.0
         self.windowed: tuple[bool, ...] = (False,)
         """For each layer group, whether it has a window."""
         self.rank = args.rank  # as the shard knows it
@@ -67,10 +74,22 @@ class RegisteredPool:
         """Whether it is of blocks as the engine itself stores them."""
         return read.stored_by == self._args.num_parts_ranks
 
-    def is_stored(self, reading: Reading) -> bool:
-        """Whether the shard has said that there are such blocks, on whichever node."""
-        registration = self._registration
-        return registration is not None and namespace_id(reading.digest) in registration.stored
+    def stored_by_others(self) -> list[Reading]:
+        """Return those of `others` of which there are blocks.
+
+        The shard tells of those on all nodes with each report. What is new in this node's arena is
+        looked for as well, for so short a share of the time that no request feels it.
+        """
+        began, arena, registration = time.monotonic(), self._link.arena, self._registration
+        if registration is None:
+            return []
+        unseen = [one for one in self.others if one.number not in registration.stored | self._seen]
+        if unseen and arena is not None and began >= self._look_at:
+            found = arena.has_slots_of([one.number for one in unseen])
+            self._seen.update(one.number for one, has in zip(unseen, found, strict=True) if has)
+            now = time.monotonic()
+            self._look_at = now + min(_REST * (now - began), _REST_MAX_S)
+        return [one for one in self.others if one.number in registration.stored | self._seen]
 
     @property
     def namespace_digest(self) -> bytes:

@@ -66,6 +66,8 @@ class Scheduler(KvCacheConnectorScheduler):
         state.note("scheduler", threading.current_thread().name)
         self._size = llm_args.kv_cache_config.tokens_per_block
         self._loads: dict[int, tuple[int, int, bool]] = {}
+        self._has_drafts = llm_args.speculative_config is not None
+        self._num_prompt_blocks: dict[int, int] = {}
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
         self._to_load: list[tuple[int, int, Key]] = []
@@ -111,10 +113,16 @@ class Scheduler(KvCacheConnectorScheduler):
             blocks = self._blocks.setdefault(data.request_id, [])
             tokens += data.new_tokens
             blocks += data.new_block_ids
+            num_prompt_blocks = self._num_prompt_blocks.setdefault(
+                data.request_id, len(tokens) // self._size
+            )
             end = (
                 data.computed_position + data.num_scheduled_tokens + loaded.get(data.request_id, 0)
             )
-            for index in range(min(end, len(tokens)) // self._size):
+            num_blocks = min(end, len(tokens)) // self._size
+            if self._has_drafts:  # a rewind makes the ids of later blocks untrue
+                num_blocks = min(num_blocks, num_prompt_blocks)
+            for index in range(num_blocks):
                 key = (data.cache_salt, tuple(tokens[: (index + 1) * self._size]))
                 saves.append((blocks[index], key))
         metadata = {"loads": self._to_load, "saves": saves}

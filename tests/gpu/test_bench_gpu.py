@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvray.console.interrupts import Interrupts
-from kvray.lab.bench.gpu import GpuScale, measure_gpu
-from kvray.lab.bench.gpu_device import GpuDevice
-from kvray.lab.bench.gpu_model import Shapes
+from kvray.lab.bench.gpu.device import GpuDevice
+from kvray.lab.bench.gpu.model import Shapes
+from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
 from kvray.lab.bench.runner import running
 
 pytestmark = [

@@ -55,13 +55,12 @@ class LlmRequest:
         self.was_reported = False
         self.is_ended = False
         self.error: Exception | None = None
+        if "encoder_tokens" in known:
+            self.try_get_encoder_output_len = self._encoder_output_len
         self._digests = [hashlib.blake2b(repr(self._scope()).encode(), digest_size=16).digest()]
 
     def get_tokens(self, beam: int) -> list[int]:
         return self.tokens[: self.num_read]
-
-    def try_get_encoder_output_len(self) -> int | None:
-        return None if self.encoder_tokens is None else len(self.encoder_tokens)
 
     @property
     def is_parked(self) -> bool:
@@ -99,6 +98,9 @@ class LlmRequest:
         self.prompt_len = self.num_read
         self.state, self.context_current_position, self.has_pages = "CONTEXT_INIT", 0, False
         self.offer, self.was_reported = None, False
+
+    def _encoder_output_len(self) -> int | None:
+        return None if self.encoder_tokens is None else len(self.encoder_tokens)
 
     def _scope(self) -> tuple[Any, ...]:
         """Return what all its keys and values depend on: salt, the adapter's bytes, embeddings."""

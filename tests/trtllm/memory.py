@@ -4,6 +4,7 @@ Whatever nobody has loaded or computed is poison, in the pages and in what they 
 a byte that the connector writes anywhere else, or does not write where it must, is found.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from functools import lru_cache
@@ -138,9 +139,10 @@ class Memory:
 
     def layout(self, module: Any) -> Any:
         """Return the pools as the second cache manager describes them, by classes of `module`."""
+        known = {field.name for field in dataclasses.fields(module.KvCacheLayout)}
         return module.KvCacheLayout(
             tokens_per_block=BLOCK,
-            dtype=self.shape.dtype,
+            **({"dtype": self.shape.dtype} if "dtype" in known else {}),
             groups=tuple(
                 self._describe(module, index, group)
                 for index, group in enumerate(self.shape.groups)

@@ -43,8 +43,10 @@ def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
 
 @pytest.mark.parametrize("fields", (UNTOLD | UNBOUND).values(), ids=UNTOLD | UNBOUND)
 def test_what_cannot_be_told_is_neither_saved_nor_loaded(
-    make_engine: MakeEngine, fields: dict[str, Any], is_flat: bool
+    make_engine: MakeEngine, version: Version, fields: dict[str, Any], is_flat: bool
 ) -> None:
+    if not set(fields) <= set(version.stand_in.REQUEST_FIELDS):
+        pytest.skip("this version's requests have no such attribute")
     engine = make_engine(is_flat=is_flat)
     engine.serve(PROMPT, max_new=9, **fields)
     engine.close()

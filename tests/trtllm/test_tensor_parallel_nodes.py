@@ -53,7 +53,7 @@ def hears_of(engine: Engine, other: Engine) -> None:
     """Return when an engine's shard has said that the other's blocks are somewhere."""
     pool, theirs = engine.workers[0]._rank.shared.pool, other.workers[0]._rank.shared.pool
     (reading,) = [one for one in pool.others if one.digest == theirs.own.digest]
-    wait_for(lambda: pool.is_stored(reading) and pool.has_peers, "the shard's word")
+    wait_for(lambda: reading in pool.stored_by_others() and pool.has_peers, "the shard's word")
 
 
 def test_the_shard_is_asked_for_sizes_that_somebody_has(make_engine: MakeEngine) -> None:

@@ -63,7 +63,7 @@ def gpu(
     own under arena.dir, of some 4 GiB, and removes it again.
     """
     options = {"config": config, "repeat": repeat, "quick": quick}
-    run_bench("gpu", options, as_json=as_json, verbose=verbose)
+    run_bench("gpu.run", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()

@@ -59,7 +59,7 @@ def read_engine_args(
         partial_reuse=field_of(cache, "enable_partial_reuse") is not False,
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
-        attention_backend=text_of(llm_args, "attn_backend") or "default",
+        attention_backend=text_of(llm_args, "attn_backend").upper() or "default",
         engine=_engine_version(),
         ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
         attention_dp=field_of(llm_args, "enable_attention_dp") is True,

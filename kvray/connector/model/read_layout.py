@@ -34,7 +34,7 @@ def layout_of_tensor(
     pages = tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
     layers = tuple(range(num_layers))
     steps = _even_steps(layers, pages.shape[1])
-    num_planes = num_layers * kv_factor if is_head_major else 0
+    num_planes = num_layers * kv_factor if is_head_major and kv_factor > 1 else 0
     regions = (Region(pages=pages, steps=steps, num_planes=num_planes),)
     is_latent = kv_factor == 1 and may_be_latent
     own, shared = ((), regions) if is_latent else (regions, ())

@@ -1,8 +1,9 @@
 """Set-ups that a connector would serve wrongly, refused at the start with what to change.
 
 TensorRT-LLM checks some of them from one version on and others never: 1.1 and 1.2 refuse pipeline
-parallelism and the policy, 1.3 also context parallelism, beams, the host cache, several windows
-and Mamba. Each rank checks all of them, so that the start fails cleanly on each.
+parallelism, the policy, several windows and drafts; later ones also context parallelism, beams, the
+host cache and Mamba, but not all drafts. Each rank checks all of them, so that the start fails
+cleanly on each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ def _decoding(llm_args: Any, cache: Any) -> Reasons:
         " reads; set scheduler_config.capacity_scheduler_policy to GUARANTEED_NO_EVICT.",
     )
     yield (
-        text_of(llm_args, "attn_backend") == "VANILLA",
+        text_of(llm_args, "attn_backend").upper() == "VANILLA",
         "The VANILLA attention backend makes blocks of max_num_tokens tokens, which are hardly"
         " ever shared; set attn_backend to TRTLLM.",
     )

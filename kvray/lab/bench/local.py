@@ -15,6 +15,7 @@ import psutil
 from kvray.config import format_size, load_config
 from kvray.errors import CapacityError, ConfigError
 from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row, hash_rows
+from kvray.lab.bench.resliced import resliced_rows
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
@@ -169,6 +170,7 @@ class _Bench:
             ("stores", self._stores),
             ("retrieves of large blocks", self._large_retrieves),
             ("retrieves of small blocks", self._small_retrieves),
+            ("loads of blocks of other ranks", self._resliced_loads),
             ("lookups", self._lookups),
         )
         self._runner.show("Starting", total=len(measurements))
@@ -233,6 +235,14 @@ class _Bench:
         small = self._scale.small
         pairs = self._retrieve_pairs(self._reader, self._fill(small), small)
         return [_row("retrieve", "retrieve", small, pairs)]
+
+    def _resliced_loads(self) -> list[Row]:
+        large = self._scale.large
+        self._clear()
+        assert self._arena is not None
+        # Blocks of the largest case and of its plain loads are in the arena together.
+        num_blocks = max(2, min(large.shape[0] // 4, 64))
+        return resliced_rows(self._arena, num_blocks=num_blocks, pairs=large.pairs)
 
     def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False

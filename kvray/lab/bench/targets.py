@@ -15,6 +15,7 @@ _AT_LEAST = {
     "retrieve_ratio_128kib": 0.85,
     "retrieve_verified_ratio_4mib": 0.88,
     "retrieve4_ratio_4mib": 0.93,
+    "resliced_*_ratio": 0.67,
     "tier_small_into_large_ratio": 0.85,
     "nvme_*_ratio*": 0.9,
     "gpu_*_ratio_4mib*": 0.9,

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvray.lab.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
+from kvray.lab.reference.llm_args import (
+    KvCacheConfig,
+    KvConnectorConfig,
+    LlmArgs,
+    NGramDecodingConfig,
+)
 from kvray.lab.reference.output import Call, Output
 from kvray.lab.reference.replica import Replica
 from kvray.lab.reference.weights import find_weights
@@ -20,6 +25,7 @@ __all__ = [
     "KvCacheConfig",
     "KvConnectorConfig",
     "LlmArgs",
+    "NGramDecodingConfig",
     "Output",
     "ReferenceEngine",
     "Replica",

@@ -35,6 +35,7 @@ class KVCacheManager:
         self.enable_block_reuse = options.enable_block_reuse
         self.enable_partial_reuse = options.enable_block_reuse and options.enable_partial_reuse
         self.connector: KvCacheConnectorManager | None = None
+        self._max_draft_len = options.max_draft_len
         self._poison = options.poison
         self._events: KvCacheEvents | None = None
         if options.event_buffer_max_size:
@@ -66,9 +67,10 @@ class KVCacheManager:
         return self._blocks.num_free
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the blocks of prompt and longest answer, those already held included."""
-        num_tokens = request.orig_prompt_len + request.max_new_tokens
-        return -(-num_tokens // self.tokens_per_block)
+        """Return the blocks of prompt, longest answer and drafts, those already held included."""
+        return self._num_blocks(
+            request.orig_prompt_len + request.max_new_tokens + self._max_draft_len
+        )
 
     def get_needed_beyond_held(self, request: LlmRequest) -> int:
         """Return the blocks that the request may still ask for."""
@@ -97,15 +99,18 @@ class KVCacheManager:
             if request.is_first_context_chunk and not is_loaded:
                 self._add_sequence(request)
         for request in batch.generation_requests:
-            self._add_token(request)
+            self._add_tokens(request)
         if self.connector is not None:
             self.connector.build_scheduler_output(batch, self.get_cache_indices)
 
     def update_resources(self, batch: ScheduledRequests) -> None:
-        """Let other requests find the prompts whose last chunk the pass has computed."""
+        """Let others find the prompts that the pass has computed to their end, and rewind."""
         for request in batch.context_requests:
             if request.context_remaining_length == 0 and request.request_id in self._sequences:
                 self._remember(request, request.get_tokens(0)[: request.prompt_len])
+        for request in batch.generation_requests:
+            if request.request_id in self._sequences:
+                self._rewind(request)
 
     def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool = False) -> None:
         """Let other requests find the request's blocks; with `pin`, hold them until `unpin`."""
@@ -166,7 +171,7 @@ class KVCacheManager:
         """Give the request all blocks of its prompt and return how many tokens they hold."""
         held = list(match.block_ids)
         num_tokens = len(held) * self.tokens_per_block
-        num_fresh = -(-request.prompt_len // self.tokens_per_block) - len(held)
+        num_fresh = self._num_blocks(request.prompt_len) - len(held)
         source = [] if match.partial_block_id is None else [match.partial_block_id]
         self._blocks.reference(held + source)
         if source and num_fresh > self._blocks.num_free:
@@ -189,11 +194,24 @@ class KVCacheManager:
             rows = self.get_buffers(layer_index)[:, :, :, :num_tokens]
             rows[target] = rows[source]
 
-    def _add_token(self, request: LlmRequest) -> None:
-        """Make room for the KV of the token that the last pass sampled."""
+    def _add_tokens(self, request: LlmRequest) -> None:
+        """Make room for the KV of the newest token and of the drafts after it."""
         block_ids = self._sequences[request.request_id]
-        if request.num_computed_tokens >= len(block_ids) * self.tokens_per_block:
-            block_ids.extend(self._allocate(1))
+        num_tokens = request.num_computed_tokens + 1 + len(request.py_draft_tokens)
+        block_ids.extend(self._allocate(max(self._num_blocks(num_tokens) - len(block_ids), 0)))
+
+    def _rewind(self, request: LlmRequest) -> None:
+        """Take back the blocks that only rejected drafts have used; others may get them.
+
+        Source: `KVCacheManager::rewindKVCache`, which releases the last block while it is unused.
+        """
+        block_ids = self._sequences[request.request_id]
+        num_kept = self._num_blocks(request.num_computed_tokens)
+        self._release(block_ids[num_kept:])
+        del block_ids[num_kept:]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.tokens_per_block)
 
     def _allocate(self, count: int) -> list[int]:
         block_ids = self._blocks.allocate(count)

@@ -179,12 +179,14 @@ class KvCacheConnectorManager:
     def _report(self, request: LlmRequest, block_ids: list[int]) -> RequestData:
         tokens = request.get_tokens(0)
         num_tokens, num_blocks = self._reported.get(request.request_id, (0, 0))
-        self._reported[request.request_id] = (len(tokens), len(block_ids))
+        # As upstream, each place in the list is told once: not again when a rewind has freed the
+        # block there and another one has replaced it.
+        self._reported[request.request_id] = (len(tokens), max(num_blocks, len(block_ids)))
         if request.state is LlmRequestState.CONTEXT_INIT:
             position = request.context_current_position
             num_scheduled = min(request.context_remaining_length, request.context_chunk_size)
         else:
-            position, num_scheduled = len(tokens) - 1, 1
+            position, num_scheduled = len(tokens) - 1, 1 + len(request.py_draft_tokens)
         return _make(
             RequestData,
             request_id=request.request_id,

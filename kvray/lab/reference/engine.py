@@ -26,6 +26,7 @@ class ReferenceEngine:
     def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
         self._request_ids = itertools.count(1)
         chosen = EngineOptions(model=model, **options)
+        self._max_draft_len = chosen.max_draft_len
         ranks, self._others = start_ranks(chosen)
         try:
             self._leader = EngineRank(chosen, ranks)
@@ -147,10 +148,11 @@ class ReferenceEngine:
                     f"{token!r} is no token id; ids are integers from 0 to "
                     f"{self.model.vocab_size - 1}."
                 )
-        total = len(tokens) + max_tokens
+        total = len(tokens) + max_tokens + self._max_draft_len
         room = self.cache.get_max_resource_count() * self.cache.tokens_per_block
         if total > min(room, self.model.max_tokens):
+            drafts = f", {self._max_draft_len} of them drafts," if self._max_draft_len else ""
             raise ConfigError(
-                f"A prompt of {len(tokens)} tokens and {max_tokens} more do not fit: the pool "
-                f"holds {room} tokens and the model takes {self.model.max_tokens}."
+                f"A prompt of {len(tokens)} tokens and {total - len(tokens)} more{drafts} do not "
+                f"fit: the pool holds {room} tokens and the model takes {self.model.max_tokens}."
             )

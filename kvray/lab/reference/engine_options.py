@@ -36,6 +36,7 @@ class EngineOptions:
     enable_chunked_prefill: bool = False  # a prompt may be computed in several passes
     chunk_tokens: int | None = None  # with it, the longest piece of a prompt in one pass
     overlap: bool = False  # sample one pass late, as TensorRT-LLM does by default
+    max_draft_len: int = 0  # tokens drafted for a request in one pass; 0: no drafts
     max_batch_size: int = 8  # the most requests in one pass
     pad_batch_size: int = 0  # fill smaller batches up with dummy requests
     event_buffer_max_size: int = 0  # events of the pool that wait to be taken; 0: none are made
@@ -62,6 +63,13 @@ class EngineOptions:
         if chunk is not None and (chunk < size or chunk % size):
             raise ConfigError(
                 f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block ({size})."
+            )
+        if self.max_draft_len < 0:
+            raise ConfigError(f"max_draft_len is {self.max_draft_len}; it must be at least 0.")
+        if self.max_draft_len and self.overlap:
+            raise ConfigError(
+                "max_draft_len and overlap exclude each other: drafts continue a request's newest"
+                " token, which overlap does not know yet when a pass begins."
             )
         if self.tensor_parallel_size not in (1, 2, 4):
             raise ConfigError(

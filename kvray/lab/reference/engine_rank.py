@@ -19,7 +19,12 @@ from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.executor import Executor
 from kvray.lab.reference.intake import Intake
-from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
+from kvray.lab.reference.llm_args import (
+    KvCacheConfig,
+    LlmArgs,
+    NGramDecodingConfig,
+    ParallelConfig,
+)
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.ranks import Ranks
@@ -79,6 +84,8 @@ class EngineRank:
             hit_tokens=request.py_num_connector_matched_tokens if has_hits else 0,
             ttft_s=max(request.first_token_at - request.submitted_at, 0.0),
             finish_reason=request.finish_reason or "",
+            drafted_tokens=request.drafted_tokens,
+            accepted_tokens=request.accepted_tokens,
         )
 
     def _warm_up(self, pad_batch_size: int) -> ModelEngine:
@@ -102,6 +109,9 @@ class EngineRank:
 
 
 def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
+    speculative_config = None
+    if options.max_draft_len:
+        speculative_config = NGramDecodingConfig(max_draft_len=options.max_draft_len)
     return LlmArgs(
         model=model,
         tensor_parallel_size=ranks.size,
@@ -116,6 +126,7 @@ def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
             enable_partial_reuse=options.enable_partial_reuse,
         ),
         kv_connector_config=options.connector_config,
+        speculative_config=speculative_config,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from kvray.errors import KVRayError
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.drafts import find_drafts
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.intake import Intake
 from kvray.lab.reference.model_engine import ModelEngine
@@ -148,6 +149,8 @@ class Executor:
             max_batch_size=self._options.max_batch_size,
             chunk_tokens=self._options.pass_chunk_tokens,
         )
+        if self._options.max_draft_len:
+            self._add_drafts(batch)
         if self._is_dummy_due and (dummy := self._cache.add_padding_request()) is not None:
             batch.generation_requests.append(dummy)
         if batch.batch_size:
@@ -159,6 +162,12 @@ class Executor:
         elif self._connector is not None and self._follows_main:
             self._connector.worker.start_load_kv(None)
         return batch
+
+    def _add_drafts(self, batch: ScheduledRequests) -> None:
+        for request in batch.generation_requests:
+            request.py_draft_tokens = find_drafts(
+                request.get_tokens(0), max_draft_len=self._options.max_draft_len
+            )
 
     def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
         """Return the sampled tokens; None after a dummy, or an error that failed all requests."""
@@ -278,7 +287,7 @@ def schedule(
 
 
 def _add_tokens(batch: ScheduledRequests, sampled: dict[int, int]) -> None:
-    """Append the sampled token to each request that has not ended meanwhile."""
+    """Append what the pass sampled to each request that has not ended meanwhile."""
     now = time.monotonic()
     for request in batch.all_requests():
         token = sampled.get(request.request_id)
@@ -286,4 +295,4 @@ def _add_tokens(batch: ScheduledRequests, sampled: dict[int, int]) -> None:
             continue
         if not request.generated_tokens:
             request.first_token_at = now
-        request.add_new_token(token)
+        request.add_sampled(token)

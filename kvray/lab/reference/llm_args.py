@@ -24,6 +24,14 @@ class KvConnectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NGramDecodingConfig:
+    """The part of `TorchLlmArgs.speculative_config` that says how many tokens are drafted."""
+
+    max_draft_len: int
+    decoding_type: str = "NGram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """This process's place among the ranks, as in `TorchLlmArgs.parallel_config`."""
 
@@ -46,3 +54,4 @@ class LlmArgs:
     disable_overlap_scheduler: bool = True
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     kv_connector_config: KvConnectorConfig | None = None
+    speculative_config: NGramDecodingConfig | None = None

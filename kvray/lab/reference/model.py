@@ -129,10 +129,10 @@ class BlockModel:
         return kv.keys, kv.values
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> torch.Tensor:
-        """Return the logits after the step's last token, shape [vocab_size]."""
-        last = step.hidden[:, step.num_tokens - 1].clone()
-        logits: torch.Tensor = self._head(self._body.norm(last))[0]
+    def logits(self, step: Step, row: int | None = None) -> torch.Tensor:
+        """Return the logits after the token of one row, by default the last: [vocab_size]."""
+        hidden = step.hidden[:, step.num_tokens - 1 if row is None else row].clone()
+        logits: torch.Tensor = self._head(self._body.norm(hidden))[0]
         return logits
 
 

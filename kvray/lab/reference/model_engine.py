@@ -15,11 +15,15 @@ from kvray.lab.reference.request import LlmRequest, ScheduledRequests
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of one request in one pass; rows before `first_token` are in the pool."""
+    """Consecutive blocks of one request in one pass; rows before `first_token` are in the pool.
 
-    request_id: int
+    The pass samples after the newest token of the request, at `newest_token`, and its drafts.
+    """
+
+    request: LlmRequest
     block_ids: list[int]
     first_token: int
+    newest_token: int
     steps: list[Step]
     is_sampled: bool
 
@@ -61,7 +65,8 @@ class ModelEngine:
     def forward(self, batch: ScheduledRequests, pending: Mapping[int, int]) -> dict[int, int]:
         """Compute the pass and return the next token of each request whose prompt is complete.
 
-        `pending` has tokens that were sampled but not added to their requests yet.
+        `pending` has tokens that were sampled but not added to their requests yet. A request with
+        drafts learns how many of them are accepted; its next token comes after those.
         """
         padding = self._padding(batch)
         runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]
@@ -72,11 +77,7 @@ class ModelEngine:
                 self._run_layer(layer_index, run)
             if self.hooks is not None:
                 self.hooks.save_kv_layer(layer_index, None)
-        sampled = {
-            run.request_id: int(self._model.logits(run.steps[-1]).argmax())
-            for run in runs
-            if run.is_sampled
-        }
+        sampled = {run.request.request_id: self._sample(run) for run in runs if run.is_sampled}
         if self._forward_callable is not None:
             self._forward_callable()
         for request in padding:
@@ -95,12 +96,15 @@ class ModelEngine:
             tokens.append(pending[request.request_id])
         start = request.num_computed_tokens
         is_context = request.context_remaining_length > 0 and not request.is_dummy
-        end = start + (request.context_chunk_size if is_context else 1)
-        assert end <= len(tokens), "a pass computes known tokens"
+        newest = start + (request.context_chunk_size if is_context else 1) - 1
+        assert newest < len(tokens), "a pass computes known tokens and drafts"
+        tokens += request.py_draft_tokens
+        end = newest + 1 + len(request.py_draft_tokens)
         return _Run(
-            request_id=request.request_id,
+            request=request,
             block_ids=self._cache.get_cache_indices(request),
             first_token=start,
+            newest_token=newest,
             steps=[
                 self._model.begin(tokens[index * size : min(end, (index + 1) * size)], index)
                 for index in range(start // size, -(-end // size))
@@ -111,8 +115,8 @@ class ModelEngine:
     def _run_layer(self, layer_index: int, run: _Run) -> None:
         """Take one layer's earlier blocks out of the pool, and put each new row into it.
 
-        Only full blocks are read. A row is written once: a block that was announced or shared
-        never changes afterwards.
+        Only full blocks are read. A row is written once, except after a rejected draft: a block
+        that was announced or shared never changes afterwards.
         """
         size = self._cache.tokens_per_block
         buffers = self._cache.get_buffers(layer_index)
@@ -125,6 +129,21 @@ class ModelEngine:
                 buffers[run.block_ids[step.block_index], kind, :, low:high] = values[
                     0, :, first + low : first + high
                 ]
+
+    def _sample(self, run: _Run) -> int:
+        """Accept the drafts that greedy sampling repeats; return the token after them."""
+        drafts = run.request.py_draft_tokens
+        num_accepted, token = 0, self._token_after(run, run.newest_token)
+        while num_accepted < len(drafts) and drafts[num_accepted] == token:
+            num_accepted += 1
+            token = self._token_after(run, run.newest_token + num_accepted)
+        run.request.py_num_accepted_draft_tokens = num_accepted
+        return token
+
+    def _token_after(self, run: _Run, position: int) -> int:
+        block_index, row = divmod(position, self._cache.tokens_per_block)
+        step = run.steps[block_index - run.steps[0].block_index]
+        return int(self._model.logits(step, row).argmax())
 
 
 def _gather(buffers: torch.Tensor, block_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,8 @@ class Output:
 
     The engine found `reused_tokens` in its own pool, loaded `hit_tokens` through the connector, and
     computed the rest of the `prompt_tokens`. `ttft_s` runs from the submission to the first token,
-    waiting included. `finish_reason` is `stop`, `length` or `cancelled`.
+    waiting included. `finish_reason` is `stop`, `length` or `cancelled`. The engine drafted
+    `drafted_tokens`, of which `accepted_tokens` are in the answer.
     """
 
     text: str
@@ -32,6 +33,8 @@ class Output:
     hit_tokens: int
     ttft_s: float
     finish_reason: str
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(self.token_ids))  # JSON has lists only

@@ -58,6 +58,12 @@ class LlmRequest:
         self.submitted_at = 0.0
         self.first_token_at = 0.0
         self.num_computed_tokens = 0
+        self.py_draft_tokens: list[int] = []
+        """What the coming pass tries after the newest token; no part of the tokens."""
+        self.py_num_accepted_draft_tokens = 0
+        """How many of them, from the first on, the last pass has confirmed."""
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self._context_position = 0
         self._tokens = list(prompt_tokens)
 
@@ -120,6 +126,17 @@ class LlmRequest:
         self._context_position += min(self.context_chunk_size, self.context_remaining_length)
         self.num_computed_tokens = self._context_position
 
+    def add_sampled(self, token: int) -> None:
+        """Append the accepted drafts and the token after them, up to one that ends the request."""
+        drafts = self.py_draft_tokens
+        self.drafted_tokens += len(drafts)
+        for draft in drafts[: self.py_num_accepted_draft_tokens]:
+            self.add_new_token(draft)
+            self.accepted_tokens += 1
+            if self.is_finished:
+                return
+        self.add_new_token(token)
+
     def add_new_token(self, token: int) -> None:
         self._tokens.append(token)
         if token in self.end_ids:
@@ -159,7 +176,7 @@ class ScheduledRequests:
             if request.context_remaining_length == 0 and not request.is_finished:
                 request.state = LlmRequestState.GENERATION_IN_PROGRESS
         for request in self.generation_requests:
-            request.num_computed_tokens += 1
+            request.num_computed_tokens += 1 + request.py_num_accepted_draft_tokens
 
     def foresee_ends(self) -> None:
         """Stop scheduling requests that end with the token that is sampled but not added."""

@@ -153,6 +153,14 @@ class Arena(MappedArena):
         packed = key_index.pack_keys(keys)
         return [lease.present(self.tables, packed, part) for part in parts]
 
+    def has_slots_of(self, namespaces: Sequence[int]) -> list[bool]:
+        """Return for each namespace whether a slot has, or lately had, a block of it.
+
+        Read without the lock: the answer is a hint.
+        """
+        held = self.tables.slot_namespace[self.tables.backed]
+        return [bool((held == np.uint32(one)).any()) for one in namespaces]
+
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of any process of this node; False if busy: retry."""
         if not leases:

@@ -2,7 +2,7 @@
 
 Source: the page on the connector of that branch. An offer that is not taken is handed back by
 `cancel_load`, a request whose blocks were taken away is announced by `request_reset`. The layout
-tells what is the same on all ranks.
+tells what is the same on all ranks, but not of which type its elements are.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,27 @@ RequestData = main_line.RequestData
 SchedulerOutput = main_line.SchedulerOutput
 KvCacheBufferRef = main_line.KvCacheBufferRef
 KvCacheRegion = main_line.KvCacheRegion
-KvCacheLayout = main_line.KvCacheLayout
-KvCacheConnectorWorker = main_line.KvCacheConnectorWorker
-KvCacheConnectorConfig = main_line.KvCacheConnectorConfig
 llm_args = main_line.llm_args
 
 
 @dataclass(frozen=True)
 class KvCacheLayerGroupLayout(main_line.KvCacheLayerGroupLayout):
     replicated_regions: tuple[main_line.KvCacheRegion, ...] = ()
+
+
+@dataclass(frozen=True)
+class KvCacheLayout:
+    tokens_per_block: int
+    groups: tuple[KvCacheLayerGroupLayout, ...]
+    gpu_pool_mapping_bytes: int | None = None
+
+
+class KvCacheConnectorConfig(main_line.KvCacheConnectorConfig):
+    mooncake_store: dict[str, Any] | None = None
+
+
+class KvCacheConnectorWorker(main_line.KvCacheConnectorWorker):
+    capacity_only = False
 
 
 class KvCacheConnectorScheduler(main_line.KvCacheConnectorScheduler):
@@ -47,6 +59,7 @@ class KvCacheConnectorScheduler(main_line.KvCacheConnectorScheduler):
 
 class Manager(main_line.Manager):
     bound = BOUND
+    serves_owners_flat = True
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         self.scheduler.cancel_load(request, start, end)

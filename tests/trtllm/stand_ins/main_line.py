@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.trtllm.stand_ins import v1_2, v1_3rc
 
-VERSION = "1.4.0rc1"
+VERSION = "1.4.0rc4"
 MODULE = v1_3rc.MODULE
 HAS_GROUPS = True
 RESOLVES_LATE = False
@@ -106,10 +106,14 @@ class KvCacheConnectorWorker(v1_2.KvCacheConnectorWorker):
 class KvCacheConnectorScheduler(v1_3rc.KvCacheConnectorScheduler):
     supports_attention_dp = False
 
-    def request_finished_by_layer_group(self, request: Any, groups: list[list[int]]) -> bool:
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
+    ) -> bool:
         raise NotImplementedError("this connector knows one list of block ids only")
 
-    def update_state_after_alloc_by_layer_group(self, request: Any, groups: Any) -> None:
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: list[list[int]]
+    ) -> None:
         raise NotImplementedError("this connector knows one list of block ids only")
 
 
@@ -130,7 +134,7 @@ def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
             "enable_swa_scratch_reuse": False,
             **cache,
         },
-        **{"sparse_attention_config": None, "kv_cache_compression_config": None, **changes},
+        **{"model_kwargs": None, "kv_cache_compression_config": None, **changes},
     )
 
 
@@ -138,6 +142,8 @@ class Manager(v1_3rc.Manager):
     """Asks and commits apart, so that an engine may take less of an offer."""
 
     bound = BOUND
+    serves_owners_flat = False
+    """Whether the first cache manager goes with attention data parallelism."""
 
     def __init__(
         self,
@@ -152,6 +158,7 @@ class Manager(v1_3rc.Manager):
         With `is_flat` the first cache manager is in use, which knows one list of blocks.
         """
         if owner is not None:
+            assert self.serves_owners_flat or not is_flat, "owners need layer groups"
             assert all(type(one).supports_attention_dp is True for one in (*workers, scheduler))
         super().__init__(workers, scheduler)
         self.owner = owner

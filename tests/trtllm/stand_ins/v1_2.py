@@ -67,12 +67,10 @@ features go into the constructor and cannot be read.
 
 REQUEST_FIELDS = {
     **dict.fromkeys(BOUND[BOUND.index("prompt_embedding_table") :]),
-    "encoder_tokens": None,
     "is_dummy_request": False,
     "is_generation_only_request": False,
     "py_lora_path": None,
     "py_multimodal_data": None,
-    "py_prompt_embedding_table": None,
 }
 """More attributes of Python's subclass, which sets `py_lora_path` and `py_multimodal_data` always.
 
@@ -89,14 +87,26 @@ def llm_args(*, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any
     mapping = SimpleNamespace(rank=rank, tp_size=num_ranks)
     fields = {
         "model": "not-on-this-machine",
+        "revision": None,
+        "dtype": "auto",
+        "load_format": "AUTO",
+        "checkpoint_format": None,
+        "checkpoint_loader": None,
+        "force_dynamic_quantization": False,
+        "max_seq_len": None,
+        "gpus_per_node": 8,
         "tensor_parallel_size": num_ranks,
         "pipeline_parallel_size": 1,
         "context_parallel_size": 1,
         "enable_attention_dp": False,
         "max_beam_width": 1,
+        "disable_overlap_scheduler": False,
         "attn_backend": "TRTLLM",
         "orchestrator_type": None,
         "speculative_config": None,
+        "decoding_config": None,
+        "cache_transceiver_config": None,
+        "sparse_attention_config": None,
         "lora_config": None,
         "quant_config": None,
         "torch_compile_config": None,
@@ -110,6 +120,7 @@ def llm_args(*, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any
                 "enable_partial_reuse": False,
                 "host_cache_size": None,
                 "max_attention_window": None,
+                "sink_token_length": None,
                 "dtype": "auto",
                 **cache,
             }

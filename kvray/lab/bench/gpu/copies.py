@@ -14,7 +14,7 @@ from kvray.engine.device.pool import Load
 from kvray.engine.model.cache_layout import LayerRange, Part, Region
 from kvray.errors import KVRayError
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.gpu_device import GpuDevice
+from kvray.lab.bench.gpu.device import GpuDevice
 from kvray.lab.bench.report import Row, copy_row
 from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Duration, Pair, measure, reserve_all, timed
 from kvray.store import Arena

@@ -7,9 +7,9 @@ from numpy.random import default_rng
 from kvray.engine.device.pool import Load
 from kvray.errors import KVRayError
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.gpu_copies import open_pool
-from kvray.lab.bench.gpu_device import GpuDevice
-from kvray.lab.bench.gpu_model import Model, Shapes
+from kvray.lab.bench.gpu.copies import open_pool
+from kvray.lab.bench.gpu.device import GpuDevice
+from kvray.lab.bench.gpu.model import Model, Shapes
 from kvray.lab.bench.report import Row
 from kvray.lab.bench.runner import Duration, measure, median_s, reserve_all, speed_ratio
 from kvray.store import Arena

@@ -1,0 +1,363 @@
+"""Drafts change how soon tokens come, and neither the answer nor the KV of its full blocks."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvray.errors import ConfigError
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.drafts import find_drafts
+from kvray.lab.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.executor import schedule
+from kvray.lab.reference.llm_args import NGramDecodingConfig
+from kvray.lab.reference.model import KVGeometry, make_tiny_causal_lm
+from kvray.lab.reference.output import Output
+from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from tests.engine import fake_connector
+from tests.engine.conftest import make_prompt
+from tests.engine.fake_connector import CONFIG, State
+
+BLOCK = 8  # so small that drafts often cross into the next block
+MAX_TOKENS = 40
+PROMPTS = [
+    make_prompt(30),
+    make_prompt(41, seed=1),
+    make_prompt(5, seed=2) * 9,
+    [7] * 24,
+    [8] * 33,
+    make_prompt(3, seed=4) * 5,
+    [9],
+    make_prompt(16, seed=5) * 2,
+]
+FEWEST_BLOCKS = 12  # of the longest prompt, its answer and 5 drafts
+SEEDS = range(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The blocks of a request at its end, and the KV of those whose tokens are all computed."""
+
+    block_ids: list[int]
+    kv: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What comes of the prompts without drafts."""
+
+    outputs: list[Output]
+    ends: dict[int, Ended]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Each prompt and its answer, as one list of tokens."""
+        pairs = zip(PROMPTS, self.outputs, strict=True)
+        return [[*prompt, *output.token_ids] for prompt, output in pairs]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return tiny models whose weak attention lets answers run in circles for a while."""
+    paths = []
+    for seed in SEEDS:
+        causal_lm = make_tiny_causal_lm(seed)
+        with torch.no_grad():
+            for layer in causal_lm.model.layers:
+                layer.self_attn.o_proj.weight.mul_(0.03)
+        paths.append(tmp_path_factory.mktemp("models") / str(seed))
+        causal_lm.save_pretrained(paths[-1])
+    return paths
+
+
+def start(model: Path, max_draft_len: int = 0, **options: Any) -> ReferenceEngine:
+    defaults: dict[str, Any] = {
+        "tokens_per_block": BLOCK,
+        "num_blocks": 3 * FEWEST_BLOCKS,
+        "num_threads": 1,
+        "poison": True,
+    }
+    return ReferenceEngine(model, max_draft_len=max_draft_len, **{**defaults, **options})
+
+
+@pytest.fixture(scope="module")
+def plain(models: list[Path]) -> list[Plain]:
+    """Return what each model answers without drafts, reuse or batch."""
+    all_plain = []
+    for model in models:
+        fake_connector.reset()
+        with start(model, connector=CONFIG, enable_block_reuse=False, max_batch_size=1) as engine:
+            ends = watch_ends(engine)
+            outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
+        all_plain.append(Plain(outputs=outputs, ends=ends))
+    return all_plain
+
+
+def watch_ends(engine: ReferenceEngine) -> dict[int, Ended]:
+    """Return a record, by request id, of what `request_finished` finds in the pool."""
+    assert engine.connector is not None
+    scheduler: Any = engine.connector.scheduler
+    request_finished = scheduler.request_finished
+    ends: dict[int, Ended] = {}
+
+    def watch(request: LlmRequest, block_ids: list[int]) -> bool:
+        full = block_ids[: (len(request.get_tokens(0)) - 1) // BLOCK]
+        kv = engine.cache.get_unique_primary_pool()[full].clone()
+        ends[request.request_id] = Ended(block_ids=list(block_ids), kv=kv)
+        is_saving: bool = request_finished(request, block_ids)
+        return is_saving
+
+    scheduler.request_finished = watch
+    return ends
+
+
+def draft_from(
+    monkeypatch: pytest.MonkeyPatch,
+    texts: list[list[int]],
+    choose: Callable[[int, random.Random], tuple[int, int]],
+) -> None:
+    """Let the engine draft what really follows, with as many tokens, and right ones, as chosen.
+
+    The choice may depend on `max_draft_len` and on chance, which depends on the tokens.
+    """
+
+    def find(tokens: Sequence[int], *, max_draft_len: int) -> list[int]:
+        count, num_right = choose(max_draft_len, random.Random(sum(tokens)))
+        text = next(text for text in texts if text[: len(tokens)] == list(tokens))
+        follows = [*text[len(tokens) :], *[0] * count][:count]
+        return [*follows[:num_right], *((token + 1) % 512 for token in follows[num_right:])]
+
+    monkeypatch.setattr("kvray.lab.reference.executor.find_drafts", find)
+
+
+def choose_at_random(max_draft_len: int, chance: random.Random) -> tuple[int, int]:
+    count = chance.randint(0, max_draft_len)
+    return count, chance.randint(0, count)
+
+
+def answers(outputs: list[Output]) -> list[tuple[tuple[int, ...], str]]:
+    return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], [4, 5, 6, 1]),
+        ([5, 2, 3, 7, 8, 2, 3, 9, 9, 2, 3], [9, 9, 2, 3]),  # the latest occurrence
+        ([1, 2, 3, 7, 8, 2, 3, 9, 1, 2, 3], [7, 8, 2, 3]),  # but rather one of three tokens
+        ([6, 4, 4, 4], [4, 4, 4, 4]),
+        ([1, 2, 1, 2], [1, 2, 1, 2]),
+        ([1, 2, 3, 1], []),
+        ([1], []),
+    ],
+)
+def test_drafts_go_on_as_the_last_tokens_did_before(tokens: list[int], drafts: list[int]) -> None:
+    assert find_drafts(tokens, max_draft_len=4) == drafts
+
+
+@pytest.mark.parametrize("max_draft_len", [1, 2, 3, 4, 5])
+def test_answers_are_those_without_drafts(
+    models: list[Path], plain: list[Plain], max_draft_len: int
+) -> None:
+    seed = max_draft_len % len(SEEDS)
+    with start(models[seed], max_draft_len) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
+        assert engine.cache.get_num_free_blocks() == 3 * FEWEST_BLOCKS
+    assert answers(outputs) == answers(plain[seed].outputs)
+    num_accepted = sum(output.accepted_tokens for output in outputs)
+    assert 0 < num_accepted < sum(output.drafted_tokens for output in outputs)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_blocks": FEWEST_BLOCKS},
+    {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK},
+    {"enable_partial_reuse": True, "num_blocks": 2 * FEWEST_BLOCKS},
+    {"enable_block_reuse": False, "pad_batch_size": 8, "num_blocks": 6 * FEWEST_BLOCKS},
+    {"max_draft_len": 2 * BLOCK + 1, "num_blocks": 4 * FEWEST_BLOCKS},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
+def test_rewinds_change_neither_answers_nor_full_blocks_and_leave_ids_untold(
+    models: list[Path],
+    plain: list[Plain],
+    fake: State,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    seed = VARIANTS.index(options) % len(SEEDS)
+    draft_from(monkeypatch, plain[seed].texts, choose_at_random)
+    with start(models[seed], **{"connector": CONFIG, "max_draft_len": 5, **options}) as engine:
+        ends = watch_ends(engine)
+        outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
+    assert answers(outputs) == answers(plain[seed].outputs)
+    assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
+    for request_id, end in plain[seed].ends.items():
+        assert torch.equal(ends[request_id].kv, end.kv)
+    _check_untold(fake, ends)
+
+
+def _check_untold(fake: State, ends: dict[int, Ended]) -> None:
+    """Check that some told ids are untrue at the end, and none of the blocks of a prompt."""
+    told: dict[int, list[int]] = {}
+    for output in fake.outputs:
+        for data in output.new_requests + output.cached_requests:
+            told.setdefault(data.request_id, []).extend(data.new_block_ids)
+    untrue = [
+        (request_id, index)
+        for request_id, end in ends.items()
+        for index, block_id in enumerate(end.block_ids)
+        if told[request_id][index] != block_id
+    ]
+    assert untrue
+    for request_id, index in untrue:
+        assert index * BLOCK >= len(PROMPTS[request_id - 1])
+
+
+def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
+    models: list[Path], plain: list[Plain], fake: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = iter([(5, 0), (0, 0), (5, 5)])
+    draft_from(monkeypatch, plain[0].texts, lambda *_: next(choices))
+    with start(models[0], 5, connector=CONFIG) as engine:
+        ends = watch_ends(engine)
+        output = engine.generate(PROMPTS[0], max_tokens=9)
+    tokens = list(plain[0].outputs[0].token_ids)
+    assert list(output.token_ids) == tokens[:9]
+    assert (output.drafted_tokens, output.accepted_tokens) == (10, 5)
+    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
+    assert (
+        [
+            (
+                data.new_tokens,
+                len(data.new_block_ids),
+                data.computed_position,
+                data.num_scheduled_tokens,
+            )
+            for data in reports
+        ]
+        == [
+            (PROMPTS[0], 4, 0, 30),
+            (tokens[:1], 1, 30, 6),
+            (tokens[1:2], 0, 31, 1),  # the fifth block has been taken back
+            (tokens[2:3], 0, 32, 6),  # and another one in its place is not told
+        ]
+    )
+    assert reports[1].new_block_ids != ends[1].block_ids[4:]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 4, 6, 7])
+def test_answer_ends_inside_an_accepted_run_where_it_ends_without_drafts(
+    models: list[Path], plain: list[Plain], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    draft_from(monkeypatch, plain[0].texts, lambda longest, _: (longest, longest))
+    tokens = plain[0].outputs[0].token_ids
+    assert tokens[num_tokens - 1] not in tokens[: num_tokens - 1]
+    with start(models[0], 5) as engine:
+        output = engine.generate(PROMPTS[0], max_tokens=num_tokens)
+        assert answers([output]) == [(tokens[:num_tokens], "length")]
+        engine.tokenizer.end_ids = frozenset({tokens[num_tokens - 1]})
+        output = engine.generate(PROMPTS[0], max_tokens=MAX_TOKENS)
+        assert answers([output]) == [(tokens[:num_tokens], "stop")]
+        # The prompt's pass sampled the first token, and the last of seven comes after the drafts.
+        assert output.accepted_tokens == min(num_tokens - 1, 5)
+        assert engine.cache.get_num_free_blocks() == 3 * FEWEST_BLOCKS
+
+
+def test_prompt_that_continues_an_answer_reuses_its_blocks(
+    models: list[Path], plain: list[Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_from(monkeypatch, plain[0].texts, choose_at_random)
+    text = plain[0].texts[0]
+    with start(models[0], 5) as engine:
+        engine.generate(PROMPTS[0], max_tokens=20)
+        output = engine.generate(text[:50], max_tokens=20)
+    assert output.reused_tokens == 48
+    assert list(output.token_ids) == text[50:70]
+
+
+def test_ranks_that_share_the_model_draft_alike(models: list[Path], plain: list[Plain]) -> None:
+    with start(models[0], 3, tensor_parallel_size=2) as engine:
+        outputs = engine.generate(PROMPTS[3:5], max_tokens=MAX_TOKENS)
+    assert answers(outputs) == answers(plain[0].outputs[3:5])
+    assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
+
+
+def make_cache(num_blocks: int, max_draft_len: int) -> KVCacheManager:
+    options = EngineOptions(
+        num_blocks=num_blocks, tokens_per_block=BLOCK, max_draft_len=max_draft_len, poison=True
+    )
+    return KVCacheManager(KVGeometry(num_layers=1, num_kv_heads=1, head_dim=2), options)
+
+
+def test_rewound_blocks_are_poisoned_and_go_to_others() -> None:
+    cache = make_cache(4, max_draft_len=9)
+    request = LlmRequest(1, make_prompt(2 * BLOCK - 1), max_new_tokens=4)
+    batch = ScheduledRequests(context_requests=[request])
+    cache.prepare_resources(batch)
+    batch.count_computed()
+    request.add_sampled(5)
+    request.py_draft_tokens = list(range(9))
+    batch = ScheduledRequests(generation_requests=[request])
+    cache.prepare_resources(batch)
+    block_ids = cache.get_cache_indices(request)
+    kept, rewound = block_ids[:2], block_ids[2:]
+    assert len(rewound) == 2
+    cache.get_unique_primary_pool().zero_()
+    batch.count_computed()
+    request.add_sampled(6)
+    cache.update_resources(batch)
+    assert cache.get_cache_indices(request) == kept
+    assert cache.get_unique_primary_pool()[rewound].isnan().all()
+    other = LlmRequest(2, make_prompt(2 * BLOCK, seed=1))
+    cache.prepare_resources(ScheduledRequests(context_requests=[other]))
+    assert sorted(cache.get_cache_indices(other)) == sorted(rewound)
+
+
+def test_request_waits_until_its_drafts_fit_too() -> None:
+    cache = make_cache(4, max_draft_len=5)
+    requests = [
+        LlmRequest(1 + seed, make_prompt(8, seed=seed), max_new_tokens=4) for seed in (0, 1)
+    ]
+    assert cache.get_needed_resource_to_completion(requests[0]) == 3
+    batch = schedule(requests, cache, max_batch_size=8, chunk_tokens=None)
+    assert batch.context_requests == requests[:1]
+    cache.prepare_resources(batch)
+    batch.count_computed()
+    assert requests[0].state is LlmRequestState.GENERATION_IN_PROGRESS
+    assert cache.get_needed_beyond_held(requests[0]) == 2
+    batch = schedule(requests, cache, max_batch_size=8, chunk_tokens=None)
+    assert batch.all_requests() == requests[:1]
+
+
+def test_connector_is_told_that_and_how_far_the_engine_drafts(models: list[Path]) -> None:
+    with start(models[0], 3) as engine:
+        assert engine.llm_args.speculative_config == NGramDecodingConfig(max_draft_len=3)
+        assert engine.llm_args.speculative_config.decoding_type == "NGram"
+    with start(models[0]) as engine:
+        assert engine.llm_args.speculative_config is None
+
+
+def test_prompt_must_leave_room_for_drafts(models: list[Path]) -> None:
+    with start(models[0], 5, num_blocks=2) as engine:
+        engine.generate([1] * 8, max_tokens=3)
+        with pytest.raises(ConfigError, match="8 tokens and 9 more, 5 of them drafts, do not fit"):
+            engine.submit([1] * 8, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_draft_len": -1}, "max_draft_len is -1"),
+        ({"max_draft_len": 2, "overlap": True}, "max_draft_len and overlap exclude each other"),
+    ],
+)
+def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**options)
