@@ -39,6 +39,9 @@ _WORTH_S = 0.005
 """With less than this left of its time a request is not asked about again."""
 _MISSING = ("not_stored", "corrupt")
 """Reasons of a local match for which another node may have more."""
+_HOPELESS = ("arena_busy", "none", "reuse_disabled")
+"""Reasons for which blocks of other namespaces are of no use either. What the shard could not bring
+of the engine's own, for whatever reason, may be here in another."""
 
 Answer = tuple[Matched | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
@@ -104,7 +107,7 @@ class PrefixFinder:
         `query` found `matched`, which is released where there is more; `reason` says why it ends.
         """
         best, have = matched, max(query.first, matched.end if matched else 0)
-        if reason not in _MISSING or shared.spans_nodes:
+        if reason in _HOPELESS or shared.link.arena is None or shared.spans_nodes:
             return matched, reason
         try:
             for reading in shared.pool.stored_by_others():
