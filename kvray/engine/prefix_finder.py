@@ -107,7 +107,9 @@ class PrefixFinder:
         `query` found `matched`, which is released where there is more; `reason` says why it ends.
         """
         best, have = matched, max(query.first, matched.end if matched else 0)
-        if reason in _HOPELESS or shared.link.arena is None or shared.spans_nodes:
+        if have >= len(query.keys) or reason in _HOPELESS:
+            return matched, reason
+        if shared.link.arena is None or shared.spans_nodes:
             return matched, reason
         try:
             for reading in shared.pool.stored_by_others():
