@@ -19,7 +19,7 @@ from kvray.engine.model.cache_layout import Part
 from kvray.engine.parking import Parking
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Lease, Membership, PartRequest
+from kvray.store import Arena, Lease, Membership
 from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
 from kvray.trace.span_note import SpanNote
@@ -57,8 +57,7 @@ class Loader:
         """`parts`: what this rank reads, by the ranks that blocks are dealt to."""
         self._shared = shared
         self._parts = {
-            stored_by: (each, [PartRequest(part.index, part.window_blocks) for part in each])
-            for stored_by, each in parts.items()
+            stored_by: (each, [part.request for part in each]) for stored_by, each in parts.items()
         }
         self._pool = pool
         self._parking = parking

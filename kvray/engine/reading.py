@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
-from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
+from kvray.engine.model.reslicing import layout_among, readable_sizes, resliced_parts
 from kvray.identity.block import UNNAMED, Namespace, namespace_id
 from kvray.store import PartRequest
 
@@ -47,10 +47,7 @@ def other_readings(args: EngineArgs, layout: CacheLayout) -> tuple[Reading, ...]
         replace(
             _reading(args, layout_among(layout, own, other), other),
             part_requests=[
-                [
-                    PartRequest(part.index, part.window_blocks)
-                    for part in resliced_parts(layout, rank, own, other, size)
-                ]
+                [part.request for part in resliced_parts(layout, rank, own, other, size)]
                 for rank in range(own)
             ],
         )
@@ -65,7 +62,7 @@ def other_sizes(args: EngineArgs, layout: CacheLayout) -> tuple[int, ...]:
     """
     if args.attention_dp or args.is_spread:
         return ()
-    return degrees(layout, args.num_ranks, args.checkpoint.num_kv_heads)
+    return readable_sizes(layout, args.num_ranks, args.checkpoint.num_kv_heads)
 
 
 def _reading(args: EngineArgs, layout: CacheLayout, num_ranks: int) -> Reading:

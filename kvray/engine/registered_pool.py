@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kvray.engine.figures import EngineFigures
 from kvray.engine.meta import ConnectorMeta
@@ -83,13 +84,15 @@ class RegisteredPool:
         began, arena, registration = time.monotonic(), self._link.arena, self._registration
         if registration is None:
             return []
-        unseen = [one for one in self.others if one.number not in registration.stored | self._seen]
+        known = registration.stored | self._seen
+        unseen = [one.number for one in self.others if one.number not in known]
         if unseen and arena is not None and began >= self._look_at:
-            found = arena.has_slots_of([one.number for one in unseen])
-            self._seen.update(one.number for one, has in zip(unseen, found, strict=True) if has)
+            found = set(compress(unseen, arena.has_slots_of(unseen)))
+            self._seen |= found
+            known |= found
             now = time.monotonic()
             self._look_at = now + min(_REST * (now - began), _REST_MAX_S)
-        return [one for one in self.others if one.number in registration.stored | self._seen]
+        return [one for one in self.others if one.number in known]
 
     @property
     def namespace_digest(self) -> bytes:

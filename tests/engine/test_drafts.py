@@ -64,15 +64,16 @@ class Plain:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return tiny models whose weak attention lets answers run in circles for a while."""
-    paths = []
-    for seed in SEEDS:
-        causal_lm = make_tiny_causal_lm(seed)
-        with torch.no_grad():
-            for layer in causal_lm.model.layers:
-                layer.self_attn.o_proj.weight.mul_(0.03)
-        paths.append(tmp_path_factory.mktemp("models") / str(seed))
-        causal_lm.save_pretrained(paths[-1])
-    return paths
+    return [write_weak_model(tmp_path_factory.mktemp("models"), seed) for seed in SEEDS]
+
+
+def write_weak_model(directory: Path, seed: int) -> Path:
+    causal_lm = make_tiny_causal_lm(seed)
+    with torch.no_grad():
+        for layer in causal_lm.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.03)
+    causal_lm.save_pretrained(directory)
+    return directory
 
 
 def start(model: Path, max_draft_len: int = 0, **options: Any) -> ReferenceEngine:

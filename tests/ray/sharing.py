@@ -1,6 +1,6 @@
 """Two replicas on the two nodes of a tier, and what commands say of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -48,9 +48,11 @@ class Sharing:
         return tuple(output.token_ids)
 
 
-def begin_replicas(nodes: TwoNodes) -> Iterator[Replica]:
-    """Begin to start a replica on each node, one after the other."""
-    for number, node in enumerate(nodes.nodes):
+def begin_replicas(
+    nodes: TwoNodes, *, sizes: Sequence[int] = (1, 1), **options: Any
+) -> Iterator[Replica]:
+    """Begin to start a replica on each node, one after the other, each of so many ranks."""
+    for number, (node, size) in enumerate(zip(nodes.nodes, sizes, strict=True)):
         yield Replica.spawn(
             f"on-node-{number}",
             env=nodes.engine_environ(node),
@@ -59,6 +61,8 @@ def begin_replicas(nodes: TwoNodes) -> Iterator[Replica]:
             num_blocks=128,
             connector=CONNECTOR,
             num_threads=1,
+            tensor_parallel_size=size,
+            **options,
         )
 
 

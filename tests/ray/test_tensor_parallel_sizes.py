@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, name_of
+from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
 
 pytestmark = pytest.mark.ray
@@ -27,18 +27,7 @@ def sharing() -> Iterator[Sharing]:
         replicas: list[Replica] = []
         teller = Teller(nodes.config_path, nodes.machine.environ())
         try:
-            for size, node in zip((1, 2), nodes.nodes, strict=True):
-                replica = Replica.spawn(
-                    f"of-{size}",
-                    env=nodes.engine_environ(node),
-                    model="tiny:11",
-                    tokens_per_block=TOKENS_PER_BLOCK,
-                    num_blocks=128,
-                    connector=CONNECTOR,
-                    num_threads=1,
-                    poison=True,
-                    tensor_parallel_size=size,
-                )
+            for replica in begin_replicas(nodes, sizes=(1, 2), poison=True):
                 replicas.append(replica)
             for replica in replicas:
                 replica.wait_ready()

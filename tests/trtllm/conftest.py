@@ -13,6 +13,7 @@ from tests.trtllm.shapes import FLAT
 from tests.trtllm.version import STAND_INS, Version, installed
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import environment, running_shard, shard
+from tests.unit.engine.device.host_device import HostDevice
 
 __all__ = ["environment", "running_shard", "shard"]
 
@@ -27,14 +28,26 @@ def version(request: pytest.FixtureRequest) -> Iterator[Version]:
 
 
 @pytest.fixture
+def patient_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines wait for longer than they do, so that a busy machine drops no save."""
+    monkeypatch.setattr(saver, "_STALL_S", 5.0)
+    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
+
+
+@pytest.fixture(params=["host", "device"])
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pools copied by the code for either kind of memory."""
+    if request.param == "device":
+        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
+
+
+@pytest.fixture
 def make_engine(
-    version: Version, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    version: Version, shard: Shard, patient_saves: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeEngine]:
     """Make engines. Whatever they did: no row was wrong, nothing failed, no lease is left."""
     engines: list[Engine] = []
-    # Longer than engines wait, so that a busy machine drops no save.
-    monkeypatch.setattr(saver, "_STALL_S", 5.0)
-    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
 
     def make(*, waits_for_tier: bool = True, **options: Any) -> Engine:
         shape = options.get("shape", FLAT)

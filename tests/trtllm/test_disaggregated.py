@@ -14,7 +14,6 @@ from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK
 from tests.trtllm.test_start_up import make_halves
 from tests.trtllm.version import WITH_GROUPS, Version, on
-from tests.unit.engine.device.host_device import HostDevice
 
 PROMPTS = [list(range(at, at + 30 + at // 100)) for at in range(100, 900, 100)]
 WHOLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
@@ -26,14 +25,6 @@ def sending(**transfers: Any) -> dict[str, Any]:
         "disable_overlap_scheduler": True,
         "cache_transceiver_config": SimpleNamespace(backend="DEFAULT", **transfers),
     }
-
-
-@pytest.fixture(params=["host", "device"])
-def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves of a device's pages go on when the request has ended."""
-    if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
-        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
 
 
 def prefill_all(engine: Engine) -> list[int]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvray.engine import saver
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS
 from tests.trtllm.version import Version, on
@@ -27,12 +26,10 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def make_engine(
-    version: Version, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+    version: Version, nodes: TwoNodes, patient_saves: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeEngine]:
     """Make engines on the node of a number; whatever they did, no row was wrong."""
     engines: list[Engine] = []
-    monkeypatch.setattr(saver, "_STALL_S", 5.0)
-    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
     # What earlier tests have stored is known of for longer than it is there.
     monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{next(_NUMBERS)}")
 

@@ -18,7 +18,6 @@ from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS, MLA, GroupShape, Shape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, Version, on
 from tests.unit.actors.small_shard import wait_for
-from tests.unit.engine.device.host_device import HostDevice
 
 PROMPT = list(range(100, 140))
 HIT = 36
@@ -32,14 +31,6 @@ def is_typed(version: Version) -> None:
     layout = getattr(version.stand_in, "KvCacheLayout", None)
     if layout is not None and "dtype" not in layout.__dataclass_fields__:
         pytest.skip("this version's layout has no dtype")
-
-
-@pytest.fixture(params=["host", "device"])
-def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have pools copied by the code for either kind of memory."""
-    if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
-        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
 
 
 def resliced(engine: Engine) -> int:

@@ -68,10 +68,16 @@ class Reader:
         num_parts = checked(_SIZE, self.namespace.num_parts, "num_parts")
         num_ranks = max(1, num_parts // max(1, len(own)))
         if not own or (stored_by % num_ranks and num_ranks % stored_by):
-            raise ConfigError(f"{num_ranks} ranks cannot read the blocks of {stored_by}.")
+            raise ConfigError(
+                f"{num_ranks} ranks cannot read the blocks of {stored_by}; update the engine's"
+                " kvray."
+            )
         parts = readable_parts(own, num_ranks, stored_by)
         if max(parts) >= PARTS_MAX:
-            raise ConfigError(f"Blocks of {stored_by} ranks have more than {PARTS_MAX} parts.")
+            raise ConfigError(
+                f"Blocks of {stored_by} ranks have more than {PARTS_MAX} parts; update the engine's"
+                " kvray."
+            )
         num_bytes = self.namespace.part_bytes * num_ranks // stored_by * len(parts) // len(own)
         return replace(
             self,

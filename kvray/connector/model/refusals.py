@@ -157,8 +157,8 @@ def _speculation(llm_args: Any, cache: Any) -> Reasons:
 def _transfers(llm_args: Any) -> Reasons:
     """Yield what is said of servers that hand blocks over, or are handed some.
 
-    Nothing tells a server that only generates from one that computes prompts but its overlap
-    scheduler, which upstream has only there.
+    Nothing in the arguments says which kind a server is, but that those that send blocks have no
+    overlap scheduler.
     """
     if _transfer_backend(llm_args) is None:
         return

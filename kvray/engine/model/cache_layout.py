@@ -70,6 +70,11 @@ class Part:
         """Bytes of one slot."""
         return sum(region.size for region in self.regions)
 
+    @property
+    def request(self) -> PartRequest:
+        """What a lease must have of it."""
+        return PartRequest(self.index, self.window_blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
@@ -117,10 +122,7 @@ class CacheLayout:
     def part_requests(self, num_ranks: int, tokens_per_block: int) -> list[list[PartRequest]]:
         """Return, for each rank, the parts that its lease must have."""
         return [
-            [
-                PartRequest(part=part.index, window=part.window_blocks)
-                for part in self.parts(rank, num_ranks, tokens_per_block)
-            ]
+            [part.request for part in self.parts(rank, num_ranks, tokens_per_block)]
             for rank in range(num_ranks)
         ]
 

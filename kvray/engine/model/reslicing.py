@@ -16,12 +16,14 @@ from dataclasses import replace
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
 from kvray.identity.parts import readable_ranks
 
-_DEGREES = (1, 2, 4, 8)
+_SIZES = (1, 2, 4, 8)
 _PLAIN_DTYPES = frozenset(("float16", "bfloat16", "float32"))
 """With others there may be scales, which need not be the same for all heads."""
 
 
-def degrees(layout: CacheLayout, num_ranks: int, num_kv_heads: int | None) -> tuple[int, ...]:
+def readable_sizes(
+    layout: CacheLayout, num_ranks: int, num_kv_heads: int | None
+) -> tuple[int, ...]:
     """Return other numbers of ranks whose blocks a rank among `num_ranks` can read.
 
     `num_kv_heads` are those of a layer of the model, None if not known, 0 if layers differ.
@@ -32,7 +34,7 @@ def degrees(layout: CacheLayout, num_ranks: int, num_kv_heads: int | None) -> tu
         return ()
     return tuple(
         other
-        for other in _DEGREES
+        for other in _SIZES
         if other != num_ranks
         and (other % num_ranks == 0 or num_ranks % other == 0)
         and (num_kv_heads is None or num_kv_heads % other == 0)

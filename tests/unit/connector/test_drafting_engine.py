@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvray.actors.shard.shard import Shard
 from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.model import make_tiny_causal_lm
-from tests.engine.test_drafts import choose_at_random, draft_from
+from tests.engine.test_drafts import choose_at_random, draft_from, write_weak_model
 
 BLOCK = 8
 NEW_TOKENS = 24
@@ -29,13 +27,7 @@ MakeEngine = Callable[..., ReferenceEngine]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose weak attention has answers run in circles for a while."""
-    causal_lm = make_tiny_causal_lm(0)
-    with torch.no_grad():
-        for layer in causal_lm.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.03)
-    directory = tmp_path_factory.mktemp("model")
-    causal_lm.save_pretrained(directory)
-    return directory
+    return write_weak_model(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture

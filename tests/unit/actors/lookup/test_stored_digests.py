@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.actors.lookup.stored_digests import Note, Origin, StoredDigests
+from kvray.identity.block import namespace_id
 from tests.unit.actors.small_shard import NAMESPACE
 
 TP1 = NAMESPACE
@@ -120,3 +121,11 @@ def test_a_memory_never_outgrows_its_bounds(
     full = memory(namespaces_max, digests_max)
     full.take(before)
     assert len(full) == len(list(full.notes())) <= namespaces_max * digests_max
+
+
+def test_its_numbers_are_those_of_the_namespaces_that_it_remembers() -> None:
+    remembered = memory(namespaces_max=2)
+    for namespace in (0, 1, 0, 2):
+        remembered.add(stored(1, namespace))
+    kept = [namespace_id(one.digest()) for one in (TP1, FP8_TP2)]
+    assert sorted(remembered.numbers()) == sorted(kept)

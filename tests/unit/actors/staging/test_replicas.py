@@ -7,6 +7,8 @@ from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging import replicas as replicas_module
 from kvray.actors.staging.replicas import BACK_S, ENDED_MAX, ENDED_S, Reader, Replicas, read_reader
 from kvray.errors import ConfigError, LayoutMismatch
+from kvray.identity.block import namespace_id
+from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
@@ -310,3 +312,41 @@ def test_the_namespaces_of_those_that_ended_are_bounded() -> None:
     visitors.now = 5000.0
     visitors.replicas.add_up()
     assert len(visitors.replicas.namespaces()) == 64
+
+
+@pytest.mark.parametrize(
+    ("rank", "stored_by", "parts", "part_bytes"),
+    [(0, 1, [0, 1], 256), (1, 1, [0, 1], 256), (1, 4, [2, 3, 6, 7], 64), (0, 2, [0, 2], 128)],
+)
+def test_a_rank_of_two_reads_parts_of_other_sizes(
+    rank: int, stored_by: int, parts: list[int], part_bytes: int
+) -> None:
+    """Its own are those of two layer groups, of 128 bytes each."""
+    reader = Reader(
+        namespace=replace(NAMESPACE, num_parts=4, part_bytes=256),
+        part_requests=(PartRequest(rank), PartRequest(2 + rank)),
+        num_ranks=2,
+    )
+    resliced = reader.resliced(stored_by)
+    assert [one.part for one in resliced.part_requests] == parts
+    assert resliced.part_bytes == part_bytes
+
+
+@pytest.mark.parametrize("stored_by", [3, PARTS_MAX])
+def test_sizes_that_do_not_divide_or_are_too_many_are_refused(stored_by: int) -> None:
+    reader = Reader(
+        namespace=replace(NAMESPACE, num_parts=4),
+        part_requests=(PartRequest(1), PartRequest(3)),
+        num_ranks=2,
+    )
+    with pytest.raises(ConfigError, match="update the engine's kvray"):
+        reader.resliced(stored_by)
+    with pytest.raises(ConfigError, match="update the engine's kvray"):
+        replace(reader, part_requests=()).resliced(1)
+
+
+def test_the_numbers_of_namespaces_outlive_their_ranks(replicas: Replicas) -> None:
+    number = namespace_id(NAMESPACE.digest())
+    assert number in replicas.numbers()
+    replicas.disconnect(1)
+    assert number in replicas.numbers()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.model.reslicing import degrees, layout_among, resliced_parts
+from kvray.engine.model.reslicing import layout_among, readable_sizes, resliced_parts
 
 SIZES = [1, 2, 4, 8]
 
@@ -66,7 +66,7 @@ def test_the_pieces_of_all_parts_are_what_the_rank_would_have_computed(
         wanted = [share(heads, rank, size) for heads in whole]
         memory = [np.zeros_like(array) for array in wanted]
         layout = layout_of(memory)
-        assert stored_by in degrees(layout, size, num_heads)
+        assert stored_by in readable_sizes(layout, size, num_heads)
         for part in resliced_parts(layout, rank, size, stored_by, 4):
             slot, regions = slots[part.index], part.regions
             assert part.block_bytes == len(slot)
@@ -116,7 +116,7 @@ def test_sizes_that_deal_heads_evenly(
     size: int, num_heads: int | None, found: tuple[int, ...]
 ) -> None:
     layout = layout_of([np.zeros((1, 4, 48), dtype=np.uint8)])
-    assert degrees(layout, size, num_heads) == found
+    assert readable_sizes(layout, size, num_heads) == found
 
 
 def test_what_is_not_known_to_be_heads_alone_is_not_cut() -> None:
@@ -130,4 +130,4 @@ def test_what_is_not_known_to_be_heads_alone_is_not_cut() -> None:
         layout_of(memory, dtype="float8_e4m3fn"),
         layout_of(memory, own=(), shared=(region,)),
     ):
-        assert degrees(layout, 2, 8) == ()
+        assert readable_sizes(layout, 2, 8) == ()
