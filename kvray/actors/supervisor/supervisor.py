@@ -34,8 +34,8 @@ from kvray.errors import KVRayError
 
 _log = logging.getLogger("kvray.supervisor")
 
-START_S = 60.0
-"""How long a part may take to answer for the first time."""
+START_S = 120.0
+"""How long a part may take to answer for the first time; a busy machine takes a minute for it."""
 
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0

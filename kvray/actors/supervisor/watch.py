@@ -16,6 +16,8 @@ from kvray.errors import KVRayError
 
 _READY_S = 1.0
 """How long it may take to get an answer that is there."""
+_DOUBLINGS_MAX = 3
+"""How often the time that a part has to start is doubled."""
 _TRIES_MAX = 256
 """Machines that are tried at once, each by a thread."""
 
@@ -60,7 +62,8 @@ class Share:
 class Silences:
     """How long parts have not answered; pure.
 
-    A part that has not answered yet, was ended, or says that it starts has `start_s`. One that has
+    A part that has not answered yet, was ended, or says that it starts has `start_s`, and twice as
+    long after each end of a start: on a busy machine it would never come to its end. One that has
     answered is frozen after `frozen_s`, and after `misses` rounds in a row that asked it.
     """
 
@@ -78,6 +81,8 @@ class Silences:
         self._well: set[str] = set()
         # The others that were asked -> seconds of silence, rounds missed.
         self._silent: dict[str, tuple[float, int]] = {}
+        # Those whose start was ended -> how often, in a row.
+        self._ended_starts: dict[str, int] = {}
 
     @property
     def silent(self) -> Set[str]:
@@ -89,6 +94,7 @@ class Silences:
         for name in names:
             self._well.discard(name)
             self._silent.pop(name, None)
+            self._ended_starts.pop(name, None)
 
     def note(
         self, asked: Set[str], answered: Set[str], now: float, *, starting: Set[str] = frozenset()
@@ -107,13 +113,20 @@ class Silences:
             if name in self._silent or name in self._well:
                 seconds += passed_s
             self._silent[name] = seconds, missed + 1
-            limit_s = self._frozen_s if name in self._well else self._start_s
+            limit_s = self._frozen_s if name in self._well else self._start_limit_s(name)
             if seconds >= limit_s and missed + 1 >= self._misses:
                 frozen.append(name)
+        for name in set(frozen) - self._well:
+            self._ended_starts[name] = self._ended_starts.get(name, 0) + 1
         self._well |= answered
         self._well -= {*starting, *frozen}
+        for name in self._well & self._ended_starts.keys():
+            del self._ended_starts[name]
         self._silent |= dict.fromkeys((*starting, *frozen), (0.0, 0))
         return sorted(frozen)
+
+    def _start_limit_s(self, name: str) -> float:
+        return self._start_s * 2.0 ** min(self._ended_starts.get(name, 0), _DOUBLINGS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,11 @@ from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, look
-from kvray.config import KVRayConfig, values_on_nodes
+from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import ArenaSpec
 from kvray.store.arena.file import ARENA_FILE, require_room
 from kvray.store.machine.access import OWN_USER
-
-_PREFAULT_BYTES_PER_S = 100 * 2**20
-"""The slowest machine that `up` waits for; a usual one writes its pages at 0.8 GB/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +72,9 @@ def bring_up(
         started_tier = not list_actors()
         if started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
-        prefault_s = max(values_on_nodes(config, "arena", "capacity")) / _PREFAULT_BYTES_PER_S
         shards = tier.up(
             config,
-            timeout_s=config.ray.timeout_s + prefault_s,
+            timeout_s=config.ray.timeout_s,
             observer=observer,
             wait=wait,
             rollout=rollout,

@@ -28,15 +28,22 @@ from typing import NamedTuple
 import psutil
 
 from kvray.actors.owner.ownership import is_own
+from kvray.actors.tier.patience import Patience
 from kvray.config import without_settings
 from kvray.errors import ConfigError
 
-_START_TIMEOUT_S = 90.0
+_STILL_S = 90.0
+"""How long a start may show no progress: a busy machine is slow, a frozen process never ends."""
 _STOP_TIMEOUT_S = 20.0
 _LAST_BREATH_S = 5.0
-_STARTS_MAX = 3
+_STARTS_MAX = 10
 _OVERWHELMED = "timed out during startup"
 """Ray's message when its parts took longer than half a minute, as on a busy machine."""
+PATIENT = {
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
+}
+"""Variables of a Ray that gives its own processes time to start; it has half a minute for some."""
 _OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
@@ -107,9 +114,10 @@ def start(
         log = directory / "ray-start.log"
         check()
         command = _command(directory, port=port or 0, dashboard=dashboard)
+        patience = Patience(_STILL_S)
         for starts_left in reversed(range(_STARTS_MAX)):
             process = _spawn(command, directory, log, token, die_with_parent=die_with_parent)
-            address = _await_address(process, directory, log, waiting)
+            address = _await_address(process, directory, log, patience, waiting)
             if address is not None:
                 break
             if not (starts_left and _OVERWHELMED in log.read_text(errors="replace")):
@@ -219,6 +227,7 @@ def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
         f"--temp-dir={directory / 'ray'}",
         f"--include-dashboard={'true' if dashboard else 'false'}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        "--log-color=false",  # what it says when it fails is shown as it is
         # One node never scales, and kvray's drivers take no worker's log: each costs a process.
         "--no-monitor",
         "--include-log-monitor=false",
@@ -232,6 +241,7 @@ def _spawn(
         return subprocess.Popen(
             command,
             env={
+                **PATIENT,
                 **without_settings(),
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": token,
@@ -255,12 +265,13 @@ def _await_address(
     process: "subprocess.Popen[bytes]",
     directory: Path,
     log: Path,
+    patience: Patience,
     waiting: Callable[[float], None],
 ) -> str | None:
     """Return the address that Ray writes down once its head answers; None: it ended before."""
     began = time.monotonic()
     started = False
-    while time.monotonic() - began < _START_TIMEOUT_S:
+    while not patience.is_over(_written(directory)):
         waiting(time.monotonic() - began)
         if process.poll() is not None:
             return None
@@ -268,7 +279,23 @@ def _await_address(
         if started and (address := read_address(directory / "ray")):
             return address
         time.sleep(0.1)
-    raise ConfigError(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; it said: {_tail(log)}")
+    took_s = time.monotonic() - began
+    raise ConfigError(
+        f"Ray did not start: after {took_s:.0f} s it made no progress; it said: {_tail(log)}"
+    )
+
+
+def _written(directory: Path) -> tuple[int, int]:
+    """Return the number of files that a starting Ray has written there, and their bytes.
+
+    What it writes again and again, idle or not, is left out.
+    """
+    found = 0, 0
+    for path in directory.rglob("*"):
+        if not path.name.startswith("debug_state"):
+            with contextlib.suppress(OSError):
+                found = found[0] + 1, found[1] + path.lstat().st_size
+    return found
 
 
 def _tail(log: Path) -> str:

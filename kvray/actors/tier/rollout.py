@@ -35,6 +35,7 @@ from kvray.actors.names import (
 from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import Plan, Step, plan
+from kvray.actors.tier.patience import Patience
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -105,8 +106,8 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
 def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> None:
     """Carry out a plan of `look`, and wait for each part before the next.
 
-    One part may take `timeout_s` to serve again, beside the start of its process. If one fails or
-    does not serve in time, those after it go on as they were.
+    One part may make no progress for `timeout_s`, beside the start of its process. If one fails or
+    does not serve then, those after it go on as they were.
     """
     restarts = {step.name: step for step in planned.steps}
     supervisor = restarts.pop(SUPERVISOR_NAME, None)
@@ -167,9 +168,9 @@ def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S)
         )
 
 
-def _await(name: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
+def _await(name: str, still_s: float, observer: Observer) -> dict[str, Any]:
     """Wait until the supervisor has restarted a part and it serves; return its status."""
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(still_s)
     status: dict[str, Any] = {"shard": name, "state": "starting"}
     while status["state"] != "serving":
         observer.report([status] if name.startswith(SHARD_PREFIX) else [])
@@ -177,7 +178,7 @@ def _await(name: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
             status = calls.call(calls.get_actor(name).status, timeout_s=_ASK_S)
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
-        if time.monotonic() > deadline:
+        if patience.is_over((status["state"], status.get("done"))):
             raise ShardUnavailable(
                 f"{name} was restarted and is still {status['state']}; see `kvray status`, and"
                 " run this again. The parts after it go on as they were."

@@ -21,8 +21,9 @@ from kvray.actors.names import (
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue import calls
-from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
+from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import check_costs
+from kvray.actors.tier.patience import Patience
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
 from kvray.actors.tier.sizing import combined
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
@@ -33,7 +34,7 @@ _SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs", "e
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
 _REPORT_TIMEOUT_S = 1.0
-"""How long to wait for the status of a shard that ends."""
+"""How long to wait for the statuses of shards that start or end, before the next look."""
 _SWEEP_WAIT_S = 10.0
 """How long a killed shard's process may take to be gone."""
 
@@ -48,14 +49,15 @@ def up(
 ) -> list[dict[str, Any]]:
     """Start the missing parts of the tier, bring the rest to `config`, and wait until all serve.
 
-    A second call changes nothing. `timeout_s` is the time for all, and in a rollout for each part.
-    Without `wait`, chosen nodes may join later. Returns the shards' statuses.
+    A second call changes nothing. The wait goes on while parts make progress; `timeout_s` is how
+    long the cluster may have no node for a shard, and how long a part may take to answer. Without
+    `wait`, chosen nodes may join later. Returns the shards' statuses.
 
     Raises:
         ConfigError: no node is chosen, the change costs blocks that `rollout` keeps, or the token
             is missing or wrong.
         CapacityError: a shard could not get its memory.
-        ShardUnavailable: the shards were not ready within `timeout_s`.
+        ShardUnavailable: the shards were not ready, and made no progress for long.
     """
     proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
@@ -68,20 +70,30 @@ def up(
         if planned.steps or planned.ends:
             ask_to_be_admitted(config, timeout_s=timeout_s)
         carry_out(planned, config, timeout_s=timeout_s, observer=observer)
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(timeout_s + START_S)
     create_supervisor(config)
     while True:
-        left_s = max(1.0, deadline - time.monotonic())
-        shards = _statuses("shard", calls.ask_shards("status", left_s))
+        found = _shards_now()
+        shards = found or []
         observer.report(shards)
         for shard in shards:
             if shard["state"] == "failed":
                 wire.raise_for({"ok": False, **shard})
-        if not wait or (shards and all(shard["state"] == "serving" for shard in shards)):
+        is_ready = shards and all(shard["state"] == "serving" for shard in shards)
+        if found is not None and (is_ready or not wait):
             return shards
-        if time.monotonic() > deadline:
-            raise _not_ready(config, shards, timeout_s)
+        seen = [(one["shard"], one["state"], one.get("done")) for one in shards]
+        if patience.is_over((found is None, seen), still_s=timeout_s if found == [] else None):
+            raise _not_ready(config, found)
         time.sleep(_POLL_S)
+
+
+def _shards_now() -> list[dict[str, Any]] | None:
+    """Return the shards' statuses; None while the supervisor does not answer, as when it starts."""
+    try:
+        return _statuses("shard", calls.ask_shards("status", _REPORT_TIMEOUT_S))
+    except ShardUnavailable:
+        return None
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
@@ -220,18 +232,20 @@ def _check_namespace(config: KVRayConfig) -> None:
 
 
 def _not_ready(
-    config: KVRayConfig, shards: list[dict[str, Any]], timeout_s: float
+    config: KVRayConfig, shards: list[dict[str, Any]] | None
 ) -> ConfigError | ShardUnavailable:
     named = {"resource": config.shard.resource, "label": config.shard.label}
     given = " and ".join(f"{what} {name!r}" for what, name in named.items() if name is not None)
-    if not shards and given:
+    if shards == [] and given:
         return ConfigError(
             f"No node of the Ray cluster has the {given}; start nodes with it, or unset"
             " shard.resource and shard.label."
         )
+    if shards is None:
+        return ShardUnavailable("The supervisor does not answer; see its log, or run this again.")
     states = ", ".join(f"{shard['shard']} {shard['state']}" for shard in shards) or "none started"
     return ShardUnavailable(
-        f"The shards were not ready within {timeout_s:.0f} s ({states}); see `kvray status`."
+        f"The shards are not ready and make no progress ({states}); see `kvray status`."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from kvray.actors.tier.local_ray import read_address
+from kvray.actors.tier.local_ray import PATIENT, read_address
 from kvray.config import without_settings
 from kvray.errors import ConfigError
 from kvray.lab.chaos.cleanup import MARK
@@ -28,7 +28,7 @@ RESOURCE = "kvray_shard"
 """Ray resource of the nodes that get a shard; the head does not have it."""
 
 _OBJECT_STORE_BYTES = 80 * 2**20
-_ADDRESS_TIMEOUT_S = 10.0
+_ADDRESS_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 30.0
 _PORT = 6379
 
@@ -84,6 +84,7 @@ class Machine:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._described: list[Node] = []
         self._own = {
+            **PATIENT,
             **without_settings(),
             **(environ or {}),
             MARK: str(self.directory),
@@ -229,6 +230,7 @@ class Machine:
             f"--temp-dir={self.directory / name}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             "--num-cpus=0",
+            "--log-color=false",
             "--disable-usage-stats",
             "--include-log-monitor=false",
         ]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import psutil
 
+from kvray.actors.tier.patience import Patience
 from kvray.errors import ConfigError
 
-_START_TIMEOUT_S = 90.0
-_STARTS_MAX = 3
+_STILL_S = 90.0
+_STARTS_MAX = 10
 """Ray gives some of its own waits few seconds, so a node that gives up is started again."""
 _START_PAUSE_S = 1.0
 _KILL_TIMEOUT_S = 5.0
@@ -62,11 +63,11 @@ class Node:
         """Return when it has joined; if it gives up, it is started again.
 
         Raises:
-            ConfigError: it was killed, gave up too often, or did not join in time.
+            ConfigError: it was killed, gave up too often, or made no progress.
         """
-        deadline, starts = time.monotonic() + _START_TIMEOUT_S, 1
+        patience, starts = Patience(_STILL_S), 1
         while not self.has_started:
-            is_late = time.monotonic() > deadline
+            is_late = patience.is_over((starts, self._log.stat().st_size, len(self.family())))
             has_given_up = self._process is not None and (self._process.poll() or 0) > 0
             if has_given_up and not is_late and starts < _STARTS_MAX:
                 time.sleep(_START_PAUSE_S)

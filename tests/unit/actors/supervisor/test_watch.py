@@ -2,6 +2,7 @@
 
 import socket
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_a_part_that_never_answered_may_take_long_to_start() -> None:
     assert silences.note({"a"}, set(), 1) == []
     assert silences.note({"a"}, set(), 60) == []
     assert silences.note({"a"}, set(), 61) == ["a"]
+
+
+def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started() -> None:
+    silences = Silences(frozen_s=5, start_s=60)
+    ends = [now for now in range(2000) if silences.note({"a"}, set(), float(now))]
+    assert [later - first for first, later in pairwise(ends)] == [120, 240, 480, 480, 480]
+    silences.note({"a"}, {"a"}, 2000.0)
+    assert [now for now in range(2001, 2100) if silences.note({"a"}, set(), now)] == [2005, 2065]
 
 
 def test_a_part_that_answers_after_its_start_has_no_more_time_than_others() -> None:
