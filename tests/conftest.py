@@ -5,6 +5,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +18,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests import examples, workers
+from tests import cleanup, examples, workers
 
 SHM = Path("/dev/shm")
 GRACE_S = 2.0
@@ -25,6 +27,9 @@ LAST_GRACE_S = 20.0
 """The same at the end of a session: Ray's agents end some seconds after their node."""
 
 LEFT_BY_WORKERS: set[str] = set()
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+CLEANUP: list["subprocess.Popen[bytes]"] = []
+"""The process that ends what is left; none in a worker."""
 
 THIRD_PARTY_THREADS = ("tqdm_monitor", "ThreadPoolExecutor", "asyncio_", "PythonGCThread", "ray_")
 """Starts of the names of threads that other packages keep for the life of the process."""
@@ -36,7 +41,12 @@ def _pin_environment() -> Path:
     A token that a local `ray.init` writes into the home directory would make the next cluster ask
     for it, and `address="auto"` would find whatever cluster runs here. Downloads keep their cache.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: Ray's socket paths have a limit
+    if IS_WORKER:  # beside that of the session, whose cleanup removes both
+        scratch = Path(os.environ[cleanup.MARK] + os.environ["PYTEST_XDIST_WORKER"])
+        scratch.mkdir(mode=0o700)
+    else:
+        scratch = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: Ray's socket paths have a limit
+        os.environ[cleanup.MARK] = str(scratch)
     os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     os.environ["HOME"] = str(scratch)
     os.environ["RAY_TMPDIR"] = str(scratch)
@@ -48,7 +58,7 @@ def _pin_environment() -> Path:
     return scratch
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+if IS_WORKER:
     workers.take_own_shm()
 
 for _profile in (examples.SOME, examples.ALL):  # a busy machine keeps no deadline
@@ -65,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Let a terminated run end its fixtures, and with them every process that they started."""
+    """Let a terminated run end its fixtures, and end whatever is left however it ends."""
     runner = os.getpid()
 
     def end(signum: int, _frame: object) -> None:
@@ -78,6 +88,18 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, end)
     # A shell lets what runs in its background ignore Ctrl-C, and children inherit that too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not IS_WORKER:
+        # pytest-xdist kills workers some seconds after Ctrl-C, and whoever started one of our
+        # processes may be killed. The pipe closes with this process.
+        CLEANUP.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.cleanup", os.environ[cleanup.MARK]],
+                cwd=Path(__file__).parents[1],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        )
+        CLEANUP[0].returncode = 0  # it outlives this object, which would warn of that
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -213,18 +235,19 @@ SHM_BEFORE = frozenset(_shm_names())
 
 
 def _session_processes() -> list[psutil.Process]:
-    """Return every process but this one that runs with the session's home directory.
+    """Return every process of this session, or worker, but this one and the one that cleans up.
 
     Unlike the process tree this finds daemons, whose parent is gone.
     """
-    marker = f"HOME={SCRATCH}\0".encode()
+    marker = f"{'HOME' if IS_WORKER else cleanup.MARK}={SCRATCH}\0".encode()
+    ours = {os.getpid(), *(one.pid for one in CLEANUP)}
     found = []
     for process in psutil.process_iter():
         try:
             environ = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue  # ended, or another user's
-        if process.pid != os.getpid() and marker in environ:
+        if process.pid not in ours and marker in environ:
             found.append(process)
     return found
 

@@ -1,6 +1,5 @@
 """Engines on the tiny model, with pools that show any read of a byte nobody wrote."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,14 +56,6 @@ def make_prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
     return [
         3 + (seed * 7919 + index * (31 + seed) + index * index) % 500 for index in range(num_tokens)
     ]
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    """Return when the condition holds, which must be soon."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def forward_block(

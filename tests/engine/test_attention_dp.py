@@ -12,10 +12,11 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import make_prompt, wait_until
+from tests.engine.conftest import make_prompt
 from tests.engine.fake_connector import State
 from tests.engine.rank_connector import DIRECTORY_VARIABLE, journal_path
 from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start
+from tests.waiting import wait_for
 
 Expected = Callable[..., tuple[int, ...]]
 
@@ -98,7 +99,7 @@ def test_idle_owner_passes_dummies_that_reach_no_connector(
     state.outputs.clear()
     state.calls.clear()
     assert submit() % 2 == 0
-    wait_until(lambda: "wait_for_save" in state.names())
+    wait_for(lambda: "wait_for_save" in state.names())
     assert all(not output.new_requests + output.cached_requests for output in state.outputs)
     assert not {"get_num_new_matched_tokens", "request_finished"} & set(state.names())
     assert engine.cache.get_num_free_blocks() == 16
@@ -116,7 +117,7 @@ def test_idle_engine_notices_that_an_owner_was_killed(directory: Path) -> None:
     with start(2, enable_attention_dp=True) as engine:
         time.sleep(0.1)
         os.kill(engine.rank_pids[0], signal.SIGKILL)
-        wait_until(lambda: engine.failure is not None)
+        wait_for(lambda: engine.failure is not None)
         with pytest.raises(KVRayError, match=r"Rank 1 .*was killed by SIGKILL"):
             engine.generate([1])
     assert not psutil.pid_exists(engine.rank_pids[0])

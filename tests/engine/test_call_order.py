@@ -9,8 +9,9 @@ import pytest
 
 from kvray.connector.base import RequestData
 from kvray.errors import KVRayError
-from tests.engine.conftest import BLOCK, MakeEngine, make_prompt, wait_until
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 from tests.engine.fake_connector import CONFIG, State
+from tests.waiting import wait_for
 
 Expected = Callable[..., tuple[int, ...]]
 PASS = ["wait_for_layer_load", "save_kv_layer"] * 2 + ["forward_callable", "wait_for_save"]
@@ -210,7 +211,7 @@ def test_main_line_polls_for_a_save_while_it_is_idle(make_engine: MakeEngine, fa
     engine = make_engine(connector=CONFIG, num_blocks=8, runtime="main")
     engine.generate(make_prompt(60), max_tokens=1)
     fake.hold.set()
-    wait_until(lambda: engine.cache.get_num_free_blocks() == 8)
+    wait_for(lambda: engine.cache.get_num_free_blocks() == 8)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -221,7 +222,7 @@ def test_main_line_frees_a_request_cancelled_while_it_loads_when_that_has_ended(
     fake.is_async_load, fake.hold = True, threading.Event()
     engine = make_engine(connector=CONFIG, overlap=overlap, runtime="main")
     pending = engine.submit(make_prompt(40), max_tokens=50)
-    wait_until(lambda: "start_load_kv" in fake.names())
+    wait_for(lambda: "start_load_kv" in fake.names())
     engine.cancel(pending)
     with pytest.raises(KVRayError, match="not ended"):
         pending.result(0.2)

@@ -11,11 +11,12 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.lab.reference.engine import ReferenceEngine
 from kvray.store import Arena
-from tests.engine.conftest import BLOCK, make_prompt, wait_until
+from tests.engine.conftest import BLOCK, make_prompt
 from tests.engine.test_kvray_connector import CONNECTOR
 from tests.engine.test_tensor_parallel import start
 from tests.unit.connector.test_scheduler import flip_a_byte
 from tests.unit.connector.two_nodes import TwoNodes
+from tests.waiting import wait_for
 
 Expected = Callable[..., tuple[int, ...]]
 PROMPTS = [make_prompt(96, seed=1), make_prompt(100, seed=2), make_prompt(17, seed=3)]
@@ -51,8 +52,8 @@ def spread(
         2, ranks_per_node=1, rank_env=[env], num_blocks=64, connector=CONNECTOR, **options
     )
     lookup = nodes.line.lookup
-    wait_until(lambda: len(lookup.replica(name, time.monotonic())) == 2)
-    wait_until(lambda: engine.connector.scheduler._shared.may_stage)  # type: ignore[union-attr]
+    wait_for(lambda: len(lookup.replica(name, time.monotonic())) == 2)
+    wait_for(lambda: engine.connector.scheduler._shared.may_stage)  # type: ignore[union-attr]
     return engine
 
 
@@ -72,7 +73,7 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
         ]
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             assert output.token_ids == expected(prompt, 8)
-    wait_until(lambda: nodes.leased() == [0, 0])
+    wait_for(lambda: nodes.leased() == [0, 0])
 
 
 @pytest.mark.long
@@ -88,7 +89,7 @@ def test_a_flipped_byte_on_another_node_is_a_shorter_hit_and_no_dead_engine(
         assert output.token_ids == expected(prompt, 8)
         assert output.hit_tokens == 3 * BLOCK
         assert fresh.generate(PROMPTS[0], max_tokens=8).token_ids == expected(PROMPTS[0], 8)
-    wait_until(lambda: nodes.leased() == [0, 0])
+    wait_for(lambda: nodes.leased() == [0, 0])
 
 
 def test_variables_are_given_for_every_further_rank_or_for_none() -> None:

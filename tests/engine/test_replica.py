@@ -15,7 +15,8 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed
 from kvray.lab.reference.replica import Replica
-from tests.engine.conftest import BLOCK, make_prompt, wait_until
+from tests.engine.conftest import BLOCK, make_prompt
+from tests.waiting import wait_for
 
 Expected = Callable[..., tuple[int, ...]]
 OPTIONS = {"model": "tiny", "tokens_per_block": BLOCK, "num_blocks": 64}
@@ -129,7 +130,7 @@ time.sleep(60)
         assert parent.stdout.readline() == "2\n"
         parent.kill()
         parent.wait(DEADLINE_S)
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import BLOCK, make_prompt, wait_until
+from tests.engine.conftest import BLOCK, make_prompt
 from tests.engine.fake_connector import State
 from tests.engine.rank_connector import CONFIG, DIRECTORY_VARIABLE, journal_path
+from tests.waiting import wait_for
 
 Expected = Callable[..., tuple[int, ...]]
 SOON_S = 30.0
@@ -91,7 +92,7 @@ def test_all_workers_are_called_alike_and_the_scheduler_on_the_leader_alone(
         names = journal_path(directory, rank).read_text().split()
         return [name for name in names if rank or name not in LEADERS_OWN]
 
-    wait_until(lambda: calls(1) == calls(0))
+    wait_for(lambda: calls(1) == calls(0))
     assert "get_finished" in calls(1)
 
 
@@ -174,7 +175,7 @@ time.sleep(60)
         pid = int(leader.stdout.readline())
         leader.kill()
         leader.wait(SOON_S)
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize(

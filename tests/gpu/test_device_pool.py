@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -25,6 +24,7 @@ from tests.unit.engine.device.gpu_pages import (
     reserve,
     slot_views,
 )
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,19 +56,12 @@ def make_pool(arena: Arena) -> Iterator[Callable[..., DevicePool]]:
         pools.append(pool)
         if is_registered:
             pool.attend(arena)
-            wait_until(lambda: pool.registered_bytes(arena) == CAPACITY)
+            wait_for(lambda: pool.registered_bytes(arena) == CAPACITY)
         return pool
 
     yield make
     for pool in pools:
         pool.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def pages_of(block_bytes: int, *, gap: int = 0) -> Region:

@@ -6,8 +6,7 @@ This process may be connected to another Ray: what is to be asked of this one go
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +85,3 @@ def open_two_nodes(
     """Have a tier on a new `Machine`, made with `options`, for the time of a block."""
     with Machine(**options) as machine, open_tier(machine, "nodes", settings) as nodes:
         yield nodes
-
-
-def wait_for(condition: Callable[[], object], what: str, *, timeout_s: float) -> None:
-    """Return once `condition` holds; fail if it takes longer.
-
-    It sleeps as long as the condition took: a command of kvray costs a core a second.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        began = time.monotonic()
-        if condition():
-            return
-        assert time.monotonic() < deadline, f"{what} took too long"
-        time.sleep(max(0.05, time.monotonic() - began))

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
 
@@ -42,7 +44,7 @@ class Shell:
     def run(self, *args: str | Path, **environ: str) -> Done:
         """Run a command of kvray."""
         with self.start(*args, **environ) as process:
-            stdout, stderr = process.communicate(timeout=200)
+            stdout, stderr = process.communicate(timeout=HANG_S)
         return Done(process.args, process.returncode, stdout, stderr)
 
     @contextlib.contextmanager
@@ -77,7 +79,7 @@ class Shell:
             process.send_signal(signum)
             time.sleep(0.3)
             process.send_signal(signum)
-            stdout, stderr = process.communicate(timeout=60)
+            stdout, stderr = process.communicate(timeout=HANG_S)
         return Done(process.args, process.returncode, stdout, stderr)
 
     def leftovers(self) -> list[str]:

@@ -17,6 +17,7 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
@@ -103,7 +104,7 @@ class Engine:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.process.communicate("", timeout=20)
+            self.process.communicate("", timeout=HANG_S)
         self.process.kill()
         self.process.wait()
 

@@ -12,7 +12,8 @@ from typing import Any
 from kvray.lab.reference import Replica
 from kvray.lab.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
-from tests.ray.served import DEADLINE_S, Served, openai, wait_for
+from tests.ray.served import DEADLINE_S, Served, openai
+from tests.waiting import wait_for
 
 MAX_TOKENS = 192
 """A stream takes as long that a fault meets it in the middle."""

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
 MODEL = {"model_name": "tiny", "tenant_id": "t"}
 
@@ -29,7 +31,7 @@ class Selection:
         )
 
     def close(self) -> None:
-        self._process.communicate("", timeout=20)
+        self._process.communicate("", timeout=HANG_S)
 
     def add(self, worker: int, live: str, replay: str, *, block_size: int) -> None:
         """Have it follow a replica's events."""

@@ -6,9 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from kvray.actors.ray_glue.calls import list_actors, tier_named
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from tests.ray.command_line import ROOT, Shell, open_shell
+from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")
 
@@ -226,14 +226,6 @@ def end(serve: "subprocess.Popen[bytes]") -> None:
         finally:
             serve.kill()
             serve.wait()
-
-
-def wait_for(condition: Callable[[], object], what: object) -> None:
-    """Return once `condition` holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: it did not happen in time"
-        time.sleep(0.1)
 
 
 def engines_of(config: str) -> list[psutil.Process]:

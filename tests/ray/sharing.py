@@ -6,8 +6,9 @@ from typing import Any
 import yaml
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, TwoNodes, wait_for
+from tests.ray.cluster import CONNECTOR, TwoNodes
 from tests.ray.teller import Teller
+from tests.waiting import wait_for
 
 TOKENS_PER_BLOCK = 32
 
@@ -44,7 +45,7 @@ class Sharing:
         before = self.num_known()
         (output,) = (replica or self.first).generate([prompt], max_tokens=4)
         blocks = len(prompt) // TOKENS_PER_BLOCK
-        wait_for(lambda: self.num_known() >= before + blocks, "the announcement", timeout_s=20)
+        wait_for(lambda: self.num_known() >= before + blocks, "the announcement")
         return tuple(output.token_ids)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvray.client import Client
 from kvray.config import load_config
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +41,7 @@ class Teller:
         return found
 
     def close(self) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=HANG_S)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from kvray.actors.ray_glue.calls import current_namespace, list_actors, tier_nam
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

@@ -14,7 +14,8 @@ from kvray.lab.chaos import machine as machine_module
 from kvray.lab.chaos.cleanup import processes_of
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes, wait_for
+from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -66,7 +67,7 @@ def test_a_killed_node_comes_back_with_another_id_and_adopts_its_arena() -> None
             known = before & {shard.get("node_id") for shard in shards}
             return [shard["state"] for shard in shards] == ["serving"] * 2 and len(known) == 1
 
-        wait_for(has_come_back, "the node's new shard", timeout_s=60)
+        wait_for(has_come_back, "the node's new shard")
         epochs = {shard["arena"]["shard_epoch"] for shard in nodes.shards()}
         assert epochs == {1, 2}
 
@@ -89,7 +90,7 @@ def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:
         received = machine.network.bytes_in(2)
         assert machine.network.bytes_in(2) == received
         machine.network.heal(2)
-        wait_for(lambda: machine.network.bytes_in(2) > received, "a byte", timeout_s=30)
+        wait_for(lambda: machine.network.bytes_in(2) > received, "a byte")
         down = machine.run("down", "-c", str(nodes.config_path))
         assert down.returncode == 0, down.stderr
         assert not any(nodes.node_dir(node).exists() for node in nodes.nodes)
@@ -117,8 +118,8 @@ def test_nothing_stays_of_a_cluster_whose_driver_ends(
     directory, shm = map(Path, driver.stdout.readline().split())
     assert processes_of(directory)
     driver.send_signal(signum)
-    driver.wait(20)
-    wait_for(lambda: not (directory.exists() or shm.exists()), "cleaning up", timeout_s=30)
+    driver.wait(HANG_S)
+    wait_for(lambda: not (directory.exists() or shm.exists()), "cleaning up")
     assert processes_of(directory) == []
 
 

@@ -16,7 +16,7 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from tests.ray.command_line import SHM, Shell, open_shell
 from tests.ray.conftest import Engine
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

@@ -16,10 +16,11 @@ from kvray.lab.chaos.machine import Machine
 from kvray.node.shard_socket import ShardSocket
 from kvray.store.arena.layout import READY
 from tests.ray import hammering
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.ray.test_drain import arena_of
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import SLOT, chain, store
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -61,7 +62,7 @@ def test_a_pinned_prompt_stays_on_all_nodes_and_over_restarts(tier: TwoNodes) ->
         assert (found["name"], found["owner"], found["num_blocks"]) == ("system", "ops", 12)
         return sorted(found["here"].values())
 
-    wait_for(lambda: here() == [0, 12, 12], "the leases", timeout_s=30)
+    wait_for(lambda: here() == [0, 12, 12], "the leases")
     assert "12 on" in kvray("pin")
     assert "see `kvray pin`" in kvray("status")
     kvray("clear", "--yes")

@@ -11,8 +11,9 @@ from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.node import Node
 from kvray.store import Arena
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.unit.store.small_arena import PATIENT_S, chain, store
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -102,12 +103,10 @@ def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier: TwoNodes
     wait_for(
         lambda: sum(num_held(tier, node, chains) for node in others) == NUM_CHAINS,
         "the blocks' way to other nodes",
-        timeout_s=30,
     )
     wait_for(
         lambda: not {node_id, None} & {one.get("node_id") for one in tier.shards()},
         "the end of a shard that no engine uses",
-        timeout_s=30,
     )
     assert not going.actors("Mover")
     assert going.is_running, "it is Ray's business when the node goes"

@@ -23,6 +23,7 @@ from kvray.store.arena.layout import READY
 from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
 from tests.ray.sharing import TOKENS_PER_BLOCK
 from tests.unit.store.small_arena import chain, store
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -160,7 +161,7 @@ def drain(run: Run, deadline_s: int) -> None:
         "--reason-message=spot",
         f"--deadline-remaining-seconds={deadline_s}",
     )
-    assert done.wait(60.0) == 0
+    assert done.wait(HANG_S) == 0
 
 
 def lose(run: Run) -> None:

@@ -15,7 +15,7 @@ from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.lab.reference.engine import ReferenceEngine
 from tests.ray.cluster import CONNECTOR
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

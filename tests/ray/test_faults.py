@@ -14,7 +14,6 @@ import ray
 from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import call, get_actor, list_actors
-from kvray.actors.supervisor.supervisor import START_S
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.client import Client
@@ -22,8 +21,8 @@ from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 from kvray.index import Run
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
-from tests.unit.actors.small_shard import WAIT_S, wait_for
 from tests.unit.store.small_arena import chain
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -183,7 +182,7 @@ def test_a_frozen_part_is_ended_and_restarted(
     frozen.send_signal(signal.SIGSTOP)
     # One that froze before it answered the supervisor for the first time is given long to start.
     end = f"the end of a frozen {kind}"
-    wait_for(lambda: not frozen.is_running(), end, within_s=START_S + WAIT_S)
+    wait_for(lambda: not frozen.is_running(), end)
     wait_for(lambda: matched(running) == 5, "another in its place")
 
 

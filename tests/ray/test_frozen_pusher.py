@@ -21,8 +21,9 @@ from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.unit.actors.small_shard import NAMESPACE
+from tests.waiting import HANG_S, wait_for
 
 NO_NETWORK = why_impossible()
 
@@ -108,7 +109,7 @@ def store(arena: Arena, count: int) -> list[BlockKey]:
 def nodes(wired_machine: Machine) -> Iterator[TwoNodes]:
     settings = {**SETTINGS, "staging": {"deadline_s": DEADLINE_S}}
     with open_tier(wired_machine, "pusher", settings) as made:
-        wait_for(lambda: serving(made) == 2, "the movers", timeout_s=60)
+        wait_for(lambda: serving(made) == 2, "the movers")
         yield made
 
 
@@ -167,25 +168,25 @@ def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_mean
     machine = nodes.machine
     network, wire = machine.network, TARGET + 1
     assert network is not None
-    wait_for(target.has_peers, "peers", timeout_s=30)
+    wait_for(target.has_peers, "peers")
     keys = store(source, NUM_BLOCKS)
     time.sleep(0.5)  # until they are announced
     network.slow(SOURCE + 1, mbit=MBIT, latency_ms=400)
     before = network.bytes_in(wire)
     staging = threading.Thread(target=target.stage, args=(keys, DEADLINE_S))
     staging.start()
-    wait_for(lambda: network.bytes_in(wire) - before > BEGUN_BYTES, "a push", timeout_s=10)
+    wait_for(lambda: network.bytes_in(wire) - before > BEGUN_BYTES, "a push")
     with frozen(machine.head.actors("Supervisor")):  # it would end the mover after some seconds
         with frozen(machine.nodes[SOURCE].actors("Mover")):
-            staging.join(timeout=30)
+            staging.join(HANG_S)
             assert not staging.is_alive()
             time.sleep(DEADLINE_S)
             machine.nodes[TARGET].actors("Shard")[0].kill()
-            wait_for(target.has_shard, "the next shard", timeout_s=60)
+            wait_for(target.has_shard, "the next shard")
             target.fill()
             assert not target.changed()
             network.speed_up(SOURCE + 1)
         settle(network, wire)
         assert not target.changed()
-    wait_for(lambda: serving(nodes) == 2, "the movers", timeout_s=60)
+    wait_for(lambda: serving(nodes) == 2, "the movers")
     assert any(mover["fenced_slots_total"] for mover in movers(nodes))

@@ -7,8 +7,9 @@ import pytest
 
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.ray.under_load import UnderLoad, open_under_load
+from tests.waiting import wait_for
 
 NO_NETWORK = why_impossible()
 
@@ -63,14 +64,14 @@ def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(
     time.sleep(5)
     start_head(nodes.machine)
     up = nodes.machine.begin("kvray", "up", "--no-wait", "-c", str(nodes.config_path))
-    wait_for(lambda: up.poll() == 0, "kvray up", timeout_s=60)
+    wait_for(lambda: up.poll() == 0, "kvray up")
 
     def is_back() -> bool:
         return restart_ended(nodes.machine) and len(nodes.serving()) == 2
 
-    wait_for(is_back, "the shards of both nodes", timeout_s=BACK_S)
+    wait_for(is_back, "the shards of both nodes")
     back = time.monotonic()
-    engines.wait_for_batches(BATCHES, within_s=60)
+    engines.wait_for_batches(BATCHES)
     print(f"shards back after {back - began:.1f} s")
     print(f"hits meanwhile {engines.hits(began, back)}, after it {engines.hits(back)}")
     print(f"longest batch {engines.longest_s(began)}, stall {engines.longest_stall_ms(began)}")

@@ -17,8 +17,9 @@ import pytest
 
 from kvray.lab.chaos.machine import RESOURCE, Machine
 from kvray.store import Arena
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.unit.store.small_arena import PATIENT_S, chain, store
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -132,17 +133,17 @@ def test_a_worker_that_nobody_uses_ends_and_the_next_one_finds_its_blocks_on_dis
     node_dir = tier.node_dir(tier.machine.head)  # the provider's nodes have the head's settings
     keys = chain(40)
     with busy(tier):
-        wait_for(lambda: is_serving(tier), "the first worker's shard", timeout_s=60)
+        wait_for(lambda: is_serving(tier), "the first worker's shard")
         with contextlib.closing(Arena(node_dir, lock_wait_s=PATIENT_S)) as arena:
             arena.join("test")
             store(arena, keys)
         assert num_raylets(tier) == 2
-    wait_for(lambda: num_raylets(tier) == 1, "the end of the worker", timeout_s=60)
+    wait_for(lambda: num_raylets(tier) == 1, "the end of the worker")
     assert not tier.shards()
     shutil.rmtree(node_dir)  # another machine with the same disk
 
     with busy(tier):
-        wait_for(lambda: is_serving(tier), "the next worker's shard", timeout_s=60)
+        wait_for(lambda: is_serving(tier), "the next worker's shard")
         (shard,) = tier.shards()
         assert shard["nvme"]["blocks"] == len(keys)
         assert Path(shard["directory"]) == node_dir

@@ -11,11 +11,12 @@ import pytest
 
 from kvray.lab.reference.replica import Replica
 from tests.kv_subscriber import KvSubscriber
-from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, open_two_nodes
 from tests.ray.selection import Selection
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
 from tests.unit.events.test_outlet import free_port
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -45,7 +46,6 @@ class Heard:
         wait_for(
             lambda: self.selection.overlaps(prompt) == {1: first, 2: second},
             f"{first} and {second} blocks, at last {self.selection.overlaps(prompt)}",
-            timeout_s=30,
         )
 
     def wait_for_what_ls_shows(self) -> None:
@@ -62,7 +62,7 @@ class Heard:
             listed = [sum(one[f"{tier}_blocks"] for one in said) for tier in ("host", "nvme")]
             return heard == listed
 
-        wait_for(is_right, "the blocks that ls shows", timeout_s=30)
+        wait_for(is_right, "the blocks that ls shows")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def heard() -> Iterator[Heard]:
         selection = Selection()
         stack.callback(selection.close)
         made = Heard(sharing, selection, [])
-        wait_for(lambda: _are_published(sharing.shards()), "the replicas' ports", timeout_s=60)
+        wait_for(lambda: _are_published(sharing.shards()), "the replicas' ports")
         for worker, place in enumerate(made.places(), start=1):
             selection.add(worker, *place, block_size=TOKENS_PER_BLOCK)
             made.subscribers.append(stack.enter_context(KvSubscriber(*place)))
@@ -129,7 +129,6 @@ def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Hear
     wait_for(
         lambda: _are_published(heard.sharing.status()["shards"]) and heard.places() == before,
         "the shard's return",
-        timeout_s=60,
     )
     later = make_prompt("later")
     heard.sharing.first.generate([later], max_tokens=2)

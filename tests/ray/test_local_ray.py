@@ -18,7 +18,7 @@ import pytest
 from kvray.actors.tier import local_ray
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -188,7 +188,7 @@ def starting(name: str, until: str, *args: str) -> "subprocess.Popen[str]":
 
 
 def reap(process: "subprocess.Popen[str]") -> None:
-    process.wait(90)  # what it ends may itself take half a minute
+    process.wait(HANG_S)  # what it ends may itself take half a minute
     assert process.stdout is not None
     process.stdout.close()
 

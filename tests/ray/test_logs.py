@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from tests.ray.cluster import open_tier, wait_for
+from tests.ray.cluster import open_tier
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -54,9 +55,9 @@ def test_logs_of_all_nodes_are_merged_and_followed_while_a_shard_is_frozen(
     output = tmp_path / "output"
     with open_tier(machine, "logs") as nodes, frozen(machine):
         with following(machine, "--json", "-c", str(nodes.config_path), output=output):
-            wait_for(output.read_text, "the first lines", timeout_s=60)
+            wait_for(output.read_text, "the first lines")
             machine.actors("Mover")[-1].kill()
-            wait_for(lambda: DEATH in output.read_text(), "what comes", timeout_s=60)
+            wait_for(lambda: DEATH in output.read_text(), "what comes")
     remarks = output.with_suffix(".err").read_text().splitlines()
     named = [line.split()[1] for line in remarks if "does not answer now" in line]
     entries = [json.loads(line) for line in output.read_text().splitlines()]

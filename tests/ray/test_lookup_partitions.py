@@ -18,8 +18,8 @@ from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from tests.ray.conftest import TIMEOUT_S, Engine, config_with
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.small_arena import chain
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

@@ -10,7 +10,7 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from kvray.store.machine.capacity import MemoryClaims
 from tests.ray.conftest import TIMEOUT_S
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

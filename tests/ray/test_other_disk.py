@@ -9,7 +9,8 @@ import pytest
 
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -60,7 +61,6 @@ def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine: Machi
             wait_for(
                 lambda: sum(shard["arena"]["blocks"] for shard in shards(nodes)) >= 20,
                 "saving",
-                timeout_s=20,
             )
         finally:
             first.kill()
@@ -69,7 +69,7 @@ def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine: Machi
         assert num_on_disk(nodes) == [0, 20]
         second = start(nodes, 1)
         try:
-            wait_for(lambda: _knows(nodes), "the announcement", timeout_s=20)
+            wait_for(lambda: _knows(nodes), "the announcement")
             (output,) = second.generate([PROMPT], max_tokens=4)
             # While it lives: it reports once a second, and not when it is killed.
             (request,) = json.loads(run(nodes, "explain", "--last", "--json"))["requests"]

@@ -8,9 +8,8 @@ import pytest
 
 from kvray.config import KVRayConfig
 from kvray.events.pool_feed import PoolFeed
-from tests.ray.conftest import TIMEOUT_S
 from tests.ray.test_router import NUM_REPLICAS, Stub, deployed
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 serve = pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -65,7 +64,6 @@ def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(
         wait_for(
             lambda: all(ask(own_prompt(name)) == name for name in names),
             "routing by what engines tell",
-            within_s=TIMEOUT_S,
         )
         assert all(ask(own_prompt(name)) == name for name in names for _ in range(5))
         evicted: set[str] = set()
@@ -74,4 +72,4 @@ def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(
         def are_spread() -> bool:
             return all(len({ask(own_prompt(name)) for _ in range(6)}) > 1 for name in names)
 
-        wait_for(are_spread, "routing by what engines no longer have", within_s=TIMEOUT_S)
+        wait_for(are_spread, "routing by what engines no longer have")

@@ -25,8 +25,9 @@ from kvray.config import environ_for
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.lab.reference.replica import Replica
 from kvray.store import Arena
-from tests.ray.cluster import CONNECTOR, wait_for
+from tests.ray.cluster import CONNECTOR
 from tests.ray.command_line import Shell, open_shell
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.ray,
@@ -311,7 +312,6 @@ def test_the_alerts_are_evaluated_and_none_fires_on_a_healthy_tier(watched: Watc
     wait_for(
         lambda: [rule["health"] for rule in watched.prometheus.rules()] == ["ok"] * 5,
         "evaluating the alerts",
-        timeout_s=20,
     )
     states = {rule["name"]: rule["state"] for rule in watched.prometheus.rules()}
     assert states["KvrayCorruptBlocks"] == states["KvrayPartDown"] == "inactive"
@@ -386,23 +386,17 @@ def test_a_shard_that_is_restarted_counts_nothing_twice(watched: Watched) -> Non
     pid = watched.shard()["pid"]
 
     psutil.Process(pid).kill()
-    wait_for(lambda: watched.shard().get("pid") not in (None, pid), "restarting", timeout_s=60)
-    wait_for(lambda: watched.shard()["state"] == "serving", "serving again", timeout_s=60)
-    wait_for(lambda: any(watched.counters()), "hearing of the engine", timeout_s=20)
+    wait_for(lambda: watched.shard().get("pid") not in (None, pid), "restarting")
+    wait_for(lambda: watched.shard()["state"] == "serving", "serving again")
+    wait_for(lambda: any(watched.counters()), "hearing of the engine")
     for number in (2001, 2002, 2000):
         watched.replica.generate([make_prompt(number)], max_tokens=1)
 
     watched.agree(("requests", "hits", "prompt", "own", "stored in memory", "evicted in memory"))
-    wait_for(
-        lambda: watched.prometheus.total("shard_epoch") == 2, "saying which it is", timeout_s=20
-    )
+    wait_for(lambda: watched.prometheus.total("shard_epoch") == 2, "saying which it is")
 
 
 def test_figures_of_an_engine_that_has_gone_do_not_stay(watched: Watched) -> None:
-    wait_for(
-        lambda: watched.prometheus.total("rank_connected") == 1, "saying it is there", timeout_s=20
-    )
+    wait_for(lambda: watched.prometheus.total("rank_connected") == 1, "saying it is there")
     watched.replica.kill()
-    wait_for(
-        lambda: watched.prometheus.total("rank_connected") == 0, "noticing its end", timeout_s=20
-    )
+    wait_for(lambda: watched.prometheus.total("rank_connected") == 0, "noticing its end")

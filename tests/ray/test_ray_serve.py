@@ -14,7 +14,8 @@ import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
 from tests.ray.conftest import actor_process
-from tests.ray.served import DEADLINE_S, Served, end, open_served, wait_for
+from tests.ray.served import DEADLINE_S, Served, end, open_served
+from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")

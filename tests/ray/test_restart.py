@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, wait_for
+from tests.ray.cluster import CONNECTOR
 from tests.ray.command_line import Shell, open_shell
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -65,7 +66,7 @@ def answer(shell: Shell, prompt: list[int]) -> tuple[tuple[int, ...], int]:
     )
     try:
         (output,) = replica.generate([prompt], max_tokens=4)
-        wait_for(lambda: shard_of(shell)["arena"]["blocks"] >= 20, "saving", timeout_s=20)
+        wait_for(lambda: shard_of(shell)["arena"]["blocks"] >= 20, "saving")
     finally:
         replica.kill()
     return tuple(output.token_ids), output.hit_tokens
@@ -90,8 +91,8 @@ def test_a_shard_that_is_asked_to_end_flushes_and_comes_back(shell: Shell) -> No
     pid = up(shell)["pid"]
     first, _ = answer(shell, PROMPT)
     os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end", timeout_s=60)
-    wait_for(lambda: _is_serving(shell), "a new shard", timeout_s=60)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end")
+    wait_for(lambda: _is_serving(shell), "a new shard")
     shard = shard_of(shell)
     assert shard["pid"] != pid
     assert shard["nvme"]["recovered_blocks"] >= 20
@@ -104,7 +105,7 @@ def test_what_kill_9_leaves_on_disk_is_right(shell: Shell) -> None:
     pid = up(shell)["pid"]
     first, _ = answer(shell, PROMPT)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: _is_serving(shell), "a new shard", timeout_s=60)
+    wait_for(lambda: _is_serving(shell), "a new shard")
     shell.run("down", "--no-flush")
     up(shell)
     again, _ = answer(shell, PROMPT)

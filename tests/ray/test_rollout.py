@@ -20,8 +20,8 @@ from kvray.errors import ConfigError
 from kvray.store.arena.layout import FORMAT_VERSION
 from tests.ray.command_line import Shell, open_shell
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.small_arena import chain
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -90,9 +90,9 @@ def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
         process = actor_process(local, kind)
         process.kill()
         process.wait(TIMEOUT_S)
-    wait_for(lambda: _free_target(SUPERVISOR_NAME) == 0.2, "the supervisor", within_s=TIMEOUT_S)
+    wait_for(lambda: _free_target(SUPERVISOR_NAME) == 0.2, "the supervisor")
     (name,) = (name for name in list_actors() if name.startswith("kvray-shard-"))
-    wait_for(lambda: _free_target(name) == 0.2, "the shard", within_s=TIMEOUT_S)
+    wait_for(lambda: _free_target(name) == 0.2, "the shard")
     done: list[str] = []
     tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=done.append))
     assert done == []
@@ -139,7 +139,7 @@ def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
     assert shard["arena"]["capacity_bytes"] == 32 * 2**20
     assert shard["arena"]["blocks"] == 0
     new = repr(shard["arena"]["arena_id"])
-    wait_for(lambda: life.engine.say("link.arena.arena_id") == new, "attaching", within_s=20)
+    wait_for(lambda: life.engine.say("link.arena.arena_id") == new, "attaching")
 
 
 def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(

@@ -19,7 +19,7 @@ from kvray.node import Registration, attach
 from tests.ray.conftest import TIMEOUT_S, actor_process
 from tests.ray.engine import NAMESPACE
 from tests.ray.scrape import scrape, total
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 serve = pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -144,5 +144,4 @@ def test_metrics_say_why_requests_went_where_they_went(ask: Ask, running: KVRayC
     wait_for(
         lambda: requests("prefix") >= 4 and requests("fallback") >= 5,
         "the counts",
-        within_s=TIMEOUT_S,
     )

@@ -15,7 +15,8 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import KVRayError
 from tests.ray.conftest import actor_process
 from tests.ray.crowd import Alone, Crowd, crowd_of
-from tests.ray.served import Served, end, open_served, wait_for
+from tests.ray.served import Served, end, open_served
+from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 

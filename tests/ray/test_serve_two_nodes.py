@@ -19,10 +19,10 @@ from tests.ray.served import (
     name_of,
     open_client,
     serve_run,
-    wait_for,
     write_settings,
 )
 from tests.ray.teller import Teller
+from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 

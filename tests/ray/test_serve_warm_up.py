@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from tests.ray.cluster import open_two_nodes
-from tests.ray.served import ask, open_client, serve_run, wait_for, write_settings
+from tests.ray.served import ask, open_client, serve_run, write_settings
 from tests.ray.teller import ROOT, Teller
 from tests.ray.test_serve_two_nodes import FOR_ROUTERS, ONE_A_NODE
+from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 

@@ -19,8 +19,9 @@ from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
-from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes, wait_for
+from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes
 from tests.unit.actors.small_shard import NAMESPACE
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +47,7 @@ class Tier:
         self.socket = ShardSocket(nodes.node_dir(nodes.nodes[TARGET]))
         namespace = replace(NAMESPACE, part_bytes=BLOCK_BYTES)
         self.ask("register", namespace=namespace.to_wire(), wanted=[[0, None]])
-        wait_for(lambda: self.ask("report", counters={})["peers"], "peers", timeout_s=30)
+        wait_for(lambda: self.ask("report", counters={})["peers"], "peers")
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         return self.socket.call(op, timeout_s=10, replica="r", rank=0, **fields)
@@ -57,7 +58,7 @@ class Tier:
         What a frozen part has leased there may leave room for it only when the leases end.
         """
         keys = [BlockKey(secrets.token_bytes(32)) for _ in range(NUM_BLOCKS)]
-        wait_for(lambda: self._store(keys), "room for a prompt", timeout_s=60)
+        wait_for(lambda: self._store(keys), "room for a prompt")
         return keys
 
     def _store(self, keys: list[BlockKey]) -> bool:
@@ -107,7 +108,7 @@ def _run_delay_ns(thread: Path) -> int:
 @pytest.fixture(scope="module")
 def tier(wired_machine: Machine) -> Iterator[Tier]:
     with open_tier(wired_machine, "silence") as nodes:
-        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
+        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers")
         made = Tier(nodes)
         yield made
         made.close()
@@ -164,7 +165,7 @@ FAULTS: list[Any] = [
 def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
     tier: Tier, fault: Callable[[Tier], contextlib.AbstractContextManager[None]]
 ) -> None:
-    wait_for(tier.is_whole, "a tier that works", timeout_s=90)
+    wait_for(tier.is_whole, "a tier that works")
     prompts = [tier.store() for _ in range(100)]
     time.sleep(1.0)  # until they are announced
     late: list[float] = []
@@ -185,7 +186,7 @@ def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
                 break
             time.sleep(0.05)
     assert len([at for at in late if at > NOTICED_S + SLACK_S]) <= 1
-    wait_for(tier.is_whole, "a tier that works again", timeout_s=90)
+    wait_for(tier.is_whole, "a tier that works again")
 
 
 @pytest.mark.root
@@ -193,10 +194,10 @@ def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
 def test_where_nixl_gets_through_nowhere_blocks_come_by_the_next_transport() -> None:
     # Each node tells the others to push to its own loopback device.
     with open_two_nodes(has_network=True, environ={"UCX_NET_DEVICES": "lo"}) as nodes:
-        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
+        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers")
         with contextlib.closing(Tier(nodes)) as tier:
-            wait_for(tier.is_whole, "a prompt that comes", timeout_s=60)
-        wait_for(lambda: _transports(nodes) == ["object_ref"] * 2, "the other way", timeout_s=60)
+            wait_for(tier.is_whole, "a prompt that comes")
+        wait_for(lambda: _transports(nodes) == ["object_ref"] * 2, "the other way")
         done = nodes.machine.run("doctor", "--json", "-c", str(nodes.config_path))
     ways = json.loads(done.stdout)["transports"]
     assert all("nixl keeps failing from" in way["why"] for way in ways)

@@ -20,7 +20,8 @@ from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -80,7 +81,7 @@ class Spread:
             replica.wait_ready()
             self.ask(replica, self.make_prompt())  # from the first pass on all ranks have one name
         expected = {(one.name, rank) for one in replicas for rank in (0, 1)}
-        wait_for(lambda: expected <= self.ranks(), "the registration of all ranks", timeout_s=30)
+        wait_for(lambda: expected <= self.ranks(), "the registration of all ranks")
 
     def ask(self, replica: Replica, prompt: list[int]) -> Output:
         """Return an answer, which must be the one of an engine without a cache."""
@@ -95,9 +96,7 @@ class Spread:
         for prompt in prompts:
             self.ask(replica, prompt)
         wanted = before + num_prompts * PROMPT_TOKENS // TOKENS_PER_BLOCK
-        wait_for(
-            lambda: self.status()["lookup"]["keys"] >= wanted, "the announcement", timeout_s=20
-        )
+        wait_for(lambda: self.status()["lookup"]["keys"] >= wanted, "the announcement")
         return prompts
 
     def make_prompt(self) -> list[int]:
@@ -131,7 +130,7 @@ class Spread:
         return found
 
     def wait_released(self) -> None:
-        wait_for(lambda: self.held() == [0, 0], "the end of every lease", timeout_s=20)
+        wait_for(lambda: self.held() == [0, 0], "the end of every lease")
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -230,9 +229,9 @@ def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back()
                     assert spread.ask(replica, prompt).hit_tokens == 0
             node.start()
             # Ray prints that the node has died, which must not get into what status prints.
-            wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks", timeout_s=60)
+            wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks")
             for replica in spread.replicas:
-                wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit", timeout_s=60)
+                wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit")
             spread.wait_released()
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, open_two_nodes
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -32,7 +33,7 @@ def sharing() -> Iterator[Sharing]:
             for replica in replicas:
                 replica.wait_ready()
             made = Sharing(nodes, replicas, teller)
-            wait_for(lambda: _are_ready(made), "movers and ranks", timeout_s=60)
+            wait_for(lambda: _are_ready(made), "movers and ranks")
             yield made
         finally:
             teller.close()
@@ -81,7 +82,6 @@ def test_what_one_size_has_computed_the_other_loads_on_another_node(
     wait_for(
         lambda: num_resliced(sharing, at, name) == WHOLE_TOKENS,
         "the report of the hit",
-        timeout_s=HEARD_S,
     )
 
 

@@ -11,8 +11,8 @@ from kvray.client import Client
 from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S, config_with
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.small_arena import chain
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 

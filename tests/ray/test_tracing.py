@@ -13,7 +13,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from kvray.lab.chaos.machine import RESOURCE
 from tests.collector import Collector, attributes_of, open_collector
 from tests.ray.cluster import SETTINGS, open_two_nodes
-from tests.ray.served import QUESTION, ask, open_client, serve_run, wait_for, write_settings
+from tests.ray.served import QUESTION, ask, open_client, serve_run, write_settings
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, open_two_nodes
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
 from tests.ray.sharing import (
@@ -22,6 +22,7 @@ from tests.ray.sharing import (
     node_of,
 )
 from tests.ray.teller import Teller
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -52,7 +53,7 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
             for replica in replicas:
                 replica.wait_ready()
             made = Sharing(nodes, replicas, teller)
-            wait_for(lambda: _are_ready(made.status()), "movers and replicas", timeout_s=60)
+            wait_for(lambda: _are_ready(made.status()), "movers and replicas")
             yield made
         finally:
             teller.close()
@@ -162,7 +163,7 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
         ]
 
     expected = [hit] * 2 + [moved] * 4
-    wait_for(lambda: exported() == expected, f"exporting {expected}", timeout_s=30)
+    wait_for(lambda: exported() == expected, f"exporting {expected}")
 
 
 def _moved(shard: dict[str, Any], way: str) -> int:
@@ -222,7 +223,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
         one, other = other, one
     assert outages.seen == [nobody, one, nobody, other, nobody]
     assert "Nothing would be done" in sharing.say("upgrade", "--plan")
-    wait_for(lambda: _are_ready(sharing.status()), "movers and replicas", timeout_s=60)
+    wait_for(lambda: _are_ready(sharing.status()), "movers and replicas")
     after = sharing.shards()
     for was, now in zip(before, after, strict=True):
         assert now["arena"]["arena_id"] == was["arena"]["arena_id"]
@@ -234,7 +235,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
     for asked, prompt, tokens in zip((second, first), prompts, expected, strict=True):
         (output,) = asked.generate([prompt], max_tokens=4)
         assert (tuple(output.token_ids), output.hit_tokens) == (tokens, WHOLE_TOKENS)
-    wait_for(lambda: _agree(sharing), "exporting each hit once", timeout_s=30)
+    wait_for(lambda: _agree(sharing), "exporting each hit once")
 
 
 def _agree(sharing: Sharing) -> bool:

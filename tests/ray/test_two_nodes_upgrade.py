@@ -78,7 +78,7 @@ def test_an_upgrade_node_after_node_is_not_felt_by_engines(
         told += say(nodes, "upgrade")
         # Parts of both versions serve together for a while.
         since = time.monotonic()
-        engines.wait_for_batches(BATCHES, within_s=60)
+        engines.wait_for_batches(BATCHES)
         print(f"{name}: hits {engines.hits(since)}")
     print(told)
     stall_ms = engines.longest_stall_ms(began)

@@ -7,13 +7,11 @@ import pytest
 from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.node import Node
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.ray.test_drain import NUM_CHAINS, filled, node_id_of, num_held
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-
-JOINED_S = 60.0
-"""How long a node may take to join, its shard and its mover to start, and it to be warmed up."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def test_a_node_that_joins_has_what_others_use_most(
     tier: TwoNodes, joined: list[list[BlockKey]]
 ) -> None:
     last = tier.nodes[-1]
-    wait_for(lambda: warm_up_of(tier, last).get("state") == "done", "a warm-up", timeout_s=JOINED_S)
+    wait_for(lambda: warm_up_of(tier, last).get("state") == "done", "a warm-up")
     assert num_held(tier, last, joined) == 2 * NUM_CHAINS
     assert len(warm_up_of(tier, last)["sources"]) == 2  # type: ignore[arg-type]
 

@@ -19,8 +19,9 @@ from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.node import Node
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
 from tests.ray.teller import Teller
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -134,7 +135,7 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
                 one["directory"] for one in teller.status()["shards"] if one["state"] == "serving"
             ]
 
-        wait_for(serves, "the new shard", timeout_s=60)
+        wait_for(serves, "the new shard")
         replica = fleet.start(new)
         if share:
             done = machine.run("warm", "--replica", new.name, "-c", str(tier.config_path))

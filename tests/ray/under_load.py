@@ -13,10 +13,10 @@ from kvray.lab.chaos.judge import hit_share
 from kvray.lab.chaos.oracle import Questions, ask_oracle
 from kvray.lab.chaos.servers import Question, Served, Server
 from kvray.lab.chaos.stalls import read_stalls
-from tests.ray.cluster import TwoNodes, wait_for
+from tests.ray.cluster import TwoNodes
+from tests.waiting import wait_for
 
 _SEED = 7
-_READY_S = 120.0
 
 
 class UnderLoad:
@@ -40,7 +40,7 @@ class UnderLoad:
         for number, server in enumerate(self.servers):
             server.serve(_batches(book, number, count, questions))
 
-    def wait_for_batches(self, number: int, *, within_s: float) -> None:
+    def wait_for_batches(self, number: int) -> None:
         """Return when each engine has answered so many more."""
         enough = [len(server.served) + number for server in self.servers]
         wait_for(
@@ -49,7 +49,6 @@ class UnderLoad:
                 for server, least in zip(self.servers, enough, strict=True)
             ),
             f"{number} batches",
-            timeout_s=within_s,
         )
 
     def check_well(self) -> None:
@@ -87,7 +86,7 @@ def open_under_load(nodes: TwoNodes) -> Iterator[UnderLoad]:
     All that they are asked is in the tier when it begins.
     """
     with contextlib.closing(UnderLoad(nodes)) as made:
-        made.wait_for_batches(2 * load.BATCHES, within_s=_READY_S)
+        made.wait_for_batches(2 * load.BATCHES)
         yield made
         made.check_well()
 

@@ -11,7 +11,7 @@ from kvray.store.arena.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, FLAT, MLA, Shape, with_dtype
 from tests.trtllm.version import Version
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 SETTINGS: dict[str, dict[str, Any]] = {

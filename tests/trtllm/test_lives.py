@@ -13,7 +13,7 @@ from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
 from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, HEADS, MLA, REPLICATED, WINDOWED, Shape
 from tests.trtllm.version import Version
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 ROOTS = [list(range(at, at + 60)) for at in (0, 100, 200)]
 

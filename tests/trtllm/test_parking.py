@@ -11,8 +11,8 @@ from tests.trtllm.conftest import MakeEngine, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK
 from tests.trtllm.version import WITH_GROUPS, Version, on
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.test_scheduler import flip_a_byte
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 SHORT_LEASE_S = 0.2

@@ -9,9 +9,9 @@ import pytest
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS
 from tests.trtllm.version import Version, on
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.test_several_nodes import nodes, running_nodes
 from tests.unit.connector.two_nodes import TwoNodes
+from tests.waiting import wait_for
 
 __all__ = ["nodes", "running_nodes"]
 

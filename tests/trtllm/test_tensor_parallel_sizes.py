@@ -17,7 +17,7 @@ from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS, MLA, GroupShape, Shape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, Version, on
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 HIT = 36

@@ -7,9 +7,9 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.store.arena.layout import READY
-from tests.ray.cluster import wait_for
 from tests.ray.test_drain import arena_of
 from tests.vllm.witness import BLOCK, Witness, stop
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -41,7 +41,7 @@ def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
     (kept,) = witness.ask("uncached", [before])  # the arena is there without its shard
     witness.ask("uncached", [after])
     assert kept.hit_tokens == HIT
-    wait_for(lambda: len(witness.tier.serving()) == 2, "the shards", timeout_s=60)
+    wait_for(lambda: len(witness.tier.serving()) == 2, "the shards")
     witness.ask("first", [after])
 
 
@@ -75,4 +75,4 @@ def test_an_engine_that_is_killed_leaves_nothing_leased(witness: Witness) -> Non
         with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
             return int(arena.stats()["leased_blocks"])
 
-    wait_for(lambda: leased() == 0, "the leases of the dead", timeout_s=60)
+    wait_for(lambda: leased() == 0, "the leases of the dead")

@@ -1,7 +1,6 @@
 """What the tests of movers build: nodes of their own, and peers that need no Ray."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kvray.store.arena import payload
 from kvray.store.arena.layout import READY, RESERVED
 from tests.far import Far
 from tests.unit.store.small_arena import content, make_arena, spec
+from tests.waiting import wait_for
 
 # Before the first agent of this process, which reads it; all nodes are on one machine.
 os.environ.setdefault("UCX_TLS", "tcp")
@@ -67,7 +67,7 @@ class Node:
             lock_wait_s=LOCK_WAIT_S,
         )
         self.mover.start()
-        wait_until(lambda: self.mover.status()["state"] == "serving")
+        wait_for(lambda: self.mover.status()["state"] == "serving")
         return self.mover
 
     def fetch(self, *spans: Span, deadline_s: float = DEADLINE_S) -> FetchReport:
@@ -145,7 +145,7 @@ def far_mover(directory: str) -> Mover:
     """Return a mover of the process that calls this."""
     mover = Mover("far", Path(directory), SETTINGS, _no_peer, lock_wait_s=LOCK_WAIT_S)
     mover.start()
-    wait_until(lambda: mover.status()["state"] == "serving")
+    wait_for(lambda: mover.status()["state"] == "serving")
     return mover
 
 
@@ -186,13 +186,6 @@ def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: 
     sound = payload.verify(arena.tables, slots).all()
     arena.release(*held.leases)
     return bool(same and sound)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
 
 
 def _no_peer(name: str) -> RemoteMover:

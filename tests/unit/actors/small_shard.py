@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvray.index import Run
 from kvray.store import Arena
 from tests.unit.store.nvme.small_store import spec as nvme_spec
 from tests.unit.store.small_arena import PATIENT_S, spec
+from tests.waiting import wait_for
 
 WAIT_S = 60.0
 """How long a test waits for what takes milliseconds on a machine that does nothing else."""
@@ -105,16 +105,6 @@ def nvme_for(parent: Path, **changes: Any) -> NvmeSettings:
         reads_max=2,
     )
     return replace(settings, **changes)
-
-
-def wait_for(
-    condition: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
-) -> None:
-    """Return once `condition` holds; fail if it takes too long."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} took too long"
-        time.sleep(0.005)
 
 
 def wait_until_serving(shard: Shard) -> None:

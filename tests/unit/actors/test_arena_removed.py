@@ -18,8 +18,9 @@ from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, nvme_for, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, nvme_for, wait_until_serving
 from tests.unit.store.small_arena import PATIENT_S, chain, fetch, store
+from tests.waiting import wait_for
 
 KEYS = chain(4)
 
@@ -72,9 +73,9 @@ def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_
     wait_for(lambda: line.matched(KEYS) == 4)
     before = arena_id(shard)
     remove(directory)
-    wait_for(lambda: arena_id(shard) not in ("", before), "the new arena", within_s=10)
+    wait_for(lambda: arena_id(shard) not in ("", before), "the new arena")
     assert "It makes a new arena; engines follow." in caplog.text
-    wait_for(lambda: link.arena and link.arena.arena_id == arena_id(shard), within_s=10)
+    wait_for(lambda: link.arena and link.arena.arena_id == arena_id(shard))
     wait_for(lambda: line.matched(KEYS) == 0, "the withdrawal")
     assert link.arena is not None
     store(link.arena, KEYS)
@@ -97,7 +98,7 @@ def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(
     with contextlib.closing(ShardSocket(directory)) as connected:
         connected.call("hello", timeout_s=5)
         (directory / "socket").unlink()
-        wait_for((directory / "socket").exists, within_s=10)
+        wait_for((directory / "socket").exists)
         connected.call("hello", timeout_s=5)
         with contextlib.closing(ShardSocket(directory)) as new:
             wait_for(lambda: new.call("hello", timeout_s=5)["arena_id"] == before)
@@ -108,7 +109,7 @@ def test_an_owner_file_that_is_removed_is_made_again_before_another_shard_takes_
 ) -> None:
     before = arena_id(shard)
     (directory / "owner").unlink()
-    wait_for(lambda: owner_of(directory) is not None, within_s=10)
+    wait_for(lambda: owner_of(directory) is not None)
     assert arena_id(shard) == before
     other = make_shard("b")
     wait_for(lambda: "done" in other.status())
@@ -122,7 +123,7 @@ def test_a_disk_goes_on_below_the_new_arena(
     wait_until_serving(shard)
     before = arena_id(shard)
     shutil.rmtree(directory)
-    wait_for(lambda: arena_id(shard) not in ("", before), within_s=10)
+    wait_for(lambda: arena_id(shard) not in ("", before))
     wait_for(lambda: shard.status()["nvme"]["state"] == "open")
     removed = f"{directory / ARENA_FILE} (deleted)"
     assert removed not in Path("/proc/self/maps").read_text(), "the memory of the old one is free"
@@ -142,9 +143,9 @@ def test_a_shard_waits_for_the_memory_that_engines_still_have(
     monkeypatch.setattr(shard_module, "_LOST_RETRY_S", 0.05)
     monkeypatch.setattr(Arena, "create", classmethod(create))
     (directory / ARENA_FILE).unlink()
-    wait_for(lambda: "It does not fit." in shard.status().get("message", ""), within_s=10)
+    wait_for(lambda: "It does not fit." in shard.status().get("message", ""))
     fits.set()
-    wait_for(lambda: arena_id(shard) not in ("", before), within_s=10)
+    wait_for(lambda: arena_id(shard) not in ("", before))
 
 
 def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
@@ -152,7 +153,7 @@ def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
 ) -> None:
     shutil.rmtree(directory.parent)
     directory.parent.touch()
-    wait_for(lambda: "cannot be made" in shard.status().get("message", ""), within_s=10)
+    wait_for(lambda: "cannot be made" in shard.status().get("message", ""))
     assert shard.status()["state"] == "starting"
     shard.stop(retire=False, timeout_s=5)
     directory.parent.unlink()

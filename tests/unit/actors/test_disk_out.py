@@ -13,11 +13,12 @@ import pytest
 from kvray.actors.shard import nvme_disk, nvme_reads, nvme_tier
 from kvray.errors import TierError
 from kvray.store.nvme import disk as disk_module
-from tests.unit.actors.small_shard import failed_with, nvme_for, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import failed_with, nvme_for, wait_until_serving
 from tests.unit.actors.test_shard_nvme import Node, node  # noqa: F401 - a fixture
 from tests.unit.store.mounted import run_mounted
 from tests.unit.store.nvme.small_store import spec
 from tests.unit.store.small_arena import chain
+from tests.waiting import wait_for
 
 KEYS = chain(40)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from tests.unit.actors.small_shard import Line, settings_for, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
+from tests.waiting import wait_for
 
 GROUP, MEMBER = 54321, 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be other users")

@@ -11,8 +11,9 @@ from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array
 from kvray.transport.nixl import NixlTransport
-from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
+from tests.unit.actors.small_mover import MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import chain, store
+from tests.waiting import HANG_S, wait_for
 
 BLOCK = 1 << 20
 LARGE = {"num_slabs": 64, "slots_per_slab": 256}
@@ -65,7 +66,7 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     store(pusher.arena, keys, block_bytes=BLOCK)
     connect(pusher, target)
     thread, reports = fetch_in_background(target, keys, deadline_s=1.0)
-    wait_until(lambda: target.num_ready >= num_ready and target.num_reserved > 0)
+    wait_for(lambda: target.num_ready >= num_ready and target.num_reserved > 0)
     time.sleep(delay_s)
     pusher.far.freeze()
     thread.join()
@@ -75,7 +76,7 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     assert arrived < 60
     assert report.sources["a"].error is not None
     ArenaOwner(target.arena).adopt()  # the shard there is killed and comes back meanwhile
-    wait_until(lambda: target.num_reserved == 0)  # behind the fence
+    wait_for(lambda: target.num_reserved == 0)  # behind the fence
     # What was in doubt is free again, and all of it is given to others.
     others = chain(64 - target.num_ready, seed="others")
     store(target.arena, others, block_bytes=BLOCK)
@@ -93,10 +94,10 @@ def test_slots_in_doubt_are_no_ones_until_the_fence(pusher: Node, target: Node) 
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, reports = fetch_in_background(target, keys, deadline_s=0.5)
-    wait_until(lambda: target.num_reserved > 0)
+    wait_for(lambda: target.num_reserved > 0)
     pusher.far.freeze()
     thread.join()
-    wait_until(lambda: target.num_reserved == 0)
+    wait_for(lambda: target.num_reserved == 0)
     status = target.mover.status()
     assert status["fenced_slots"] == 0
     assert status["fenced_slots_total"] > 0
@@ -114,7 +115,7 @@ def test_blocks_come_again_from_a_pusher_that_woke(pusher: Node, target: Node) -
     assert report.here == (0,)
     assert report.sources["a"].error == "ShardUnavailable"
     pusher.far.wake()
-    wait_until(lambda: target.fetch(span("a", keys)).here == (60,))
+    wait_for(lambda: target.fetch(span("a", keys)).here == (60,))
     assert is_right(target.arena, keys, block_bytes=BLOCK)
 
 
@@ -122,22 +123,22 @@ def test_dead_pusher_ends_a_fetch_at_once(pusher: Node, target: Node) -> None:
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, reports = fetch_in_background(target, keys, deadline_s=60)
-    wait_until(lambda: target.num_reserved > 0)
+    wait_for(lambda: target.num_reserved > 0)
     pusher.far.kill()
-    thread.join(20)
+    thread.join(HANG_S)
     assert reports
     here = reports[0].here[0]
     assert is_right(target.arena, keys[:here], block_bytes=BLOCK)
-    wait_until(lambda: target.num_reserved == 0)
+    wait_for(lambda: target.num_reserved == 0)
 
 
 def test_dead_pushers_leases_end_with_it(pusher: Node, target: Node) -> None:
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, _ = fetch_in_background(target, keys, deadline_s=60)
-    wait_until(lambda: pusher.num_leases > 0)
+    wait_for(lambda: pusher.num_leases > 0)
     pusher.far.kill()
-    thread.join(20)
+    thread.join(HANG_S)
     owner = ArenaOwner(pusher.arena)
     owner.bury_dead(limbo_s=0)
     assert pusher.num_leases == 0
@@ -151,12 +152,12 @@ def test_other_fetches_fail_for_a_fence_and_come_again(make_node: MakeNode) -> N
     store(frozen.arena, lost, block_bytes=BLOCK)
     store(sound.arena, kept, block_bytes=BLOCK)
     thread, _ = fetch_in_background(target, lost, deadline_s=0.5)
-    wait_until(lambda: target.num_reserved > 0)
+    wait_for(lambda: target.num_reserved > 0)
     frozen.far.freeze()
     deadline = time.monotonic() + 10
     while target.fetch(span("c", kept)).here != (20,):
         assert time.monotonic() < deadline
     thread.join()
-    wait_until(lambda: target.num_reserved == 0)
+    wait_for(lambda: target.num_reserved == 0)
     assert is_right(target.arena, kept, block_bytes=BLOCK)
     frozen.far.wake()

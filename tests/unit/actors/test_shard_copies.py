@@ -9,9 +9,9 @@ from kvray.config import CopiesConfig
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
 from kvray.store.arena.tables import Array
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.actors.test_shard_staging import Tier, make_tier
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, store
+from tests.waiting import wait_for
 
 LENGTH = 6
 CHAINS = [chain(LENGTH, seed=f"shared {at}") for at in range(4)]

@@ -6,9 +6,10 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import open_arena, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import open_arena, wait_until_serving
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import chain, overwrite, store
+from tests.waiting import wait_for
 
 KEYS = chain(6)
 

@@ -9,9 +9,9 @@ from kvray.actors.shard.giving import drain
 from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.actors.test_shard_staging import Tier, known, tier
 from tests.unit.store.small_arena import chain, fetch, store
+from tests.waiting import wait_for
 
 __all__ = ["tier"]
 

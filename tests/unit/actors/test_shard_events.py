@@ -22,15 +22,10 @@ from kvray.store import PartRequest
 from kvray.store.machine.access import OWN_USER
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import (
-    NAMESPACE,
-    nvme_for,
-    open_arena,
-    wait_for,
-    wait_until_serving,
-)
+from tests.unit.actors.small_shard import NAMESPACE, nvme_for, open_arena, wait_until_serving
 from tests.unit.events.test_outlet import free_port
 from tests.unit.store.small_arena import SLOT, spec, store
+from tests.waiting import wait_for
 
 SIZE = NAMESPACE.tokens_per_block
 MINE = replace(NAMESPACE, part_bytes=SLOT)

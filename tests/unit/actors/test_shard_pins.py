@@ -15,9 +15,10 @@ from kvray.errors import CapacityError, ConfigError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import open_arena, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import open_arena, wait_until_serving
 from tests.unit.actors.test_shard_staging import Tier, tier
 from tests.unit.store.small_arena import SLOT, chain, store
+from tests.waiting import wait_for
 
 __all__ = ["tier"]
 

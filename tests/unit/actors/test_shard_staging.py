@@ -28,10 +28,10 @@ from tests.unit.actors.small_shard import (
     nvme_for,
     open_arena,
     settings_for,
-    wait_for,
     wait_until_serving,
 )
 from tests.unit.store.small_arena import chain, fetch, store
+from tests.waiting import wait_for
 
 KEYS = chain(12)
 MINE = replace(NAMESPACE, part_bytes=4096)

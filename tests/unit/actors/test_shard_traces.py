@@ -7,10 +7,11 @@ from opentelemetry.trace import StatusCode
 from kvray.actors.mover.orders import FetchOrder
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.trace import spans
-from tests.unit.actors.small_shard import NAMESPACE, wait_for
+from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.actors.test_shard_staging import MINE, Tier, known, tier
 from tests.unit.store.small_arena import store
 from tests.unit.tracing import CALLER, TRACEPARENT, Spans, id_of, parent_of, sdk, trace_of
+from tests.waiting import wait_for
 
 __all__ = ["sdk", "tier"]
 

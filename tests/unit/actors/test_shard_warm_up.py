@@ -25,11 +25,11 @@ from tests.unit.actors.small_shard import (
     nvme_for,
     open_arena,
     settings_for,
-    wait_for,
     wait_until_serving,
 )
 from tests.unit.actors.test_shard_staging import Calls
 from tests.unit.store.small_arena import SLOT, chain, fetch, spec, store
+from tests.waiting import wait_for
 
 MINE = replace(NAMESPACE, part_bytes=SLOT)
 NUMBER = namespace_id(MINE.digest())

@@ -15,6 +15,7 @@ from kvray.errors import ConfigError
 from kvray.lab.replay import belady
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
 from tests.unit.lab.replay.lru import lru_hits
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "tests.unit.cli.replay_stand_in", "replay"]
@@ -178,7 +179,7 @@ def test_interrupt_ends_it_at_once_and_prints_nothing_more(tmp_path: Path) -> No
         assert process.stdout is not None
         assert process.stdout.readline() == "slow begins\n"
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert (stdout, stderr) == ("", "kvray: interrupted.\n")
 

@@ -13,10 +13,11 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.node import link as link_module
 from kvray.store import Arena
-from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.connector.pair import Pair
 from tests.unit.engine.device.host_device import HostDevice
 from tests.unit.node.stage_server import StageServer
+from tests.waiting import wait_for
 
 MakePair = Callable[..., Pair]
 

@@ -9,10 +9,10 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import CorruptBlock
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request
 from tests.unit.connector.test_scheduler import flip_a_byte
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 FLIPPED = 3

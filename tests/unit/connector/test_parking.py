@@ -14,10 +14,10 @@ from kvray.engine.meta import ConnectorMeta
 from kvray.engine.promises import Promises
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request
 from tests.unit.connector.test_scheduler import flip_a_byte
+from tests.waiting import HANG_S, wait_for
 
 PROMPT = list(range(100, 140))
 PARK_LEASE_S = 0.3
@@ -235,7 +235,7 @@ def test_a_request_whose_checking_thread_has_died_comes_back(
     )
     park(warm, second)
     poll(warm, second)
-    thread.join(10)
+    thread.join(HANG_S)
     bind(warm, resumed(second))
     assert (warm.pool[second.block_ids[8]] == warm.content(second, 8)).all()
     park(warm, first)
@@ -275,7 +275,7 @@ def test_a_request_that_is_parked_when_the_worker_ends_is_answered_for(
     monkeypatch.setattr(Arena, "sound", look)
     for request_id in (2, 3):
         park(warm, Request(request_id, PROMPT))
-    began.wait(10)
+    began.wait(HANG_S)
     warm.worker.shutdown()
     assert looked_at == [0], "the other one is not waited for"
     assert sorted(warm.worker.get_finished([], [2, 3])[1]) == [2, 3]

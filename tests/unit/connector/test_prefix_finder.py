@@ -9,11 +9,11 @@ from kvray.breaker import Breaker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine import prefix_finder
 from kvray.store import Arena
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
 from tests.unit.connector.test_scheduler import flip_a_byte
 from tests.unit.node.stage_server import StageServer
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 NUM_WANTED = (len(PROMPT) - 1) // BLOCK

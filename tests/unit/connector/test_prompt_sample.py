@@ -8,9 +8,9 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.node import link as link_module
 from kvray.store.sizing import Window
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.waiting import wait_for
 
 _COUNT = itertools.count(1)
 

@@ -9,9 +9,9 @@ from kvray.actors.shard.queries import Asked
 from kvray.actors.shard.shard import Shard
 from kvray.node import link as link_module
 from kvray.store.block_history import CLEARED
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.waiting import wait_for
 
 PROMPT = list(range(300, 340))
 _COUNT = itertools.count()

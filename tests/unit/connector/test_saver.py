@@ -29,8 +29,8 @@ from kvray.identity.keys import chain_keys
 from kvray.node import NodeLink
 from kvray.store import Arena, ArenaOwner
 from tests.examples import examples
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.conftest import Child
+from tests.waiting import HANG_S, wait_for
 
 BLOCK_BYTES = 64
 
@@ -191,7 +191,7 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
 
     def stuck(*args: Any) -> Any:
         reached.set()
-        go_on.wait(10)
+        go_on.wait(HANG_S)
         return write(*args)
 
     monkeypatch.setattr(Arena, "write_slots", stuck)
@@ -199,7 +199,7 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
     saver, keys = make_saver(), keys_of(5, 3)
     saver.submit(job_of(rows_of(3), keys))
     saver.submit(job_of(rows_of(2), keys_of(6, 2)))
-    reached.wait(10)
+    reached.wait(HANG_S)
     started = time.monotonic()
     saver.fence()
     assert time.monotonic() - started < 5
@@ -326,7 +326,7 @@ class LaterCopy(Ticket):
         return self._is_done
 
     def wait(self) -> None:
-        assert self._may_end.wait(10)
+        assert self._may_end.wait(HANG_S)
         self._copy()
         self._is_done = True
 
@@ -366,7 +366,7 @@ def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
     monkeypatch.setattr(pool, "save", lambda *a: (reached.set(), go_on.wait(10), enqueue(*a))[2])
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
     saver.submit(job)
-    reached.wait(10)
+    reached.wait(HANG_S)
     saver.fence()
     go_on.set()
     wait_for(lambda: totals(saver)["dropped_blocks"] == 2)
@@ -419,7 +419,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
     try:
         if place == "is about to commit":
             saver.submit(job)
-            assert reached.wait(60)
+            assert reached.wait(HANG_S)
         assert other.say("arena._lock.acquire(60)") == "True"
         if place == "waits for the lock":
             saver.submit(job)
@@ -429,7 +429,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
         assert saver._thread.is_alive()
         other.say("arena._lock.release()")
         go_on.set()
-        saver._thread.join(60)
+        saver._thread.join(HANG_S)
         assert totals(saver)["dropped_blocks_error"] == 2
         assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
         assert other.say("arena._lock.acquire(0)") == "True"

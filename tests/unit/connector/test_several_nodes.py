@@ -18,12 +18,12 @@ from kvray.engine import prefix_finder
 from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
 from kvray.store import Arena
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.pair import BLOCK, Request
 from tests.unit.connector.test_layer_groups import GroupedEngine
 from tests.unit.connector.test_layer_groups import Request as GroupedRequest
 from tests.unit.connector.test_scheduler import flip_a_byte
 from tests.unit.connector.two_nodes import NAMES, SpreadReplica, TwoNodes
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 NUM_WANTED = (len(PROMPT) - 1) // BLOCK

@@ -8,10 +8,10 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.node import link as link_module
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request
 from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, parent_of, sdk, trace_of
+from tests.waiting import wait_for
 
 __all__ = ["sdk"]
 

@@ -13,9 +13,10 @@ from kvray.errors import ConfigError
 from kvray.identity.keys import pack_tokens
 from kvray.identity.tenant import tenant_id
 from kvray.store.arena.quotas import name_of
-from tests.unit.actors.small_shard import Line, wait_for
+from tests.unit.actors.small_shard import Line
 from tests.unit.connector.conftest import MakePair, start_shard, wait_for_arena
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 HIT = 9 * BLOCK

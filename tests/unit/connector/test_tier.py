@@ -6,9 +6,9 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.node import link as link_module
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, start_shard, wait_for_arena
 from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 

@@ -21,8 +21,9 @@ from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
-from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.connector.pair import BLOCK, NUM_BLOCKS, Request, args_for
+from tests.waiting import wait_for
 
 NAMES = ("kvray-shard-a", "kvray-shard-b")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.engine.apart import BLOCK, Apart
 from tests.unit.engine.conftest import MakeEngine
 from tests.unit.node.stage_server import StageServer
+from tests.waiting import HANG_S, wait_for
 
 PROMPT = list(range(100, 140))
 NUM_WANTED = (len(PROMPT) - 1) // BLOCK
@@ -45,7 +45,7 @@ def test_it_is_promised_what_was_staged_meanwhile(
     other = make_engine(block_reuse=False)  # it asks for nothing: another node
 
     def stage(request: dict[str, Any]) -> dict[str, Any]:
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         other.serve(PROMPT)
         return {"num_blocks": NUM_WANTED, "reason": "none"}
 

@@ -13,7 +13,7 @@ from kvray.events.pool_feed import PoolFeed
 from kvray.events.subscriber import Source, Subscriber
 from tests.unit.events.publisher import packed
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
-from tests.unit.events.test_subscriber import wait_for
+from tests.waiting import wait_for
 
 
 class Buffer:

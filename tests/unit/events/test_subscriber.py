@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -13,15 +13,9 @@ from kvray.events.message import pack_sequence, unpack_sequence
 from kvray.events.outlet import Outlet
 from kvray.events.subscriber import Source, Subscriber
 from tests.unit.events.publisher import Publisher
+from tests.waiting import wait_for
 
 DEADLINE_S = 20.0
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: it did not happen in time"
-        time.sleep(0.01)
 
 
 class Wire:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "docker"
 DOCKERFILE = (EXAMPLE / "Dockerfile").read_text()
@@ -94,7 +96,7 @@ def test_a_container_of_the_tier_starts_it_and_ends_it_when_stopped(tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.05)
         container.terminate()
-        assert container.wait(30) == 0
+        assert container.wait(HANG_S) == 0
     finally:
         container.kill()
         container.wait()

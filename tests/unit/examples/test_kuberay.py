@@ -24,6 +24,7 @@ from kvray.cli.connector_config import render
 from kvray.config import KVRayConfig, load_config, parse_size
 from kvray.config.sources import WELL_KNOWN_PATH
 from tests import helm
+from tests.waiting import HANG_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
 CHART = {
@@ -261,7 +262,7 @@ def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         container.send_signal(signal.SIGTERM)
-        assert container.wait(10) == 0
+        assert container.wait(HANG_S) == 0
     finally:
         container.kill()
         container.wait()

@@ -13,6 +13,7 @@ from tests.unit.identity.checkpoints import (
     of,
     write_checkpoint,
 )
+from tests.waiting import HANG_S
 
 # Bad paths.
 
@@ -93,5 +94,5 @@ def test_without_threads_for_all_files_none_is_left_reading(
     with pytest.raises(RuntimeError):
         fingerprint_model(checkpoint, cache_dir=None, progress=progress)
     may_read.set()
-    started[0].join(10)
+    started[0].join(HANG_S)
     assert progress.done_bytes == 0

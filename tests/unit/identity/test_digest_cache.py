@@ -27,6 +27,7 @@ from tests.unit.identity.checkpoints import (
     refuse_to_read,
     write_checkpoint,
 )
+from tests.waiting import HANG_S
 
 # Several processes, and those that stop.
 
@@ -38,7 +39,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(
     preadv = os.preadv
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        assert may_read.wait(10)
+        assert may_read.wait(HANG_S)
         sizes.append(preadv(descriptor, buffers, offset))
         return sizes[-1]
 
@@ -58,10 +59,10 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(
     ]
     for other in others:
         other.start()
-    assert waiting.wait(10)
+    assert waiting.wait(HANG_S)
     may_read.set()
     for other in others:
-        other.join(10)
+        other.join(HANG_S)
     assert found == 3 * [GOLDEN]
     assert sorted(sizes) == sorted(path.stat().st_size for path in checkpoint.iterdir())
 

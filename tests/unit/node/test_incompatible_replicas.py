@@ -18,13 +18,8 @@ from kvray.identity.block import Namespace
 from kvray.node import NodeLink, PrefixDigests, Registration, attach
 from kvray.node import link as link_module
 from kvray.trace.prefix_digest import prefix_digest
-from tests.unit.actors.small_shard import (
-    NAMESPACE,
-    Line,
-    settings_for,
-    wait_for,
-    wait_until_serving,
-)
+from tests.unit.actors.small_shard import NAMESPACE, Line, settings_for, wait_until_serving
+from tests.waiting import wait_for
 
 PROMPT = prefix_digest(list(range(500)))
 OTHER_PROMPT = prefix_digest(list(range(1, 501)))

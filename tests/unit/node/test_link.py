@@ -20,10 +20,11 @@ from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
 from kvray.wire import FRAME_MAX
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 from tests.unit.node.conftest import StartShard
 from tests.unit.node.stage_server import StageServer
 from tests.unit.store.small_arena import chain, fetch, spec, store
+from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -339,7 +340,7 @@ def test_populating_ends_with_the_arena(
 ) -> None:
     shard = start_shard()
     make_link()
-    assert slow_populating.wait(5)
+    assert slow_populating.wait(HANG_S)
     shard.stop(retire=True, timeout_s=5)
     wait_for(lambda: not populators(), "the end of it")
 
@@ -476,7 +477,7 @@ def test_figures_that_fail_end_neither_thread_nor_link(
     assert caplog.text.count("a defect in the background") == 1
     done = threading.Event()
     link.defer(arena_of(link), lambda arena: done.set() or True)
-    assert done.wait(5)
+    assert done.wait(HANG_S)
 
 
 def test_figures_that_no_frame_takes_are_refused_quietly(
@@ -509,7 +510,7 @@ def test_a_deferred_action_is_tried_until_it_succeeds(
         return succeeded
 
     link.defer(arena_of(link), action)
-    assert done.wait(5)
+    assert done.wait(HANG_S)
 
 
 def test_an_action_that_has_become_void_keeps_no_other_waiting(
@@ -524,7 +525,7 @@ def test_an_action_that_has_become_void_keeps_no_other_waiting(
 
     link.defer(arena_of(link), void)
     link.defer(arena_of(link), lambda arena: done.set() or True)
-    assert done.wait(5)
+    assert done.wait(HANG_S)
 
 
 def test_detach_does_what_was_deferred(start_shard: StartShard, make_link: MakeLink) -> None:

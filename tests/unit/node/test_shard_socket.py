@@ -15,6 +15,7 @@ from kvray.node import shard_socket as shard_socket_module
 from kvray.node.shard_socket import ShardSocket
 from tests.unit.node.conftest import StartShard
 from tests.unit.node.peer import Peer, echo, request_on
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_dead
         request_on(connection)
 
     def look_late(*args: object) -> bytes:
-        assert answered.wait(5)
+        assert answered.wait(HANG_S)
         time.sleep(0.3)
         return receive(*args)
 

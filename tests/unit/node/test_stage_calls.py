@@ -16,6 +16,7 @@ from kvray.node import StageCalls, StageReply
 from kvray.store import Lease
 from tests.unit.node.peer import Peer, Script, request_on
 from tests.unit.store.small_arena import chain
+from tests.waiting import HANG_S
 
 KEYS = chain(6)
 MISS = StageReply(num_blocks=0, reason="not_stored")
@@ -183,7 +184,7 @@ def test_a_late_answer_is_never_taken_for_the_next(
 
     def late(connection: socket.socket) -> None:
         request_on(connection)
-        released.wait(5)
+        released.wait(HANG_S)
         connection.sendall(wire.encode({"ok": True, "num_blocks": 6, "reason": "none"}))
 
     peer.scripts = [late, answering({"num_blocks": 0, "reason": "not_stored"})]
@@ -227,7 +228,7 @@ def test_the_shard_hears_once_whose_answers_did_not_arrive(
 
     def late(connection: socket.socket) -> None:
         lost.append(request_on(connection))
-        released.wait(5)
+        released.wait(HANG_S)
 
     reply = {"num_blocks": 0, "reason": "not_stored"}
     peer.scripts = [late, answering(reply, reply, heard=heard)]

@@ -18,7 +18,7 @@ from kvray.actors.routers.pools import Pools
 from kvray.errors import KVRayError
 from kvray.serve.engine import Engine
 from kvray.serve.settings import Settings
-from tests.unit.events.test_subscriber import wait_for
+from tests.waiting import wait_for
 
 STALL_S = 0.5
 DEADLINE_S = 60.0

@@ -12,7 +12,7 @@ from kvray.actors.routers.pools import EVENTS_STAT, Pools
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import KvConnectorConfig, Replica
 from kvray.routing import PoolMatch
-from tests.unit.events.test_subscriber import wait_for
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0

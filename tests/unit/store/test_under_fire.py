@@ -19,7 +19,7 @@ import pytest
 from kvray.actors.shard.shard import Shard, sweep
 from kvray.store import Arena
 from kvray.store.arena.layout import FREE, READY
-from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.store.fork_server import Workers
 from tests.unit.store.invariants import check_bytes, check_invariants
 from tests.unit.store.small_arena import PATIENT_S
@@ -34,6 +34,7 @@ from tests.unit.store.stress_worker import (
     keys_of,
     shard_settings,
 )
+from tests.waiting import wait_for
 
 ROLES = ("shard", "read", "read", "write", "write", "both", "both")
 """Of the workers, by their rows on the board."""

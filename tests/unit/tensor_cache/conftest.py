@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig, load_config
 from kvray.tensor_cache import TensorCache, TensorMetadata
+from tests.waiting import wait_for
 
 BLOCK = 4
 METADATA = TensorMetadata(
@@ -32,13 +32,6 @@ MakeCache = Callable[..., TensorCache]
 def announce(announcement: Announcement) -> Answer:
     """Answer as a lookup that believes everything."""
     return Answer(lookup_epoch="test", resync=False)
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +58,7 @@ def config() -> Iterator[KVRayConfig]:
 def start_shard(config: KVRayConfig) -> Shard:
     shard = Shard("test", ShardSettings.of(config), [announce])
     shard.start()
-    wait_until(lambda: shard.status()["state"] == "serving")
+    wait_for(lambda: shard.status()["state"] == "serving")
     return shard
 
 

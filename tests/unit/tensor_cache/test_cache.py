@@ -7,8 +7,9 @@ import torch
 from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.tensor_cache import TensorCache
-from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, changed, wait_until
+from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, changed
 from tests.unit.tensor_cache.kv import assert_same, cut, pairs, random_blob, suffix_mask
+from tests.waiting import wait_for
 
 TOKENS = list(range(100, 100 + 5 * BLOCK))
 VLLM = changed(METADATA, layout="vllm")
@@ -306,8 +307,8 @@ def test_the_shard_shows_each_cache_with_its_figures(make_cache: MakeCache, shar
 
     stored = {"stored_tokens": 20, "dropped_tokens": 0}
     hit = {"requests": 1, "prompt_tokens": 21, "local_tokens": 0, "hit_tokens": 20}
-    wait_until(lambda: shown().get("test") == stored)
-    wait_until(lambda: shown().get("test.2") == {**hit, "hit_tokens_from_host": 20})
+    wait_for(lambda: shown().get("test") == stored)
+    wait_for(lambda: shown().get("test.2") == {**hit, "hit_tokens_from_host": 20})
 
 
 def test_the_last_figures_of_a_closed_cache_stay(make_cache: MakeCache, shard: Shard) -> None:

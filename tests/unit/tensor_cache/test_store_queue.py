@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.tensor_cache.store_queue import StoreQueue
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_actions_run_in_order(saver: StoreQueue) -> None:
 def test_too_many_actions_are_refused(saver: StoreQueue, gate: threading.Event) -> None:
     started = threading.Event()
     saver.submit(0, lambda: (started.set(), gate.wait())[0])
-    assert started.wait(5)
+    assert started.wait(HANG_S)
     assert [saver.submit(0, gate.wait) for _ in range(3)] == [True, True, False]
 
 
@@ -58,7 +59,7 @@ def test_flush_gives_up_at_its_deadline(saver: StoreQueue, gate: threading.Event
 def test_close_gives_up_what_it_has_no_time_for(saver: StoreQueue, gate: threading.Event) -> None:
     started, done = threading.Event(), []
     saver.submit(1, lambda: (started.set(), gate.wait())[0])
-    assert started.wait(5)
+    assert started.wait(HANG_S)
     saver.submit(1, lambda: done.append(1))
     assert saver.close(0.01) == 1
     gate.set()

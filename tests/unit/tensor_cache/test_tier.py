@@ -20,14 +20,9 @@ from kvray.node import StageCalls
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
 from kvray.tensor_cache import TensorCache
-from tests.unit.tensor_cache.conftest import (
-    BLOCK,
-    METADATA,
-    MakeCache,
-    start_shard,
-    wait_until,
-)
+from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, start_shard
 from tests.unit.tensor_cache.kv import assert_same, cut, random_blob, suffix_mask
+from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
 TOKENS = list(range(6 * BLOCK))
@@ -188,9 +183,9 @@ def test_a_cache_works_once_the_tier_appears(
     cache = make_cache(own_config)
     assert cache.store(TOKENS, BLOB) == 0
     own_shards.append(start_shard(own_config))
-    wait_until(lambda: cache.store(TOKENS, BLOB) > 0)
+    wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
     assert_same(cache.retrieve(TOKENS)[0], BLOB)
-    wait_until(lambda: [r["replica"] for r in own_shards[0].status()["replicas"]] == ["test"])
+    wait_for(lambda: [r["replica"] for r in own_shards[0].status()["replicas"]] == ["test"])
 
 
 def test_a_cache_goes_on_when_the_tier_is_replaced(
@@ -204,7 +199,7 @@ def test_a_cache_goes_on_when_the_tier_is_replaced(
     assert cache.retrieve(TOKENS)[0] == ()
     assert cache.store(TOKENS, BLOB) == 0
     own_shards.append(start_shard(own_config))
-    wait_until(lambda: cache.store(TOKENS, BLOB) > 0)
+    wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
     assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
@@ -270,7 +265,7 @@ def test_a_forked_child_of_a_cache_is_told_to_make_its_own(
     cache.store(TOKENS, BLOB)
     process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(cache,))
     process.start()
-    process.join(30)
+    process.join(HANG_S)
     assert process.exitcode == 7
     process.close()
     assert cache.lookup(TOKENS) == len(TOKENS)
@@ -427,7 +422,7 @@ def test_a_release_that_found_the_arena_locked_is_made_up_for(
 
     monkeypatch.setattr(Arena, "release", busy_once)
     assert_same(cache.retrieve(TOKENS)[0], BLOB)
-    wait_until(lambda: shard.status()["arena"]["leased_blocks"] == 0)
+    wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0)
 
 
 def test_a_failed_conversion_gives_its_slots_back(
@@ -512,16 +507,16 @@ def test_close_waits_for_a_call_that_is_under_way(
 
     def slow(arena: Arena, *args: Any, **kwargs: Any) -> Any:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         return write(arena, *args, **kwargs)
 
     monkeypatch.setattr(Arena, "write", slow)
     storing = threading.Thread(target=cache.store, args=(TOKENS, BLOB))
     storing.start()
-    assert begun.wait(10)
+    assert begun.wait(HANG_S)
     closing = threading.Thread(target=cache.close)
     closing.start()
-    wait_until(lambda: cache.closed)
+    wait_for(lambda: cache.closed)
     closing.join(0.05)
     assert closing.is_alive()
     go_on.set()

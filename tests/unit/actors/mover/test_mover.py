@@ -14,15 +14,9 @@ from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
-from tests.unit.actors.small_mover import (
-    SETTINGS,
-    MakeNode,
-    Node,
-    is_right,
-    span,
-    wait_until,
-)
+from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, store
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -174,9 +168,9 @@ def test_corrupt_block_is_never_ready_here_and_quarantined_there(
     assert report.here == (6,)
     assert report.sources["a"].corrupt == 1
     assert report.sources["a"].error is None
-    wait_until(lambda: source.arena.match(keys) == 6)
+    wait_for(lambda: source.arena.match(keys) == 6)
     assert source.arena.stats()["corrupt"] == 1
-    wait_until(lambda: target.num_reserved == 0)
+    wait_for(lambda: target.num_reserved == 0)
 
 
 def test_two_fetches_of_the_same_blocks_leave_one_copy(source: Node, target: Node) -> None:
@@ -256,7 +250,7 @@ def test_mover_waits_for_an_arena(directory: Path) -> None:
 
 def test_mover_ends_when_its_arena_was_given_up(source: Node) -> None:
     ArenaOwner(source.arena).retire()
-    wait_until(lambda: source.ended == 1)
+    wait_for(lambda: source.ended == 1)
 
 
 def test_mover_that_was_stopped_holds_nothing(source: Node, target: Node) -> None:
@@ -300,7 +294,7 @@ def test_read_lease_that_nobody_renews_ends(source: Node, target: Node) -> None:
     keys = chain(10)
     store(source.arena, keys)
     lease = source.mover.lease(_request(target, keys, lease_s=0.2))
-    wait_until(lambda: source.num_leases == 0)
+    wait_for(lambda: source.num_leases == 0)
     with pytest.raises(LeaseExpired):
         source.mover.send(_nothing(lease.token))
 
@@ -320,7 +314,7 @@ def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: 
     keys = chain(10)
     store(source.arena, keys)
     source.mover.lease(_request(target, keys, lease_s=1e6))
-    wait_until(lambda: source.num_leases == 0, timeout_s=20)
+    wait_for(lambda: source.num_leases == 0)
 
 
 def test_read_leases_are_bounded(source: Node, target: Node) -> None:

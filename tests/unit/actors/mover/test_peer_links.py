@@ -17,8 +17,9 @@ from kvray.store import Arena
 from kvray.transport import opening
 from kvray.transport.nixl import NixlTransport
 from kvray.transport.transport import Array
-from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
+from tests.unit.actors.small_mover import MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, make_arena, spec, store
+from tests.waiting import wait_for
 
 
 class Parcels:
@@ -99,11 +100,11 @@ def test_a_node_gets_a_handshake_before_anything_is_fetched(
     source: Node, target: Node, firewall: Firewall
 ) -> None:
     target.mover.connect(["a"])
-    wait_until(lambda: firewall.pushed == [0])
+    wait_for(lambda: firewall.pushed == [0])
     status = target.mover.status()
     assert (status["fetches"], status["bytes_fetched"], failing(target)) == (0, 0, [])
     assert source.num_leases == 0
-    wait_until(lambda: len(source.mover._attached.read_leases) == 0)
+    wait_for(lambda: len(source.mover._attached.read_leases) == 0)
 
 
 def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
@@ -111,7 +112,7 @@ def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
 ) -> None:
     firewall.is_shut = True
     target.mover.connect(["a"])
-    wait_until(lambda: any(one["left_out"] for one in failing(target)))
+    wait_for(lambda: any(one["left_out"] for one in failing(target)))
     (link,) = failing(target)
     assert (link["source"], link["transport"]) == ("a", "nixl")
     assert "firewall" in link["error"]
@@ -124,7 +125,7 @@ def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
     assert is_right(target.arena, keys[:10], block_bytes=SLOT)
 
     firewall.is_shut = False
-    wait_until(lambda: failing(target) == [])
+    wait_for(lambda: failing(target) == [])
     store(source.arena, keys)
     report = target.fetch(span("a", keys))
     assert report.here == (20,)
@@ -136,14 +137,14 @@ def test_requests_that_fail_count_too(
 ) -> None:
     monkeypatch.setattr(module, "_SWEEP_S", 60.0)
     target.mover.connect(["a"])
-    wait_until(lambda: firewall.pushed == [0])
+    wait_for(lambda: firewall.pushed == [0])
     firewall.is_shut = True
     keys = chain(10)
     store(source.arena, keys)
     first = target.fetch(span("a", keys))
     assert first.here == (0,)
     assert (first.sources["a"].transport, first.sources["a"].error) == ("nixl", "TransferTimeout")
-    wait_until(lambda: target.fetch(span("a", keys)).here == (10,))
+    wait_for(lambda: target.fetch(span("a", keys)).here == (10,))
     assert firewall.pushed.count(10) <= module.FAILURES_MAX + 1  # one may have met the fence
 
 
@@ -260,7 +261,7 @@ def test_nodes_that_are_gone_are_forgotten(scene: Scene) -> None:
 
 def test_closing_ends_the_handshakes(scene: Scene) -> None:
     scene.links.start()
-    wait_until(lambda: bool(scene.answerer.transports))
+    wait_for(lambda: bool(scene.answerer.transports))
     scene.links.close()
     scene.links.close()
     scene.links.connect(["another"])

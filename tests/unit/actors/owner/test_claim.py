@@ -19,9 +19,10 @@ from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.shard_process import STORED, ShardProcess, shard_process
-from tests.unit.actors.small_shard import failed_with, open_arena, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
 from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import fetch
+from tests.waiting import HANG_S, wait_for
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     older.send_signal(signum)
     shard = make_shard()
     wait_until_serving(shard)
-    assert older.wait(10) == -signal.SIGKILL
+    assert older.wait(HANG_S) == -signal.SIGKILL
     assert f"a: ended process {older.pid}, an earlier self" in caplog.text
     with contextlib.closing(open_arena(directory)) as arena:
         leases = arena.lease(STORED)
@@ -87,7 +88,7 @@ def test_an_earlier_self_that_is_ending_is_given_time(
     assert older.stdin is not None
     older.stdin.close()
     wait_until_serving(shard)
-    assert older.wait(10) == 0
+    assert older.wait(HANG_S) == 0
 
 
 def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: StartShard) -> None:

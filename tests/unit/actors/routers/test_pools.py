@@ -11,7 +11,7 @@ from kvray.events.pool_feed import PoolFeed
 from kvray.routing import PoolMatch
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
 from tests.unit.events.test_pool_feed import Buffer
-from tests.unit.events.test_subscriber import wait_for
+from tests.waiting import wait_for
 
 PROMPT = [*range(10)]
 

@@ -17,8 +17,9 @@ from kvray.node import NodeLink, attach
 from kvray.store import Arena
 from kvray.store.arena.layout import HEADER
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.store.small_arena import chain, fetch, spec, store
+from tests.waiting import wait_for
 
 Damage = Callable[[Path], None]
 

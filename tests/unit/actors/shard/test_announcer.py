@@ -18,9 +18,10 @@ from kvray.actors.shard.announcer import Announcer
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.eviction import choose_victims
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line, wait_for
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line
 from tests.unit.store.nvme.small_store import demote, open_store
 from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
+from tests.waiting import wait_for
 
 
 @contextmanager

@@ -34,11 +34,11 @@ from tests.unit.actors.small_shard import (
     failed_with,
     open_arena,
     settings_for,
-    wait_for,
     wait_until_serving,
 )
 from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import chain, spec, store
+from tests.waiting import HANG_S, wait_for
 
 StartChild = Callable[[], Child]
 
@@ -197,7 +197,7 @@ def test_stop_ends_a_shard_that_prepares_its_arena(
 
     monkeypatch.setattr(Shard, "_preparing", slow)
     shard = make_shard()
-    assert reached.wait(10)
+    assert reached.wait(HANG_S)
     shard.stop(retire=True, timeout_s=5)
     assert list(directory.parent.iterdir()) == []
 
@@ -212,7 +212,7 @@ def test_a_defect_in_the_loop_is_logged_and_reported(
     shard = make_shard(crashed=crashed.set)
     wait_until_serving(shard)
     monkeypatch.setattr(ArenaOwner, "bury_dead", lambda *_, **__: 1 // 0)
-    assert crashed.wait(5)
+    assert crashed.wait(HANG_S)
     assert "ZeroDivisionError" in caplog.text
     assert shard.status()["state"] == "failed"
     assert (directory / "arena").exists(), "who is started next adopts it"

@@ -11,6 +11,7 @@ from kvray.actors.shard.stopped import StoppedHolder
 from kvray.store.machine import lockers
 from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.store.conftest import Child, child, directory
+from tests.waiting import HANG_S
 
 __all__ = ["child", "directory"]
 
@@ -42,7 +43,7 @@ def test_stopped_holder_is_named_and_ended_after_the_limit(
     watch.look(file, now=70.0)
     assert other.process.poll() is None
     watch.look(file, now=72.0)
-    assert other.process.wait(5) == -signal.SIGKILL
+    assert other.process.wait(HANG_S) == -signal.SIGKILL
     assert not file.is_locked(ARENA_BYTE)
     watch.look(file, now=73.0)
     assert watch.found is None

@@ -21,6 +21,7 @@ from kvray.store.arena.layout import READY
 from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
+from tests.waiting import HANG_S
 
 KEYS = chain(20)
 PACKED = b"".join(KEYS)
@@ -259,7 +260,7 @@ def test_a_check_that_hangs_holds_up_nobody(
 
     def slowly(arena: Arena, *args: Any) -> Any:
         if args[1].start >= 8:
-            assert may_sum.wait(10)
+            assert may_sum.wait(HANG_S)
         return sound(arena, *args)
 
     async def scene(pair: Pair) -> None:

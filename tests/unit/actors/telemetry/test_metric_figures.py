@@ -23,10 +23,10 @@ from tests.unit.actors.small_shard import (
     nvme_for,
     open_arena,
     settings_for,
-    wait_for,
     wait_until_serving,
 )
 from tests.unit.store.small_arena import SLOT, chain, store
+from tests.waiting import wait_for
 
 NODE = "0123456789ab"
 MINE = replace(NAMESPACE, part_bytes=SLOT)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.unit.cli.conftest import RunKvray
+from tests.waiting import HANG_S
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def test_page_is_served_until_a_signal_and_leaves_no_process(
             assert b"<title>kvray</title>" in answer.read()
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signum)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert (process.returncode, stderr) == (0, "")
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
@@ -70,5 +71,5 @@ def test_missing_package_is_one_sentence(run_kvray: RunKvray, tmp_path: Path) ->
 def test_address_that_others_reach_is_warned_of(tmp_path: Path) -> None:
     with serving(tmp_path, "--host", "0.0.0.0") as (process, _):
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert stderr.startswith("kvray: whoever reaches 0.0.0.0 can read the page")

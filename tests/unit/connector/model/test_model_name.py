@@ -22,9 +22,9 @@ from kvray.engine.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.checkpoint import Progress
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 HIT = 9 * BLOCK

@@ -15,7 +15,6 @@ from kvray.engine.model.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.tables import Array
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.engine.device.gpu_pages import (
     even_steps,
     open_arena,
@@ -25,6 +24,7 @@ from tests.unit.engine.device.gpu_pages import (
     slot_views,
 )
 from tests.unit.engine.device.host_device import HostDevice
+from tests.waiting import wait_for
 
 NUM_LAYERS = 3
 

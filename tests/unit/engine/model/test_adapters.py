@@ -9,7 +9,7 @@ import pytest
 from kvray.engine.model import adapters
 from kvray.engine.model.adapters import Adapters
 from kvray.errors import ConfigError
-from tests.unit.actors.small_shard import wait_for
+from tests.waiting import HANG_S, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_an_adapter_that_takes_long_to_read_is_not_waited_for(
     may_read, read = threading.Event(), adapters.fingerprint_model
 
     def read_slowly(path: str, *, cache_dir: Path | None) -> str:
-        assert may_read.wait(10)
+        assert may_read.wait(HANG_S)
         return read(path, cache_dir=cache_dir)
 
     monkeypatch.setattr(adapters, "fingerprint_model", read_slowly)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.unit.cli.conftest import RunKvray
+from tests.waiting import HANG_S
 
 CASES = (
     *("", "_1k", "_128k", "_tp2", "_tp4", "_tp8", "_verified", "_batch"),
@@ -101,7 +102,7 @@ def test_interrupt_leaves_nothing(tmp_path: Path, arena_dir: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert stderr == "kvray: interrupted.\n"
     assert not psutil.pid_exists(process.pid)

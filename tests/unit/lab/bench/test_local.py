@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.unit.cli.conftest import RunKvray
+from tests.waiting import HANG_S
 
 FIGURES = (
     "store_ratio_4mib",
@@ -82,7 +83,7 @@ def test_interrupt_leaves_nothing(
         workers = _children_of(process.pid)
         assert len(workers) == 5
         process.send_signal(signum)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert stderr == "kvray: interrupted.\n"
     assert list(arena_dir.iterdir()) == []
@@ -94,7 +95,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path, arena_dir: Pat
         _wait_for(arena_dir, "kvray-bench-*/arena")
         workers = _children_of(process.pid)
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_S)
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline

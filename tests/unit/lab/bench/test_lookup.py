@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.unit.cli.conftest import RunKvray
+from tests.waiting import HANG_S
 
 FILLING_BYTES = 400 * 2**20
 """Memory of a process that has begun to fill an index: far more than what it imports."""
@@ -57,6 +58,6 @@ def test_interrupt_ends_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert stderr == "kvray: interrupted.\n"

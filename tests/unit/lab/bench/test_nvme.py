@@ -21,6 +21,7 @@ from kvray.lab.bench.bare_disk import BareDisk, Transfers, check_cold, resident_
 from kvray.store.machine.mounts import mount_of
 from kvray.store.nvme.memory import aligned
 from tests.unit.cli.conftest import RunKvray
+from tests.waiting import HANG_S
 
 _SHM = Path("/dev/shm")
 _SIZE = 2**20
@@ -112,7 +113,7 @@ def test_interrupt_leaves_nothing(disk: Path, tmp_path: Path, signum: int) -> No
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signum)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert stderr == "kvray: interrupted.\n"
     assert leftovers(_SHM, disk, tmp_path) == before

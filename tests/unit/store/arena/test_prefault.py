@@ -19,6 +19,7 @@ from kvray.store.arena.prefault import Populator, mapping_of, populate
 from kvray.store.arena.tables import Array
 from tests.unit.store.mounted import run_mounted
 from tests.unit.store.small_arena import make_arena
+from tests.waiting import HANG_S, wait_for
 
 MIB = 2**20
 
@@ -133,13 +134,6 @@ print(figures["huge_bytes"] >= 16 * MiB, figures["command"] is None)
 # -- in the background ----------------------------------------------------------------------------
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def populating() -> bool:
     return any(thread.name == "kvray-populate" for thread in threading.enumerate())
 
@@ -166,12 +160,12 @@ def test_the_background_ends_before_all_is_mapped(
 
     def populate_slowly(chunk: Array) -> bool:
         entered.set()
-        go_on.wait(5)
+        go_on.wait(HANG_S)
         return True
 
     monkeypatch.setattr(prefault, "_populate", populate_slowly)
     populator = Populator(arena.tables)
-    assert entered.wait(5)
+    assert entered.wait(HANG_S)
     if how == "stop":
         populator._stopping.set()
     else:

@@ -18,6 +18,7 @@ from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import chain, store
+from tests.waiting import HANG_S
 
 TAKE = "(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})"
 GIVE = "(kept := SideFile.at(directory / 'lock.test')).unlock({byte})"
@@ -127,7 +128,7 @@ def test_thread_waits_in_a_queue_behind_the_others_of_its_process(
         target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
     )
     thread.start()
-    assert has_it.wait(60)
+    assert has_it.wait(HANG_S)
     monkeypatch.setattr(Description, "set", count)
     start = time.monotonic()
     taken, took_s = lock.acquire(0.05), time.monotonic() - start
@@ -196,7 +197,7 @@ def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock
         target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
     )
     thread.start()
-    assert has_it.wait(60)
+    assert has_it.wait(HANG_S)
     pid = os.fork()
     if pid == 0:
         start = time.monotonic()
@@ -319,7 +320,7 @@ def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
 
             thread = threading.Thread(target=use, daemon=True)
             thread.start()
-            thread.join(10)
+            thread.join(HANG_S)
             os._exit(0 if answers == [3, 1] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)

@@ -11,6 +11,8 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from tests.waiting import HANG_S
+
 
 class Stub:
     """Streams `text`, and remembers what it was asked."""
@@ -68,4 +70,4 @@ def running(stub: Stub) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(HANG_S)
