@@ -21,7 +21,7 @@ def test_what_a_session_leaves_ends_with_it_daemons_and_directories_too(tmp_path
     )
     assert daemon.stdout is not None
     with daemon.stdout as said:
-        pid = int(said.readline())
+        said.readline()
     daemon.wait(HANG_S)
     with subprocess.Popen(
         [sys.executable, "-m", "tests.cleanup", session], cwd=ROOT, stdin=subprocess.PIPE
@@ -29,5 +29,4 @@ def test_what_a_session_leaves_ends_with_it_daemons_and_directories_too(tmp_path
         wait_for(lambda: cleanup.processes_of(str(session)), "the daemon's mark")
         process.communicate(timeout=HANG_S)  # closes its input
     assert cleanup.processes_of(str(session)) == []
-    assert not Path(f"/proc/{pid}").exists()
     assert [one.name for one in tmp_path.iterdir()] == ["kvt-b"]
