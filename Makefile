@@ -59,7 +59,7 @@ test-vllm: .venv-vllm/.installed
 
 screenshots: venv
 	mkdir -p docs/images
-	$(PY) -m pytest tests/ray/test_ray_dashboard.py tests/ray/test_page.py --screenshots docs/images
+	$(PY) -m pytest tests/ray/test_dashboards.py tests/ray/test_page.py --screenshots docs/images
 	.venv/bin/kvray demo --plot docs/images/first_tokens.png
 	$(PY) -m kvray.lab.bench.lookup_plot docs/images/lookup_scale.png
 

@@ -9,19 +9,18 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _LANES = {
-    "machines": "bench_staging chaos chaos_nodes frozen_pusher other_disk serve_two_nodes"
-    " silence spread_replica two_nodes",
-    "own": "admin_token cli local_ray prometheus ray_dashboard ray_serve ray_up restart"
-    " serve_faults",
+    "machine": "chaos chaos_nodes copies dashboards drain frozen_pusher kv_events local_ray"
+    " other_disk page silence spread_replica tensor_parallel_sizes two_nodes",
 }
-"""Name -> files of tests/ray for one worker: with several nodes, and with a Ray of their own.
+"""Name -> files of tests/ray for one worker: those on the machine of several nodes, and some with a
+Ray of their own.
 
-A third worker has all others, most of which share the session's Ray: so each lane takes equally
-long. Rays that idle take cores away.
+A second worker has all others, most of which share the session's Ray: so each lane takes equally
+long. There are no more lanes than cores that a usual machine has: Rays that idle take them away.
 """
 _LANE_OF = {f"test_{file}.py": lane for lane, files in _LANES.items() for file in files.split()}
 
-LARGE = frozenset({"machine", "wired_machine"})
+LARGE = frozenset({"local", "machine", "wired_machine"})
 """Fixtures of the session that end with the last test of theirs, not with the session."""
 _CLONE_NEWNS = 0x20000
 _MS_PRIVATE_REC = 0x4000 | 0x40000

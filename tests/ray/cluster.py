@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvray.config import environ_for
-from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine
 from kvray.lab.chaos.node import Node
 from kvray.lab.reference.llm_args import KvConnectorConfig
 
@@ -36,11 +36,12 @@ class TwoNodes:
     machine: Machine
     config_path: Path
     cluster_name: str = "nodes"
+    num_nodes: int = 2
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes that have a shard."""
-        return self.machine.nodes
+        return self.machine.nodes[: self.num_nodes]
 
     def node_dir(self, node: Node) -> Path:
         """Return where a node's arena and socket are."""
@@ -66,13 +67,20 @@ def open_tier(
     cluster_name: str,
     settings: Mapping[str, Mapping[str, Any]] = SETTINGS,
     *options: str,
+    num_nodes: int = 2,
 ) -> Iterator[TwoNodes]:
-    """Have a tier on a machine for the time of a block; the machine may have others after it."""
-    path = machine.write_config(settings, cluster_name=cluster_name)
+    """Have a tier on the first two nodes of a machine, or all, for the time of a block.
+
+    The machine may have others after it.
+    """
+    resource = PAIR if num_nodes == 2 else RESOURCE
+    path = machine.write_config(settings, cluster_name=cluster_name, resource=resource)
     try:
         up = machine.run("up", *options, "-c", str(path))
         assert up.returncode == 0, up.stderr
-        yield TwoNodes(machine=machine, config_path=path, cluster_name=cluster_name)
+        yield TwoNodes(
+            machine=machine, config_path=path, cluster_name=cluster_name, num_nodes=num_nodes
+        )
     finally:
         down = machine.run("down", "-c", str(path))
     assert down.returncode == 0, down.stderr

@@ -17,10 +17,11 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
+from tests.ray.scrape import OFTEN
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def config_with(name: str = "t", **overrides: object) -> KVRayConfig:
@@ -70,8 +71,8 @@ def running(config: KVRayConfig) -> KVRayConfig:
 
 @pytest.fixture(scope="session")
 def machine() -> Iterator[Machine]:
-    """Two nodes with disks, on a Ray of their own, for one tier after the other."""
-    with Machine(has_nvme=True) as made:
+    """Three nodes with disks, on a Ray of their own, for one tier after the other."""
+    with Machine(num_nodes=3, has_nvme=True, environ=OFTEN) as made:
         yield made
 
 

@@ -84,6 +84,7 @@ def test_who_may_not_end_a_tier_does_not_end_its_ray_either(tmp_path: Path) -> N
         assert shell.leftovers() == []
 
 
+@pytest.mark.long
 def test_a_broken_token_is_refused_at_up_and_never_keeps_its_user_from_down(tmp_path: Path) -> None:
     variable = "KVRAY_SECURITY__AUTH_TOKEN_FILE"
     with open_shell("broken") as shell:

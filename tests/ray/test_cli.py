@@ -95,7 +95,7 @@ def arena_is_made(shell: Shell) -> bool:
     ("moment", "signum"),
     [
         (ray_begins, signal.SIGTERM),
-        (arena_is_made, signal.SIGTERM),
+        pytest.param(arena_is_made, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(ray_answers, signal.SIGINT, marks=pytest.mark.long),
         pytest.param(ray_begins, signal.SIGINT, marks=pytest.mark.long),
         pytest.param(ray_answers, signal.SIGTERM, marks=pytest.mark.long),
@@ -112,6 +112,7 @@ def test_interrupted_up_leaves_nothing(
     assert shell.leftovers() == []
 
 
+@pytest.mark.long
 def test_two_tiers_share_a_ray_and_neither_sees_the_other(
     shell: Shell, local: LocalRay, running: KVRayConfig
 ) -> None:
@@ -221,6 +222,7 @@ def swept(shell: Shell) -> list[str]:
     return [arena["outcome"] for arena in json.loads(done.stdout)["arenas"]]
 
 
+@pytest.mark.long
 def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
     shell: Shell, own_dir: Path, survivor: Engine
 ) -> None:

@@ -22,7 +22,7 @@ from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import SLOT, chain, store
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray]
 
 TOKENS = list(range(12 * 32 + 7))
 MINE = replace(NAMESPACE, part_bytes=SLOT)
@@ -35,13 +35,17 @@ KEYS = chain_keys(
 def tier() -> Iterator[TwoNodes]:
     """A tier on three nodes of its own, with a replica on the first; no node asks for a warm-up."""
     settings = {**SETTINGS, "warm_up": {"share": 0}}
-    with Machine(num_nodes=3) as machine, open_tier(machine, "copies", settings) as made:
+    with (
+        Machine(num_nodes=3) as machine,
+        open_tier(machine, "copies", settings, num_nodes=3) as made,
+    ):
         with contextlib.closing(ShardSocket(made.node_dir(made.nodes[0]))) as engine:
             registration = {"namespace": MINE.to_wire(), "wanted": [[0, None]]}
             engine.call("register", timeout_s=5, replica="r", rank=0, **registration)
             yield made
 
 
+@pytest.mark.long
 def test_a_pinned_prompt_stays_on_all_nodes_and_over_restarts(tier: TwoNodes) -> None:
     config, prompt = str(tier.config_path), tier.config_path.with_name("system.json")
     prompt.write_text(json.dumps(TOKENS))
@@ -89,12 +93,14 @@ SHARE = 0.3
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_prefix_that_three_nodes_hammer_is_as_near_as_a_local_one() -> None:
     arena = {"capacity": "128MiB", "slab": "16MiB"}
     copies = {"share": SHARE, "idle_s": 60.0}
     settings = {**SETTINGS, "arena": {**SETTINGS["arena"], **arena}, "copies": copies}
-    with Machine(num_nodes=3) as machine, open_tier(machine, "hammered", settings) as tier:
+    with (
+        Machine(num_nodes=3) as machine,
+        open_tier(machine, "hammered", settings, num_nodes=3) as tier,
+    ):
         found = hammered(tier)
         held, extra = keys_of(tier), [one["copies"]["extra_bytes"] for one in tier.shards()]
     capacity = 128 * 2**20

@@ -25,7 +25,7 @@ from tests.ray.sharing import TOKENS_PER_BLOCK
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 PROMPT_TOKENS = 620  # the last block of 640 could never hit
 NUM_USED = 81
@@ -126,7 +126,7 @@ class Run:
 def opened(*, has_network: bool = False) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(Machine(num_nodes=3, has_network=has_network))
-        tier = stack.enter_context(open_tier(machine, "loaded", CONFIG))
+        tier = stack.enter_context(open_tier(machine, "loaded", CONFIG, num_nodes=3))
         replicas: list[Replica] = []
         stack.callback(lambda: [one.kill() for one in replicas])
         for number, node in enumerate(tier.nodes):

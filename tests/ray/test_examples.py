@@ -38,6 +38,7 @@ def test_prefix_persists_on_a_tier_of_the_example_s_own(shell: Shell, config_fil
     assert shell.leftovers() == []
 
 
+@pytest.mark.long
 def test_offloading_on_a_ray_that_is_there(
     shell: Shell, config_file: Path, local: LocalRay, config: KVRayConfig
 ) -> None:

@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.root,
     pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}"),
-    pytest.mark.timeout(900),
 ]
 
 BACK_S = 240.0

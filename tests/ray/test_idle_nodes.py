@@ -21,7 +21,7 @@ from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.unit.store.small_arena import PATIENT_S, chain, store
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 HEAD_ID = "f" * 51 + "00000"
 HEAD_TYPE = "ray.head.default"

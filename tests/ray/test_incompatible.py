@@ -11,7 +11,7 @@ from tests.ray.command_line import open_shell
 from tests.ray.conftest import TIMEOUT_S, Engine
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def test_status_shows_which_misses_are_incompatible_and_why(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
 from tests.kv_subscriber import KvSubscriber
-from tests.ray.cluster import SETTINGS, open_two_nodes
+from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.selection import Selection
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
@@ -66,7 +67,7 @@ class Heard:
 
 
 @pytest.fixture(scope="module")
-def heard() -> Iterator[Heard]:
+def heard(machine: Machine) -> Iterator[Heard]:
     settings = {
         **SETTINGS,
         "arena": {**SETTINGS["arena"], "capacity": "4MiB", "slab": "1MiB"},
@@ -74,7 +75,7 @@ def heard() -> Iterator[Heard]:
         "events": {"port": free_port() + 1000},
     }
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(open_two_nodes(settings))
+        nodes = stack.enter_context(open_tier(machine, "events", settings))
         teller = Teller(nodes.config_path, nodes.machine.environ())
         stack.callback(teller.close)
         replicas: list[Replica] = []
@@ -115,6 +116,7 @@ def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> N
     heard.wait_for_what_ls_shows()
 
 
+@pytest.mark.long
 def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Heard) -> None:
     prompt = make_prompt("kept")
     heard.sharing.first.generate([prompt], max_tokens=2)

@@ -14,7 +14,7 @@ from kvray.lab.chaos.machine import Machine
 from tests.ray.cluster import open_tier
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 DEATH = "mover died; its leases ended"
 

@@ -12,7 +12,7 @@ from tests.ray.test_router import NUM_REPLICAS, Stub, deployed
 from tests.waiting import wait_for
 
 serve = pytest.importorskip("ray.serve")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray]
 
 BLOCK = 32
 NUM_BLOCKS = 64

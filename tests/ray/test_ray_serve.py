@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray]
 
 BLOCK = 32
 LONG_TOKENS = 3000
@@ -229,6 +229,7 @@ def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
         lookup.resume()
 
 
+@pytest.mark.long
 def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     before = served.ask().choices[0].message.content
     assert served.shell.run("down", **served.environ).returncode == 0
@@ -239,6 +240,7 @@ def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     assert served.shell.run("up", **served.environ).returncode == 0
 
 
+@pytest.mark.long
 def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served) -> None:
     wait_for(lambda: len(served.connected()) == 2, "the registration")
     before = served.connected()
@@ -250,6 +252,7 @@ def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served
     assert len(set(served.connected()) & set(before)) == 1  # its name is never used again
 
 
+@pytest.mark.long
 def test_a_replica_that_dies_in_mid_answer_breaks_off_that_answer_only(served: Served) -> None:
     replicas = served.replicas_by_name(2)
     with contextlib.ExitStack() as stack:
@@ -261,6 +264,7 @@ def test_a_replica_that_dies_in_mid_answer_breaks_off_that_answer_only(served: S
         assert next(iter(streams[1])).choices
 
 
+@pytest.mark.long
 def test_a_frozen_replica_delays_requests_and_none_fails(served: Served) -> None:
     frozen = next(iter(served.replicas_by_name(2).values()))
     for _ in range(4):
@@ -276,6 +280,7 @@ def test_a_frozen_replica_delays_requests_and_none_fails(served: Served) -> None
             frozen.resume()
 
 
+@pytest.mark.long
 def test_engines_come_and_go_and_no_request_fails(served: Served) -> None:
     _deploy_under_load(served, 3)
     before = served.connected()

@@ -26,8 +26,8 @@ def missing() -> str | None:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.root
-@pytest.mark.timeout(900)
 def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

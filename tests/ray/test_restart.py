@@ -72,6 +72,7 @@ def answer(shell: Shell, prompt: list[int]) -> tuple[tuple[int, ...], int]:
     return tuple(output.token_ids), output.hit_tokens
 
 
+@pytest.mark.long
 def test_the_same_prompt_hits_from_disk_after_everything_was_torn_down(shell: Shell) -> None:
     up(shell)
     first, hits = answer(shell, PROMPT)

@@ -221,7 +221,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
         assert shell.leftovers() == []
 
 
-@pytest.mark.timeout(600)
 def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
     installed: Installation,
 ) -> None:
@@ -248,7 +247,6 @@ def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
     installed: Installation,
 ) -> None:

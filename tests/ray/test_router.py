@@ -22,7 +22,7 @@ from tests.ray.scrape import scrape, total
 from tests.waiting import wait_for
 
 serve = pytest.importorskip("ray.serve")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray]
 
 NUM_REPLICAS = 3
 APP = "routed"

@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NUM_ENGINES = 3
 NUM_CLIENTS = 5

@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 BLOCK = 32
 LONG_TOKENS = 3000

@@ -16,7 +16,7 @@ from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def test_a_new_engine_is_ready_when_its_node_has_what_others_use(tmp_path: Path) -> None:

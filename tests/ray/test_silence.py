@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from kvray.identity.block import BlockKey
-from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
@@ -106,8 +105,11 @@ def _run_delay_ns(thread: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def tier(wired_machine: Machine) -> Iterator[Tier]:
-    with open_tier(wired_machine, "silence") as nodes:
+def tier(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Tier]:
+    """A tier on nodes with cables where one is to be cut."""
+    if request.param == "wired_machine":
+        machine = request.getfixturevalue("wired_machine")
+    with open_tier(machine, "silence") as nodes:
         wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers")
         made = Tier(nodes)
         yield made
@@ -148,20 +150,29 @@ def unplugged(tier: Tier, place: int) -> Iterator[None]:
 
 
 NEEDS_NETWORK = [
+    pytest.mark.long,
     pytest.mark.root,
     pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}"),
 ]
+FROZEN = {
+    "the source's shard": ("Shard", SOURCE),
+    "the source's mover": ("Mover", SOURCE),
+    "the own mover": ("Mover", TARGET),
+    "the lookup": ("Lookup", None),
+}
+UNPLUGGED = {"the source": SOURCE, "its own node": TARGET}
 FAULTS: list[Any] = [
-    pytest.param(lambda tier: frozen(tier, "Shard", SOURCE), id="the source's shard"),
-    pytest.param(lambda tier: frozen(tier, "Mover", SOURCE), id="the source's mover"),
-    pytest.param(lambda tier: frozen(tier, "Mover", TARGET), id="the own mover"),
-    pytest.param(lambda tier: frozen(tier, "Lookup", None), id="the lookup"),
-    pytest.param(lambda tier: unplugged(tier, SOURCE), id="the source", marks=NEEDS_NETWORK),
-    pytest.param(lambda tier: unplugged(tier, TARGET), id="its own node", marks=NEEDS_NETWORK),
+    pytest.param("machine", lambda tier, who=who: frozen(tier, *who), id=name)
+    for name, who in FROZEN.items()
+] + [
+    pytest.param(
+        "wired_machine", lambda tier, at=at: unplugged(tier, at), id=name, marks=NEEDS_NETWORK
+    )
+    for name, at in UNPLUGGED.items()
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("tier", "fault"), FAULTS, indirect=["tier"])
 def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
     tier: Tier, fault: Callable[[Tier], contextlib.AbstractContextManager[None]]
 ) -> None:
@@ -189,6 +200,7 @@ def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
     wait_for(tier.is_whole, "a tier that works again")
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
 def test_where_nixl_gets_through_nowhere_blocks_come_by_the_next_transport() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, open_two_nodes
+from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
 from tests.waiting import wait_for
@@ -22,9 +23,9 @@ PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.
 
 
 @pytest.fixture(scope="module")
-def sharing() -> Iterator[Sharing]:
+def sharing(machine: Machine) -> Iterator[Sharing]:
     """The first replica has all heads in one rank, the second one head in each of two."""
-    with open_two_nodes(PATIENT) as nodes:
+    with open_tier(machine, "sizes", PATIENT) as nodes:
         replicas: list[Replica] = []
         teller = Teller(nodes.config_path, nodes.machine.environ())
         try:

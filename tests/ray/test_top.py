@@ -17,7 +17,7 @@ from kvray.config import KVRayConfig
 from tests.ray.command_line import open_shell
 from tests.ray.conftest import TIMEOUT_S
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 WAIT_S = 120.0
 LEFT_SCREEN, SHOWN_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"

@@ -16,7 +16,7 @@ from tests.ray.cluster import SETTINGS, open_two_nodes
 from tests.ray.served import QUESTION, ask, open_client, serve_run, write_settings
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 TRACED = {
     **SETTINGS,

@@ -1,5 +1,6 @@
 """Replicas on two nodes: what one has computed is brought to the other, and promised there."""
 
+import contextlib
 import json
 import random
 import time
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, open_two_nodes
+from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
 from tests.ray.sharing import (
@@ -26,6 +28,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
+TIER = "shared"
 PROMPT_TOKENS = 640
 WHOLE_BLOCKS = 19
 """That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
@@ -38,13 +41,15 @@ PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.
 
 
 @pytest.fixture(scope="module", params=["nixl", pytest.param("no nixl", marks=pytest.mark.long)])
-def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Sharing]:
-    """Two replicas on nodes that have NIXL, or that have not.
-
-    Their Ray is their own: its metrics go on counting what earlier tiers of a Ray have counted.
-    """
-    environ = {} if request.param == "nixl" else _without_nixl(tmp_path_factory.mktemp("absent"))
-    with open_two_nodes(PATIENT, environ={**OFTEN, **environ}) as nodes:
+def sharing(
+    request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: Any
+) -> Iterator[Sharing]:
+    """Two replicas on nodes that have NIXL, or that have not."""
+    with contextlib.ExitStack() as stack:
+        if request.param != "nixl":
+            environ = {**OFTEN, **_without_nixl(tmp_path_factory.mktemp("absent"))}
+            machine = stack.enter_context(Machine(environ=environ))
+        nodes = stack.enter_context(open_tier(machine, TIER, PATIENT))
         replicas: list[Replica] = []
         teller = Teller(nodes.config_path, nodes.machine.environ())
         try:
@@ -155,11 +160,11 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
         )
         return [
             total(received, "hit_tokens_total", transport=way, **rank),
-            total(received, "hit_tokens_total", tier="remote"),
-            total(received, "moved_bytes_total", transport=way, direction="in"),
-            total(received, "moved_bytes_total", node=node_of(second)),
-            total(sent, "moved_bytes_total", transport=way, direction="out"),
-            total(sent, "moved_bytes_total", node=node_of(first)),
+            total(received, "hit_tokens_total", tier="remote", cluster_name=TIER),
+            total(received, "moved_bytes_total", transport=way, direction="in", cluster_name=TIER),
+            total(received, "moved_bytes_total", node=node_of(second), cluster_name=TIER),
+            total(sent, "moved_bytes_total", transport=way, direction="out", cluster_name=TIER),
+            total(sent, "moved_bytes_total", node=node_of(first), cluster_name=TIER),
         ]
 
     expected = [hit] * 2 + [moved] * 4
@@ -243,5 +248,5 @@ def _agree(sharing: Sharing) -> bool:
     ranks = [rank for shard in sharing.shards() for rank in shard["replicas"]]
     samples = [scrape(sharing.nodes.machine.directory / node.name) for node in sharing.nodes.nodes]
     return [rank["counters"].get("hit_tokens_from_nixl") for rank in ranks] == [
-        total(some, "hit_tokens_total", tier="remote") for some in samples
+        total(some, "hit_tokens_total", tier="remote", cluster_name=TIER) for some in samples
     ]

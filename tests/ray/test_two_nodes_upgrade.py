@@ -12,7 +12,7 @@ from kvray.lab.chaos.machine import Machine
 from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.ray.under_load import UnderLoad, open_under_load
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 OTHER = "0.99.0"
 CHANGE = f"kvray is {OTHER} now and was {kvray.__version__}."

@@ -11,14 +11,14 @@ from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.ray.test_drain import NUM_CHAINS, filled, node_id_of, num_held
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
 def tier() -> Iterator[TwoNodes]:
     with Machine(num_nodes=3) as machine:
         machine.nodes[-1].kill()
-        with open_tier(machine, "warmed", SETTINGS) as made:
+        with open_tier(machine, "warmed", SETTINGS, num_nodes=3) as made:
             yield made
 
 

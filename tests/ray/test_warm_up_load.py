@@ -23,7 +23,7 @@ from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
 from tests.ray.teller import Teller
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 64, 640, 40
 POOL_BLOCKS = 96  # four prompts
@@ -119,7 +119,10 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
     new.kill()
     arena = {**SETTINGS["arena"], "slot_min": "16KiB"}  # its blocks are as small
     settings = {**SETTINGS, "arena": arena, "warm_up": {"share": share}}
-    with open_tier(machine, "warm" if share else "cold", settings) as tier, ExitStack() as stack:
+    with (
+        open_tier(machine, "warm" if share else "cold", settings, num_nodes=3) as tier,
+        ExitStack() as stack,
+    ):
         stack.callback(new.kill)
         teller = stack.enter_context(closing(Teller(tier.config_path, machine.environ())))
         fleet = Fleet(tier, stack, teller)

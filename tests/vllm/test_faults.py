@@ -11,7 +11,7 @@ from tests.ray.test_drain import arena_of
 from tests.vllm.witness import BLOCK, Witness, stop
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray]
 
 ENGINES = ["first", "uncached", "chunked"]
 

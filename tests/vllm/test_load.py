@@ -4,7 +4,7 @@ import pytest
 
 from tests.vllm.witness import BLOCK, Witness
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray]
 
 ENGINES = ["small", "uncached", "chunked"]
 

@@ -13,7 +13,7 @@ from kvray.lab.vllm import MODULE
 from tests.ray.cluster import TwoNodes
 from tests.vllm.witness import BLOCK, ENVIRON, stop
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray]
 
 LENGTH = 6 * BLOCK + 5
 HIT = 6 * BLOCK

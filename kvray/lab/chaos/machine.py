@@ -26,6 +26,8 @@ from kvray.lab.chaos.node import Environ, Node
 
 RESOURCE = "kvray_shard"
 """Ray resource of the nodes that get a shard; the head does not have it."""
+PAIR = "kvray_pair"
+"""The same of the first two alone: for a tier of two nodes on a machine of more."""
 
 _OBJECT_STORE_BYTES = 80 * 2**20
 _ADDRESS_TIMEOUT_S = 60.0
@@ -148,15 +150,20 @@ class Machine:
         )
 
     def write_config(
-        self, settings: Mapping[str, Mapping[str, Any]], *, cluster_name: str = "nodes"
+        self,
+        settings: Mapping[str, Mapping[str, Any]],
+        *,
+        cluster_name: str = "nodes",
+        resource: str = RESOURCE,
     ) -> Path:
         """Write the configuration of a tier on this cluster, and return its path.
 
-        `settings` is section -> key -> value, without Ray's address and the shards' resource.
+        `settings` is section -> key -> value, without Ray's address. The nodes with `resource` get
+        a shard.
         """
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
-        values.setdefault("shard", {})["resource"] = RESOURCE
+        values.setdefault("shard", {})["resource"] = resource
         path = self.scratch / f"{cluster_name}.yaml"
         path.write_text(yaml.safe_dump({"cluster_name": cluster_name, **values}))
         return path
@@ -217,8 +224,8 @@ class Machine:
         arena_dir.mkdir(mode=0o700)
         if self._mount_bytes is not None:
             _mount(arena_dir, self._mount_bytes)
-        resources = f"--resources={json.dumps({RESOURCE: 1})}"
-        options = (f"--address={self.address}", resources)
+        has = {RESOURCE: 1, PAIR: 1} if number <= 2 else {RESOURCE: 1}
+        options = (f"--address={self.address}", f"--resources={json.dumps(has)}")
         return self._describe(number, f"node{number}", arena_dir, *options)
 
     def _describe(self, number: int, name: str, arena_dir: Path, *options: str) -> Node:

@@ -303,7 +303,6 @@ def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, direct
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(
     start: Any, join: Any, directory: Path
 ) -> None:

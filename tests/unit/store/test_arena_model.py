@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -297,4 +296,4 @@ ArenaLife.TestCase.settings = settings(
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestArenaLife = pytest.mark.timeout(240)(ArenaLife.TestCase)
+TestArenaLife = ArenaLife.TestCase

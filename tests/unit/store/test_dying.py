@@ -119,7 +119,6 @@ def test_death_or_stop_before_some_stores_harms_nobody(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_death_or_stop_before_any_store_harms_nobody(

@@ -110,7 +110,7 @@ def bits(scene: Scene, per_table: int | None) -> Iterator[tuple[int, int]]:
         yield from ((value + bit // 8, bit % 8) for value, bit in each)
 
 
-COUNTS = [FLIPS, pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+COUNTS = [FLIPS, pytest.param(None, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("count", COUNTS)

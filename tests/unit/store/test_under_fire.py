@@ -54,7 +54,6 @@ def test_kills_at_any_moment_lose_nothing_and_spoil_nothing(node_dir: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_hundreds_of_kills_lose_nothing_and_spoil_nothing(node_dir: Path) -> None:
     under_fire(node_dir, kills=KILLS_LONG, seed=2)
 
