@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvray.identity.block import BlockKey
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
