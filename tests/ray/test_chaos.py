@@ -60,6 +60,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["requests"] > 0
 
 
+@pytest.mark.long
 def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shell: Shell) -> None:
     found = play(shell, "--nodes", "1", "--replicas", "1", "--no-network", *SHORT)
     check(found)

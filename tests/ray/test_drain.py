@@ -83,6 +83,7 @@ def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier: TwoN
     assert node_id[:12] in wrong.stderr
 
 
+@pytest.mark.long
 def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier: TwoNodes) -> None:
     going, *others = reversed(tier.nodes)
     chains = filled(tier, going, "by Ray")

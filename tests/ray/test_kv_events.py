@@ -139,6 +139,7 @@ def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Hear
     heard.wait_for_what_ls_shows()
 
 
+@pytest.mark.long
 def test_evicted_prefixes_are_no_longer_chosen(heard: Heard) -> None:
     prompt = make_prompt("evicted")
     heard.sharing.first.generate([prompt], max_tokens=2)
@@ -152,6 +153,7 @@ def test_evicted_prefixes_are_no_longer_chosen(heard: Heard) -> None:
     heard.wait_for_what_ls_shows()
 
 
+@pytest.mark.long
 def test_clearing_empties_what_others_have_heard(heard: Heard) -> None:
     prompt = make_prompt("cleared")
     heard.sharing.second.generate([prompt], max_tokens=2)

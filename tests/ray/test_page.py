@@ -131,6 +131,7 @@ def test_empty_tier_says_what_to_do_next(page: Page, browser: Browser) -> None:
     is_fit_for_people(page, browser)
 
 
+@pytest.mark.long
 def test_tier_under_load_is_shown_and_faults_are_told_from_it(
     tier: TwoNodes, page: Page, browser: Browser, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -37,8 +37,8 @@ _STILL_S = 90.0
 _STOP_TIMEOUT_S = 20.0
 _LAST_BREATH_S = 5.0
 _STARTS_MAX = 10
-_OVERWHELMED = "timed out during startup"
-"""Ray's message when its parts took longer than half a minute, as on a busy machine."""
+OVERWHELMED = re.compile("imed out|to connect to GCS|may not have started|ode info")
+"""What Ray says when its parts took longer than half a minute, as on a busy machine."""
 PATIENT = {
     "RAY_agent_register_timeout_ms": "600000",
     "RAY_worker_register_timeout_seconds": "600",
@@ -120,7 +120,7 @@ def start(
             address = _await_address(process, directory, log, patience, waiting)
             if address is not None:
                 break
-            if not (starts_left and _OVERWHELMED in log.read_text(errors="replace")):
+            if not (starts_left and OVERWHELMED.search(log.read_text(errors="replace"))):
                 status = process.poll()
                 raise ConfigError(
                     f"Ray did not start, but ended with status {status}: {_tail(log)}"

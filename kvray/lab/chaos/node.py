@@ -8,12 +8,13 @@ from pathlib import Path
 
 import psutil
 
+from kvray.actors.tier.local_ray import OVERWHELMED
 from kvray.actors.tier.patience import Patience
 from kvray.errors import ConfigError
 
 _STILL_S = 90.0
 _STARTS_MAX = 10
-"""Ray gives some of its own waits few seconds, so a node that gives up is started again."""
+"""Ray gives its parts half a minute, so a node that gives up is started again."""
 _START_PAUSE_S = 1.0
 _KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.05
@@ -68,8 +69,7 @@ class Node:
         patience, starts = Patience(_STILL_S), 1
         while not self.has_started:
             is_late = patience.is_over((starts, self._log.stat().st_size, len(self.family())))
-            has_given_up = self._process is not None and (self._process.poll() or 0) > 0
-            if has_given_up and not is_late and starts < _STARTS_MAX:
+            if self._has_given_up() and not is_late and starts < _STARTS_MAX:
                 time.sleep(_START_PAUSE_S)
                 self.begin_start()
                 starts += 1
@@ -77,6 +77,12 @@ class Node:
                 said = " ".join(self._log.read_text(errors="replace").split()[-100:])
                 raise ConfigError(f"The Ray node {self.name} did not start; it said: {said}")
             time.sleep(_POLL_S)
+
+    def _has_given_up(self) -> bool:
+        """Return whether it ended because its parts, or the head, were too slow for Ray."""
+        if self._process is None or not (self._process.poll() or 0) > 0:
+            return False
+        return OVERWHELMED.search(self._log.read_text(errors="replace")) is not None
 
     def start(self) -> None:
         """Start it and return when it has joined.
