@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kvray
 from kvray.actors.owner.ownership import as_owner
 from kvray.cli.app import app as cli_app
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),

@@ -3,7 +3,7 @@ from pathlib import Path
 import yaml
 
 from kvray.cli.connector_config import render
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 KV_CACHE_CONFIG = {"enable_block_reuse": True, "enable_partial_reuse": False}
 

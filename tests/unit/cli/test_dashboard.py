@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 
 def make_session(temp_dir: Path, name: str, dashboards: Path) -> None:

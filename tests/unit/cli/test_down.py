@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import RunKvray
 from tests.unit.actors.shard_process import shard_process
-from tests.unit.cli.conftest import RunKvray
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvray.lab.replay.fleet import ROUTERS
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ import json
 
 from kvray.lab.replay import belady
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.lab.replay.excerpts import SESSIONS, excerpt
 from tests.unit.lab.replay.lru import lru_hits
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvray.cli.text.explanation import age_text
+from tests.forks import RunKvray
 from tests.unit.actors.shard_process import ROOT, shard_process
 from tests.unit.actors.small_shard import open_arena
-from tests.unit.cli.conftest import RunKvray
 from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import make_arena
 

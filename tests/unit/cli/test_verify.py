@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvray.store import Arena
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.store.small_arena import SLOT, chain, make_arena, overwrite, spec, store
 
 KEYS = chain(20)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvray.cli.app import app
 from kvray.config import json_schema, sources
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.cli.test_app import assert_refused
 
 Run = Callable[..., Result]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import pytest
 from kvray.cli.pin.command import _print
 from kvray.cli.pin.duration import parse_duration, shown_duration
 from kvray.errors import ConfigError
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 
 @pytest.mark.parametrize(

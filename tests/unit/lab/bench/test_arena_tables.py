@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 
 
 def test_small_run_gives_every_figure_and_leaves_nothing(

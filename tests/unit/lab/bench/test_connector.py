@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.long
 
 CASES = (
     *("", "_1k", "_128k", "_tp2", "_tp4", "_tp8", "_verified", "_batch"),

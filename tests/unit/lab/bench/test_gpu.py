@@ -14,7 +14,7 @@ from kvray.lab.bench.gpu.model import LLAMA_3_8B, Model, Shapes
 from kvray.lab.bench.gpu.prefill import Prefill, crossover, name_of
 from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
 from kvray.lab.bench.runner import running
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.engine.device.gpu_pages import open_arena
 from tests.unit.engine.device.host_device import HostDevice
 

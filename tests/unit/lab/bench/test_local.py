@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.waiting import HANG_S
 
 FIGURES = (

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.long
 
 FILLING_BYTES = 400 * 2**20
 """Memory of a process that has begun to fill an index: far more than what it imports."""

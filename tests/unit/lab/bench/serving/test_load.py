@@ -10,7 +10,7 @@ import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.bench.serving.load import Due, Endpoint, ask_model, parse_endpoint, play
-from tests.unit.cli.conftest import RunKvray
+from tests.forks import RunKvray
 from tests.unit.lab.bench.serving.stub import Stub, running
 
 REQUESTS = [Due(at_s=at / 20, tokens=[40 + at] * 64) for at in range(4)]
