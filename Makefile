@@ -11,7 +11,7 @@ unexport PYTHONPATH
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm screenshots docs lint format clean venv
+.PHONY: help demo test tests test-long test-vllm screenshots docs lint style types format clean venv
 
 help:
 	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
@@ -31,8 +31,12 @@ demo: venv
 WORKERS ?= $(shell [ "$$(id -u)" = 0 ] && echo 4 || echo 0)
 FAILED := .pytest_cache/v/cache/lastfailed
 
+# Types and layers take a minute of one core, beside the tests.
+test: style
+	@$(MAKE) --no-print-directory -j2 types tests
+
 # A test that fails beside others is tried once more alone: a starved machine breaks it once, a fault twice.
-test: lint
+tests: venv
 	@rm -f $(FAILED)
 	$(PY) -m pytest -n $(WORKERS) --no-loadscope-reorder || { \
 		grep -qs true $(FAILED) || exit 1; \
@@ -66,9 +70,13 @@ screenshots: venv
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-lint: venv
+lint: style types
+
+style: venv
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+
+types: venv
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 

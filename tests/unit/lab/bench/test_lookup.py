@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.forks import RunKvray
 from tests.waiting import HANG_S
