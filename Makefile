@@ -44,7 +44,7 @@ tests: venv
 		$(PY) -m pytest --last-failed; }
 
 test-long: venv
-	$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile all
+	$(PY) -m pytest -m "long or hypothesis or exhaustive" --hypothesis-profile all
 
 # vLLM with what it needs has an environment of its own. torchvision and its like come with it, are of no use here, and
 # do not fit the torch that it needs.

@@ -9,7 +9,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _LANES = {
-    "machine": "chaos chaos_nodes copies dashboards drain frozen_pusher kv_events local_ray"
+    "machine": "chaos chaos_nodes copies dashboards drain frozen_pusher kv_events"
     " other_disk page silence spread_replica tensor_parallel_sizes two_nodes",
 }
 """Name -> files of tests/ray for one worker: those on the machine of several nodes, and some with a

@@ -108,9 +108,8 @@ def driver() -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_of_a_cluster_whose_driver_ends(
     driver: "subprocess.Popen[str]", signum: signal.Signals
 ) -> None:

@@ -104,6 +104,7 @@ def make_prompt(name: str) -> list[int]:
     return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
 
 
+@pytest.mark.long
 def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> None:
     ours, theirs = make_prompt("ours"), make_prompt("theirs")
     heard.sharing.first.generate([ours], max_tokens=2)

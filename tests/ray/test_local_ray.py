@@ -47,6 +47,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(name: str) -> None:
     assert not local_ray.local_dir(name).exists()
 
 
+@pytest.mark.long
 def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
     assert processes_of(name) == []
 
 
+@pytest.mark.long
 def test_it_dies_with_its_parent_if_asked_to(name: str) -> None:
     process = starting(name, "started", "die")
     assert local_ray.find(name) is not None

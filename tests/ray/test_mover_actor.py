@@ -73,7 +73,7 @@ class Node:
 MakeNode = Callable[[str], Node]
 
 
-@pytest.fixture(params=["nixl", "object_ref"])
+@pytest.fixture(params=["nixl", pytest.param("object_ref", marks=pytest.mark.long)])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -122,6 +122,7 @@ def is_fit_for_people(page: Page, browser: Browser, picture: Path | None = None)
     assert page.complaints == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_empty_tier_says_what_to_do_next(page: Page, browser: Browser) -> None:
     expect(page.locator(".node:not(.bad)")).to_have_count(2, timeout=PATIENT_MS)
     shows(page, "#replicas", "No replica has registered yet. Give each engine the connector")

@@ -167,6 +167,7 @@ def back(spread: Spread) -> Replica:
     return spread.replicas[1]
 
 
+@pytest.mark.long
 def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_way_round(
     spread: Spread, forth: Replica, back: Replica
 ) -> None:

@@ -64,6 +64,7 @@ def hears_of(sharing: Sharing, at: int) -> None:
     time.sleep(HEARD_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["one rank to two", "two ranks to one"])
 def test_what_one_size_has_computed_the_other_loads_on_another_node(
     sharing: Sharing, direction: str

@@ -206,6 +206,7 @@ def _check_order(said: str, before: list[dict[str, Any]]) -> None:
     assert all(text in said for text in kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharing", ["nixl"], indirect=True)
 def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sharing) -> None:
     """Comes last: with their processes, what shards and movers say they have moved starts over."""

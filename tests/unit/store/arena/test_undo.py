@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvray.store.arena import lease, repair, slots
 from kvray.store.arena.layout import LIMBO, READY, RESERVED, UNDO_ENTRIES
 from kvray.store.arena.tables import Tables
-from tests.examples import examples
+from tests.examples import examples, places
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.scene import (
     DYING,
@@ -70,6 +70,7 @@ def columns_equal(one: Tables, other: Tables) -> bool:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_death_before_any_store_is_undone(name: str, crowded: bool) -> None:
@@ -77,7 +78,7 @@ def test_death_before_any_store_is_undone(name: str, crowded: bool) -> None:
     log = record(scene.tables, lambda tables: OPERATIONS[name](tables, scene))
     assert log
     done, replay = Replay(scene.tables, log).after(len(log)), Replay(scene.tables, log)
-    for died_at in range(len(log) + 1):
+    for died_at in places(len(log) + 1):
         check_after(scene, replay.after(died_at), done)
 
 
