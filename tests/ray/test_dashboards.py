@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     },
 }
 ENVIRON = {"RAY_metrics_report_interval_ms": "2000"}
-WINDOW = "20s"
+WINDOW = "60s"
 DONE = (
     'hit_tokens_total{tier="host"}',
     'hit_tokens_total{tier="nvme"}',
@@ -83,12 +83,12 @@ class Prometheus:
     def __init__(self, directory: Path, discovery: Path) -> None:
         directory.mkdir()
         settings = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "4s", "evaluation_interval": "4s"},
             "rule_files": [str(package_file(ALERTS))],
             "scrape_configs": [
                 {
                     "job_name": "ray",
-                    "scrape_timeout": "1s",
+                    "scrape_timeout": "4s",
                     "file_sd_configs": [{"files": [str(discovery)], "refresh_interval": "1s"}],
                 }
             ],
