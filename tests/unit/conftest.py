@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,12 @@ def run_kvray(tmp_path: Path, forks: Forks) -> RunKvray:
 
     def run(*args: str | Path, **environ: str) -> Done:
         told = {**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "120", **environ}
-        return forks.run([*map(str, args)], told, tmp_path)
+        command = [*map(str, args)]
+        if "PYTHONPATH" not in told:
+            return forks.run(command, told, tmp_path)
+        command = [sys.executable, "-m", "kvray", *command]  # a fork has imported its own packages
+        return subprocess.run(
+            command, env=told, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
 
     return run
