@@ -58,7 +58,7 @@ class Job:
     pages: Array  # one a key
     priorities: bytes = b""
     """Retention priority of each, one byte; empty if all have the default."""
-    tenant_id: int = 0  # for whom they count; 0: for the namespace
+    counts_for: int = 0  # the namespace's number in an arena, or the tenant's
     mark: Any = None  # when they can be read, as `Pool.mark` returned it
 
 
@@ -98,8 +98,6 @@ class Saver:
         reads: PendingReads,
     ) -> None:
         self._link = link
-        self.namespace = 0
-        """For which they count; set before the first of them is submitted."""
         self._saves_max = saves_max
         self._totals, self._drops = figures.totals, figures.dropped
         self._boundary = boundary
@@ -241,7 +239,7 @@ class Saver:
             depth=job.depth + start,
             part=job.part.index,
             block_bytes=job.part.block_bytes,
-            namespace=job.tenant_id or self.namespace,
+            namespace=job.counts_for,
             priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,

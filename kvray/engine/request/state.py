@@ -19,6 +19,7 @@ class RequestState:
     """One request's tokens, keys and pages, and how much of it is saved."""
 
     request_id: int
+    namespace: bytes  # digest of the one that its keys are in
     seed: bytes
     tokens_per_block: int
     media: tuple[MediaItem, ...] = ()
