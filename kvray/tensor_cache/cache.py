@@ -73,9 +73,7 @@ class TensorCache:
         self.config = _checked(config, metadata)
         self.metadata = metadata
         fingerprint, weights = _fingerprint(metadata.model), self.config.connector.weights_version
-        self.namespace = replace(
-            metadata.namespace(fingerprint=fingerprint), weights=weights or ""
-        )
+        self.namespace = replace(metadata.namespace(fingerprint=fingerprint), weights=weights or "")
         self._seed: bytes | None = request_seed(self.namespace.digest(), salt=metadata.salt)
         """Of all keys; None while the weights have no name."""
         self._step = max(1, _STEP_BYTES // metadata.block_bytes)

@@ -366,10 +366,10 @@ def _check_name(replica: Any, rank: Any) -> None:
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:
     """Refuse two layouts under one `model_key`: one of them belongs to another model.
 
-    Replicas of one model may differ in tensor parallelism. They do not share blocks, which is
-    counted and explained as `incompatible`.
+    Replicas of one model may differ in tensor parallelism, and in the version of their weights.
+    They do not share blocks, which is counted and explained as `incompatible`.
     """
-    different = mine.difference(theirs)
+    different = replace(mine, weights=theirs.weights).difference(theirs)
     if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:
         return
     if mine.tp_layout != theirs.tp_layout:

@@ -1,17 +1,23 @@
 """Weights that are replaced in a running engine: blocks of one version never answer for another."""
 
+import threading
 from typing import Any
 
 import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.engine.request.report import PassReport
+from kvray.errors import ShardUnavailable
+from kvray.node import link as link_module
+from kvray.node.registrations import Registrations
+from tests.unit.actors.small_shard import wait_for
 from tests.unit.engine.apart import BLOCK, Apart
 from tests.unit.engine.conftest import MakeEngine
 
 PROMPT = list(range(100, 140))
 OTHER = list(range(200, 240))
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+WAIT_S = 30.0
 
 
 def name(engine: Apart, version: str | None) -> None:
@@ -25,8 +31,7 @@ def totals_of(engine: Apart) -> Any:
 
 
 def stored_of(engine: Apart) -> int:
-    assert engine.rank.saver is not None
-    engine.rank.saver.drain()
+    wait_for(lambda: not engine.rank.shared.pending_reads._counts, "the saves")
     return engine.rank.shared.figures.totals["stored_blocks"]
 
 
@@ -186,3 +191,64 @@ def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(
     assert engine.ask(1, PROMPT) == HIT
     name(engine, "2")
     assert engine.ask(1, PROMPT) == 0
+
+
+# -- told by the shard ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(make_engine: MakeEngine, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Apart:
+    """An engine that its shard hears of often."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.01)
+    return make_engine()
+
+
+def tell(shard: Shard, replica: str, version: str | None) -> dict[int, int]:
+    return shard.requests.set_weights_version(replica, version, WAIT_S)
+
+
+def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(
+    shard: Shard, told: Apart
+) -> None:
+    replica = told.leader.shared.pool.replica
+    told.serve(PROMPT)
+    assert tell(shard, replica, "2") == {0: 1, 1: 1}
+    for shared in (told.leader.shared, told.rank.shared):
+        assert shared.pool.weights.version == "2"
+    _, reader = shard._parts.first_reader(replica)
+    assert reader.namespace.weights == "2"
+    assert told.serve(PROMPT) == 0
+    assert reader.namespace.digest() == told.leader.shared.pool.namespace_digest
+
+
+def test_prompts_have_no_keys_while_the_weights_have_no_version(shard: Shard, told: Apart) -> None:
+    replica = told.leader.shared.pool.replica
+    tell(shard, replica, None)
+    with pytest.raises(ShardUnavailable, match="set_weights_version"):
+        shard.requests.prefetch(replica, bytes(160))
+    tell(shard, replica, "2")
+    assert shard.requests.prefetch(replica, bytes(160))["reason"] != "none"
+
+
+def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard: Shard, told: Apart) -> None:
+    replica = told.leader.shared.pool.replica
+    told.close()
+    wait_for(lambda: not shard._parts.replicas.connected(), "the end of the connection")
+    assert tell(shard, replica, "2") == tell(shard, "nobody", "2") == {}
+
+
+def test_an_engine_that_does_not_answer_in_time_is_not_told_later(
+    shard: Shard, told: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = told.leader.shared.pool
+    is_silent = threading.Event()
+    report = Registrations.report
+    monkeypatch.setattr(
+        Registrations, "report", lambda self: None if is_silent.is_set() else report(self)
+    )
+    is_silent.set()
+    with pytest.raises(ShardUnavailable, match="Ranks 0, 1 of replica"):
+        shard.requests.set_weights_version(pool.replica, "2", 0.05)
+    is_silent.clear()
+    assert tell(shard, pool.replica, None) == {0: 1, 1: 1}
+    assert pool.weights.state == (1, None)
