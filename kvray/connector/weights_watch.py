@@ -30,14 +30,14 @@ def watch_weights(shared: SharedState) -> None:
     A process with several engines does not say which of them it is, so all of them leave it.
     """
     for module, owner, name in REPLACING:
-        found = getattr(sys.modules.get(module), owner, None)
-        method = getattr(found, name, None)
-        if found is None or method is None:
+        found = vars(sys.modules[module]).get(owner) if module in sys.modules else None
+        method = None if found is None else vars(found).get(name)
+        if method is None:
             continue
-        if not hasattr(method, _ENGINES):
+        if _ENGINES not in vars(method):
             method = _watched(method)
             setattr(found, name, method)
-        getattr(method, _ENGINES).add(shared)
+        vars(method)[_ENGINES].add(shared)
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,5 +49,5 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
             shared.pool.name_weights(None)
         return method(*args, **options)
 
-    setattr(told, _ENGINES, engines)
+    vars(told)[_ENGINES] = engines
     return told

@@ -128,9 +128,9 @@ class ReferenceEngine:
     def update_weights(self, model: str | Path, *, timeout_s: float = 600.0) -> None:
         """Go on with the weights of `model`, of the same shape, once all requests have ended.
 
-        The engine's own prefix cache is emptied with it; no connector is told. Requests that come
-        meanwhile are answered with the new weights. One call at a time, and not with
-        `enable_attention_dp`, whose ranks end their requests at different times.
+        The engine's own prefix cache is emptied with it; no connector is told. Later requests wait
+        for the new weights. One call at a time, and not with `enable_attention_dp`, whose ranks end
+        their requests at different times.
         """
         if self.llm_args.enable_attention_dp:
             raise ConfigError("The weights of ranks with enable_attention_dp cannot be replaced.")

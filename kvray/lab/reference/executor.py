@@ -108,9 +108,8 @@ class Executor:
                 self._active, self._waiting = self._waiting, []
                 continue
             orders = self._intake.take(has_work=has_work)
+            (self._active if self._new_model is None else self._waiting).extend(orders.submitted)
             self._new_model = orders.model or self._new_model
-            submitted = self._active if self._new_model is None else self._waiting
-            submitted.extend(orders.submitted)
             self._cancelled |= orders.cancelled
             self._is_dummy_due = orders.is_dummy_due
             if orders.is_stop:
