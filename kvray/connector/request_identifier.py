@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvray.connector.request.identity import NO_END, Regularity, identify, prompt_len_of
+from kvray.connector.request.identity import Regularity, identify, prompt_len_of
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
 from kvray.engine.model.media_tokens import MediaTokens
 from kvray.engine.request.identity import AskedRequest, Identity, Tenancy
@@ -39,7 +39,7 @@ class RequestIdentifier:
             tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
             if type(tokens) is not list or not tokens:
                 return None
-            if prompt_len != NO_END and prompt_len > len(tokens):
+            if prompt_len > len(tokens) and hasattr(request, "prompt_len"):
                 return None
             end = min(len(tokens), prompt_len)
             if type(num_computed) is not int or not 0 <= num_computed <= end:

@@ -321,9 +321,8 @@ class TensorCache:
     # -- inside -------------------------------------------------------------------------------
 
     def _read_prompt(self, tokens: Tokens, mask: Mask | None) -> MaskedPrompt:
-        size, seed = self.metadata.tokens_per_block, self._seed
-        prompt = read_prompt(tokens, mask, tokens_per_block=size, seed=seed or b"")
-        return prompt if seed is not None else replace(prompt, first=0, keys=[])
+        size = self.metadata.tokens_per_block
+        return read_prompt(tokens, mask, tokens_per_block=size, seed=self._seed)
 
     def _find(self, keys: Sequence[BlockKey], *, wait_s: float) -> tuple[int, Arrivals, str]:
         """Stage `keys`, as far as any node has them.

@@ -34,13 +34,13 @@ class MaskedPrompt:
 
 
 def read_prompt(
-    tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes
+    tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes | None
 ) -> MaskedPrompt:
     """Return the prompt of `tokens` and `mask`.
 
     `tokens` are ids, shape [num_tokens], on any device. `mask` has booleans, shape [num_tokens]:
     False for some leading tokens and True for all others; None: all True. `seed` is from
-    `request_seed`. ConfigError: tokens that are not integers, or a mask that selects no suffix or
+    `request_seed`; None: the prompt has no keys now. ConfigError: tokens that are not integers, or a mask that selects no suffix or
     begins inside a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
@@ -58,8 +58,10 @@ def read_prompt(
     return MaskedPrompt(
         num_tokens=len(packed),
         num_masked=num_masked,
-        first=first,
-        keys=keys.chain_keys(packed, tokens_per_block=tokens_per_block, seed=seed),
+        first=first if seed is not None else 0,
+        keys=[]
+        if seed is None
+        else keys.chain_keys(packed, tokens_per_block=tokens_per_block, seed=seed),
     )
 
 

@@ -1,7 +1,5 @@
 """Weights that are replaced while an engine runs: the tier never answers with the old ones."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvray.lab.reference.engine import ReferenceEngine
@@ -17,14 +15,14 @@ NAME = "trained"
 
 
 @pytest.fixture(scope="module")
-def truth() -> Iterator[dict[str, list[tuple[int, ...]]]]:
+def truth() -> dict[str, list[tuple[int, ...]]]:
     """What engines without reuse and without connector say, by their weights."""
     said = {}
     for model in ("tiny:0", "tiny:1"):
         with ReferenceEngine(model, tokens_per_block=BLOCK, enable_block_reuse=False) as engine:
-            said[model] = [one.token_ids for one in engine.generate(PROMPTS, max_tokens=20)]
+            said[model] = [one.token_ids for one in engine.generate(PROMPTS, max_tokens=8)]
     assert said["tiny:0"] != said["tiny:1"]
-    yield said
+    return said
 
 
 def name(tier: Tier, version: str | None) -> None:
@@ -32,7 +30,7 @@ def name(tier: Tier, version: str | None) -> None:
 
 
 def answers(engine: ReferenceEngine) -> tuple[list[tuple[int, ...]], list[int]]:
-    outputs = engine.generate(PROMPTS, max_tokens=20)
+    outputs = engine.generate(PROMPTS, max_tokens=8)
     return [one.token_ids for one in outputs], [one.hit_tokens for one in outputs]
 
 
@@ -133,9 +131,9 @@ def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(
 ) -> None:
     engine = trained()
     name(tier, None)
-    old = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS]
+    old = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]
     engine.update_weights("tiny:1")
     name(tier, "step-1")
-    new = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS]
+    new = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]
     assert [one.result(WAIT_S).token_ids for one in old] == truth["tiny:0"]
     assert [one.result(WAIT_S).token_ids for one in new] == truth["tiny:1"]

@@ -19,7 +19,6 @@ from typing import Any
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
 from kvray.engine.request.identity import Identity
 
-NO_END = 2**31
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
 
@@ -104,7 +103,7 @@ def prompt_len_of(request: Any) -> int:
 
     TypeError: it says what is no length of a prompt.
     """
-    said: Any = getattr(request, "prompt_len", NO_END)
+    said: Any = getattr(request, "prompt_len", 2**31)
     if type(said) is not int or said < 1:
         raise TypeError(f"a prompt of {said!r} tokens")
     return said
@@ -168,7 +167,11 @@ def _has_encoder(request: Any) -> bool:
 
 def _has_strangers(request: Any) -> bool:
     """Whether a request has something beside text in a field that no version had so far."""
-    names = {*_family_of(type(request)), *filter(_is_stranger, getattr(request, "__dict__", ()))}
+    try:
+        own = vars(request)
+    except TypeError:  # it has its class's fields only
+        own = {}
+    names = {*_family_of(type(request)), *filter(_is_stranger, own)}
     return any(attrgetter(name)(request) is not None for name in names)
 
 
