@@ -40,8 +40,8 @@ def read_prompt(
 
     `tokens` are ids, shape [num_tokens], on any device. `mask` has booleans, shape [num_tokens]:
     False for some leading tokens and True for all others; None: all True. `seed` is from
-    `request_seed`; None: the prompt has no keys now. ConfigError: tokens that are not integers, or a mask that selects no suffix or
-    begins inside a block.
+    `request_seed`; None: no prompt has keys now. ConfigError: tokens that are not integers, or a
+    mask that selects no suffix or begins inside a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
     """
@@ -55,13 +55,13 @@ def read_prompt(
             f" multiple of tokens_per_block = {tokens_per_block}, for example"
             f" {first * tokens_per_block}."
         )
+    if seed is None:
+        return MaskedPrompt(num_tokens=len(packed), num_masked=num_masked, first=0, keys=[])
     return MaskedPrompt(
         num_tokens=len(packed),
         num_masked=num_masked,
-        first=first if seed is not None else 0,
-        keys=[]
-        if seed is None
-        else keys.chain_keys(packed, tokens_per_block=tokens_per_block, seed=seed),
+        first=first,
+        keys=keys.chain_keys(packed, tokens_per_block=tokens_per_block, seed=seed),
     )
 
 
