@@ -106,7 +106,7 @@ class Saver:
         self._unfinished: deque[Callable[[], None]] = deque()
         self._beginning: Job | None = None
         self._abandoned = False
-        self._is_finishing = False
+        self._is_working = False  # from a job's first piece to what is left to do behind its last
         self._progress = 0
         self._guard = threading.Condition()
         self._closing = False
@@ -142,7 +142,8 @@ class Saver:
         """Return when nothing that was submitted is read any more; waits as `fence`."""
         self.fence()
         with self._guard:
-            while (self._unfinished or self._is_finishing) and self._wait_for_progress():
+            # The last piece of a job has begun a moment before what ends it is in the list.
+            while (self._unfinished or self._is_working) and self._wait_for_progress():
                 pass
 
     def close(self, timeout_s: float) -> None:
@@ -173,15 +174,16 @@ class Saver:
                     job = self._beginning = self._jobs.popleft()
                     self._abandoned = False
                 elif self._unfinished:
-                    finish, self._is_finishing = self._unfinished.popleft(), True
+                    finish = self._unfinished.popleft()
                 else:
                     return
+                self._is_working = True
             if job is not None:
                 self._begin(job)
             elif finish is not None:
                 finish()
             with self._guard:
-                self._beginning, self._is_finishing = None, False
+                self._beginning, self._is_working = None, False
                 self._progress += 1
                 self._guard.notify_all()
 
