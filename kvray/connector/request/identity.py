@@ -11,10 +11,10 @@ has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import compress, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
 from kvray.engine.request.identity import Identity
@@ -171,12 +171,13 @@ def _has_strangers(request: Any) -> bool:
         own = vars(request)
     except TypeError:  # it has its class's fields only
         own = {}
-    names = {*_family_of(type(request)), *filter(_is_stranger, own)}
+    kind = cast(Hashable, type(request))
+    names = {*_family_of(kind), *filter(_is_stranger, own)}
     return any(attrgetter(name)(request) is not None for name in names)
 
 
 @functools.cache
-def _family_of(kind: type) -> tuple[str, ...]:
+def _family_of(kind: Hashable) -> tuple[str, ...]:
     return tuple(filter(_is_stranger, dir(kind)))
 
 
