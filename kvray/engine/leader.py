@@ -207,8 +207,8 @@ class Leader:
             self._record(request_id, partial(record_bypassed, shared, request_id))
             return 0
         if not shared.pool.namespace_digest:
-            reason = shared.pool.unnamed
-            self._record(request_id, partial(record_answer, shared, asked, reason=reason))
+            unnamed = shared.pool.unnamed
+            self._record(request_id, partial(record_answer, shared, asked, reason=unnamed))
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]

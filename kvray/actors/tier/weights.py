@@ -37,7 +37,7 @@ def set_version(
     return sorted(found)
 
 
-def _checked(version: str | int) -> str:
+def _checked(version: object) -> str:
     text = str(version)
     is_one = isinstance(version, str | int) and not isinstance(version, bool)
     if not is_one or not 0 < len(text) <= WEIGHTS_VERSION_MAX:
