@@ -19,9 +19,9 @@ class RequestState:
     """One request's tokens, keys and pages, and how much of it is saved."""
 
     request_id: int
-    namespace: bytes  # digest of the one that its keys are in
     seed: bytes
     tokens_per_block: int
+    namespace: bytes = b""  # digest of the one that its keys are in
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
     prefix_digest: bytes = b""  # digest of how the prompt begins
