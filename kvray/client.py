@@ -12,7 +12,7 @@ from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.telemetry.log_files import LogEntry
-from kvray.actors.tier import connection, draining, pinning, tier, warming
+from kvray.actors.tier import connection, draining, pinning, tier, warming, weights
 from kvray.actors.tier.logs import read_logs
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
@@ -176,6 +176,32 @@ class Client:
             reason=last["reason"],
             sources=tuple((stop, source) for stop, source in last.get("sources", ())),
         )
+
+    def set_weights_version(self, replica: str, version: str | int | None) -> list[int]:
+        """Name the weights that a running engine has now, before it answers with them.
+
+        Blocks of one version never answer for another. Call it with None before the weights are
+        replaced: the engine leaves the tier. Call it with the new version when they are loaded, the
+        engine's own prefix cache is reset, and no earlier request runs any more: it returns. One
+        client at a time should do so.
+
+        Args:
+            replica: name of the replica, which has registered.
+            version: what equal weights are called on all replicas; None: they are being replaced.
+
+        Returns:
+            The replica's ranks, all of which go by it now.
+
+        Raises:
+            ConfigError: no engine of that name is connected, the version is empty or too long, or
+                the tier asks for a token that the configuration does not name.
+            ShardUnavailable: the lookup, a shard or a rank did not answer. Some of the ranks may go
+                by the version; call again.
+        """
+        with tier_named(self.cluster_name):
+            return weights.set_version(
+                replica, version, config=self._config, timeout_s=self._timeout_s
+            )
 
     def explain(
         self, request_id: int | None = None, *, replica: str | None = None, last: int = 1

@@ -11,6 +11,7 @@ from kvray.config.environment import (
 from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import (
     TENANT_NAME,
+    WEIGHTS_VERSION_MAX,
     ArenaConfig,
     CopiesConfig,
     KVRayConfig,
@@ -33,6 +34,7 @@ from kvray.config.values import exact_size, format_size, parse_size
 __all__ = [
     "CONFIG_ENV",
     "TENANT_NAME",
+    "WEIGHTS_VERSION_MAX",
     "WELL_KNOWN_PATH",
     "ArenaConfig",
     "CopiesConfig",

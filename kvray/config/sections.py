@@ -16,6 +16,7 @@ from pydantic import (
 
 from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seconds, Size
 
+WEIGHTS_VERSION_MAX = 256  # characters
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
 """What a tenant may be called."""
 
@@ -181,6 +182,9 @@ class ConnectorConfig(_Section):
     """name of the replica in figures and logs; none: host name and process id"""
     model_key: str | None = Field(default=None, min_length=1)
     """name of model and revision; with it kvray reads no checkpoint to find one"""
+    weights_version: str | None = Field(default=None, min_length=1, max_length=WEIGHTS_VERSION_MAX)
+    """version of the weights that the engine starts with, where they are replaced while it runs;
+    none: the checkpoint's"""
     verify_on_load: Literal["auto", "always", "never"] = "auto"
     """whether loads verify the checksums of blocks; auto: only loads into CPU memory"""
     load: Literal["sync", "async"] = "sync"

@@ -39,7 +39,10 @@ class RequestIdentifier:
             tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
             if type(tokens) is not list or not tokens:
                 return None
-            if type(num_computed) is not int or not 0 <= num_computed <= len(tokens):
+            if prompt_len > len(tokens) and hasattr(request, "prompt_len"):
+                return None
+            end = min(len(tokens), prompt_len)
+            if type(num_computed) is not int or not 0 <= num_computed <= end:
                 return None
             identity = self._identify_asked(request, tokens)
         except ConfigError:
@@ -51,7 +54,7 @@ class RequestIdentifier:
         return AskedRequest(
             request_id=request.request_id,
             tokens=tokens,
-            prompt_len=min(len(tokens), prompt_len),
+            prompt_len=end,
             num_computed=num_computed,
             identity=identity,
         )

@@ -137,8 +137,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if shown is None:
             identifier.hides_media = True
         else:
-            digest = shared.pool.namespace_digest
-            seed = request_seed(digest, salt=shown.salt, lora=shown.lora)
+            seed = request_seed(state.namespace, salt=shown.salt, lora=shown.lora)
             unlike_at = state.unlike_at(seed, shown.media)
         if unlike_at is None:
             return

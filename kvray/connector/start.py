@@ -11,6 +11,7 @@ from kvray.connector.base import (
 )
 from kvray.connector.model.engine_args import read_engine_args
 from kvray.connector.model.refusals import refuse_parking
+from kvray.connector.weights_watch import watch_weights
 from kvray.engine.shared_state import SharedState, shared_state_for
 
 _log = logging.getLogger("kvray.connector")
@@ -28,6 +29,7 @@ def state_for(llm_args: Any, config_path: str | None) -> SharedState:
     if config.connector.load == "async":
         refuse_parking(llm_args, waits_for_transfers=waits_when_all_are_parked())
     shared = shared_state_for(llm_args, args, config)
+    watch_weights(shared)
     if not args.block_reuse:
         _log.warning(
             "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"

@@ -54,6 +54,8 @@ class Leader:
         self._uncounted: dict[int, Callable[[], None]] = {}
         """Requests that were answered -> what counts the answer."""
         self._unaligned_advice = unaligned_advice
+        self._weights_of: tuple[object, int] | None = None
+        """The pool and its `changes` of weights that everything here was asked about with."""
         self._warned_unaligned = False
         self._is_closed = False
 
@@ -76,6 +78,7 @@ class Leader:
         self.reset(request_id)
         with self.shared.boundary.around("a request"):
             self.shared = registered_state(self.shared)
+            self._follow_weights()
             hit = self._match(request_id, read(self.shared), honoured)
             self.shared.figures.match_times.observe(time.perf_counter_ns() - began_ns)
             return hit
@@ -98,6 +101,7 @@ class Leader:
         """
         began_ns = time.perf_counter_ns()
         shared = self.shared
+        self._follow_weights()
         plan = self._planner.begin(shared)
         self._measure(reports)
         for report, is_new in reports:
@@ -176,6 +180,24 @@ class Leader:
             self.finder.close()
             self._own_shared.close()
 
+    def _follow_weights(self) -> None:
+        """Store nothing more of requests that were asked about before the weights changed.
+
+        Keys and blocks of theirs are of the weights before; those of later passes are of the new
+        ones, or of both. What such a request was promised is loaded all the same: the engine counts
+        on it as on its own blocks, which a change leaves to requests in flight, too.
+        """
+        pool = self.shared.pool
+        pool.complete_namespace()
+        before, self._weights_of = self._weights_of, (pool, pool.changes)
+        if before == self._weights_of:
+            return
+        for request_id, state in list(self.states.items()):
+            if state.promise is None:
+                self.forget(request_id)
+            else:
+                state.is_unsaved = True
+
     def _match(
         self, request_id: int, asked: AskedRequest | None, honoured: Honoured | None
     ) -> int | None:
@@ -184,8 +206,9 @@ class Leader:
         if asked is None:
             self._record(request_id, partial(record_bypassed, shared, request_id))
             return 0
-        if not shared.pool.complete_namespace():
-            self._record(request_id, partial(record_answer, shared, asked, reason="fingerprinting"))
+        if not shared.pool.namespace_digest:
+            unnamed = shared.pool.unnamed
+            self._record(request_id, partial(record_answer, shared, asked, reason=unnamed))
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
@@ -214,6 +237,7 @@ class Leader:
         size, seed = shared.args.tokens_per_block, shared.pool.namespace_digest
         state = RequestState(
             request_id=asked.request_id,
+            namespace=seed,
             seed=request_seed(seed, salt=identity.salt, lora=identity.lora),
             tokens_per_block=size,
             media=identity.media,

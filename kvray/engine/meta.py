@@ -106,6 +106,7 @@ class ConnectorMeta(NamedTuple):
     """The metadata of one pass, the same for every rank."""
 
     namespace: bytes = b""
+    """Digest of what every rank's pool must be: the namespace without the weights' version."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     parks: tuple[ParkPlan, ...] = ()
@@ -116,3 +117,5 @@ class ConnectorMeta(NamedTuple):
     replica: str = ""  # the leader's name for the replica
     model: str = ""
     """With loads, the fingerprint in `namespace`, which a rank may not know yet."""
+    number: int = 0
+    """With saves, the number by which arenas know their namespace, weights' version included."""

@@ -102,7 +102,7 @@ class PassPlanner:
         del shared.to_release[: len(releases)]  # `Promises`' thread may add more meanwhile
         name = shared.pool.model_name
         return ConnectorMeta(
-            namespace=shared.pool.namespace_digest,
+            namespace=shared.pool.identity,
             loads=tuple(self._loads),
             saves=tuple(self._saves),
             parks=parks,
@@ -111,6 +111,7 @@ class PassPlanner:
             is_fenced=is_fenced,
             replica=shared.pool.replica,
             model=name.name if self._loads and not name.is_given else "",
+            number=shared.pool.own.number if self._saves else 0,
         )
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from kvray.engine.reading import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch
-from kvray.identity.block import BlockKey, namespace_id, split_keys
+from kvray.identity.block import BlockKey, split_keys
 from kvray.store import Arena
 from kvray.trace.reasons import DropReason
 
@@ -117,8 +117,7 @@ class RankWorker:
         for park in meta.parks:
             self.parking.begin(park)
         loader.load(meta.loads, stream)
-        if meta.saves and shared.pool.namespace_digest:
-            saver.namespace = namespace_id(shared.pool.namespace_digest)
+        if meta.saves and shared.pool.identity:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))
                 return
@@ -240,7 +239,7 @@ class RankWorker:
                         depth=plan.depth + start,
                         pages=pages[start:stop],
                         priorities=plan.priorities[start:stop],
-                        tenant_id=plan.tenant_id,
+                        counts_for=plan.tenant_id or meta.number,
                     )
 
     def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:

@@ -22,17 +22,18 @@ class Reading:
     part_requests: list[list[PartRequest]]
     """For each rank that the leader speaks for, the parts that its lease must have."""
     digest: bytes = b""
-    """Of the namespace; empty while the model has no name."""
+    """Of the namespace; empty while the model or its weights have no name."""
 
     @property
     def number(self) -> int:
         """What arenas know the namespace by."""
         return namespace_id(self.digest)
 
-    def named(self, model: str) -> "Reading":
-        """Return it with the model's name; empty: there is none yet."""
-        namespace = replace(self.namespace, model=model or UNNAMED)
-        return replace(self, namespace=namespace, digest=namespace.digest() if model else b"")
+    def named(self, model: str, weights: str | None = "") -> "Reading":
+        """Return it under the names of `Namespace.named`."""
+        namespace = self.namespace.named(model, weights)
+        is_unnamed = namespace.model == UNNAMED
+        return replace(self, namespace=namespace, digest=b"" if is_unnamed else namespace.digest())
 
 
 def own_reading(args: EngineArgs, layout: CacheLayout) -> Reading:

@@ -1,11 +1,12 @@
 """The pool that the worker registers with the shard, and the namespace of its blocks.
 
-A namespace needs the pool's layout, which only the worker knows, and the model's name, which may
-take minutes to find out.
+A namespace needs the pool's layout, which only the worker knows, the model's name, which may take
+minutes to find out, and the version of its weights, which may change while the engine runs.
 """
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from kvray.engine.model.adapters import fingerprints_dir
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.model.model_name import ModelName
+from kvray.engine.model.weights import Weights
 from kvray.engine.promise import LeasedPrefix
 from kvray.engine.reading import Reading, other_readings, own_reading
 from kvray.node import NodeLink, Registration
 from kvray.store import PartRequest
+from kvray.trace.reasons import EngineReason
 
 _REST = 50
 """Times as long as a look at the arena takes is waited before the next one."""
@@ -41,10 +44,11 @@ class RegisteredPool:
         figures: EngineFigures,
         *,
         model_key: str | None,
+        weights_version: str | None,
         replica: str | None,
         tenants_check: str | None,
     ) -> None:
-        """`tenants_check` is that of the tenants' secret, if there is one."""
+        """The texts are settings; `tenants_check` is that of the tenants' secret, if any."""
         self._args = args
         self._link = link
         self._figures = figures
@@ -52,7 +56,15 @@ class RegisteredPool:
         self._registration: Registration | None = None
         self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
+        unnamed = None if args.weights_may_change else ""
+        self.weights = Weights(unnamed if weights_version is None else weights_version)
+        self._renewing = threading.Lock()
         self._own: Reading | None = None
+        self._named_as: tuple[str, tuple[int, str | None]] = ("", self.weights.state)
+        """The model's name, and the state of its weights, that `own` goes by."""
+        self.identity = b""
+        """Digest of what all ranks have in common: the namespace without the weights' version.
+        Empty while no pool is registered or the model has no name."""
         self.others: tuple[Reading, ...] = ()
         """What is read of the blocks of engines with other numbers of ranks."""
         self._seen: set[int] = set()  # numbers of namespaces that the arena had slots of
@@ -96,7 +108,7 @@ class RegisteredPool:
 
     @property
     def namespace_digest(self) -> bytes:
-        """Empty while no pool is registered or the model has no name."""
+        """Empty while no pool is registered, or the model or its weights have no name."""
         return b"" if self._own is None else self._own.digest
 
     @property
@@ -143,7 +155,7 @@ class RegisteredPool:
         num_ranks: int | None = None,
     ) -> None:
         figures, name = self._figures, self.model_name.find(_NAME_WAIT_S)
-        own = facts.own.named(name)
+        own = facts.own.named(name, self.weights.version)
         self.unregister()
         registration = Registration(
             replica=self.replica,
@@ -157,45 +169,83 @@ class RegisteredPool:
             prompts=figures.prompts,
             part_requests=tuple(part_requests),
             num_ranks=num_ranks or self._args.num_parts_ranks,
+            engine_ranks=self._args.num_ranks,
             adapters=self._args.adapters,
             tenants=self._tenants_check,
-            readable=tuple(
-                own.namespace.difference(one.named(name).namespace) for one in facts.others
-            ),
+            readable=tuple(facts.own.namespace.difference(one.namespace) for one in facts.others),
+            name_weights=self.name_weights,
         )
         self._link.register(registration)
         self._registration, self.rank = registration, rank
         self.is_host, self.is_flat = facts.is_host, facts.is_flat
         self.windowed, self.part_bytes = facts.windowed, facts.part_bytes
-        self._own, self.others = own, tuple(one.named(name) for one in facts.others)
+        self._own, self.others = own, facts.others
+        self._name()
 
     def unregister(self) -> None:
         """Take this rank off the shard's list; nothing is promised in its name any more."""
         if self._registration is not None:
             self._link.unregister(self._registration)
             self._registration = self._own = None
-            self.others = ()
+            self.others, self.identity = (), b""
 
     def complete_namespace(self) -> bool:
-        """Return whether the namespace is complete; it is as soon as its model has a name.
+        """Return whether the namespace is complete: its model and its weights have names now.
 
         Only the engine's thread calls this, once a request or pass, so no two reads there differ.
         """
-        registration, name = self._registration, self.model_name.name
-        if not self.namespace_digest and registration is not None and name:
-            self._own = self.own.named(name)
-            self.others = tuple(one.named(name) for one in self.others)
-            registration.renew(self._own.namespace)
+        if self._own is not None and self._named_as != self._names():
+            self._name()
         return bool(self.namespace_digest)
+
+    @property
+    def changes(self) -> int:
+        """How often the weights had changed when the namespace got its present names."""
+        return self._named_as[1][0]
+
+    @property
+    def unnamed(self) -> EngineReason:
+        """Why the namespace is not complete."""
+        return "fingerprinting" if not self._named_as[0] else "weights_unnamed"
+
+    def name_weights(self, version: str | None) -> None:
+        """Take the version of the engine's weights, as `Weights.name`; from any thread.
+
+        The shard hears of it with the next report. The engine's thread goes by it from its next
+        request or pass on.
+        """
+        self.weights.name(version)
+        self._renew()
+
+    def _names(self) -> tuple[str, tuple[int, str | None]]:
+        return self.model_name.name, self.weights.state
+
+    def _name(self) -> None:
+        """Have everything here called as it is called now."""
+        model, (_, weights) = self._named_as = self._names()
+        self._own = self.own.named(model, weights)
+        self.others = tuple(one.named(model, weights) for one in self.others)
+        self.identity = self._own.named(model).digest
+        self._renew()
+
+    def _renew(self) -> None:
+        """Tell the shard of the present names; the last of several threads tells the last names."""
+        with self._renewing:
+            registration, own = self._registration, self._own
+            if registration is not None and own is not None:
+                model, (_, weights) = self._names()
+                registration.renew(own.named(model, weights).namespace)
 
     def may_load(self, meta: ConnectorMeta) -> bool:
         """Whether the leader's promises belong to this rank's pool.
 
         The leader may know the model's name before this rank does. This rank takes it from the
         leader for loads, as all ranks have one model, and saves nothing until it knows it itself.
+        All ranks have the same weights as well, so their version is the leader's alone to know.
         """
-        if self.complete_namespace() or self._own is None or not meta.model:
-            return meta.namespace == self.namespace_digest
+        self.complete_namespace()
+        if self.identity or self._own is None or not meta.model:
+            return meta.namespace == self.identity
         return self._own.named(meta.model).digest == meta.namespace
 
     def follow(self, replica: str) -> None:

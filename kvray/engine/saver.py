@@ -58,7 +58,7 @@ class Job:
     pages: Array  # one a key
     priorities: bytes = b""
     """Retention priority of each, one byte; empty if all have the default."""
-    tenant_id: int = 0  # for whom they count; 0: for the namespace
+    counts_for: int = 0  # the namespace's number in an arena, or the tenant's
     mark: Any = None  # when they can be read, as `Pool.mark` returned it
 
 
@@ -98,8 +98,6 @@ class Saver:
         reads: PendingReads,
     ) -> None:
         self._link = link
-        self.namespace = 0
-        """For which they count; set before the first of them is submitted."""
         self._saves_max = saves_max
         self._totals, self._drops = figures.totals, figures.dropped
         self._boundary = boundary
@@ -108,7 +106,7 @@ class Saver:
         self._unfinished: deque[Callable[[], None]] = deque()
         self._beginning: Job | None = None
         self._abandoned = False
-        self._is_finishing = False
+        self._is_working = False  # from a job's first piece to what is left to do behind its last
         self._progress = 0
         self._guard = threading.Condition()
         self._closing = False
@@ -144,7 +142,8 @@ class Saver:
         """Return when nothing that was submitted is read any more; waits as `fence`."""
         self.fence()
         with self._guard:
-            while (self._unfinished or self._is_finishing) and self._wait_for_progress():
+            # The last piece of a job has begun a moment before what ends it is in the list.
+            while (self._unfinished or self._is_working) and self._wait_for_progress():
                 pass
 
     def close(self, timeout_s: float) -> None:
@@ -175,15 +174,16 @@ class Saver:
                     job = self._beginning = self._jobs.popleft()
                     self._abandoned = False
                 elif self._unfinished:
-                    finish, self._is_finishing = self._unfinished.popleft(), True
+                    finish = self._unfinished.popleft()
                 else:
                     return
+                self._is_working = True
             if job is not None:
                 self._begin(job)
             elif finish is not None:
                 finish()
             with self._guard:
-                self._beginning, self._is_finishing = None, False
+                self._beginning, self._is_working = None, False
                 self._progress += 1
                 self._guard.notify_all()
 
@@ -241,7 +241,7 @@ class Saver:
             depth=job.depth + start,
             part=job.part.index,
             block_bytes=job.part.block_bytes,
-            namespace=job.tenant_id or self.namespace,
+            namespace=job.counts_for,
             priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,

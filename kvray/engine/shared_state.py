@@ -53,6 +53,7 @@ class SharedState:
             link,
             self.figures,
             model_key=config.connector.model_key,
+            weights_version=config.connector.weights_version,
             replica=config.connector.replica,
             tenants_check=None if tenants is None else tenants.check,
         )

@@ -4,7 +4,7 @@ import hashlib
 import operator
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NewType
 
 from kvray.errors import ConfigError
@@ -15,7 +15,7 @@ BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 KEY_FORMAT_VERSION = 2
 UNNAMED = "fingerprinting"
-"""`Namespace.model` of a rank whose model has no name yet, and the reason of its misses.
+"""`Namespace.model` of a rank whose model, or whose weights, have no name now.
 
 Nothing is keyed with it: two models may have it at once.
 """
@@ -68,6 +68,8 @@ class Namespace:
 
     model: str
     """`model_key`, the fingerprint of the checkpoint, or `UNNAMED` while neither is known."""
+    weights: str = ""
+    """The version of weights that a running engine was given; empty: the checkpoint's own."""
     quantization: str
     """Weight and KV quantisation, as the engine names them."""
     overrides: str
@@ -101,6 +103,15 @@ class Namespace:
         for field in fields(self):
             items += field.name.encode(), tagged(getattr(self, field.name), what=field.name)
         return hashlib.sha256(frame(*items)).digest()
+
+    def named(self, model: str, weights: str | None) -> "Namespace":
+        """Return it with the names of model (empty: none yet) and weights (None: none now).
+
+        It is `UNNAMED` without one of them.
+        """
+        if not model or weights is None:
+            return replace(self, model=UNNAMED, weights="")
+        return replace(self, model=model, weights=weights)
 
     def difference(self, other: "Namespace") -> dict[str, tuple[object, object]]:
         """Return field -> (own value, other's value) for every field that differs."""

@@ -45,12 +45,19 @@ class Registration:
     """The parts that its leases must have."""
     num_ranks: int = 1
     """Ranks of its group, one of which speaks for all; 1: itself alone."""
+    engine_ranks: int = 1
+    """Ranks of its engine, all of which must know its weights; 1: nobody counts them."""
     adapters: str | None = None
     """How its engine reads LoRA adapters; None: it has none."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret that derives its salts; None: no secret."""
     readable: tuple[dict[str, tuple[object, object]], ...] = ()
     """How other namespaces differ from its own whose blocks it reads, too."""
+    name_weights: Callable[[str | None], None] | None = None
+    """Takes the version of the engine's weights, and renews the namespace; None: it never changes.
+    Called by the thread that reports."""
+    weights_order: str = ""
+    """The last order to name a version that it has carried out."""
     told: Namespace | None = None
     """The namespace that the shard accepted; None: it must hear of the rank again."""
     refusal: str | None = None
@@ -82,6 +89,10 @@ class Registration:
     def heed(self, reply: dict[str, object]) -> None:
         """Take what the shard says of itself."""
         self.has_peers = reply.get("peers") is True
+        order = reply.get("weights")
+        if self.name_weights is not None and isinstance(order, list):
+            self.weights_order, version = order
+            self.name_weights(version)
         stored = reply.get("stored")
         self.stored = frozenset(stored) if isinstance(stored, list) else frozenset()
         if self.spans is not None:
@@ -99,7 +110,7 @@ class Registration:
     @property
     def accepted(self) -> bool:
         """Whether the shard knows the rank by its present namespace."""
-        return self.told is self.namespace
+        return self.told == self.namespace
 
 
 class Registrations:
@@ -172,7 +183,7 @@ class Registrations:
             self._leave(registration, registration.former)
         if not registration.accepted:
             self._register(registration)
-        namespace = registration.namespace
+        namespace, weights_order = registration.namespace, registration.weights_order
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
         asked = requests.take() if requests is not None else []
@@ -183,6 +194,7 @@ class Registrations:
                 replica=registration.replica,
                 rank=registration.rank,
                 counters=registration.counters(),
+                weights_order=registration.weights_order,
                 openings=notes,  # so it is called on the socket
                 requests=packed(asked),
                 leaving=leaving,
@@ -205,6 +217,8 @@ class Registrations:
         if registration.block_tokens is not None and known and not leaving:
             registration.block_tokens.hear(reply.get("describe"))
             self._describe(registration, registration.block_tokens)
+        if registration.weights_order != weights_order:  # somebody waits to hear of it
+            self.report_one(registration, timeout_s=timeout_s)
 
     def _describe(self, registration: Registration, block_tokens: BlockTokens) -> None:
         """Tell the shard the tokens of blocks, in so many frames that others have their turn."""
@@ -249,6 +263,7 @@ class Registrations:
             namespace=namespace.to_wire(),
             wanted=[list(one) for one in registration.part_requests],
             num_ranks=registration.num_ranks,
+            engine_ranks=registration.engine_ranks,
             holder=None if membership is None else [membership[0], *membership[1]],
             adapters=registration.adapters,
             tenants=registration.tenants,

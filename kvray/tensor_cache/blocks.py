@@ -74,7 +74,7 @@ class ArenaBlocks:
         namespace: int = 0,
     ):
         self._link = link
-        self._namespace = namespace
+        self.namespace = namespace
         self._block_bytes = block_bytes
         self._blocks_per_step = blocks_per_step
         self._verify = verify
@@ -162,7 +162,7 @@ class ArenaBlocks:
             depth=start,
             part=0,
             block_bytes=self._block_bytes,
-            namespace=self._namespace,
+            namespace=self.namespace,
             wait_s=_BUSY_S,
         )
         if reservation is None and not arena.retired:

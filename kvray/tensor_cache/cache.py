@@ -72,8 +72,10 @@ class TensorCache:
         """
         self.config = _checked(config, metadata)
         self.metadata = metadata
-        self.namespace = metadata.namespace(fingerprint=_fingerprint(metadata.model))
-        self._seed = request_seed(self.namespace.digest(), salt=metadata.salt)
+        fingerprint, weights = _fingerprint(metadata.model), self.config.connector.weights_version
+        self.namespace = replace(metadata.namespace(fingerprint=fingerprint), weights=weights or "")
+        self._seed: bytes | None = request_seed(self.namespace.digest(), salt=metadata.salt)
+        """Of all keys; None while the weights have no name."""
         self._step = max(1, _STEP_BYTES // metadata.block_bytes)
         self._counters = CacheCounters()
         self._lifetime = Lifetime(self._leave)
@@ -102,6 +104,7 @@ class TensorCache:
             rank=metadata.rank,
             namespace=self.namespace,
             counters=self._counters.reported,
+            name_weights=self.set_weights_version,
         )
         self._staging = Staging(self._link, self._registration)
         self._wait_s = connector.stage_wait_s
@@ -255,6 +258,23 @@ class TensorCache:
         prompt = self._read_prompt(tokens, None)
         with self._lifetime.using():
             return self._find(prompt.keys, wait_s=timeout_s)[0] * self.metadata.tokens_per_block
+
+    def set_weights_version(self, version: str | None) -> None:
+        """Name the weights that all KV from now on is computed with.
+
+        Nothing that was stored under another version is found from now on. A call that has begun
+        goes by the version before. `Client.set_weights_version` does the same from elsewhere.
+
+        Args:
+            version: what equal weights are called everywhere; None: they are being replaced, so
+                nothing is stored or found until there is a version again.
+        """
+        metadata = self.metadata
+        named = self.namespace if version is None else replace(self.namespace, weights=version)
+        digest, self.namespace = named.digest(), named
+        self._blocks.namespace = namespace_id(digest)
+        self._seed = None if version is None else request_seed(digest, salt=metadata.salt)
+        self._registration.renew(named.named(named.model, version))
 
     def counters(self) -> dict[str, int]:
         """Return totals since this cache was made, as `kvray status` shows them.

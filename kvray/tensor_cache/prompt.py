@@ -34,14 +34,14 @@ class MaskedPrompt:
 
 
 def read_prompt(
-    tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes
+    tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes | None
 ) -> MaskedPrompt:
     """Return the prompt of `tokens` and `mask`.
 
     `tokens` are ids, shape [num_tokens], on any device. `mask` has booleans, shape [num_tokens]:
     False for some leading tokens and True for all others; None: all True. `seed` is from
-    `request_seed`. ConfigError: tokens that are not integers, or a mask that selects no suffix or
-    begins inside a block.
+    `request_seed`; None: no prompt has keys now. ConfigError: tokens that are not integers, or a
+    mask that selects no suffix or begins inside a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
     """
@@ -55,6 +55,8 @@ def read_prompt(
             f" multiple of tokens_per_block = {tokens_per_block}, for example"
             f" {first * tokens_per_block}."
         )
+    if seed is None:
+        return MaskedPrompt(num_tokens=len(packed), num_masked=num_masked, first=0, keys=[])
     return MaskedPrompt(
         num_tokens=len(packed),
         num_masked=num_masked,

@@ -72,7 +72,10 @@ class KvRayConnector(KVConnectorBase_V1):
         return is_read, {"kvray_hit_tokens": num_hit}
 
     def reset_cache(self) -> bool:
-        """Share nothing more: who asks for this may have replaced the weights."""
+        """Share nothing until a version is named: who asks for this may have replaced the weights.
+
+        vLLM calls it for `reset_prefix_cache` with `reset_connector`, between two passes.
+        """
         self._scheduler.reset()
         return True
 

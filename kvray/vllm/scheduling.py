@@ -3,7 +3,6 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 """
 
-import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,6 @@ from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.vllm.identity import RequestReader
 from kvray.vllm.metadata import PassMetadata, PoolMetadata
-
-_log = logging.getLogger("kvray.connector")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +40,6 @@ class SchedulingHalf:
         self._numbers = count()
         self._planned: dict[int, str] = {}
         """The requests of the pass that is being planned: number -> vLLM's name."""
-        self._is_off = False
 
     def lead(self, metadata: Any) -> None:
         """Hear what a rank has registered; nothing is promised before."""
@@ -55,8 +51,6 @@ class SchedulingHalf:
 
         None: the shard has been asked, and vLLM is to ask again.
         """
-        if self._is_off:
-            return 0
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = _Known(number=next(self._numbers), request=request)
@@ -106,14 +100,8 @@ class SchedulingHalf:
         return known.is_saved, known.num_hit
 
     def reset(self) -> None:
-        """Go without the tier from now on: the weights may not be those that the keys name."""
-        self._is_off = True
-        for number in list(self._leader.states):
-            self._leader.reset(number)
-        _log.warning(
-            "kvray: vLLM was told to forget its cache, as after other weights were loaded; it goes"
-            " without the tier until it is started again."
-        )
+        """Go without the tier until a version is named: the weights may have been replaced."""
+        self._leader.shared.pool.name_weights(None)
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""

@@ -77,6 +77,9 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         computes_failed_loads=_computes_failed_loads(vllm_config),
         num_passes=int(vllm_config.max_concurrent_batches),
         drafts_tokens=False,
+        # With the one they are sent to it, and the other has calls of its own for its workers.
+        weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None
+        or bool(text_of(parallel, "worker_extension_cls")),
         takes_offers_later=False,
     )
 

@@ -29,9 +29,10 @@ def version(request: pytest.FixtureRequest) -> Iterator[Version]:
 
 @pytest.fixture
 def patient_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines wait for longer than they do, so that a busy machine drops no save."""
-    monkeypatch.setattr(saver, "_STALL_S", 5.0)
-    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 5.0)
+    """Have engines wait for longer than they do: a busy machine drops no save, misses no block."""
+    monkeypatch.setattr(saver, "_STALL_S", 30.0)
+    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 30.0)
+    monkeypatch.setenv("KVRAY_ARENA__LOCK_WAIT_S", "1")
 
 
 @pytest.fixture(params=["host", "device"])

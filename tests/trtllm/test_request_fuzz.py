@@ -26,21 +26,13 @@ HARMLESS = {
     "state",
     "context_current_position",
     "context_chunk_size",
-    "is_generation_only_request",
     "is_dummy_request",
     "kv_cache_retention_config",
-    "mrope_position_deltas",
     "py_num_connector_matched_tokens",
     "py_connector_prefix_end",
 }
 """Attributes without influence on a request's keys and values."""
-OPTIONAL = {
-    "prompt_len",
-    "encoder_tokens",
-    "multimodal_item_runs",
-    "py_prompt_embedding_table",
-    "try_get_encoder_output_len",
-}
+OPTIONAL = {"multimodal_item_runs", "py_prompt_embedding_table"}
 """Attributes that some versions lack; without them nothing is meant."""
 
 
@@ -148,7 +140,9 @@ def is_well_formed(name: str, value: Any) -> bool:
     if name == "request_id":
         return type(value) is int and 0 <= value < 2**64
     if name == "prompt_len":
-        return type(value) is int and value > 3
+        return type(value) is int and 3 < value <= len(PROMPT)
+    if name == "is_generation_only_request":
+        return value is False
     return type(value) is list and not value and name.startswith("multimodal_")
 
 

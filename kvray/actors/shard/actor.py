@@ -206,6 +206,13 @@ class ShardActor:
         """See `Queries.sizing_plan`."""
         return self._shard.queries.sizing_plan()
 
+    @ray.method(concurrency_group="people")
+    def set_weights_version(
+        self, replica: str, version: str | None, wait_s: float
+    ) -> dict[int, int]:
+        """See `ActorRequests.set_weights_version`."""
+        return self._shard.requests.set_weights_version(replica, version, wait_s)
+
     @ray.method(concurrency_group="prefetch")
     def prefetch(
         self,

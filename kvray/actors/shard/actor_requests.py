@@ -1,5 +1,6 @@
 """The requests of other actors to a serving shard: blocks for a prompt, for ranks, from disk."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from kvray.trace.spans import span
 
 _UNUSED = "kvray's supervisor"
 _LOOK_S = 0.2
+_POLL_S = 0.02
 
 
 class ActorRequests:
@@ -62,6 +64,38 @@ class ActorRequests:
             "sources": [[stop * size, source_of(way, shard)] for _, stop, way, shard in runs],
             "reason": found["reason"],
         }
+
+    def set_weights_version(
+        self, replica: str, version: str | None, wait_s: float
+    ) -> dict[int, int]:
+        """Tell the engine of `replica` the version of its weights.
+
+        Returns its ranks here, which go by it now, each with how many its engine has; there may be
+        none. ShardUnavailable: some have not said so within `wait_s`, and are not told any more.
+        """
+        return self._parts.loop.wait(
+            self._name_weights(replica, version, wait_s), wait_s + ANSWER_S
+        )
+
+    async def _name_weights(
+        self, replica: str, version: str | None, wait_s: float
+    ) -> dict[int, int]:
+        order = self._parts.replicas.order_weights(replica, version)
+        readers = self._parts.replicas.readers(replica, order.waiting)
+        until = time.monotonic() + wait_s
+        try:
+            while order.waiting:
+                if time.monotonic() >= until:
+                    late = ", ".join(map(str, sorted(order.waiting)))
+                    raise ShardUnavailable(
+                        f"Ranks {late} of replica {replica} have not said within {wait_s:g} s that"
+                        " they go by the version: the engine does not run, was started again, or"
+                        " another client has named a version meanwhile. Call again."
+                    )
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._parts.replicas.call_off(order)
+        return {rank: reader.engine_ranks for rank, reader in readers.items()}
 
     def profile(self, replica: str) -> dict[str, Any]:
         """Return what a router has to know of a replica that is registered here; see `Profile`.

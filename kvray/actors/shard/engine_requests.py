@@ -68,16 +68,20 @@ class EngineRequests:
         spans: Sequence[Any] = (),
         prompts: bytes = b"",
         leaving: bool = False,
+        weights_order: str = "",
     ) -> dict[str, Any]:
-        origin = self._parts.replicas.report(connection, replica, rank, counters, leaving=leaving)
+        replicas = self._parts.replicas
+        origin = replicas.report(connection, replica, rank, counters, leaving=leaving)
         if origin is None:
             return {"known": False}
+        order = replicas.weights_order(replica, rank, weights_order)
         self._parts.announcer.desk.note(origin, openings)
         self._parts.request_log.note(origin, requests)
         self._parts.traces.note(origin, read_notes(spans))
-        block_bytes = self._parts.replicas.block_bytes(replica)
+        block_bytes = replicas.block_bytes(replica)
         return {
             "known": True,
+            "weights": order,
             "sample": self._parts.traffic.note(origin, block_bytes, prompts),
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),

@@ -53,8 +53,9 @@ def check_named(reader: Reader) -> None:
     """Raise ShardUnavailable while a replica's prompts have no keys."""
     if reader.namespace.model == UNNAMED:
         raise ShardUnavailable(
-            "The replica uses no tier until its checkpoint is told from others; `kvray status` says"
-            " how far it is. Try again then, or name the model in connector.model_key."
+            "The replica uses no tier now: it still reads its checkpoint, or its weights were"
+            " replaced and have no version. Wait (`kvray status` says how far it is) or name the"
+            " model in connector.model_key; or call Client.set_weights_version."
         )
 
 

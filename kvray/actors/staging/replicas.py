@@ -1,5 +1,6 @@
 """The replicas whose ranks have registered with a shard, and their figures."""
 
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -47,6 +48,8 @@ class Reader:
     """The parts that its leases must have."""
     num_ranks: int = 1
     """Ranks that it asks for: all of the replica, or itself alone."""
+    engine_ranks: int = 1
+    """Ranks that its engine has, 0, 1, 2, ...; 1: nobody counts them."""
     arena_id: str = ""
     """The arena in which it has its `member`ship."""
     member: Membership | None = None
@@ -97,6 +100,15 @@ class Reader:
         return checked(_SIZE, self.namespace.tokens_per_block, "tokens_per_block")
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class WeightsOrder:
+    """What engines are told of their weights, until they have carried it out."""
+
+    number: str  # no other order has it
+    version: str | None  # None: they are being replaced
+    waiting: set[int]  # ranks that have not said yet that they go by it
+
+
 @dataclass(slots=True)
 class _Rank:
     reader: Reader
@@ -104,6 +116,7 @@ class _Rank:
     connection: int | None
     ended_at: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+    weights_order: WeightsOrder | None = None
 
 
 class _Reads(BaseModel):
@@ -114,6 +127,7 @@ class _Reads(BaseModel):
     wanted: tuple[tuple[_Part, Positive | None], ...] = Field(default=(), max_length=_PARTS_MAX)
     """Part and window of each part that its leases must have."""
     num_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
+    engine_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
     holder: tuple[_Text, Count, Count] | None = None
     """Arena, row and generation of its membership."""
     adapters: _Text | None = None
@@ -164,8 +178,10 @@ class Replicas:
         for (other, _), entry in self._ranks.items():
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.reader.namespace)
-        self._ranks.pop((replica, rank), None)
-        self._ranks[replica, rank] = _Rank(reader, digest, connection)
+        former = self._ranks.pop((replica, rank), None)
+        entry = self._ranks[replica, rank] = _Rank(reader, digest, connection)
+        if former is not None and former.connection == connection:
+            entry.weights_order = former.weights_order  # else it is another engine
         if len(self._ranks) > _RANKS_MAX:
             gone = (key for key, entry in self._ranks.items() if entry.connection is None)
             self._add_up(next(gone, next(iter(self._ranks))))
@@ -193,6 +209,36 @@ class Replicas:
         if leaving:
             entry.connection, entry.ended_at = None, self._clock()
         return Origin(replica=replica, rank=rank, namespace=entry.reader.namespace)
+
+    def order_weights(self, replica: str, version: str | None) -> WeightsOrder:
+        """Have the connected ranks of `replica` told the version of their weights.
+
+        The order takes the place of an earlier one. A rank whose engine ends, or is started again,
+        never carries it out: it says nothing of the new engine's weights.
+        """
+        ranks = {rank for name, rank in self.connected() if name == replica}
+        order = WeightsOrder(number=secrets.token_hex(8), version=version, waiting=ranks)
+        for rank in ranks:
+            self._ranks[replica, rank].weights_order = order
+        return order
+
+    def call_off(self, order: WeightsOrder) -> None:
+        """Tell the order to nobody from now on: what the engine does meanwhile may outdate it."""
+        for entry in self._ranks.values():
+            if entry.weights_order is order:
+                entry.weights_order = None
+
+    def weights_order(self, replica: str, rank: int, done: str) -> list[str | None] | None:
+        """Return number and version of the order for a rank that has carried out `done` at last.
+
+        None: there is none. It is given until it is done, as an answer may be lost.
+        """
+        entry = self._ranks[replica, rank]
+        order = entry.weights_order
+        if order is not None and order.number == done:
+            order.waiting.discard(rank)
+            order = entry.weights_order = None
+        return None if order is None else [order.number, order.version]
 
     def reader(self, replica: str, rank: int) -> Reader | None:
         """Return how a rank reads; None if it is not connected."""
@@ -304,6 +350,7 @@ def read_reader(namespace: Namespace, **fields: Any) -> Reader:
         namespace=namespace,
         part_requests=tuple(PartRequest(part, window) for part, window in reads.wanted),
         num_ranks=reads.num_ranks,
+        engine_ranks=reads.engine_ranks,
         arena_id=arena_id,
         member=Membership(*member) if member else None,
         adapters=reads.adapters,
@@ -319,10 +366,10 @@ def _check_name(replica: Any, rank: Any) -> None:
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:
     """Refuse two layouts under one `model_key`: one of them belongs to another model.
 
-    Replicas of one model may differ in tensor parallelism. They do not share blocks, which is
-    counted and explained as `incompatible`.
+    Replicas of one model may differ in tensor parallelism, and in the version of their weights.
+    They do not share blocks, which is counted and explained as `incompatible`.
     """
-    different = mine.difference(theirs)
+    different = replace(mine, weights=theirs.weights).difference(theirs)
     if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:
         return
     if mine.tp_layout != theirs.tp_layout:

@@ -65,6 +65,11 @@ REASONS: dict[str, Reason] = {
         "Wait; `kvray status` and the engine's log show the progress. To use the tier at once, name"
         " model and revision in connector.model_key.",
     ),
+    "weights_unnamed": Reason(
+        "the engine's weights were replaced, or may be, and nobody has named their version",
+        "Call Client.set_weights_version once the new weights are loaded, or set"
+        " connector.weights_version for those that the engine starts with.",
+    ),
     "reuse_disabled": Reason(
         "block reuse is off in the engine: kv_cache_config.enable_block_reuse is false",
         "Set kv_cache_config.enable_block_reuse: true.",

@@ -73,6 +73,7 @@ def read_engine_args(
         computes_failed_loads=False,
         num_passes=1,
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
+        weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
     )
 

@@ -1,15 +1,20 @@
 """What besides its tokens distinguishes a request: salt, LoRA adapter and media; or a bypass.
 
 Whatever enters the keys and values of a request beside its tokens either enters its keys or makes
-it bypass the cache. Fields are those of TensorRT-LLM's `LlmRequest`: its bindings, and from 1.1 on
-the Python attributes beside them (`py_...`); versions lack some of them. The first cache manager
-asks with a copy that has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
+it bypass the cache. So does what is not understood: each field has a value that is known here to
+have no influence, or one that enters the keys, or the request has no keys.
+
+Fields are those of TensorRT-LLM's `LlmRequest`: its bindings, and from 1.1 on the Python attributes
+beside them (`py_...`); versions lack some of them. The first cache manager asks with a copy, which
+has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 """
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import compress, repeat
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
 from kvray.engine.request.identity import Identity
@@ -29,7 +34,11 @@ The engine sets `position_ids` where one prompt is spread over ranks, and nowher
 """
 _SALTS = ("cache_salt", "cache_salt_id")
 _LORA = ("lora_task_id", "py_lora_path", "lora_weights", "lora_config")
-_FIELDS = (*_UNNAMED, *MEDIA_FIELDS, *_SALTS, *_LORA)
+_TURNS = "mrope_position_deltas"
+"""How far the keys of an answer are turned: by nothing, unless there are media, which decide it."""
+_FIELDS = (*_UNNAMED, *MEDIA_FIELDS, *_SALTS, *_LORA, _TURNS)
+_FAMILIES = ("multimodal_", "py_multimodal_", "mrope_", "py_mrope_")
+"""Fields whose names begin so say what a request has beside text, also if they are new."""
 _EMPTY: dict[str, type] = {
     **dict.fromkeys(("input_token_extra_ids", "position_ids", "encoder_tokens"), list),
     **dict.fromkeys((name for name in MEDIA_FIELDS if name.startswith("multimodal_")), list),
@@ -38,11 +47,16 @@ _EMPTY: dict[str, type] = {
 """Fields that some versions leave empty where there is nothing, and what is empty then."""
 
 _ITEMS = ("multimodal_hashes", "multimodal_positions", "multimodal_lengths")
+_RUNS = (
+    "multimodal_item_run_cu_offsets", "multimodal_run_positions", "multimodal_run_lengths",
+)  # fmt: skip
+_ENCODER = ("encoder_tokens", "try_get_encoder_output_len")
+_TOGETHER = (_ITEMS, _RUNS, _ENCODER)
+"""Fields that a version has all of, or none."""
 _REGULAR = (
-    *_ITEMS, *_LORA, "multimodal_embedding", "multimodal_item_run_cu_offsets",
-    "multimodal_run_positions", "multimodal_run_lengths", "mrope_rotary_cos_sin",
-    "mrope_position_deltas", "prompt_embedding_table", "prompt_vocab_size", "position_ids",
-    "py_multimodal_data",
+    *_ITEMS, *_RUNS, *_ENCODER, *_LORA, "multimodal_embedding", "mrope_rotary_cos_sin", _TURNS,
+    "prompt_embedding_table", "prompt_vocab_size", "position_ids", "prompt_len",
+    "py_multimodal_data", "is_generation_only_request",
 )  # fmt: skip
 """What every request of a version has, or none: bound, or set whenever Python makes a request."""
 
@@ -56,7 +70,7 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     None: something enters its KV that cannot be told from here, so it bypasses the cache.
     ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
-    if _has_encoder(request):
+    if not _computes(request) or _has_encoder(request) or _has_strangers(request):
         return None
     for name in _FIELDS:
         if getattr(request, name, None) is not None:
@@ -68,21 +82,29 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     fields = {name: value for name, value in fields.items() if not _is_empty(name, value)}
     if any(name in fields for name in _UNNAMED):
         return None
+    turns = fields.pop(_TURNS, 0)
+    if not fields.get("multimodal_hashes") and not (type(turns) is int and turns == 0):
+        return None
     media = media_items(fields, prompt_len=prompt_len_of(request))
     lora = _lora(fields, fingerprint_adapter)
     if media is None or lora is None:
         return None
     # The text says more than its number, which is a hash of it.
     salt = next((fields[name] for name in _SALTS if name in fields), None)
-    if not (salt is None or isinstance(salt, str) or type(salt) is int):
+    if not isinstance(fields.get("cache_salt", ""), str):
+        return None
+    if type(fields.get("cache_salt_id", 0)) is not int:
         return None
     return Identity(salt=salt, lora=lora or None, media=media)
 
 
 def prompt_len_of(request: Any) -> int:
-    """Return how many tokens the engine counts as the prompt; without end if it does not say."""
+    """Return how many tokens the engine counts as the prompt; without end if it has no such field.
+
+    TypeError: it says what is no length of a prompt.
+    """
     said: Any = getattr(request, "prompt_len", 2**31)
-    if type(said) is not int or said < 0:
+    if type(said) is not int or said < 1:
         raise TypeError(f"a prompt of {said!r} tokens")
     return said
 
@@ -108,7 +130,8 @@ class Regularity:
         if any(fields[len(_REGULAR) :]):
             has.add("a salt")  # as text or as a number of it
         self._seen |= has
-        is_lacking = self._seen != has or len(has.intersection(_ITEMS)) not in (0, len(_ITEMS))
+        is_torn = any(0 < len(has.intersection(names)) < len(names) for names in _TOGETHER)
+        is_lacking = self._seen != has or is_torn
         self._regular = [] if is_lacking else fields
         return is_lacking
 
@@ -118,15 +141,48 @@ def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> by
     if not any(name in fields for name in _LORA):
         return b""
     task_id, path = fields.get("lora_task_id"), fields.get("py_lora_path")
-    if type(task_id) is not int or not isinstance(path, str | os.PathLike) or not str(path):
+    if (
+        type(task_id) is not int
+        or task_id < 0
+        or not isinstance(path, str | os.PathLike)
+        or not str(path)
+    ):
         return None
     return fingerprint_adapter(task_id, str(path))
 
 
+def _computes(request: Any) -> bool:
+    """Whether a request computes its prompt; the engine asks about no others."""
+    said: Any = getattr(request, "is_generation_only_request", False)
+    said = said() if callable(said) else said
+    return said is None or said is False
+
+
 def _has_encoder(request: Any) -> bool:
     # `encoder_output_len` itself raises for requests without an encoder.
-    encoder_output_len = getattr(request, "try_get_encoder_output_len", None)
-    return encoder_output_len is not None and encoder_output_len() is not None
+    if not hasattr(request, "try_get_encoder_output_len"):
+        return False
+    return request.try_get_encoder_output_len() is not None
+
+
+def _has_strangers(request: Any) -> bool:
+    """Whether a request has something beside text in a field that no version had so far."""
+    try:
+        own = vars(request)
+    except TypeError:  # it has its class's fields only
+        own = {}
+    kind = cast(Hashable, type(request))
+    names = {*_family_of(kind), *filter(_is_stranger, own)}
+    return any(attrgetter(name)(request) is not None for name in names)
+
+
+@functools.cache
+def _family_of(kind: Hashable) -> tuple[str, ...]:
+    return tuple(filter(_is_stranger, dir(kind)))
+
+
+def _is_stranger(name: str) -> bool:
+    return name.startswith(_FAMILIES) and name not in _FIELDS
 
 
 def _is_empty(name: str, value: Any) -> bool:

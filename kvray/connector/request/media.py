@@ -28,11 +28,14 @@ _NUMBERS = {name for name in MEDIA_FIELDS if name.startswith("multimodal_")} - {
     "multimodal_uuids",
     "multimodal_embedding",
 }
-_TEXT_ONLY = {"mrope_config"}
-"""What `py_multimodal_data` has of a prompt without media: positions that follow from its length.
+_DATA = {"image", "video", "audio", "multimodal_embedding", "mrope_config"}
+"""What is understood of `py_multimodal_data`: the content of media, which their digests stand for,
+and how keys are turned.
 
-Source: the input processors of Qwen's vision models, which make it for every prompt.
+Source: the input processors of `tensorrt_llm/_torch/models`. Those of Qwen's vision models make
+`mrope_config` for every prompt, for one of text as well.
 """
+_TURNED = {"mrope_position_ids", "mrope_position_deltas", "mrope_rotary_cos_sin"}
 
 
 def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaItem, ...] | None:
@@ -42,6 +45,8 @@ def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaIte
     enter no key. ConfigError: a digest of unknown form.
     """
     hashes: Any = fields.get("multimodal_hashes")
+    if not _is_understood(fields.get("py_multimodal_data")):
+        return None
     if hashes is None:
         return () if _is_text_only(fields) else None
     numbers = [fields[name] for name in MEDIA_FIELDS if name in fields and name in _NUMBERS]
@@ -65,11 +70,28 @@ def _is_within(extent: tuple[Any, ...], prompt_len: int) -> bool:
     return 0 <= extent[0] < prompt_len and (not isinstance(length, int) or length > 0)
 
 
+def _is_understood(data: Any) -> bool:
+    """Whether `py_multimodal_data` has nothing but what is known here; it may not be there."""
+    if data is None:
+        return True
+    if type(data) is not dict or not set(data) <= _DATA:
+        return False
+    config = data.get("mrope_config", {})
+    return type(config) is dict and set(config) <= _TURNED
+
+
 def _is_text_only(fields: Mapping[str, Any]) -> bool:
+    """Whether fields without digests are of text: its keys are turned by their places in it."""
     named = [name for name in MEDIA_FIELDS if name in fields]
-    data = fields.get("py_multimodal_data")
-    is_position_only = isinstance(data, dict) and set(data) <= _TEXT_ONLY
-    return not named or (named == ["py_multimodal_data"] and is_position_only)
+    if named != ["py_multimodal_data"]:
+        return not named
+    data = fields["py_multimodal_data"]
+    if set(data) != {"mrope_config"}:
+        return False
+    positions = data["mrope_config"].get("mrope_position_ids")
+    if not _is_readable(positions):
+        return True  # it is not there, or on a device
+    return bool((np.asarray(positions) == np.arange(np.shape(positions)[-1])).all())
 
 
 def _extents(fields: Mapping[str, Any], num_items: int) -> list[tuple[Any, ...]] | None:
@@ -118,11 +140,14 @@ def _turned(fields: Mapping[str, Any], extent: tuple[Any, ...]) -> bytes:
     data = fields.get("py_multimodal_data")
     config = data.get("mrope_config") if isinstance(data, dict) else None
     positions: Any = config.get("mrope_position_ids") if isinstance(config, dict) else None
-    is_readable = getattr(getattr(positions, "device", None), "type", None) == "cpu"
-    if not is_readable or len(extent) < 2 or not isinstance(extent[1], int):
+    if not _is_readable(positions) or len(extent) < 2 or not isinstance(extent[1], int):
         return b""
     turned = np.asarray(positions[..., extent[0] : extent[0] + extent[1]])
     return hashlib.sha256(turned.astype("<i8").tobytes()).digest()
+
+
+def _is_readable(positions: Any) -> bool:
+    return getattr(getattr(positions, "device", None), "type", None) == "cpu"
 
 
 def _packed(numbers: list[int]) -> bytes:

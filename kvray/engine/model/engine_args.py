@@ -44,6 +44,8 @@ class EngineArgs:
     drafts_tokens: bool
     """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
     page that was reported for an answer may belong to others by now."""
+    weights_may_change: bool
+    """The engine is set up to have its weights replaced while it runs."""
     takes_offers_later: bool
     """The engine may come back for an offer after passes, until it cancels it."""
 

@@ -21,6 +21,7 @@ class RequestState:
     request_id: int
     seed: bytes
     tokens_per_block: int
+    namespace: bytes = b""  # digest of the one that its keys are in
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
     prefix_digest: bytes = b""  # digest of how the prompt begins

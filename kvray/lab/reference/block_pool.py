@@ -149,6 +149,14 @@ class BlockPool:
             told = [(one.hash or 0, one.tokens) for one in new]
             self._events.stored(new[0].parent.hash, told, salt=namespace)
 
+    def forget_all(self) -> list[int]:
+        """Let no block be found any more, and return the blocks that became blank."""
+        blank = list(self._kept)
+        for root in self._roots.values():
+            for node in list(root.children.values()):
+                self._forget(node)
+        return blank
+
     def _full_chunks(self, tokens: Sequence[int]) -> Iterator[Tokens]:
         size = self.tokens_per_block
         for start in range(0, len(tokens) - size + 1, size):

@@ -124,6 +124,10 @@ class KVCacheManager:
         """Release the blocks that an asynchronous save has read."""
         self._release(self._pinned.pop(request.request_id, []))
 
+    def reset_reuse_state(self) -> None:
+        """Let no request find the blocks of earlier ones; those that requests hold stay theirs."""
+        self._fill(self._blocks.forget_all())
+
     def free_resources(self, request: LlmRequest) -> None:
         """Take the request's blocks back. Doing it twice is fine."""
         block_ids = self._sequences.get(request.request_id)

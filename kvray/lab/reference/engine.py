@@ -125,6 +125,18 @@ class ReferenceEngine:
         """End a request early; its result has the tokens so far and the reason `cancelled`."""
         self._intake.cancel(call.call_id)
 
+    def update_weights(self, model: str | Path, *, timeout_s: float = 600.0) -> None:
+        """Go on with the weights of `model`, of the same shape, once all requests have ended.
+
+        The engine's own prefix cache is emptied with it; no connector is told. Later requests wait
+        for the new weights. One call at a time, and not with `enable_attention_dp`, whose ranks end
+        their requests at different times.
+        """
+        if self.llm_args.enable_attention_dp:
+            raise ConfigError("The weights of ranks with enable_attention_dp cannot be replaced.")
+        closed_error = self._executor.closed_error
+        self._intake.update_weights(str(model), closed_error=closed_error).result(timeout_s)
+
     def close(self) -> None:
         """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""
         self._intake.stop()

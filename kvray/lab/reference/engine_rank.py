@@ -25,6 +25,7 @@ from kvray.lab.reference.llm_args import (
     NGramDecodingConfig,
     ParallelConfig,
 )
+from kvray.lab.reference.model import BlockModel
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.ranks import Ranks
@@ -64,7 +65,15 @@ class EngineRank:
             self.shut_down()
             raise
         self.intake = Intake(ranks, self._output_of, is_dealt=options.enable_attention_dp)
-        self.executor = Executor(model_engine, self.cache, self.intake, options, self.connector)
+        split_over = ranks if options.is_split else None
+
+        def load_model(model: str) -> BlockModel:
+            size = options.tokens_per_block
+            return load_checkpoint(model, tokens_per_block=size, split_over=split_over).model
+
+        self.executor = Executor(
+            model_engine, self.cache, self.intake, options, self.connector, load_model
+        )
 
     def shut_down(self) -> None:
         """Let the connector go. Twice is fine."""

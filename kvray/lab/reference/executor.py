@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.drafts import find_drafts
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.intake import Intake
+from kvray.lab.reference.model import BlockModel
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
@@ -44,6 +45,7 @@ class Executor:
         intake: Intake,
         options: EngineOptions,
         connector: KvCacheConnectorManager | None,
+        load_model: Callable[[str], BlockModel] | None = None,
     ) -> None:
         self.failure: BaseException | None = None
         self._model_engine = model_engine
@@ -52,6 +54,10 @@ class Executor:
         self._options = options
         self._connector = connector
         self._follows_main = options.runtime == "main"
+        self._load_model = load_model
+        self._new_model: str | None = None
+        """The checkpoint whose weights come once all active requests have ended."""
+        self._waiting: list[LlmRequest] = []  # behind new weights
         self._active: list[LlmRequest] = []
         self._cancelled: set[int] = set()
         self._is_dummy_due = False
@@ -97,14 +103,27 @@ class Executor:
         """Take new requests; an idle engine stays here until there is work or it must stop."""
         while True:
             has_work = bool(self._active) or self._previous is not None or self._awaits_saves()
+            if self._new_model is not None and not has_work:
+                self._update_weights(self._new_model)
+                self._active, self._waiting = self._waiting, []
+                continue
             orders = self._intake.take(has_work=has_work)
-            self._active.extend(orders.submitted)
+            (self._active if self._new_model is None else self._waiting).extend(orders.submitted)
+            self._new_model = orders.model or self._new_model
             self._cancelled |= orders.cancelled
             self._is_dummy_due = orders.is_dummy_due
             if orders.is_stop:
                 return False
-            if has_work or orders.submitted or orders.is_dummy_due:
+            if has_work or self._active or orders.is_dummy_due:
                 return True
+
+    def _update_weights(self, model: str) -> None:
+        """Source: `WorkerExtension.update_weights`, which is called when nothing is active."""
+        assert self._load_model is not None, "who asks for new weights has said how to load them"
+        self._model_engine.model = self._load_model(model)
+        self._cache.reset_reuse_state()
+        self._new_model = None
+        self._intake.updated()
 
     def _iterate(self) -> None:
         batch = self._begin_batch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvray.errors import KVRayError
@@ -23,6 +24,8 @@ class Orders:
     submitted: list[LlmRequest] = field(default_factory=list)
     cancelled: frozenset[int] = frozenset()
     is_stop: bool = False
+    model: str | None = None
+    """The checkpoint whose weights the engine gets when its active requests have ended."""
     is_dummy_due: bool = False
     """Whether others have work and this rank has none: it runs a dummy beside them."""
 
@@ -45,6 +48,8 @@ class Intake:
         self._condition = threading.Condition()
         self._submitted: list[LlmRequest] = []
         self._cancelled: set[int] = set()
+        self._model: str | None = None
+        self._updated: Future[None] | None = None
         self._calls: dict[int, Call] = {}
         self._is_closed = False
         self._reports: list[tuple[LlmRequest, KVRayError | None]] = []
@@ -73,6 +78,22 @@ class Intake:
             if request_id in self._calls:
                 self._cancelled.add(request_id)
                 self._condition.notify()
+
+    def update_weights(self, model: str, *, closed_error: Callable[[], KVRayError]) -> Future[None]:
+        """Have the engine take the weights of `model`; one call at a time."""
+        with self._condition:
+            if self._is_closed:
+                raise closed_error()
+            self._model, self._updated = model, Future()
+            self._condition.notify()
+            return self._updated
+
+    def updated(self) -> None:
+        """The executor has the new weights."""
+        with self._condition:
+            if self._updated is not None:
+                self._updated.set_result(None)
+            self._updated = None
 
     def stop(self) -> None:
         """Take nothing more in and tell the executor to stop."""
@@ -116,18 +137,23 @@ class Intake:
         with self._condition:
             self._is_closed = True
             calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            call.future.set_exception(make_error())
+            updated, self._updated = self._updated, None
+        for future in [call.future for call in calls] + ([updated] if updated else []):
+            future.set_exception(make_error())
 
     def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
         with self._condition:
             self._condition.wait_for(
-                lambda: has_work or self._submitted or self._is_closed, timeout_s
+                lambda: has_work or self._submitted or self._model or self._is_closed, timeout_s
             )
+            model, self._model = self._model, None
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, set()
             return Orders(
-                submitted=submitted, cancelled=frozenset(cancelled), is_stop=self._is_closed
+                submitted=submitted,
+                cancelled=frozenset(cancelled),
+                model=model,
+                is_stop=self._is_closed,
             )
 
     def _share(self, has_work: bool) -> Orders:

@@ -43,7 +43,7 @@ class ModelEngine:
         forward_callable: Callable[[], None] | None = None,
         pad_batch_size: int = 0,
     ) -> None:
-        self._model = model
+        self.model = model
         self._cache = cache
         self._forward_callable = forward_callable
         self._pad_batch_size = pad_batch_size
@@ -70,7 +70,7 @@ class ModelEngine:
         """
         padding = self._padding(batch)
         runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]
-        for layer_index in range(self._model.geometry.num_layers):
+        for layer_index in range(self.model.geometry.num_layers):
             if self.hooks is not None:
                 self.hooks.wait_for_layer_load(layer_index, None)
             for run in runs:
@@ -106,7 +106,7 @@ class ModelEngine:
             first_token=start,
             newest_token=newest,
             steps=[
-                self._model.begin(tokens[index * size : min(end, (index + 1) * size)], index)
+                self.model.begin(tokens[index * size : min(end, (index + 1) * size)], index)
                 for index in range(start // size, -(-end // size))
             ],
             is_sampled=not request.is_dummy and end >= request.prompt_len,
@@ -122,7 +122,7 @@ class ModelEngine:
         buffers = self._cache.get_buffers(layer_index)
         past = _gather(buffers, run.block_ids[: run.steps[0].block_index])
         for step in run.steps:
-            past = self._model.layer(layer_index, step, past)
+            past = self.model.layer(layer_index, step, past)
             first = step.block_index * size
             low, high = max(run.first_token - first, 0), step.num_tokens
             for kind, values in enumerate(past):
@@ -143,7 +143,7 @@ class ModelEngine:
     def _token_after(self, run: _Run, position: int) -> int:
         block_index, row = divmod(position, self._cache.tokens_per_block)
         step = run.steps[block_index - run.steps[0].block_index]
-        return int(self._model.logits(step, row).argmax())
+        return int(self.model.logits(step, row).argmax())
 
 
 def _gather(buffers: torch.Tensor, block_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,6 +109,7 @@ def llm_args(*, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any
         "sparse_attention_config": None,
         "lora_config": None,
         "quant_config": None,
+        "ray_worker_extension_cls": None,
         "torch_compile_config": None,
         "scheduler_config": SimpleNamespace(
             capacity_scheduler_policy=Policy.GUARANTEED_NO_EVICT,

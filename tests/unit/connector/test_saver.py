@@ -435,3 +435,29 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
         assert other.say("arena._lock.acquire(0)") == "True"
     finally:
         other.kill()
+
+
+def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(
+    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on, commit = threading.Event(), threading.Event(), Arena.commit
+
+    def stuck(*args: Any) -> Any:
+        reached.set()
+        go_on.wait(10)
+        return commit(*args)
+
+    monkeypatch.setattr(Arena, "commit", stuck)
+    monkeypatch.setattr(saver_module, "_STALL_S", 10.0)
+    saver, keys = make_saver(), keys_of(5, 3)
+    saver.submit(job_of(rows_of(3), keys))
+    assert reached.wait(10)
+    saver.fence()  # it has begun
+    drained = threading.Thread(target=saver.drain)
+    drained.start()
+    drained.join(0.05)
+    assert drained.is_alive()
+    go_on.set()
+    drained.join(10)
+    assert not drained.is_alive()
+    assert len(stored(link, keys)) == 3

@@ -46,6 +46,7 @@ ARGS = EngineArgs(
     computes_failed_loads=True,
     num_passes=2,
     drafts_tokens=False,
+    weights_may_change=False,
     takes_offers_later=False,
 )
 

@@ -30,7 +30,7 @@ NAMESPACE = Namespace(
 
 
 def test_namespace_digest_is_the_golden_one() -> None:
-    golden = "8673b3162eede1cc1b9a832c440c522679462d6204ea7da68ed7deadc7d7823e"
+    golden = "e013e717c222f42781bb36d79bcfede4341101579964b73ec8c34c49c312ee08"
     assert NAMESPACE.digest().hex() == golden
 
 

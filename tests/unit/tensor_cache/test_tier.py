@@ -523,3 +523,38 @@ def test_close_waits_for_a_call_that_is_under_way(
     storing.join()
     closing.join()
     assert make_cache().lookup(TOKENS) == len(TOKENS)
+
+
+# -- weights that are replaced --------------------------------------------------------------------
+
+
+def test_kv_of_one_version_of_the_weights_is_not_found_under_another(
+    make_cache: MakeCache, shard: Shard, config: KVRayConfig
+) -> None:
+    cache = make_cache()
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    cache.set_weights_version("2")
+    assert cache.lookup(TOKENS) == 0
+    new = blob(2)
+    assert cache.store(TOKENS, new) == len(TOKENS)
+    assert_same(cache.retrieve(TOKENS, return_tuple=False)[0], new)
+    assert_same(make_cache().retrieve(TOKENS, return_tuple=False)[0], BLOB)
+    named = config.connector.model_copy(update={"weights_version": "2"})
+    other = make_cache(config.model_copy(update={"connector": named}))
+    assert_same(other.retrieve(TOKENS, return_tuple=False)[0], new)
+
+
+def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(
+    make_cache: MakeCache, shard: Shard
+) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    cache.set_weights_version(None)
+    mask = suffix_mask(len(TOKENS), 2 * BLOCK)
+    assert cache.lookup(TOKENS) == cache.store(prompt(1), blob(1)) == 0
+    assert cache.store(TOKENS, cut(BLOB, 2 * BLOCK, len(TOKENS), METADATA), mask) == 0
+    kv, found = cache.retrieve(TOKENS, mask)
+    assert (kv, found.any()) == ((), False)
+    cache.set_weights_version("")
+    assert cache.lookup(TOKENS) == len(TOKENS)
+    assert cache.lookup(prompt(1)) == 0

@@ -350,3 +350,38 @@ def test_the_numbers_of_namespaces_outlive_their_ranks(replicas: Replicas) -> No
     assert number in replicas.numbers()
     replicas.disconnect(1)
     assert number in replicas.numbers()
+
+
+def test_a_rank_is_told_of_its_weights_until_it_has_carried_that_out(replicas: Replicas) -> None:
+    order = replicas.order_weights("one", "2")
+    assert order.waiting == {0}
+    for done in ("", "an older one", ""):
+        assert replicas.weights_order("one", 0, done) == [order.number, "2"]
+    replicas.register(1, "one", 0, replace(NAMESPACE, weights="2"))  # it goes by it
+    assert replicas.weights_order("one", 0, order.number) is None
+    assert not order.waiting
+
+
+def test_an_engine_that_was_started_again_has_not_the_weights_of_the_one_before(
+    replicas: Replicas,
+) -> None:
+    order = replicas.order_weights("one", "2")
+    replicas.register(9, "one", 0, NAMESPACE)
+    assert replicas.weights_order("one", 0, "") is None
+    assert order.waiting == {0}
+
+
+def test_of_two_orders_the_later_one_counts(replicas: Replicas) -> None:
+    first, second = replicas.order_weights("one", "2"), replicas.order_weights("one", None)
+    assert replicas.weights_order("one", 0, first.number) == [second.number, None]
+    replicas.call_off(first)
+    assert replicas.weights_order("one", 0, "") == [second.number, None]
+    assert first.waiting == {0}
+    replicas.call_off(second)
+    assert replicas.weights_order("one", 0, "") is None
+
+
+def test_replicas_of_one_model_key_may_have_different_weights(replicas: Replicas) -> None:
+    replicas.register(2, "two", 0, replace(NAMESPACE, weights="2"))
+    with pytest.raises(LayoutMismatch):
+        replicas.register(3, "three", 0, replace(OTHER_LAYOUT, weights="3"))

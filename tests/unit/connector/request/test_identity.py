@@ -5,11 +5,13 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from kvray.connector.request.identity import Identity, Regularity, identify
 from kvray.errors import ConfigError
 
 HASHES = [[1] * 8, [2] * 8]
+PLACED = {"multimodal_hashes": HASHES, "multimodal_positions": [4, 8]}
 
 
 def identity_of(**fields: Any) -> Identity | None:
@@ -102,8 +104,16 @@ def test_a_digest_of_another_form_is_none_that_we_know(words: list[int]) -> None
 
 
 def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text() -> None:
-    assert identity_of(py_multimodal_data={"mrope_config": {"ids": object()}}) == identity_of()
+    for config in ({}, {"mrope_position_ids": torch.arange(6).expand(3, 1, -1)}):
+        assert identity_of(py_multimodal_data={"mrope_config": config}) == identity_of()
     assert identity_of(py_multimodal_data={}) == identity_of()
+    assert identity_of(mrope_position_deltas=0) == identity_of()
+
+
+def test_media_may_have_their_content_beside_their_digests() -> None:
+    data = {"image": object(), "multimodal_embedding": object(), "mrope_config": {}}
+    fields = {"multimodal_positions": [4, 8], "mrope_position_deltas": -3}
+    assert media_of(**fields, py_multimodal_data=data) == media_of(**fields)
 
 
 class Bound:
@@ -156,6 +166,19 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
         {"py_multimodal_data": {"image": object()}},
         {"py_multimodal_data": {"multimodal_embedding": object(), "mrope_config": {}}},
         {"py_multimodal_data": object()},
+        {"py_multimodal_data": {"mrope_config": {"ids": object()}}},
+        {"py_multimodal_data": {"mrope_config": [1]}},
+        {"py_multimodal_data": {"mrope_config": {"mrope_position_ids": torch.tensor([[0, 0]])}}},
+        {"py_multimodal_data": {"mrope_config": {}, "taste": object()}},
+        {**PLACED, "py_multimodal_data": {"image": object(), "taste": object()}},
+        {**PLACED, "py_multimodal_data": {"mrope_config": {"ids": object()}}},
+        {**PLACED, "py_multimodal_data": object()},
+        {**PLACED, "multimodal_taste": object()},
+        {"multimodal_taste": object()},
+        {"py_multimodal_taste": 0},
+        {"mrope_position_deltas": 3},
+        {"mrope_position_deltas": False},
+        {"is_generation_only_request": True},
         {"prompt_embedding_table": object()},
         {"prompt_vocab_size": 8},
         {"input_token_extra_ids": [1, 2]},
@@ -167,6 +190,10 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
         {"py_encoder_output": object()},
         {"try_get_encoder_output_len": lambda: 5},
         {"cross_attention_mask": object()},
+        {"lora_task_id": -1, "py_lora_path": "/adapters/a"},
+        {"cache_salt": 5},
+        {"cache_salt_id": "5"},
+        {"cache_salt": "a", "cache_salt_id": object()},
         {"py_lora_path": "/adapters/a"},
         {"lora_task_id": "3", "py_lora_path": "/adapters/a"},
         {"lora_task_id": True, "py_lora_path": "/adapters/a"},
@@ -210,3 +237,45 @@ def test_what_is_said_of_media_never_comes_one_by_one(name: str) -> None:
     assert not Regularity().is_lacking(SimpleNamespace(**fields))
     del fields[f"multimodal_{name}"]
     assert Regularity().is_lacking(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("encoder_tokens", "try_get_encoder_output_len"),
+        (
+            "multimodal_item_run_cu_offsets",
+            "multimodal_run_positions",
+            "multimodal_run_lengths",
+        ),
+    ],
+)
+def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(
+    names: tuple[str, ...],
+) -> None:
+    fields = dict.fromkeys(names)
+    assert not Regularity().is_lacking(SimpleNamespace(**fields))
+    for name in names:
+        rest = {one: None for one in names if one != name}
+        assert Regularity().is_lacking(SimpleNamespace(**rest))
+
+
+@pytest.mark.parametrize("accessor", [5, None, "", object()])
+def test_an_encoder_that_cannot_be_asked_for_is_no_encoder_that_is_not_there(
+    accessor: object,
+) -> None:
+    with pytest.raises(TypeError):
+        identity_of(try_get_encoder_output_len=accessor)
+
+
+class WithTaste:
+    """As a request of C++ whose version has something new."""
+
+    multimodal_taste: str | None = None
+
+
+def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set() -> None:
+    request = WithTaste()
+    assert identify(request, lambda task_id, path: None) == identity_of()
+    request.multimodal_taste = "sweet"
+    assert identify(request, lambda task_id, path: None) is None

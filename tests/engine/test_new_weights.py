@@ -1,0 +1,139 @@
+"""Weights that are replaced while an engine runs: the tier never answers with the old ones."""
+
+import pytest
+
+from kvray.lab.reference.engine import ReferenceEngine
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.test_kvray_connector import CONNECTOR, Tier, environment, tier
+
+__all__ = ["environment", "tier"]
+
+PROMPTS = [make_prompt(100, seed=5), make_prompt(70, seed=6)]
+NUM_BLOCKS = sum((len(prompt) - 1) // BLOCK for prompt in PROMPTS)
+WAIT_S = 60.0
+NAME = "trained"
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, list[tuple[int, ...]]]:
+    """What engines without reuse and without connector say, by their weights."""
+    said = {}
+    for model in ("tiny:0", "tiny:1"):
+        with ReferenceEngine(model, tokens_per_block=BLOCK, enable_block_reuse=False) as engine:
+            said[model] = [one.token_ids for one in engine.generate(PROMPTS, max_tokens=8)]
+    assert said["tiny:0"] != said["tiny:1"]
+    return said
+
+
+def name(tier: Tier, version: str | None) -> None:
+    assert tier.shard.requests.set_weights_version(NAME, version, WAIT_S)
+
+
+def answers(engine: ReferenceEngine) -> tuple[list[tuple[int, ...]], list[int]]:
+    outputs = engine.generate(PROMPTS, max_tokens=8)
+    return [one.token_ids for one in outputs], [one.hit_tokens for one in outputs]
+
+
+@pytest.fixture
+def trained(tier: Tier, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Return a maker of engines of one replica, whose name a client knows."""
+    monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", NAME)
+    return lambda **options: make_engine(connector=CONNECTOR, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"tensor_parallel_size": 2}], ids=str)
+def test_old_weights_never_answer(
+    tier: Tier,
+    trained: MakeEngine,
+    truth: dict[str, list[tuple[int, ...]]],
+    options: dict[str, object],
+) -> None:
+    engine = trained(**options)
+    assert answers(engine) == (truth["tiny:0"], [0] * len(PROMPTS))
+    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
+
+    name(tier, None)
+    engine.update_weights("tiny:1")
+    assert answers(engine) == (truth["tiny:1"], [0] * len(PROMPTS))
+
+    engine.update_weights("tiny:1")  # its own cache is empty again
+    before = tier.stored()
+    name(tier, "step-1")
+    assert answers(engine) == (truth["tiny:1"], [0] * len(PROMPTS))
+    tier.wait_for(lambda: tier.stored() >= before + NUM_BLOCKS)
+
+    engine.update_weights("tiny:1")
+    said, hits = answers(engine)
+    assert said == truth["tiny:1"]
+    assert min(hits) > 0
+
+
+def test_weights_that_come_back_find_what_they_have_computed(
+    tier: Tier, trained: MakeEngine, truth: dict[str, list[tuple[int, ...]]]
+) -> None:
+    engine = trained()
+    answers(engine)
+    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
+    name(tier, None)
+    engine.update_weights("tiny:1")
+    name(tier, "step-1")
+    answers(engine)
+    name(tier, None)
+    engine.update_weights("tiny:0")
+    name(tier, "")
+    said, hits = answers(engine)
+    assert said == truth["tiny:0"]
+    assert min(hits) > 0
+
+
+def test_a_replica_with_the_old_weights_goes_on_with_its_own(
+    tier: Tier,
+    trained: MakeEngine,
+    truth: dict[str, list[tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = trained()
+    name(tier, None)
+    engine.update_weights("tiny:1")
+    name(tier, "step-1")
+    answers(engine)
+    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
+    monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", "another")
+    other = trained()
+    assert answers(other) == (truth["tiny:0"], [0] * len(PROMPTS))
+
+
+def test_an_engine_that_is_started_again_has_the_weights_that_its_setting_names(
+    tier: Tier,
+    trained: MakeEngine,
+    truth: dict[str, list[tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = trained()
+    name(tier, "step-1")
+    engine.update_weights("tiny:1")
+    answers(engine)
+    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
+    engine.close()
+    again = trained()  # with the checkpoint's weights
+    assert answers(again) == (truth["tiny:0"], [0] * len(PROMPTS))
+    again.close()
+    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "step-1")
+    resumed = trained()
+    resumed.update_weights("tiny:1")
+    said, hits = answers(resumed)
+    assert said == truth["tiny:1"]
+    assert min(hits) > 0
+
+
+def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(
+    tier: Tier, trained: MakeEngine, truth: dict[str, list[tuple[int, ...]]]
+) -> None:
+    engine = trained()
+    name(tier, None)
+    old = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]
+    engine.update_weights("tiny:1")
+    name(tier, "step-1")
+    new = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]
+    assert [one.result(WAIT_S).token_ids for one in old] == truth["tiny:0"]
+    assert [one.result(WAIT_S).token_ids for one in new] == truth["tiny:1"]

@@ -1,0 +1,254 @@
+"""Weights that are replaced in a running engine: blocks of one version never answer for another."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvray.actors.shard.shard import Shard
+from kvray.engine.request.report import PassReport
+from kvray.errors import ShardUnavailable
+from kvray.node import link as link_module
+from kvray.node.registrations import Registrations
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.engine.apart import BLOCK, Apart
+from tests.unit.engine.conftest import MakeEngine
+
+PROMPT = list(range(100, 140))
+OTHER = list(range(200, 240))
+HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+WAIT_S = 30.0
+
+
+def name(engine: Apart, version: str | None) -> None:
+    """Tell the engine as the shard does: each of its processes hears of it by itself."""
+    for shared in (engine.leader.shared, engine.rank.shared):
+        shared.pool.name_weights(version)
+
+
+def totals_of(engine: Apart) -> Any:
+    return engine.leader.shared.figures.totals
+
+
+def stored_of(engine: Apart) -> int:
+    wait_for(lambda: not engine.rank.shared.pending_reads._counts, "the saves")
+    return engine.rank.shared.figures.totals["stored_blocks"]
+
+
+def test_blocks_of_one_version_do_not_answer_for_another(
+    shard: Shard, make_engine: MakeEngine
+) -> None:
+    engine, other = make_engine(), make_engine()
+    assert engine.serve(PROMPT) == 0
+    name(engine, "2")
+    assert engine.serve(PROMPT) == 0
+    assert engine.serve(PROMPT) == HIT
+    assert other.serve(PROMPT) == HIT  # with the checkpoint's weights, as `engine` had them
+    name(other, "2")
+    assert other.serve(PROMPT) == HIT
+    name(other, "3")
+    assert other.serve(PROMPT) == 0
+
+
+def test_an_engine_without_a_version_is_off_the_tier(shard: Shard, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.serve(PROMPT)
+    before = stored_of(engine)
+    name(engine, None)
+    assert engine.serve(PROMPT) == engine.serve(OTHER) == 0
+    assert stored_of(engine) == before
+    assert totals_of(engine)["miss_tokens_weights_unnamed"] == 2 * HIT
+    name(engine, "2")
+    assert engine.serve(OTHER) == 0
+    assert engine.serve(OTHER) == HIT
+
+
+def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(
+    shard: Shard, make_engine: MakeEngine
+) -> None:
+    make_engine().serve(PROMPT)
+    engine = make_engine(weights_may_change=True)
+    assert engine.serve(PROMPT) == 0
+    name(engine, "")
+    assert engine.serve(PROMPT) == HIT
+
+
+def test_the_setting_names_what_an_engine_begins_with(
+    shard: Shard, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_engine().serve(PROMPT)
+    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "7")
+    engine = make_engine(weights_may_change=True)
+    assert engine.serve(PROMPT) == 0
+    assert make_engine().serve(PROMPT) == HIT
+    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "8")
+    assert make_engine().serve(PROMPT) == 0
+
+
+def begin(engine: Apart, number: int, *, end: int) -> list[int]:
+    """Run a request's first pass, as far as `end`."""
+    assert engine.ask(number, PROMPT) == 0
+    blocks = engine.new_blocks(PROMPT)
+    meta = engine.leader.plan([(report_of(number, 0, end, blocks), True)])
+    engine.rank.begin(meta, None)
+    engine.compute(PROMPT[:end], blocks)
+    engine.rank.end(None)
+    return blocks
+
+
+def go_on(engine: Apart, number: int, blocks: list[int], start: int) -> None:
+    """Run the rest of it."""
+    meta = engine.leader.plan([(report_of(number, start, len(PROMPT)), False)])
+    engine.rank.begin(meta, None)
+    engine.compute(PROMPT, blocks)
+    engine.rank.end(None)
+    engine.leader.finish(number)
+
+
+def report_of(number: int, start: int, end: int, blocks: list[int] | None = None) -> PassReport:
+    return PassReport(
+        request_id=number,
+        new_tokens=[] if blocks is None else list(PROMPT),
+        new_block_ids=blocks or [],
+        computed_position=start,
+        num_scheduled_tokens=end - start,
+        is_new=blocks is not None,
+    )
+
+
+@pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""]])
+def test_nothing_more_is_stored_of_a_request_in_flight(
+    shard: Shard, make_engine: MakeEngine, versions: list[str | None]
+) -> None:
+    engine = make_engine()
+    blocks = begin(engine, 1, end=16)
+    for version in versions:
+        name(engine, version)
+    go_on(engine, 1, blocks, 16)
+    assert stored_of(engine) == 16 // BLOCK
+    name(engine, "")
+    assert make_engine().serve(PROMPT) == 16
+    assert engine.serve(PROMPT) == 36  # stored by the one before, whole
+
+
+def test_the_same_version_twice_changes_nothing(shard: Shard, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    name(engine, "2")
+    blocks = begin(engine, 1, end=16)
+    name(engine, "2")
+    go_on(engine, 1, blocks, 16)
+    assert stored_of(engine) == len(PROMPT) // BLOCK
+
+
+@pytest.mark.parametrize("version", ["2", None])
+def test_what_was_promised_before_is_loaded_and_stored_under_no_version(
+    shard: Shard, make_engine: MakeEngine, version: str | None
+) -> None:
+    make_engine().serve(PROMPT)
+    engine = make_engine()
+    assert engine.ask(1, PROMPT) == HIT
+    name(engine, version)
+    assert engine.ask(2, OTHER) == 0
+    blocks = [engine.new_blocks(PROMPT), engine.new_blocks(OTHER)]
+    meta = engine.plan((1, PROMPT, blocks[0], HIT), (2, OTHER, blocks[1], 0))
+    engine.rank.begin(meta, None)
+    assert engine.rank.failed == []
+    engine.check(PROMPT, blocks[0], HIT)
+    for tokens, own in zip((PROMPT, OTHER), blocks, strict=True):
+        engine.compute(tokens, own)
+    engine.rank.end(None)
+    for number in (1, 2):
+        engine.leader.finish(number)
+    assert stored_of(engine) == (0 if version is None else len(OTHER) // BLOCK)
+    name(engine, "")
+    assert engine.serve(OTHER) == 0
+    if version is not None:
+        name(engine, version)
+        assert engine.serve(PROMPT) == 0
+
+
+def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(
+    shard: Shard, make_engine: MakeEngine
+) -> None:
+    engine = make_engine()
+    engine.leader.shared.pool.name_weights("2")
+    assert engine.serve(PROMPT) == 0
+    assert engine.serve(PROMPT) == HIT
+    engine.rank.shared.pool.name_weights(None)
+    assert engine.serve(PROMPT) == HIT
+    assert engine.serve(OTHER) == 0
+    number = engine.leader.shared.pool.own.number
+    assert stored_of(engine) == 20
+    assert engine.rank.shared.link.arena is not None
+    assert list(engine.rank.shared.link.arena.has_slots_of([number])) == [True]
+
+
+def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(
+    shard: Shard, make_engine: MakeEngine
+) -> None:
+    make_engine().serve(PROMPT)
+    engine = make_engine()
+    assert engine.ask(1, PROMPT) == HIT
+    name(engine, "2")
+    assert engine.ask(1, PROMPT) == 0
+
+
+# -- told by the shard ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(make_engine: MakeEngine, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Apart:
+    """An engine that its shard hears of often."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.01)
+    return make_engine()
+
+
+def tell(shard: Shard, replica: str, version: str | None) -> dict[int, int]:
+    return shard.requests.set_weights_version(replica, version, WAIT_S)
+
+
+def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(
+    shard: Shard, told: Apart
+) -> None:
+    replica = told.leader.shared.pool.replica
+    told.serve(PROMPT)
+    assert tell(shard, replica, "2") == {0: 1, 1: 1}
+    for shared in (told.leader.shared, told.rank.shared):
+        assert shared.pool.weights.version == "2"
+    _, reader = shard._parts.first_reader(replica)
+    assert reader.namespace.weights == "2"
+    assert told.serve(PROMPT) == 0
+    assert reader.namespace.digest() == told.leader.shared.pool.namespace_digest
+
+
+def test_prompts_have_no_keys_while_the_weights_have_no_version(shard: Shard, told: Apart) -> None:
+    replica = told.leader.shared.pool.replica
+    tell(shard, replica, None)
+    with pytest.raises(ShardUnavailable, match="set_weights_version"):
+        shard.requests.prefetch(replica, bytes(160))
+    tell(shard, replica, "2")
+    assert shard.requests.prefetch(replica, bytes(160))["reason"] != "none"
+
+
+def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard: Shard, told: Apart) -> None:
+    replica = told.leader.shared.pool.replica
+    told.close()
+    wait_for(lambda: not shard._parts.replicas.connected(), "the end of the connection")
+    assert tell(shard, replica, "2") == tell(shard, "nobody", "2") == {}
+
+
+def test_an_engine_that_does_not_answer_in_time_is_not_told_later(
+    shard: Shard, told: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = told.leader.shared.pool
+    is_silent = threading.Event()
+    report = Registrations.report
+    monkeypatch.setattr(
+        Registrations, "report", lambda self: None if is_silent.is_set() else report(self)
+    )
+    is_silent.set()
+    with pytest.raises(ShardUnavailable, match="Ranks 0, 1 of replica"):
+        shard.requests.set_weights_version(pool.replica, "2", 0.05)
+    is_silent.clear()
+    assert tell(shard, pool.replica, None) == {0: 1, 1: 1}
+    assert pool.weights.state == (1, None)
