@@ -284,7 +284,7 @@ def prefix_for(
         if not reader.part_requests:
             raise ConfigError("An engine has not said which parts it reads; update its kvray.")
         requests.append(reader.part_requests)
-        block_bytes.update({part: reader.part_bytes for part, _ in reader.part_requests})
+        block_bytes.update({part: reader.part_bytes for part, *_ in reader.part_requests})
         tokens_per_block = reader.tokens_per_block
     return Prefix(
         keys=tuple(blocks),

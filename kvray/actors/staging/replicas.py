@@ -111,8 +111,10 @@ class _Reads(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    wanted: tuple[tuple[_Part, Positive | None], ...] = Field(default=(), max_length=_PARTS_MAX)
-    """Part and window of each part that its leases must have."""
+    wanted: tuple[
+        tuple[_Part, Positive | None] | tuple[_Part, Positive | None, Positive | None], ...
+    ] = Field(default=(), max_length=_PARTS_MAX)
+    """Part, window, and perhaps size, of each part that its leases must have."""
     num_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
     holder: tuple[_Text, Count, Count] | None = None
     """Arena, row and generation of its membership."""
@@ -212,7 +214,7 @@ class Replicas:
     def block_bytes(self, replica: str) -> int:
         """Return the bytes that a block of a replica takes in this node's memory."""
         own = [one.reader for (name, _), one in self._ranks.items() if name == replica]
-        parts = {part: one.part_bytes for one in own for part, _ in one.part_requests}
+        parts = {part: one.part_bytes for one in own for part, *_ in one.part_requests}
         return max(1, sum(parts.values()))
 
     def connected(self) -> list[tuple[str, int]]:
@@ -302,7 +304,7 @@ def read_reader(namespace: Namespace, **fields: Any) -> Reader:
     arena_id, *member = reads.holder or ("",)
     return Reader(
         namespace=namespace,
-        part_requests=tuple(PartRequest(part, window) for part, window in reads.wanted),
+        part_requests=tuple(PartRequest(*one) for one in reads.wanted),
         num_ranks=reads.num_ranks,
         arena_id=arena_id,
         member=Membership(*member) if member else None,
