@@ -31,7 +31,6 @@ _NAMESPACE_MAX = 64 * 2**10
 
 _Part = Annotated[Count, Field(lt=PARTS_MAX)]
 _Text = Annotated[str, Field(strict=True, max_length=_NAMESPACE_MAX)]
-_CounterName = Annotated[str, Field(strict=True, max_length=256)]
 _Number = Annotated[int, Field(strict=True)]
 
 MODEL_KEY_PREFIX = "key:"
@@ -124,7 +123,7 @@ class _Reads(BaseModel):
 
 _READS = TypeAdapter(_Reads)
 _COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
-    Annotated[dict[_CounterName, _Number], Field(max_length=_COUNTERS_MAX)]
+    Annotated[dict[Name, _Number], Field(max_length=_COUNTERS_MAX)]
 )
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
 

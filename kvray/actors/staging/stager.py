@@ -236,7 +236,7 @@ class Stager:
             return "store_down"
 
     async def _fetch_in_turns(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        windowed = frozenset(part for part, window in prefix.parts if window is not None)
+        windowed = frozenset(part for part, window, _ in prefix.parts if window is not None)
         runs: list[Run] | None = None
         obstacle: StageReason = "not_stored"
         others: set[str] = set()
