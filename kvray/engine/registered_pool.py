@@ -5,6 +5,7 @@ take minutes to find out.
 """
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ class RegisteredPool:
         self._figures = figures
         self._tenants_check = tenants_check
         self._registration: Registration | None = None
-        self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
+        # Containers of a pod share a host name, and each may have the same process numbers.
+        self._name = replica or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
         self._own: Reading | None = None
         self.others: tuple[Reading, ...] = ()
@@ -64,6 +66,11 @@ class RegisteredPool:
         self.is_host = True
         self.is_flat = True
         """Whether it came as one tensor: such engines take all of an offer or nothing."""
+
+    @property
+    def replica(self) -> str:
+        """The replica's name: the shard gives another one if it is taken on this node."""
+        return self._name if self._registration is None else self._registration.replica
 
     @property
     def own(self) -> Reading:
@@ -201,7 +208,7 @@ class RegisteredPool:
     def follow(self, replica: str) -> None:
         """Take the leader's name for the replica: the shard must know which ranks belong to it."""
         if replica != self.replica and self._registration is not None:
-            self.replica = replica
+            self._name = replica
             self._registration.rename(replica)
 
 

@@ -1,9 +1,10 @@
 """The ranks of this process, as its node's shard knows them."""
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
@@ -61,6 +62,8 @@ class Registration:
     """Namespaces, as arenas number them, of which the shard knows blocks on whichever node."""
     former: str | None = None
     """The last name that the shard heard, if the replica has another now."""
+    instance: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Tells it from others of the same name, also when it registers again."""
 
     def is_strange(self, answer: dict[str, Any]) -> bool:
         """Whether what was found elsewhere is in a namespace that it cannot read."""
@@ -74,6 +77,23 @@ class Registration:
             # In this order: the thread that reports must not confuse the two names.
             self.replica = replica
             self.former = former
+
+    def take_name(self, asked: str, given: object) -> None:
+        """Go by the name that the shard has `given` it instead of the one that it `asked` for.
+
+        The engine's thread may have renamed it meanwhile: then it registers once more.
+        """
+        if isinstance(given, str) and given != asked:
+            _log.warning(
+                "kvray: another living engine on this node is replica %s; this one goes by %s. Give"
+                " each engine a connector.replica of its own, or none.",
+                asked,
+                given,
+            )
+            if self.replica == asked:
+                self.replica = given
+            else:
+                self.former = given
 
     def renew(self, namespace: Namespace) -> None:
         """Tell the shard of another namespace with the next report."""
@@ -241,10 +261,12 @@ class Registrations:
 
     def _register(self, registration: Registration) -> None:
         membership, namespace = self._membership(), registration.namespace
+        name = registration.replica
         reply = self._socket.call(
             "register",
             timeout_s=_CALL_TIMEOUT_S,
-            replica=registration.replica,
+            replica=name,
+            instance=registration.instance,
             rank=registration.rank,
             namespace=namespace.to_wire(),
             wanted=[list(one) for one in registration.part_requests],
@@ -256,6 +278,7 @@ class Registrations:
         # Otherwise the shard knows a holder of an arena that this process has left meanwhile.
         registration.told = namespace if membership == self._membership() else None
         registration.heed(reply)
+        registration.take_name(name, reply.get("replica"))
         registration.refusal = None
         if registration.prefix_digests is not None:
             registration.prefix_digests.tell_again()

@@ -53,11 +53,15 @@ class EngineRequests:
         replica: str,
         rank: int,
         namespace: dict[str, Any],
+        instance: str = "",
         **reads: Any,
     ) -> dict[str, Any]:
         reader = read_reader(Namespace.from_wire(namespace), **reads)
-        self._parts.replicas.register(connection, replica, rank, reader)
+        replica = self._parts.replicas.register(
+            connection, replica, rank, reader, instance=instance
+        )
         return {
+            "replica": replica,
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
             "traces": is_on(),

@@ -101,6 +101,7 @@ class _Rank:
     reader: Reader
     digest: str
     connection: int | None
+    instance: str = ""
     ended_at: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -126,6 +127,8 @@ _COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
     Annotated[dict[Name, _Number], Field(max_length=_COUNTERS_MAX)]
 )
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
+_INSTANCE = TypeAdapter(Annotated[Name, Field(min_length=0, max_length=64)])
+_READABLE, _SUFFIX = 200, 8  # characters of a taken name, and of the instance behind it
 
 
 class Replicas:
@@ -142,14 +145,30 @@ class Replicas:
         # By digest; blocks of ended ranks are still there and need their namespaces.
         self._namespaces: dict[str, Namespace] = {}
 
-    def register(self, connection: int, replica: str, rank: int, reads: Namespace | Reader) -> None:
+    def register(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        reads: Namespace | Reader,
+        *,
+        instance: str = "",
+    ) -> str:
         """Enter the rank of a connection, with its namespace or how it reads.
+
+        `instance` tells an engine that connects again from another one of the same name. Returns
+        the name that the rank goes by: another one while another instance with this name lives.
+        Under one name the figures of two engines would look like one that restarts all the time.
 
         Raises:
             ConfigError: the name is invalid, or the namespace has fields of wrong types.
             LayoutMismatch: a connected replica gave the same `model_key` for another layout.
         """
         _check_name(replica, rank)
+        instance = checked(_INSTANCE, instance, "instance")
+        holder = self._ranks.get((replica, rank))
+        if holder is not None and holder.connection is not None and holder.instance != instance:
+            replica = f"{replica[:_READABLE]}-{instance[:_SUFFIX] or connection}"
         reader = reads if isinstance(reads, Reader) else Reader(namespace=reads)
         namespace = reader.namespace
         # Computed now: a bad namespace must fail its own engine, not a later status.
@@ -166,10 +185,11 @@ class Replicas:
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.reader.namespace)
         self._ranks.pop((replica, rank), None)
-        self._ranks[replica, rank] = _Rank(reader, digest, connection)
+        self._ranks[replica, rank] = _Rank(reader, digest, connection, instance)
         if len(self._ranks) > _RANKS_MAX:
             gone = (key for key, entry in self._ranks.items() if entry.connection is None)
             self._add_up(next(gone, next(iter(self._ranks))))
+        return replica
 
     def report(
         self,

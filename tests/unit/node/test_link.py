@@ -724,3 +724,44 @@ def test_a_rank_that_follows_its_leaders_name_has_no_other(
     counted = {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
     wait_for(lambda: shard.status()["replicas"][-1]["counters"] == {"hits": 3}, "its figures")
     assert not counted["process-7"]
+
+
+def test_two_engines_of_one_name_are_two_and_the_second_says_so(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = start_shard()
+    one, two = registration("chat"), registration("chat")
+    two.counters = lambda: {"hits": 10}
+    for each in (one, two):
+        make_link().register(each)
+    assert one.replica == "chat"
+    assert two.replica == f"chat-{two.instance}"
+    assert "another living engine on this node is replica chat; this one goes by" in caplog.text
+
+    def counted() -> dict[str, int]:
+        return {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
+
+    both = {"chat": {"hits": 3}, two.replica: {"hits": 10}}
+    wait_for(lambda: counted() == both, "figures of both")
+
+
+def test_a_name_that_is_taken_while_the_engine_gives_another_is_not_kept(
+    start_shard: StartShard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = start_shard()
+    make_link().register(registration("chat"))
+    two = registration("chat")
+    take_name = Registration.take_name
+
+    def rename_first(one: Registration, asked: str, given: object) -> None:
+        if one is two and asked == "chat":
+            two.rename("the leader")
+        take_name(one, asked, given)
+
+    monkeypatch.setattr(Registration, "take_name", rename_first)
+    make_link().register(two)
+
+    def connected() -> list[str]:
+        return [entry["replica"] for entry in shard.status()["replicas"] if entry["connected"]]
+
+    wait_for(lambda: connected() == ["chat", "the leader"], "the leader's name, and no third")
