@@ -145,7 +145,7 @@ class Registrations:
         if not tell:
             return
         try:
-            self._register(registration)
+            self._register(registration, _CALL_TIMEOUT_S)
         except LayoutMismatch:
             self.remove(registration)
             raise
@@ -184,14 +184,40 @@ class Registrations:
                     registration.refusal = str(error)
                     _log.error("kvray: replica %s is refused: %s", registration.replica, error)
 
+    def leave(self, registration: Registration, *, timeout_s: float) -> None:
+        """Send a rank's last figures, or say that they are lost; a shard that is away costs once.
+
+        A rank that the shard refused has no figures there.
+        """
+        reason: object = "the shard did not answer lately"
+        if registration.accepted:
+            try:
+                self.report_one(registration, timeout_s=timeout_s, leaving=True)
+                return
+            except KVRayError as error:
+                reason = error
+                self.forget_answers()
+        if registration.refusal is None:
+            _log.warning(
+                "kvray: the last figures of replica %s rank %d are lost: %s",
+                registration.replica,
+                registration.rank,
+                reason,
+            )
+
+    def leave_all(self, *, timeout_s: float) -> None:
+        """Send or give up the last figures of all ranks that are left."""
+        for registration in list(self._all):
+            self.leave(registration, timeout_s=timeout_s)
+
     def report_one(
         self, registration: Registration, *, timeout_s: float, leaving: bool = False
     ) -> None:
         """Tell the shard of a rank, `leaving` with its last figures; KVRayError: it refused."""
         if registration.former is not None:
-            self._leave(registration, registration.former)
+            self._leave(registration, registration.former, timeout_s)
         if not registration.accepted:
-            self._register(registration)
+            self._register(registration, timeout_s)
         namespace = registration.namespace
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
@@ -246,12 +272,12 @@ class Registrations:
                 raise
             block_tokens.hear(reply.get("describe"))
 
-    def _leave(self, registration: Registration, former: str) -> None:
+    def _leave(self, registration: Registration, former: str, timeout_s: float) -> None:
         """Have the shard forget a rank's former name; its figures go on under the new one."""
         registration.told = None
         self._socket.call(
             "report",
-            timeout_s=_CALL_TIMEOUT_S,
+            timeout_s=timeout_s,
             replica=former,
             rank=registration.rank,
             counters={},
@@ -259,17 +285,19 @@ class Registrations:
         )
         registration.former = None
 
-    def _register(self, registration: Registration) -> None:
+    def _register(self, registration: Registration, timeout_s: float) -> None:
         membership, namespace = self._membership(), registration.namespace
         name = registration.replica
         reply = self._socket.call(
             "register",
-            timeout_s=_CALL_TIMEOUT_S,
+            timeout_s=timeout_s,
             replica=name,
             instance=registration.instance,
             rank=registration.rank,
             namespace=namespace.to_wire(),
-            wanted=[list(one) for one in registration.part_requests],
+            wanted=[
+                list(one if one.block_bytes else one[:2]) for one in registration.part_requests
+            ],
             num_ranks=registration.num_ranks,
             holder=None if membership is None else [membership[0], *membership[1]],
             adapters=registration.adapters,

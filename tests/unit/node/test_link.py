@@ -6,21 +6,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvray.actors.shard.shard import Shard
+from kvray.engine import rank as rank_module
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.identity.block import Namespace
 from kvray.node import NodeLink, Registration, attach, deferred
 from kvray.node import link as link_module
+from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, PartRequest
 from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
 from kvray.wire import FRAME_MAX
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, WAIT_S, wait_for
 from tests.unit.node.conftest import StartShard
 from tests.unit.node.stage_server import StageServer
 from tests.unit.store.small_arena import chain, fetch, spec, store
@@ -765,3 +769,91 @@ def test_a_name_that_is_taken_while_the_engine_gives_another_is_not_kept(
         return [entry["replica"] for entry in shard.status()["replicas"] if entry["connected"]]
 
     wait_for(lambda: connected() == ["chat", "the leader"], "the leader's name, and no third")
+
+
+@contextmanager
+def frozen(shard: Shard) -> Iterator[None]:
+    """Have a shard whose loop does nothing meanwhile, and which has the arena's lock."""
+    thaw, is_frozen = threading.Event(), threading.Event()
+    serving = shard._serving
+    assert serving is not None
+
+    def freeze() -> None:
+        with serving.owner.section(WAIT_S) as entered:
+            assert entered
+            is_frozen.set()
+            thaw.wait(WAIT_S)
+
+    thread = threading.Thread(target=lambda: shard._loop.call(freeze, WAIT_S))
+    thread.start()
+    assert is_frozen.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        thaw.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_end_beside_a_frozen_shard_is_bounded_and_says_what_is_lost(
+    start_shard: StartShard,
+    make_link: MakeLink,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+) -> None:
+    shard = start_shard()
+    link, ranks = make_link(), [registration("one"), registration("two")]
+    for rank in ranks:
+        link.register(rank)
+    arena = arena_of(link)
+    waits: list[float] = []
+    with frozen(shard):
+        if not is_known:
+            wait_for(lambda: not ranks[0].accepted, "a report in vain")
+        caplog.clear()
+        call, join, here = ShardSocket.call, threading.Thread.join, threading.current_thread()
+
+        def note(seconds: float | None) -> None:
+            if threading.current_thread() is here:
+                assert seconds is not None, "a wait without end"
+                waits.append(seconds)
+
+        def called(peer: ShardSocket, op: str, *, timeout_s: float, **fields: Any) -> Any:
+            note(timeout_s)
+            return call(peer, op, timeout_s=timeout_s, **fields)
+
+        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+            note(timeout if thread.name == "kvray-link" else 0.0)
+            join(thread, timeout)
+
+        monkeypatch.setattr(ShardSocket, "call", called)
+        monkeypatch.setattr(threading.Thread, "join", joined)
+        link.defer(arena, lambda _: False)
+        link.unregister(ranks[0])
+        link.detach()
+        monkeypatch.undo()
+    said = [record.getMessage() for record in caplog.records]
+    for name in ("one", "two"):
+        line = f"the last figures of replica {name} rank 0 are lost: "
+        assert sum(line in one for one in said) == 1
+    assert sum("leases end with this process" in one for one in said) == 1
+    assert not any(record.exc_info for record in caplog.records)
+    sum_s = sum(waits) + link_module._LAST_FLUSH_S + link_module._LEAVE_S + rank_module._FLUSH_S
+    assert sum_s <= 2.0
+
+
+def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = start_shard()
+    link, ranks = make_link(), [registration("one"), registration("two")]
+    for rank in ranks:
+        link.register(rank)
+        rank.counters = lambda: {"hits": 99}
+    link.unregister(ranks[0])
+    link.detach()
+    found = shard.status()["replicas"]
+    assert [one["counters"] for one in found] == [{"hits": 99}] * 2
+    assert not any(one["connected"] for one in found)
+    assert "lost" not in caplog.text
