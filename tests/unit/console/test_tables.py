@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import kvray
 from kvray.cli.asking import show_answer
 from kvray.console.tables import empty_table, printer, visible
 
@@ -67,3 +69,15 @@ def test_characters_that_control_a_terminal_are_written_out(
     assert json.loads(capsys.readouterr().out) == found
     assert visible("plain Ü 東京") == "plain Ü 東京"
     assert sys.stdout is not None
+
+
+def test_every_command_prints_through_this_console() -> None:
+    """Another one would know markup, and cut lines of a file at 80 columns."""
+    root = Path(kvray.__file__).parent
+    makers = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if "Console(" in path.read_text() or "from_markup" in path.read_text()
+    }
+    # The boundary prints tracebacks; the other shows a download's bar, and no text.
+    assert makers == {"console/tables.py", "console/boundary.py", "lab/reference/weights.py"}
