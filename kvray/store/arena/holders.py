@@ -72,7 +72,7 @@ def bury(tables: Tables, row: int, *, now: float) -> str:
 
 
 def shown(label: bytes) -> str:
-    """Return a holder's label for logs and terminals: any process of the node may have written it."""
+    """Return a holder's label for logs and terminals: any process may have written it."""
     text = bytes(label).decode(errors="replace")
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
