@@ -190,7 +190,7 @@ class Registrations:
         A rank that the shard refused has no figures there.
         """
         reason: object = "the shard did not answer lately"
-        if registration.accepted:
+        if registration.told is not None:
             try:
                 self.report_one(registration, timeout_s=timeout_s, leaving=True)
                 return

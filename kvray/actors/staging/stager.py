@@ -380,14 +380,15 @@ async def _runs_on_disk(
     found: list[Run] = []
     step = max(1, _PIECE // max(1, len(parts)))
     for start in range(0, len(keys), step):
-        runs = nvme.runs(keys[start : start + step], parts)
-        found += (Run(stop=start + run.stop, holders=run.holders) for run in runs)
+        some = keys[start : start + step]
+        # Keys that the disk has not give no run, but those after them count from the first.
+        for run in nvme.runs(some, parts) or [Run(stop=len(some), holders={})]:
+            if found and found[-1].holders == run.holders:
+                found.pop()
+            found.append(Run(stop=start + run.stop, holders=run.holders))
         if start + step < len(keys):
-            # Keys that nobody has give no run, but those after them count from the first.
-            if not runs:
-                found.append(Run(stop=start + step, holders={}))
             await asyncio.sleep(0)
-    return found
+    return found if any(run.holders for run in found) else []
 
 
 def _num_held(runs: Sequence[Run]) -> int:
