@@ -4,9 +4,6 @@ A namespace needs the pool's layout, which only the worker knows, and the model'
 take minutes to find out.
 """
 
-import os
-import secrets
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,8 +48,7 @@ class RegisteredPool:
         self._figures = figures
         self._tenants_check = tenants_check
         self._registration: Registration | None = None
-        # Containers of a pod share a host name, and each may have the same process numbers.
-        self._name = replica or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._name = replica or link.process_name
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
         self._own: Reading | None = None
         self.others: tuple[Reading, ...] = ()

@@ -8,6 +8,8 @@ mapping. An engine that started before its shard, or outlives it, joins again by
 
 import logging
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +58,9 @@ class NodeLink:
         access: Access,
     ) -> None:
         self.directory = directory
+        # Containers of a pod share a host name, and each may have the same process numbers.
+        self.process_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        """A name that no other process has."""
         self._label = label
         self._lock_wait_s = lock_wait_s
         self._attach_retry_s = attach_retry_s

@@ -127,7 +127,7 @@ _COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
     Annotated[dict[Name, _Number], Field(max_length=_COUNTERS_MAX)]
 )
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
-_INSTANCE = TypeAdapter(Annotated[Name, Field(min_length=0, max_length=64)])
+_INSTANCE: TypeAdapter[str] = TypeAdapter(Annotated[Name, Field(min_length=0, max_length=64)])
 _READABLE, _SUFFIX = 200, 8  # characters of a taken name, and of the instance behind it
 
 

@@ -857,3 +857,13 @@ def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(
     assert [one["counters"] for one in found] == [{"hits": 99}] * 2
     assert not any(one["connected"] for one in found)
     assert "lost" not in caplog.text
+
+
+def test_two_processes_of_one_host_name_and_number_have_names_of_their_own(
+    make_link: MakeLink,
+) -> None:
+    first = make_link()
+    first.detach()
+    second = make_link()
+    assert first.process_name != second.process_name
+    assert f"-{os.getpid()}-" in second.process_name
