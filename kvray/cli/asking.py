@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvray.config import load_config
 from kvray.console.boundary import stdout_kept
 from kvray.console.interrupts import Interrupts
+from kvray.console.tables import visible
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,4 +50,4 @@ def show_answer(found: Any, printed: Callable[[Any], None], *, as_json: bool) ->
     if as_json:
         print(json.dumps(found, indent=2, default=str))
     else:
-        printed(found)
+        printed(visible(found))

@@ -4,7 +4,6 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvray.console.boundary import boundary
 from kvray.console.options import JsonOption, VerboseOption
@@ -12,7 +11,6 @@ from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1
-_PLAIN_WIDTH = 130
 
 
 def chaos(
@@ -74,11 +72,11 @@ def chaos(
             kinds=tuple(only or ()),
             has_network=network and why_impossible() is None,
         )
-        console = Console(stderr=True, highlight=False)
+        console = printer(is_error=True)
         found = play(options, console=console, interrupts=interrupts)
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            report.print_all(printer(_PLAIN_WIDTH), found)
+            report.print_all(printer(), found)
     if not has_passed(found):
         raise typer.Exit(EXIT_FAILED)

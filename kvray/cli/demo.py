@@ -4,7 +4,6 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvray.config import parse_size
 from kvray.console.boundary import boundary
@@ -14,7 +13,6 @@ from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1
-_PLAIN_WIDTH = 130
 
 
 def demo(
@@ -54,7 +52,7 @@ def demo(
             from kvray.lab.demo.play import play
 
         began = time.monotonic()
-        console = Console(stderr=True, highlight=False)
+        console = printer(is_error=True)
         records, verdict = play(
             model, engine=engine, capacity=capacity, console=console, interrupts=interrupts
         )
@@ -62,7 +60,7 @@ def demo(
         if as_json:
             print(report.to_json(records, verdict, model=model, seconds=seconds))
         else:
-            report.print_all(printer(_PLAIN_WIDTH), records, verdict, seconds=seconds)
+            report.print_all(printer(), records, verdict, seconds=seconds)
         if plot is not None:
             from kvray.lab.demo.plot import draw
 

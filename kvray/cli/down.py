@@ -3,12 +3,12 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvray.config import load_config
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.progress import LaunchProgress
+from kvray.console.tables import printer
 from kvray.errors import ShardUnavailable
 
 
@@ -37,16 +37,14 @@ def down(
             from kvray.actors.tier.launch import take_down
             from kvray.actors.tier.rollout import Observer
 
-        progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
+        progress = LaunchProgress(printer(is_error=True), interrupts)
         with progress, interrupts.held():
             found = take_down(settings, flush=flush, observer=Observer(report=progress.flushing))
         owner = owner_of(settings.node_dir)
         if owner is not None and not found:
             raise ShardUnavailable(owner.keeps(settings.node_dir))
-        name, console = settings.cluster_name, Console(highlight=False, soft_wrap=True)
-        console.print(
-            f"The tier [bold]{name}[/] is down." if found else f"No tier {name} was running."
-        )
+        name, console = settings.cluster_name, printer(soft_wrap=True)
+        console.print(f"The tier {name} is down." if found else f"No tier {name} was running.")
         if owner is not None:
             console.print(
                 f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"

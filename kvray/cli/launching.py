@@ -7,6 +7,7 @@ from rich.console import Console
 from kvray.config import KVRayConfig, format_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress
+from kvray.console.tables import printer
 
 if TYPE_CHECKING:
     from kvray.actors.tier.changes import Plan
@@ -59,7 +60,7 @@ def carry_out(
         console.print(sentence)
 
     # A signal waits for the next report, so that a half-started Ray is not left behind.
-    progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
+    progress = LaunchProgress(printer(is_error=True), interrupts)
     with progress, interrupts.held():
         launch = bring_up(
             settings,
@@ -79,9 +80,9 @@ def carry_out(
 
 def _tell(console: Console, settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> None:
     verb = "is up" if has_changed else "was up already"
-    console.print(f"The tier [bold]{settings.cluster_name}[/] {verb}: {_describe(launch.shards)}.")
+    console.print(f"The tier {settings.cluster_name} {verb}: {_describe(launch.shards)}.")
     for sentence in _about_disks(launch.shards):
-        console.print(sentence, markup=False)
+        console.print(sentence)
     if launch.local is None:
         console.print(f"Ray: {settings.ray.address}")
     else:
@@ -107,4 +108,4 @@ def _about_disks(shards: list[dict[str, Any]]) -> list[str]:
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return printer(soft_wrap=True)

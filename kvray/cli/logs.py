@@ -55,7 +55,7 @@ def logs(
                     for entry in entries:
                         text = json.dumps(asdict(entry)) if as_json else line(entry)
                         style = None if as_json else _STYLES.get(entry.level)
-                        console.print(text, style=style, markup=False, soft_wrap=True)
+                        console.print(text, style=style, soft_wrap=True)
                     console.file.flush()
             except KeyboardInterrupt:
                 if not follow:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.asking import open_client, show_answer
@@ -96,9 +95,9 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            escape(shortened(str(fields.get("model", "no known replica")), _MODEL_MAX)),
-            escape(str(fields.get("kv_dtype", ""))),
-            escape(", ".join(one["replicas"])),
+            shortened(str(fields.get("model", "no known replica")), _MODEL_MAX),
+            str(fields.get("kv_dtype", "")),
+            ", ".join(one["replicas"]),
             format_size(one["host_bytes"]),
             f"{one['host_blocks']:,}",
             format_size(one["nvme_bytes"]),

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_table, sizing_title
@@ -97,10 +96,10 @@ def _print(found: dict[str, Any], more: list[int]) -> None:
     for sentence in missing_sentences(found):
         console.print(sentence, soft_wrap=True)
     for entry in found["namespaces"]:
-        console.print(f"\n[bold]{escape(sizing_title(entry))}[/]")
+        console.print(f"\n{sizing_title(entry)}")
         console.print(sizing_table(entry))
         for sentence in sizing_sentences(entry, more or [entry["host_bytes"]]):
-            console.print(sentence, markup=False, soft_wrap=True)
+            console.print(sentence, soft_wrap=True)
 
 
 def _size(text: str) -> int:

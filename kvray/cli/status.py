@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.actors.tier.sizing import combined
@@ -64,7 +63,7 @@ def _print(found: dict[str, Any]) -> None:
     console = printer()
     lookup = found["lookup"]
     console.print(
-        f"Tier [bold]{found['cluster_name']}[/]: {_count(found['shards'], 'shard')},"
+        f"Tier {found['cluster_name']}: {_count(found['shards'], 'shard')},"
         f" {lookup_sentence(lookup)}",
         soft_wrap=True,
     )
@@ -85,18 +84,17 @@ def _print(found: dict[str, Any]) -> None:
                 f"{shard['shard']}: process {stopped['pid']} ({stopped['name']}) is stopped while"
                 f" it has the arena's lock; continue it with `kill -CONT {stopped['pid']}`, or the"
                 " shard ends it.",
-                markup=False,
                 soft_wrap=True,
             )
         if (drain := shard.get("drain")) is not None:
-            console.print(drain_sentence(shard["shard"], drain), markup=False, soft_wrap=True)
+            console.print(drain_sentence(shard["shard"], drain), soft_wrap=True)
         warm_up = shard.get("warm_up")
         if warm_up is not None and (warm_up["state"] != "done" or warm_up["blocks"]):
-            console.print(warm_up_sentence(shard["shard"], warm_up), markup=False, soft_wrap=True)
+            console.print(warm_up_sentence(shard["shard"], warm_up), soft_wrap=True)
         if (pinned := shard.get("pinned", {})).get("pins"):
             console.print(f"{shard['shard']}: {pinned_sentence(pinned)}", soft_wrap=True)
         for remark in shard.get("nvme", {}).get("remarks", ()):
-            console.print(f"{shard['shard']}: {remark}", markup=False, soft_wrap=True)
+            console.print(f"{shard['shard']}: {remark}", soft_wrap=True)
     if between := node_links(found):
         console.print(node_links_table(between))
     replicas, ended = ranks_of(found["shards"]), ended_of(found["shards"])
@@ -106,11 +104,11 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
         if replicas:
             console.print(replicas_table(replicas))
-            console.print(sizing_line(combined(found["shards"])), markup=False, soft_wrap=True)
+            console.print(sizing_line(combined(found["shards"])), soft_wrap=True)
         if ended:
             console.print(ended_line(ended))
         for says, fix in unnamed_sentences(replicas):
-            console.print(f"{says}; {fix}.", markup=False, soft_wrap=True)
+            console.print(f"{says}; {fix}.", soft_wrap=True)
         for line in namespaces_report(found["shards"]) or ():
             console.print(line, soft_wrap=isinstance(line, str))
         for line in events_report(found["shards"]):
@@ -138,7 +136,7 @@ def state_text(shard: Mapping[str, Any]) -> str:
 def lookup_sentence(lookup: Mapping[str, Any]) -> str:
     """Return what the lookup knows, or that it does not answer."""
     if "keys" not in lookup:
-        return f"the lookup does not answer: {escape(lookup['message'])}"
+        return f"the lookup does not answer: {lookup['message']}"
     return f"the lookup knows {lookup['keys']:,} keys"
 
 
@@ -189,7 +187,7 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
                 *(str(nvme[name]) for name in _NVME_COLUMNS),
                 format_size(nvme["written_bytes"]),
                 format_size(nvme["read_bytes"]),
-                escape(_nvme_remark(nvme)),
+                _nvme_remark(nvme),
             )
     return table
 
@@ -211,9 +209,9 @@ def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
                 and not _ELSEWHERE.search(name)
             ),
         )
-        gone = [] if replica["connected"] else ["[red]gone[/]"]
+        gone = [] if replica["connected"] else ["gone"]
         table.add_row(
-            escape(replica["replica"]),
+            replica["replica"],
             str(replica["rank"]),
             *(str(counters.get(name, "")) for name in _COUNTED),
             *source_shares(counters).values(),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvray.cli.asking import show_answer
 from kvray.cli.text.explanation import age_text
@@ -26,7 +25,7 @@ _OUTCOMES = {
     "attached": "kept: a shard may come back",
     "unused": "would be removed",
     "removed": "removed",
-    "left": "[red]could not be removed[/]",
+    "left": "could not be removed",
 }
 
 
@@ -58,7 +57,7 @@ def sweep(
 
         swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
         found = {"directory": str(parent), "arenas": swept}
-        show_answer(found, lambda _: _print(parent, swept), as_json=as_json)
+        show_answer(found, lambda told: _print(parent, told["arenas"]), as_json=as_json)
     if any(arena["outcome"] == "left" for arena in swept):
         raise typer.Exit(_EXIT_LEFT)
 
@@ -91,15 +90,15 @@ def _remove(directory: Path) -> tuple[str, str | None]:
 def _print(parent: Path, swept: list[dict[str, Any]]) -> None:
     console = printer()
     if not swept:
-        console.print(f"There are no arenas of this user in {escape(str(parent))}.")
+        console.print(f"There are no arenas of this user in {parent!s}.")
         return
     columns = ("directory", "cluster", "memory", "age", "owner", "attached", "")
-    table = empty_table(*columns, title=escape(f"Arenas in {parent}"), folds=True)
+    table = empty_table(*columns, title=f"Arenas in {parent}", folds=True)
     for arena in swept:
         table.add_row(*_cells(arena))
     console.print(table)
     for line in _problems(swept):
-        console.print(escape(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _cells(arena: dict[str, Any]) -> list[str]:
@@ -107,12 +106,12 @@ def _cells(arena: dict[str, Any]) -> list[str]:
     owned_by = "none" if owner is None else f"{owner['shard'] or 'process'} ({owner['pid']})"
     attached = [f"{holder['label'] or 'process'} ({holder['pid']})" for holder in holders]
     return [
-        escape(Path(arena["path"]).name),
-        escape(arena["cluster_name"]),
+        Path(arena["path"]).name,
+        arena["cluster_name"],
         format_size(arena["num_bytes"]),
         "" if arena["age_s"] is None else age_text(arena["age_s"]),
-        escape(owned_by),
-        escape("\n".join(attached) or "none"),
+        owned_by,
+        "\n".join(attached) or "none",
         _OUTCOMES[arena["outcome"]],
     ]
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -15,7 +13,7 @@ from kvray.config import KVRayConfig, format_size, load_config
 from kvray.console.boundary import boundary
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import empty_table
+from kvray.console.tables import empty_table, printer
 from kvray.errors import ShardUnavailable
 
 EXIT_CORRUPT = 1
@@ -81,16 +79,16 @@ def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict
     from kvray.store.scan import scan
 
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
-        console=(console := Console(stderr=True, highlight=False)),
+        console=(console := printer(is_error=True)),
         transient=True,
         disable=not console.is_terminal,
         auto_refresh=False,  # its thread would take signals that are held back
     )
-    task = progress.add_task(f"Checking {escape(directory.name)}", total=None)
+    task = progress.add_task(f"Checking {directory.name}", total=None)
 
     def report(done: int, total: int) -> None:
         interrupts.check()
@@ -117,21 +115,19 @@ def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict
 
 
 def _print(found: list[dict[str, Any]], parent: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = printer(soft_wrap=True)
     if not found:
-        console.print(f"This user has no arena under {escape(str(parent))}.")
+        console.print(f"This user has no arena under {parent!s}.")
         return
     console.print(arenas_table(found))
     for arena in found:
         if corrupt := arena["corrupt"]:
             names = ", ".join(corrupt[:_NAMES_MAX]) + (", ..." if corrupt[_NAMES_MAX:] else "")
-            console.print(
-                f"{escape(arena['directory'])}: [red]corrupt[/], now quarantined: {names}"
-            )
+            console.print(f"{arena['directory']}: corrupt, now quarantined: {names}")
         if damage := arena["damage"]:
             names = ", ".join(f"{count} {name}" for name, count in damage.items())
             console.print(
-                f"{escape(arena['directory'])}: [red]tables damaged[/]: {names}. The shard that"
+                f"{arena['directory']}: tables damaged: {names}. The shard that"
                 " serves it mends them within minutes, else the next `kvray up` does; test the"
                 " memory of this node."
             )
@@ -143,7 +139,7 @@ def arenas_table(found: list[dict[str, Any]]) -> Table:
     table = empty_table("arena", numbers=numbers, title="Arenas")
     for arena in found:
         table.add_row(
-            escape(arena["directory"]),
+            arena["directory"],
             str(arena["blocks"]),
             format_size(arena["bytes"]),
             f"{arena['seconds']:.2f}",

@@ -179,7 +179,7 @@ class ConnectorConfig(_Section):
     """One replica's connector inside TensorRT-LLM."""
 
     replica: str | None = None
-    """name of the replica in figures and logs; none: host name and process id"""
+    """name of the replica in figures and logs; none: host name, process id and a random part"""
     model_key: str | None = Field(default=None, min_length=1)
     """name of model and revision; with it kvray reads no checkpoint to find one"""
     weights_version: str | None = Field(default=None, min_length=1, max_length=WEIGHTS_VERSION_MAX)

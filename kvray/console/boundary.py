@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kvray.console.interrupts import Interrupts
+from kvray.console.tables import visible
 from kvray.errors import ConfigError, KVRayError
 
 EXIT_ERROR = 2
@@ -47,7 +48,7 @@ def boundary(*, verbose: bool) -> Iterator[Interrupts]:
         if verbose:
             Console(stderr=True).print_exception()
         else:
-            print(f"kvray: {' '.join(str(error).split())}", file=sys.stderr)  # in one line
+            print(f"kvray: {visible(' '.join(str(error).split()))}", file=sys.stderr)  # in one line
         raise typer.Exit(EXIT_ERROR) from None
     except KeyboardInterrupt:
         if verbose:

@@ -22,7 +22,7 @@ from kvray.console.interrupts import Interrupts
 def counting_progress(console: Console) -> Progress:
     """Return a bar that counts steps; it is silent if `console` is no terminal."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -38,7 +38,7 @@ class ProgressLine:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
@@ -66,7 +66,7 @@ class ProgressLine:
             self._console.print(f"{title}: done in {time.monotonic() - began:.0f} s")
 
 
-_DESCRIPTION = TextColumn("{task.description}")
+_DESCRIPTION = TextColumn("{task.description}", markup=False)
 _WAITING = (SpinnerColumn(), _DESCRIPTION, TimeElapsedColumn())
 _COUNTING = (_DESCRIPTION, BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
 

@@ -63,9 +63,11 @@ class LateStages:
             asked[0].cancel()
 
     def close(self) -> None:
-        """End the threads after the calls that are under way. Twice is fine."""
+        """End the threads; nobody waits for the calls that are under way. Twice is fine."""
         for asked, *_ in self._asked.values():
             asked.cancel()
+        for calls in self._calls:
+            calls.interrupt()
         self._threads.shutdown()
         for calls in self._calls:
             calls.close()

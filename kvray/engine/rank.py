@@ -26,7 +26,8 @@ from kvray.identity.block import BlockKey, split_keys
 from kvray.store import Arena
 from kvray.trace.reasons import DropReason
 
-_FLUSH_S = 5.0
+_FLUSH_S = 1.0
+"""For saves at the end; what the link takes after it is in `node.link`."""
 
 
 class RankWorker:

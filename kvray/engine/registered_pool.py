@@ -4,8 +4,6 @@ A namespace needs the pool's layout, which only the worker knows, the model's na
 minutes to find out, and the version of its weights, which may change while the engine runs.
 """
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ class RegisteredPool:
         self._figures = figures
         self._tenants_check = tenants_check
         self._registration: Registration | None = None
-        self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
+        self._name = replica or link.process_name
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
         unnamed = None if args.weights_may_change else ""
         self.weights = Weights(unnamed if weights_version is None else weights_version)
@@ -76,6 +74,11 @@ class RegisteredPool:
         self.is_host = True
         self.is_flat = True
         """Whether it came as one tensor: such engines take all of an offer or nothing."""
+
+    @property
+    def replica(self) -> str:
+        """The replica's name: the shard gives another one if it is taken on this node."""
+        return self._name if self._registration is None else self._registration.replica
 
     @property
     def own(self) -> Reading:
@@ -251,7 +254,7 @@ class RegisteredPool:
     def follow(self, replica: str) -> None:
         """Take the leader's name for the replica: the shard must know which ranks belong to it."""
         if replica != self.replica and self._registration is not None:
-            self.replica = replica
+            self._name = replica
             self._registration.rename(replica)
 
 

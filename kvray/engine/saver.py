@@ -16,6 +16,7 @@ later waits for the copies that were enqueued. The thread begins a piece and ask
   slots are given back when its copy has ended, and nothing more of the job is committed.
 """
 
+import logging
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ from kvray.store import Arena, Reservation
 from kvray.store.arena.layout import DEFAULT_PRIORITY
 from kvray.store.arena.tables import Array
 from kvray.trace.reasons import DropReason
+
+_log = logging.getLogger("kvray.connector")
 
 _RESERVE_WAIT_S = 0.05
 _STALL_S = 0.25
@@ -147,13 +150,25 @@ class Saver:
                 pass
 
     def close(self, timeout_s: float) -> None:
-        """Save what waits, for at most `timeout_s`, and end the thread. Twice is fine."""
+        """Save what waits, for at most `timeout_s`, say what is lost, and end the thread."""
         if self._forked:
             return
         with self._guard:
             self._closing = True
             self._guard.notify_all()
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return
+        with self._guard:
+            waiting = sum(len(job.keys) for job in self._jobs)
+            begun = len(self._unfinished) + self._is_finishing + (self._beginning is not None)
+            self._drop_waiting(DropReason.SHUT_DOWN)
+        _log.warning(
+            "kvray: the engine ends before its saves: %d blocks are not saved, and %d saves that"
+            " were begun may not be",
+            waiting,
+            begun,
+        )
 
     @property
     def _forked(self) -> bool:

@@ -1,9 +1,10 @@
 """The ranks of this process, as its node's shard knows them."""
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
@@ -68,6 +69,8 @@ class Registration:
     """Namespaces, as arenas number them, of which the shard knows blocks on whichever node."""
     former: str | None = None
     """The last name that the shard heard, if the replica has another now."""
+    instance: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Tells it from others of the same name, also when it registers again."""
 
     def is_strange(self, answer: dict[str, Any]) -> bool:
         """Whether what was found elsewhere is in a namespace that it cannot read."""
@@ -81,6 +84,23 @@ class Registration:
             # In this order: the thread that reports must not confuse the two names.
             self.replica = replica
             self.former = former
+
+    def take_name(self, asked: str, given: object) -> None:
+        """Go by the name that the shard has `given` it instead of the one that it `asked` for.
+
+        The engine's thread may have renamed it meanwhile: then it registers once more.
+        """
+        if isinstance(given, str) and given != asked:
+            _log.warning(
+                "kvray: another living engine on this node is replica %s; this one goes by %s. Give"
+                " each engine a connector.replica of its own, or none.",
+                asked,
+                given,
+            )
+            if self.replica == asked:
+                self.replica = given
+            else:
+                self.former = given
 
     def renew(self, namespace: Namespace) -> None:
         """Tell the shard of another namespace with the next report."""
@@ -136,7 +156,7 @@ class Registrations:
         if not tell:
             return
         try:
-            self._register(registration)
+            self._register(registration, _CALL_TIMEOUT_S)
         except LayoutMismatch:
             self.remove(registration)
             raise
@@ -175,14 +195,40 @@ class Registrations:
                     registration.refusal = str(error)
                     _log.error("kvray: replica %s is refused: %s", registration.replica, error)
 
+    def leave(self, registration: Registration, *, timeout_s: float) -> None:
+        """Send a rank's last figures, or say that they are lost; a shard that is away costs once.
+
+        A rank that the shard refused has no figures there.
+        """
+        reason: object = "the shard did not answer lately"
+        if registration.told is not None:
+            try:
+                self.report_one(registration, timeout_s=timeout_s, leaving=True)
+                return
+            except KVRayError as error:
+                reason = error
+                self.forget_answers()
+        if registration.refusal is None:
+            _log.warning(
+                "kvray: the last figures of replica %s rank %d are lost: %s",
+                registration.replica,
+                registration.rank,
+                reason,
+            )
+
+    def leave_all(self, *, timeout_s: float) -> None:
+        """Send or give up the last figures of all ranks that are left."""
+        for registration in list(self._all):
+            self.leave(registration, timeout_s=timeout_s)
+
     def report_one(
         self, registration: Registration, *, timeout_s: float, leaving: bool = False
     ) -> None:
         """Tell the shard of a rank, `leaving` with its last figures; KVRayError: it refused."""
         if registration.former is not None:
-            self._leave(registration, registration.former)
+            self._leave(registration, registration.former, timeout_s)
         if not registration.accepted:
-            self._register(registration)
+            self._register(registration, timeout_s)
         namespace, weights_order = registration.namespace, registration.weights_order
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
@@ -240,12 +286,12 @@ class Registrations:
                 raise
             block_tokens.hear(reply.get("describe"))
 
-    def _leave(self, registration: Registration, former: str) -> None:
+    def _leave(self, registration: Registration, former: str, timeout_s: float) -> None:
         """Have the shard forget a rank's former name; its figures go on under the new one."""
         registration.told = None
         self._socket.call(
             "report",
-            timeout_s=_CALL_TIMEOUT_S,
+            timeout_s=timeout_s,
             replica=former,
             rank=registration.rank,
             counters={},
@@ -253,15 +299,19 @@ class Registrations:
         )
         registration.former = None
 
-    def _register(self, registration: Registration) -> None:
+    def _register(self, registration: Registration, timeout_s: float) -> None:
         membership, namespace = self._membership(), registration.namespace
+        name = registration.replica
         reply = self._socket.call(
             "register",
-            timeout_s=_CALL_TIMEOUT_S,
-            replica=registration.replica,
+            timeout_s=timeout_s,
+            replica=name,
+            instance=registration.instance,
             rank=registration.rank,
             namespace=namespace.to_wire(),
-            wanted=[list(one) for one in registration.part_requests],
+            wanted=[
+                list(one if one.block_bytes else one[:2]) for one in registration.part_requests
+            ],
             num_ranks=registration.num_ranks,
             engine_ranks=registration.engine_ranks,
             holder=None if membership is None else [membership[0], *membership[1]],
@@ -271,6 +321,7 @@ class Registrations:
         # Otherwise the shard knows a holder of an arena that this process has left meanwhile.
         registration.told = namespace if membership == self._membership() else None
         registration.heed(reply)
+        registration.take_name(name, reply.get("replica"))
         registration.refusal = None
         if registration.prefix_digests is not None:
             registration.prefix_digests.tell_again()

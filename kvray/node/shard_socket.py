@@ -1,5 +1,6 @@
 """The client end of a shard's unix socket: one call at a time, each with a deadline."""
 
+import contextlib
 import os
 import select
 import socket
@@ -51,6 +52,13 @@ class ShardSocket:
             self._lock.release()
         wire.raise_for(reply)
         return reply
+
+    def interrupt(self) -> None:
+        """Have a call fail now in which another thread waits; the next call connects again."""
+        peer = self._socket
+        if peer is not None:
+            with contextlib.suppress(OSError):  # it is closed just now
+                peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up; the next call connects again."""

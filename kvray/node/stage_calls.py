@@ -118,6 +118,10 @@ class StageCalls:
             self._unread.clear()
         return staged
 
+    def interrupt(self) -> None:
+        """Have a call fail now in which another thread waits."""
+        self._socket.interrupt()
+
     def close(self) -> None:
         """Hang up. Twice is fine."""
         self._socket.close()

@@ -89,7 +89,7 @@ def _audit(arena: Arena) -> dict[str, int]:
 def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
     """Yield (slots that are READY now, their block size), slab by slab."""
     for slab in range(tables.geometry.num_slabs):
-        block_bytes = int(tables.slab_block_bytes[slab])
+        block_bytes = tables.size_of(slab)
         if not block_bytes:
             continue
         # A slot outside of its slab has no bytes to check.

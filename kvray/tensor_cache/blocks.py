@@ -100,7 +100,7 @@ class ArenaBlocks:
             deadline = time.monotonic() + _BUSY_S
             with self._tolerant(arena):
                 while leases is None and not arena.retired and time.monotonic() < deadline:
-                    leases = arena.lease(keys)
+                    leases = arena.lease(keys, block_bytes=self._block_bytes)
         if arena is None or not leases:
             yield None
             return

@@ -20,14 +20,16 @@ _PACKED_MAX = 16 * 2**10
 _REASON_MAX = 64
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
-_Positive = Annotated[int, Field(ge=1)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31)]
+_Time = Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=-1, lt=2**33, allow_inf_nan=False)]  # rounding may make it -0
 
 
 class RequestNote(NamedTuple):
     """One request, with its last answer; counts are blocks unless they say otherwise."""
 
     request_id: int
-    at: float
+    at: _Time
     """When, in seconds since the epoch: it is for people."""
     num_tokens: _Count
     tokens_per_block: _Positive
@@ -41,9 +43,9 @@ class RequestNote(NamedTuple):
     """Why the blocks from `end` to `wanted` were a miss; `none` if there are none."""
     arrivals: Annotated[Arrivals, Field(max_length=ARRIVALS_MAX)] = ()
     """How those of the promised blocks came to the node that were not there."""
-    stage_s: float = 0.0
+    stage_s: _Seconds = 0.0
     """How long the request waited for the shard."""
-    lease_s: float = 0.0
+    lease_s: _Seconds = 0.0
     """How long the rest of its answer took."""
     prefix_digest: bytes = b""
     """See `kvray.trace.prefix_digest`; empty for a prompt without a full block."""

@@ -3,6 +3,7 @@
 The engine's thread makes it, so it is a plain tuple. Pure.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -33,14 +34,15 @@ class SpanNote(NamedTuple):
     """The class of what went wrong."""
 
 
-_NOTES: TypeAdapter[tuple[SpanNote, ...]] = TypeAdapter(
-    Annotated[tuple[SpanNote, ...], Field(max_length=SPAN_NOTES_MAX)]
-)
+_NOTE = TypeAdapter(SpanNote)
 
 
-def read_notes(notes: Any) -> tuple[SpanNote, ...]:
-    """Return the notes of a report; ConfigError if they are none."""
-    try:
-        return _NOTES.validate_python(notes)
-    except ValidationError:
-        raise ConfigError("These are no notes on what took time for requests.") from None
+def read_notes(notes: Any) -> list[SpanNote]:
+    """Return the valid ones of a report's notes; ConfigError if they are no notes at all."""
+    if not isinstance(notes, list | tuple) or len(notes) > SPAN_NOTES_MAX:
+        raise ConfigError(f"Notes on what took time are a list of at most {SPAN_NOTES_MAX}.")
+    found = []
+    for note in notes:
+        with contextlib.suppress(ValidationError):
+            found.append(_NOTE.validate_python(note))
+    return found

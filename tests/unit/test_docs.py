@@ -1,9 +1,11 @@
 """The documentation: it builds, its links lead somewhere, and what it lists is what there is."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,29 @@ def test_every_command_is_on_its_page() -> None:
 def test_every_reason_that_doctor_knows_is_in_the_faq() -> None:
     page = (ROOT / "docs" / "faq.md").read_text()
     assert [reason for reason in sorted(COUNTED) if f"| `{reason}` |" not in page] == []
+
+
+def test_sentences_that_the_page_on_failures_quotes_are_those_of_the_code() -> None:
+    """A quotation has `...` for what differs from one time to the next."""
+    page = (ROOT / "docs" / "failures.md").read_text()
+    quoted = {one for one in re.findall(r"`([^`\n]+)`", page) if re.search(r"\w \.\.\.", one)}
+    assert len(quoted) > 8
+    said = [
+        one
+        for path in (ROOT / "kvray").rglob("*.py")
+        for one in sentences(ast.parse(path.read_text()))
+    ]
+    for quotation in quoted:
+        pieces = (re.escape(piece.strip()) for piece in quotation.split("..."))
+        form = re.compile(r".*".join(pieces), re.DOTALL)
+        assert any(form.match(one) for one in said), f"nothing says {quotation!r}"
+
+
+def sentences(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts of a module, with `...` for what is put into them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (one.value if isinstance(one, ast.Constant) else "..." for one in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

@@ -12,6 +12,7 @@ from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, as_owner, is_own
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
+from kvray.store.arena.holders import shown
 from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
 from kvray.wire import SOCKET_FILE
 
@@ -141,5 +142,5 @@ def _holders(lock: Path, labels: list[bytes]) -> Iterator[Holder]:
     except OSError:
         return
     for row in rows:
-        label = labels[row].decode(errors="replace") if row < len(labels) else None
+        label = shown(labels[row]) if row < len(labels) else None
         yield Holder(label=label, pid=min(pids.get(HOLDER_BYTES + row, {0})))

@@ -1,5 +1,6 @@
 """The shard's desk for prefix digests: engines note them, and the lookup compares them all."""
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from kvray.actors.lookup.stored_digests import Finding, Note, Origin, StoredDigests
 from kvray.actors.staging.wire_values import Count, checked
+from kvray.errors import ConfigError
 from kvray.identity.block import Namespace
 from kvray.trace.prefix_digest import NOTES_MAX, PREFIX_DIGEST_BYTES
 
@@ -23,9 +25,7 @@ _INCOMPATIBLE_MAX = 4096
 _Digest = Annotated[
     bytes, Field(strict=True, min_length=PREFIX_DIGEST_BYTES, max_length=PREFIX_DIGEST_BYTES)
 ]
-_NOTES: TypeAdapter[tuple[tuple[bytes, int], ...]] = TypeAdapter(
-    Annotated[tuple[tuple[_Digest, Count], ...], Field(max_length=NOTES_MAX)]
-)
+_NOTE: TypeAdapter[tuple[bytes, int]] = TypeAdapter(tuple[_Digest, Count])
 
 
 class DigestDesk:
@@ -44,13 +44,20 @@ class DigestDesk:
         self._incompatible: OrderedDict[tuple[str, int, bytes], Finding] = OrderedDict()
         """Replica, rank, digest -> the latest finding, for people."""
 
-    def note(self, origin: Origin, notes: Sequence[Any]) -> None:
+    def note(self, origin: Origin, notes: Sequence[Any]) -> int:
         """Take an engine's notes, each (digest, missed tokens or 0); those beyond the limit go.
 
-        ConfigError: a note is not valid; nothing was taken.
+        Returns how many are not valid, and were not taken. ConfigError: they are no notes at all.
         """
-        taken = checked(_NOTES, notes, "notes on digests")[: _PENDING_MAX - len(self._pending)]
+        if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
+            raise ConfigError(f"Notes on digests are a list of at most {NOTES_MAX}.")
+        found = []
+        for note in notes:
+            with contextlib.suppress(ConfigError):
+                found.append(checked(_NOTE, note, "note on a digest"))
+        taken = found[: _PENDING_MAX - len(self._pending)]
         self._pending.extend((origin, digest, tokens) for digest, tokens in taken)
+        return len(notes) - len(found)
 
     def due(self, *, full: bool) -> list[Note]:
         """Return what to tell the lookup now, and all that it was told before if `full`."""

@@ -1,5 +1,6 @@
 """The requests of engines to their node's shard."""
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +10,14 @@ from kvray.actors.shard.engine_server import Handler
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
 from kvray.actors.staging.replicas import read_reader
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import KEY_BYTES, Namespace, namespace_id
 from kvray.trace.span_note import read_notes
 from kvray.trace.spans import is_on, span, under
+
+_log = logging.getLogger("kvray.shard")
+
+_SAY_S = 60.0
 
 
 class EngineRequests:
@@ -20,6 +25,7 @@ class EngineRequests:
 
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
+        self._said_bad_at = -_SAY_S
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
@@ -47,11 +53,15 @@ class EngineRequests:
         replica: str,
         rank: int,
         namespace: dict[str, Any],
+        instance: str = "",
         **reads: Any,
     ) -> dict[str, Any]:
         reader = read_reader(Namespace.from_wire(namespace), **reads)
-        self._parts.replicas.register(connection, replica, rank, reader)
+        replica = self._parts.replicas.register(
+            connection, replica, rank, reader, instance=instance
+        )
         return {
+            "replica": replica,
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
             "traces": is_on(),
@@ -75,14 +85,21 @@ class EngineRequests:
         if origin is None:
             return {"known": False}
         order = replicas.weights_order(replica, rank, weights_order)
-        self._parts.announcer.desk.note(origin, openings)
-        self._parts.request_log.note(origin, requests)
-        self._parts.traces.note(origin, read_notes(spans))
+        found = read_notes(spans)
+        self._parts.traces.note(origin, found)
+        num_bad = self._parts.announcer.desk.note(origin, openings)
+        num_bad += self._parts.request_log.note(origin, requests) + len(spans) - len(found)
         block_bytes = replicas.block_bytes(replica)
+        try:
+            sample = self._parts.traffic.note(origin, block_bytes, prompts)
+        except ConfigError:
+            num_bad, sample = num_bad + 1, self._parts.traffic.note(origin, block_bytes, b"")
+        if num_bad:
+            self._say_bad(num_bad, replica)
         return {
             "known": True,
             "weights": order,
-            "sample": self._parts.traffic.note(origin, block_bytes, prompts),
+            "sample": sample,
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
@@ -98,6 +115,17 @@ class EngineRequests:
             return {"describe": None}
         number = namespace_id(reader.namespace.digest())
         return {"describe": events.describe(number, reader.tokens_per_block, chains)}
+
+    def _say_bad(self, num_notes: int, replica: str) -> None:
+        now = time.monotonic()
+        if now >= self._said_bad_at + _SAY_S:
+            self._said_bad_at = now
+            _log.warning(
+                "%d notes of replica %r on its requests are not valid and were dropped; engine and"
+                " shard differ (said once a minute)",
+                num_notes,
+                replica,
+            )
 
     def _stored(self) -> list[int]:
         """Return the numbers of namespaces that engines have blocks of, on whichever node."""

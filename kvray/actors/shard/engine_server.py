@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +30,7 @@ What one awaits holds up its own connection only, whose answers come in the orde
 """
 
 _CONNECTIONS_MAX = 1024
+_COUNT_S = 1.0
 _SILENT_S = 1.0  # a connection that was heard since goes for none of its own process
 _FRAME_S = 10.0
 """How long the rest of a frame may take, or the first one of a connection; after that an engine may
@@ -86,6 +88,8 @@ class EngineServer:
         self._large: dict[_Client, int] = {}
         """Bytes of the large frames that are under way, the oldest first."""
         self._said: dict[str, float] = {}
+        self._counted_at, self._others_open = -_COUNT_S, 0
+        """When the descriptors of everything else were counted, and how many they were."""
 
     async def start(self) -> None:
         """Bind the socket, replacing what a dead shard left; ConfigError if it cannot be made."""
@@ -169,7 +173,7 @@ class EngineServer:
         all places are taken, the process with the most connections loses one. So a process that
         opens thousands keeps nobody out, and an engine, heard every few seconds, is not dropped.
         """
-        most = _places()
+        most = self._most()
         crowds = Counter(one.pid for one in self._clients)
         now = time.monotonic()
         if pid and crowds[pid] >= max(1, most // 2):
@@ -189,6 +193,18 @@ class EngineServer:
                 return False
             self._drop(crowd)
         return True
+
+    def _most(self) -> int:
+        """Return how many connections there may be, by what else the process has open now.
+
+        They take at most half of the descriptors that nothing else has: arena, disk and Ray open
+        theirs at any time.
+        """
+        now = time.monotonic()
+        if now >= self._counted_at + _COUNT_S:
+            num_open = len(os.listdir("/proc/self/fd"))
+            self._counted_at, self._others_open = now, max(0, num_open - len(self._clients))
+        return max(1, min(_CONNECTIONS_MAX, _places() - self._others_open // 2))
 
     def _end(self, peer: socket.socket, client: _Client) -> None:
         self._clients.discard(client)
@@ -270,10 +286,9 @@ class EngineServer:
 
 
 def _places() -> int:
-    """Return how many connections there may be: they take half of the descriptors at most."""
+    """Return how many connections half of the process's descriptors are enough for."""
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_unbounded = files_max == resource.RLIM_INFINITY
-    return _CONNECTIONS_MAX if is_unbounded else max(1, min(_CONNECTIONS_MAX, files_max // 2))
+    return sys.maxsize if files_max == resource.RLIM_INFINITY else files_max // 2
 
 
 def _pid_of(peer: socket.socket) -> int:

@@ -1,5 +1,6 @@
 """The notes of engines on their requests, kept by their shard for people who ask later."""
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
@@ -27,14 +28,17 @@ class RequestLog:
         self._num_bytes = 0
         self._packed: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
 
-    def note(self, origin: Origin, notes: Sequence[Any]) -> None:
+    def note(self, origin: Origin, notes: Sequence[Any]) -> int:
         """Take notes of one rank; a later one of the same request takes the place of the first.
 
-        ConfigError: a note is not valid; nothing was taken.
+        Returns how many are not valid, and were not taken. ConfigError: they are no notes at all.
         """
         if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
             raise ConfigError(f"Notes on requests are a list of at most {NOTES_MAX}.")
-        found = [(unpack(packed).request_id, packed) for packed in notes]
+        found = []
+        for packed in notes:
+            with contextlib.suppress(ConfigError):
+                found.append((unpack(packed).request_id, packed))
         for request_id, packed in found:
             key = origin.replica, origin.rank, request_id
             before = self._packed.pop(key, None)
@@ -45,6 +49,7 @@ class RequestLog:
         while self._num_bytes > self._bytes_max:
             _, gone = self._packed.popitem(last=False)
             self._num_bytes -= _OVERHEAD + len(gone)
+        return len(notes) - len(found)
 
     def find(
         self, replica: str | None, request_id: int | None, last: int

@@ -29,7 +29,7 @@ from kvray.actors.staging.stager import Stager
 from kvray.errors import CapacityError, ConfigError
 from kvray.identity.tenant import TenantSalts
 from kvray.store import ArenaOwner
-from kvray.store.arena import lease
+from kvray.store.arena import holders, lease
 from kvray.store.arena.mapped import is_damage
 from kvray.store.retention import Retention
 
@@ -363,6 +363,6 @@ class Serving:
         before = time.monotonic() - self._parts.settings.arena.lease_warn_s
         long = dict(lease.long_leases(tables, before=before))
         for row in sorted(long.keys() - self._long_leases):
-            label = bytes(tables.holder_label[row]).decode(errors="replace")
+            label = holders.shown(tables.holder_label[row])
             _log.warning("%s: holder %s has leased %d slots for long", self._name, label, long[row])
         self._long_leases = set(long)

@@ -182,10 +182,7 @@ class Fetcher:
         None of their blocks is in flight. `windowed` are the parts of which a block is useful
         without the one before it.
         """
-        is_own = steps[0].shard == NVME
-        # Disk and mover work one after the other: a child needs its parent.
-        alike = takewhile(lambda step: (step.shard == NVME) == is_own, steps)
-        fetch = Fetch(keys, _first_steps([*alike]), windowed)
+        fetch = Fetch(keys, first_steps(steps), windowed)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
         task = asyncio.get_running_loop().create_task(self._fetch(fetch))
         self.tasks.add(task)
@@ -314,10 +311,13 @@ def arrivals_by(
     return arrivals_of(ways)
 
 
-def _first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
+def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
     """Return the first of `steps`, as many as one fetch takes."""
+    is_own = steps[0].shard == NVME
+    # Disk and mover work one after the other: a child needs its parent.
+    alike = takewhile(lambda step: (step.shard == NVME) == is_own, steps)
     taken, room = [], FETCH_BLOCKS_MAX
-    for step in steps:
+    for step in alike:
         if room <= 0:
             break
         taken.append(replace(step, stop=min(step.stop, step.start + room)))

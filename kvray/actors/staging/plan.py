@@ -249,7 +249,7 @@ def _plan_until(
 def _first_needed(prefix: Prefix, end: int) -> dict[int, int]:
     """Return for each part the first block that a prefix of `end` blocks needs of it."""
     first: dict[int, int] = {}
-    for part, window in prefix.parts:
+    for part, window, _ in prefix.parts:
         start = 0 if window is None else max(0, end - window)
         first[part] = min(start, first.get(part, start))
     return first

@@ -142,7 +142,7 @@ class ReplicaStager:
         """
         blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
         prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
-        before = self._stager.num_here(prefix)
+        before = await self._stager.num_here(prefix)
         until = time.monotonic() + self._settings.deadline_s
         staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
         num_staged = max(0, staged.num_blocks - before)
@@ -284,7 +284,7 @@ def prefix_for(
         if not reader.part_requests:
             raise ConfigError("An engine has not said which parts it reads; update its kvray.")
         requests.append(reader.part_requests)
-        block_bytes.update({part: reader.part_bytes for part, _ in reader.part_requests})
+        block_bytes.update({part: reader.part_bytes for part, *_ in reader.part_requests})
         tokens_per_block = reader.tokens_per_block
     return Prefix(
         keys=tuple(blocks),

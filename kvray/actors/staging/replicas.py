@@ -32,7 +32,6 @@ _NAMESPACE_MAX = 64 * 2**10
 
 _Part = Annotated[Count, Field(lt=PARTS_MAX)]
 _Text = Annotated[str, Field(strict=True, max_length=_NAMESPACE_MAX)]
-_CounterName = Annotated[str, Field(strict=True, max_length=256)]
 _Number = Annotated[int, Field(strict=True)]
 
 MODEL_KEY_PREFIX = "key:"
@@ -114,6 +113,7 @@ class _Rank:
     reader: Reader
     digest: str
     connection: int | None
+    instance: str = ""
     ended_at: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     weights_order: WeightsOrder | None = None
@@ -124,8 +124,10 @@ class _Reads(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    wanted: tuple[tuple[_Part, Positive | None], ...] = Field(default=(), max_length=_PARTS_MAX)
-    """Part and window of each part that its leases must have."""
+    wanted: tuple[
+        tuple[_Part, Positive | None] | tuple[_Part, Positive | None, Positive | None], ...
+    ] = Field(default=(), max_length=_PARTS_MAX)
+    """Part, window, and perhaps size, of each part that its leases must have."""
     num_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
     engine_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
     holder: tuple[_Text, Count, Count] | None = None
@@ -136,9 +138,11 @@ class _Reads(BaseModel):
 
 _READS = TypeAdapter(_Reads)
 _COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
-    Annotated[dict[_CounterName, _Number], Field(max_length=_COUNTERS_MAX)]
+    Annotated[dict[Name, _Number], Field(max_length=_COUNTERS_MAX)]
 )
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
+_INSTANCE: TypeAdapter[str] = TypeAdapter(Annotated[Name, Field(min_length=0, max_length=64)])
+_READABLE, _SUFFIX = 200, 8  # characters of a taken name, and of the instance behind it
 
 
 class Replicas:
@@ -155,14 +159,30 @@ class Replicas:
         # By digest; blocks of ended ranks are still there and need their namespaces.
         self._namespaces: dict[str, Namespace] = {}
 
-    def register(self, connection: int, replica: str, rank: int, reads: Namespace | Reader) -> None:
+    def register(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        reads: Namespace | Reader,
+        *,
+        instance: str = "",
+    ) -> str:
         """Enter the rank of a connection, with its namespace or how it reads.
+
+        `instance` tells an engine that connects again from another one of the same name. Returns
+        the name that the rank goes by: another one while another instance with this name lives.
+        Under one name the figures of two engines would look like one that restarts all the time.
 
         Raises:
             ConfigError: the name is invalid, or the namespace has fields of wrong types.
             LayoutMismatch: a connected replica gave the same `model_key` for another layout.
         """
         _check_name(replica, rank)
+        instance = checked(_INSTANCE, instance, "instance")
+        holder = self._ranks.get((replica, rank))
+        if holder is not None and holder.connection is not None and holder.instance != instance:
+            replica = f"{replica[:_READABLE]}-{instance[:_SUFFIX] or connection}"
         reader = reads if isinstance(reads, Reader) else Reader(namespace=reads)
         namespace = reader.namespace
         # Computed now: a bad namespace must fail its own engine, not a later status.
@@ -179,12 +199,13 @@ class Replicas:
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.reader.namespace)
         former = self._ranks.pop((replica, rank), None)
-        entry = self._ranks[replica, rank] = _Rank(reader, digest, connection)
+        entry = self._ranks[replica, rank] = _Rank(reader, digest, connection, instance)
         if former is not None and former.connection == connection:
             entry.weights_order = former.weights_order  # else it is another engine
         if len(self._ranks) > _RANKS_MAX:
             gone = (key for key, entry in self._ranks.items() if entry.connection is None)
             self._add_up(next(gone, next(iter(self._ranks))))
+        return replica
 
     def report(
         self,
@@ -258,7 +279,7 @@ class Replicas:
     def block_bytes(self, replica: str) -> int:
         """Return the bytes that a block of a replica takes in this node's memory."""
         own = [one.reader for (name, _), one in self._ranks.items() if name == replica]
-        parts = {part: one.part_bytes for one in own for part, _ in one.part_requests}
+        parts = {part: one.part_bytes for one in own for part, *_ in one.part_requests}
         return max(1, sum(parts.values()))
 
     def connected(self) -> list[tuple[str, int]]:
@@ -348,7 +369,7 @@ def read_reader(namespace: Namespace, **fields: Any) -> Reader:
     arena_id, *member = reads.holder or ("",)
     return Reader(
         namespace=namespace,
-        part_requests=tuple(PartRequest(part, window) for part, window in reads.wanted),
+        part_requests=tuple(PartRequest(*one) for one in reads.wanted),
         num_ranks=reads.num_ranks,
         engine_ranks=reads.engine_ranks,
         arena_id=arena_id,

@@ -4,9 +4,13 @@ All state belongs to the shard's event loop. No `await` stands between reading w
 on and acting on it, so no two fetches bring the same block. A stage waits only for movers and the
 disk, which wait for nobody, and never for another shard's stage: two shards that stage from each
 other cannot stop each other. Every wait ends with a deadline.
+
+A long prefix of many parts is looked at in pieces, between which others have their turn. Nothing
+that it found is taken for true after that: blocks are looked for again before they are fetched.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -19,9 +23,10 @@ import numpy as np
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by
+from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by, first_steps
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import (
+    FetchStep,
     Mask,
     Peer,
     Prefix,
@@ -33,7 +38,7 @@ from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store import Arena, Held, Lease
+from kvray.store import Arena, Held, Lease, PartRequest
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
 from kvray.trace.spans import fail, span
@@ -47,6 +52,8 @@ _WAITING_MAX = _STAGES_MAX // 2
 """Stages that may wait for one source: one that hangs leaves room for the others."""
 _HANDOVERS_MAX = 256
 _FRUITLESS_MAX = 3  # incomplete fetches after which a stage is given up
+_PIECE = 8192
+"""Blocks of all parts that are looked for in one go, for some milliseconds."""
 _BUSY_S = 0.001
 _CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
@@ -165,17 +172,16 @@ class Stager:
             reason = "store_down" if task.exception() else task.result()
         else:
             self._counts["late"] += 1
-        held = await self.lease(prefix, until=until)
-        num_blocks = held.num_blocks if held is not None else 0
+        num_blocks = await self.lease(prefix, until=until)
         return Staged(
             num_blocks=num_blocks,
             reason="none" if num_blocks == len(prefix.keys) else reason,
             arrivals=arrivals_by(fetches, prefix.keys[:num_blocks], self._peers.last_transport),
         )
 
-    def num_here(self, prefix: Prefix) -> int:
-        """Return how many leading blocks are here now."""
-        return longest_prefix(prefix, self._present(prefix))
+    async def num_here(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are here."""
+        return longest_prefix(prefix, await self._present(prefix))
 
     def on_disk(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> bytes:
         """Return one byte for each key: 1 if this node has all `parts` of it on its disk only."""
@@ -192,11 +198,32 @@ class Stager:
         nvme = self._nvme()
         return None if nvme is None else nvme.peer(), self._peers.measured()
 
-    async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
-        """Keep the blocks of `prefix` for `handover_s`; None if the arena is busy until then."""
+    async def lease(self, prefix: Prefix, *, until: float) -> int:
+        """Keep the blocks of `prefix` for `handover_s`.
+
+        Returns how many leading blocks; 0 if the arena is busy until then.
+        """
         self._arena.join("shard")
+        if not _is_large(prefix):
+            held = await self._lease(prefix.keys, prefix.readers, until)
+            return held.num_blocks if held is not None else 0
+        # Part by part, each as far as the one before it: a window ends with the prefix.
+        num_blocks, in_a_row = longest_prefix(prefix, await self._present(prefix)), 0
+        for one in itertools.cycle(prefix.parts):
+            if not num_blocks or in_a_row == len(prefix.parts):
+                break
+            held = await self._lease(prefix.keys[:num_blocks], [[one]], until)
+            found = held.num_blocks if held is not None else 0
+            in_a_row = in_a_row + 1 if found == num_blocks else 1
+            num_blocks = found
+            await asyncio.sleep(0)
+        return num_blocks
+
+    async def _lease(
+        self, keys: Sequence[BlockKey], readers: Sequence[Sequence[PartRequest]], until: float
+    ) -> Held | None:
         while True:
-            held = self._arena.lease_for(prefix.keys, prefix.readers)
+            held = self._arena.lease_for(keys, readers)
             now = time.monotonic()
             if held is not None:
                 self.handovers.keep(held, until=now + self._settings.handover_s)
@@ -236,7 +263,7 @@ class Stager:
             return "store_down"
 
     async def _fetch_in_turns(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        windowed = frozenset(part for part, window in prefix.parts if window is not None)
+        windowed = frozenset(part for part, window, _ in prefix.parts if window is not None)
         runs: list[Run] | None = None
         obstacle: StageReason = "not_stored"
         others: set[str] = set()
@@ -246,8 +273,7 @@ class Stager:
         # The deadline is checked here too: a cancellation may be lost, see `close`.
         until = time.monotonic() + self._settings.deadline_s
         while fruitless < _FRUITLESS_MAX and time.monotonic() < until and not self._is_closing:
-            # No `await` from here to the start of the fetch: what is read stays true.
-            here = self._present(prefix)
+            here = await self._present(prefix)
             if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"
             if runs is None:
@@ -263,7 +289,11 @@ class Stager:
                     return plan.reason
                 # Sources that cannot be asked now may have more.
                 return "too_slow" if is_late else obstacle
-            before = self._fetcher.covering(prefix.keys, plan.steps)
+            # No `await` from here to the start of the fetch: what is read stays true.
+            steps = first_steps(plan.steps)
+            if _is_large(prefix) and self._has_any(prefix, steps):
+                continue  # they came while the others were looked for
+            before = self._fetcher.covering(prefix.keys, steps)
             if before:
                 self._counts["joined"] += not joins
                 fetches += [one for one in before if one not in fetches]
@@ -271,7 +301,7 @@ class Stager:
                     await _any_finished(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
                 joins += 1
                 continue
-            fetch = self._fetcher.start(prefix.keys, plan.steps, windowed)
+            fetch = self._fetcher.start(prefix.keys, steps, windowed)
             fetches.append(fetch)
             with self._fetcher.waiting_for([fetch]):
                 await fetch.finished.wait()
@@ -298,7 +328,7 @@ class Stager:
     async def _find(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         parts = list(prefix.block_bytes)
         nvme = self._nvme()
-        own = [] if nvme is None else nvme.runs(prefix.keys, parts)
+        own = [] if nvme is None else await _runs_on_disk(nvme, prefix.keys, parts)
         if self._num_shards() <= 1:
             return own, "not_stored" if self._num_shards() else "store_down"
         if not self._peers.can_fetch:
@@ -311,14 +341,54 @@ class Stager:
             return own, "store_down"
         return merged(own, found), "not_stored"
 
-    def _present(self, prefix: Prefix) -> dict[int, Mask]:
+    async def _present(self, prefix: Prefix) -> dict[int, Mask]:
+        """Return which blocks of each part are here; looked for in pieces if it is large."""
         parts = list(prefix.block_bytes)
-        return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
+        if not _is_large(prefix):
+            return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
+        found: dict[int, Mask] = {}
+        for part in parts:
+            pieces = []
+            for start in range(0, prefix.num_blocks, _PIECE):
+                keys = prefix.keys[start : start + _PIECE]
+                pieces.append(self._arena.present(keys, [part])[0])
+                await asyncio.sleep(0)
+            found[part] = np.concatenate(pieces)
+        return found
+
+    def _has_any(self, prefix: Prefix, steps: Sequence[FetchStep]) -> bool:
+        return any(
+            self._arena.present(prefix.keys[step.start : step.stop], [step.part])[0].any()
+            for step in steps
+        )
 
     def _end_stage(self, task: "asyncio.Task[StageReason]") -> None:
         self._stages.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a stage ended by a defect", exc_info=defect)
+
+
+def _is_large(prefix: Prefix) -> bool:
+    """Return whether to look for its blocks all at once would hold up the loop."""
+    return prefix.num_blocks * len(prefix.block_bytes) > _PIECE
+
+
+async def _runs_on_disk(
+    nvme: LocalDisk, keys: Sequence[BlockKey], parts: Sequence[int]
+) -> list[Run]:
+    """Return which of `keys` the disk has, looked for in pieces."""
+    found: list[Run] = []
+    step = max(1, _PIECE // max(1, len(parts)))
+    for start in range(0, len(keys), step):
+        some = keys[start : start + step]
+        # Keys that the disk has not give no run, but those after them count from the first.
+        for run in nvme.runs(some, parts) or [Run(stop=len(some), holders={})]:
+            if found and found[-1].holders == run.holders:
+                found.pop()
+            found.append(Run(stop=start + run.stop, holders=run.holders))
+        if start + step < len(keys):
+            await asyncio.sleep(0)
+    return found if any(run.holders for run in found) else []
 
 
 def _num_held(runs: Sequence[Run]) -> int:

@@ -12,7 +12,16 @@ T = TypeVar("T")
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Positive = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-Name = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+Name = Annotated[
+    str,
+    Field(
+        strict=True,
+        min_length=1,
+        max_length=256,
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\x{2028}\x{2029}\x{202a}-\x{202e}\x{2066}-\x{2069}]*$",
+    ),
+]
+"""Of a replica or a counter: logs, terminals and metrics get it as it is, so it is one line."""
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 

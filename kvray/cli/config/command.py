@@ -4,7 +4,6 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvray.cli.asking import show_answer
 from kvray.cli.config.fit import fit
@@ -78,14 +77,14 @@ def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:
 def _print(effective: Effective, settings: list[Setting]) -> None:
     console = printer()
     file = "none" if effective.path is None else str(effective.path)
-    console.print(f"File: {escape(file)}", soft_wrap=True)
+    console.print(f"File: {file}", soft_wrap=True)
     if not settings:
         console.print("Every setting has its default.")
         return
     table = empty_table("setting", "value", "from", folds=True)
     for one in settings:
         style = "dim" if one.is_default else None
-        table.add_row(one.name, escape(_written(one.value)), escape(str(one.origin)), style=style)
+        table.add_row(one.name, _written(one.value), str(one.origin), style=style)
     console.print(table)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvray.cli.asking import show_answer
 from kvray.config import (
@@ -202,11 +201,11 @@ def _print(made: "Fit", lines: Sequence[str], largest: str) -> None:
         sizes = [format_size(part) if part else "" for part in parts]
         left = format_size(share.left) if share.left >= 0 else f"-{format_size(-share.left)}"
         style = "red" if share.left < 0 else None
-        table.add_row(escape(share.name), format_size(share.limit), *sizes, left, style=style)
+        table.add_row(share.name, format_size(share.limit), *sizes, left, style=style)
     console.print(table)
-    console.print(escape(_verdict(made, largest)), soft_wrap=True)
+    console.print(_verdict(made, largest), soft_wrap=True)
     for line in lines:
-        console.print(f"  {line}", soft_wrap=True, markup=False)
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _verdict(made: "Fit", largest: str) -> str:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvray.cli.doctor.finding import Finding, fault, ok
 from kvray.cli.doctor.hits import hit_findings
@@ -19,6 +19,7 @@ from kvray.config import KVRayConfig, load_config
 from kvray.console.boundary import EXIT_ERROR, boundary, stdout_kept
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import printer, visible
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
@@ -46,7 +47,7 @@ def doctor(
         with interrupts.masked():
             from kvray.cli.doctor.arena import arena_findings, why_not_here
             from kvray.cli.doctor.machine import machine_findings
-        console = Console(highlight=False)
+        console = printer()
         with console.status("Looking at this machine") if not as_json else stdout_kept():
             findings = list(machine_findings(settings))
         found: dict[str, Any] | None = None
@@ -76,7 +77,7 @@ def _ask_tier(
     try:
         with stdout_kept(), Client(settings) as client:
             node_id = ray.get_runtime_context().get_node_id()
-            found = client.status()
+            found = visible(client.status())
     except KVRayError as error:
         what, _, fix = str(error).rstrip(".").partition("; ")
         return None, "", [fault("Ray", what, fix or "start the tier with `kvray up`")]
@@ -97,14 +98,13 @@ def _print(console: Console, findings: list[Finding], found: dict[str, Any] | No
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        colour = _COLOURS[finding.verdict]
-        verdict = f"[{colour}]{finding.verdict}[/]"
-        table.add_row(verdict, escape(finding.check), escape(finding.says))
+        verdict = Text(finding.verdict, style=_COLOURS[finding.verdict])
+        table.add_row(verdict, finding.check, finding.says)
     console.print(table)
     if found is not None and (made := node_links(found)):
         console.print(node_links_table(made))
     for line in _to_do(findings):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _to_do(findings: list[Finding]) -> Iterator[str]:

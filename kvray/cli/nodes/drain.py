@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvray.cli.asking import open_client
 from kvray.cli.text.drain import drain_sentence
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.progress import LaunchProgress
+from kvray.console.tables import printer
 from kvray.errors import ShardUnavailable
 
 _POLL_S = 0.5
@@ -52,7 +52,7 @@ def drain(
             shard = client.drain(node, seconds=deadline)
             found = _look(client.status, shard)
             moved, stalls_at = -1, 0.0
-            with LaunchProgress(Console(stderr=True, highlight=False), interrupts) as progress:
+            with LaunchProgress(printer(is_error=True), interrupts) as progress:
                 while wait and found["state"] == "moving":
                     if found["moved_bytes"] != moved:
                         moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S

@@ -4,13 +4,13 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvray.cli.asking import open_client
 from kvray.cli.text.warm_up import warm_up_sentence
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.progress import LaunchProgress
+from kvray.console.tables import printer
 from kvray.errors import ShardUnavailable
 
 _POLL_S = 0.5
@@ -49,7 +49,7 @@ def warm(
         with open_client(config, address, interrupts) as client:
             shards = client.warm_up(node, replica=replica, seconds=deadline)
             found = client.warming(shards)
-            with LaunchProgress(Console(stderr=True, highlight=False), interrupts) as progress:
+            with LaunchProgress(printer(is_error=True), interrupts) as progress:
                 while wait and any(one["state"] == "moving" for one in found.values()):
                     progress.warming(found.values())
                     time.sleep(_POLL_S)

@@ -5,7 +5,6 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from kvray.actors.tier.sizing import combined
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
@@ -145,9 +144,9 @@ def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:
 
 
 def plain(part: RenderableType) -> str | dict[str, Any]:
-    """Return what a command prints as a text, or as a table of texts, without markup."""
+    """Return what a command prints as a text, or as a table of texts."""
     if not isinstance(part, Table):
-        return Text.from_markup(part).plain if isinstance(part, str) else str(part)
+        return str(part)
     return {
         "columns": [str(plain(column.header)).replace("\n", " ") for column in part.columns],
         "numbers": [column.justify == "right" for column in part.columns],

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.cli.pin.duration import parse_duration, shown_duration
@@ -72,7 +71,7 @@ def pin(
             found = client.pins()
         if given:
             found = [one for one in found if one["name"] == given["name"]]
-        show_answer({"pins": found}, lambda _: _print(found), as_json=as_json)
+        show_answer({"pins": found}, lambda told: _print(told["pins"]), as_json=as_json)
 
 
 def _given(
@@ -96,8 +95,8 @@ def _print(pins: Sequence[Mapping[str, Any]]) -> None:
     for one in pins:
         here = {node_of(shard): count for shard, count in one["here"].items() if count}
         table.add_row(
-            escape(one["name"]),
-            escape(one["owner"]),
+            one["name"],
+            one["owner"],
             "\n".join(f"{count:,} on {node}" for node, count in here.items()) or "not stored yet",
             f"{one['num_tokens']:,}",
             f"{one['num_blocks']:,}",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
 _CAPACITIES = "1k,5k,10k,30k,100k"
-_PLAIN_WIDTH = 120
 
 Names = list[str] | None
 Found = TypeVar("Found")
@@ -174,7 +173,7 @@ def _show_policies(
     if as_json:
         print(report.to_json(found, concurrent=reading["concurrent"], seed=reading["seed"]))
     else:
-        report.print_all(printer(_PLAIN_WIDTH), found)
+        report.print_all(printer(), found)
     if plot is not None:
         from kvray.lab.replay.plot import make_figure
 
@@ -196,7 +195,7 @@ def _show_curve(
     if as_json:
         print(curve_report.to_json(found))
     else:
-        curve_report.print_all(printer(_PLAIN_WIDTH), found)
+        curve_report.print_all(printer(), found)
 
 
 def _show_routers(
@@ -217,7 +216,7 @@ def _show_routers(
     if as_json:
         print(report.to_json(found, concurrent=reading["concurrent"]))
     else:
-        report.print_fleet(printer(_PLAIN_WIDTH), found)
+        report.print_fleet(printer(), found)
     if plot is not None:
         from kvray.lab.replay.fleet.plot import make_figure
 
@@ -228,17 +227,14 @@ def _with_bar(
     path: Path, reading: dict[str, Any], run: "Callable[[Trace, Progress], Found]"
 ) -> Found:
     """Read a trace and replay it; a bar shows how far it is."""
-    from rich.console import Console
-    from rich.markup import escape
-
     from kvray.console.progress import counting_progress
     from kvray.lab.replay import read_trace
 
-    with counting_progress(Console(stderr=True, highlight=False)) as bar:
+    with counting_progress(printer(is_error=True)) as bar:
         task = bar.add_task("Reading", total=None)
 
         def show(title: str, done: int, total: int) -> None:
-            bar.update(task, description=escape(title), completed=done, total=total)
+            bar.update(task, description=title, completed=done, total=total)
 
         return run(read_trace(path, **reading), show)
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.console.tables import empty_table
@@ -17,10 +16,8 @@ def events_report(shards: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     table = empty_table("replica", "events", "replays", title="KV events")
     for _, events in published:
         for replica, (live, replay) in events["replicas"].items():
-            table.add_row(escape(replica), live, replay)
+            table.add_row(replica, live, replay)
     problems = [
-        escape(f"{shard['shard']}: {events['problem']}")
-        for shard, events in published
-        if events["problem"]
+        f"{shard['shard']}: {events['problem']}" for shard, events in published if events["problem"]
     ]
     return [table, *problems]

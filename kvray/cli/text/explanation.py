@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.text.reasons import CAUSES, WAYS, reason
@@ -23,8 +22,8 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
     """Yield the lines on one request; the last one is a sentence that sums it up."""
     rank = f", rank {request['rank']}" if request["rank"] else ""
     yield (
-        f"Request [bold]{request['request_id']}[/] of replica"
-        f" [bold]{escape(request['replica'])}[/]{rank}, {clock(request['at'], now)}:"
+        f"Request {request['request_id']} of replica"
+        f" {request['replica']}{rank}, {clock(request['at'], now)}:"
         f" {_tokens(request['num_tokens'])}, namespace {request['namespace'] or 'not known'}"
     )
     yield _table(_request_rows(request, now))
@@ -41,7 +40,7 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
 def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
     """Return the outcome of a request, its reason and what to do, in a sentence."""
     total, hit, own = (request[name] for name in ("num_tokens", "hit_tokens", "own_tokens"))
-    parts = [f"[bold]{hit:,} of {total:,} tokens were hits[/]{_sources(request)}"]
+    parts = [f"{hit:,} of {total:,} tokens were hits{_sources(request)}"]
     if own:
         parts.append(f"{own:,} were in the engine's own pool")
     if not request["missed_tokens"]:
@@ -58,7 +57,7 @@ def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
 def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[RenderableType]:
     """Yield the lines on what one namespace has of a prompt."""
     yield (
-        f"{_tokens(prompt['num_tokens'])} as replica [bold]{escape(prompt['replica'])}[/] keys"
+        f"{_tokens(prompt['num_tokens'])} as replica {prompt['replica']} keys"
         f" them, namespace {prompt['namespace']}"
     )
     yield _table(_prompt_rows(prompt, now))
@@ -66,7 +65,7 @@ def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[Renderab
     yield from _leaving(prompt["leaving"])
     stored, total = prompt["stored_tokens"], prompt["num_tokens"]
     known = reason(prompt["reason"], _cause(prompt))
-    first = f"[bold]{stored:,} of {total:,} tokens are stored now[/], from the first on"
+    first = f"{stored:,} of {total:,} tokens are stored now, from the first on"
     if prompt["reason"] == "none":
         yield f"{first}; the rest fills no block, and only whole blocks are stored."
     else:
@@ -81,7 +80,7 @@ def requests_table(requests: Sequence[Mapping[str, Any]], *, now: float) -> Tabl
     for one in requests:
         table.add_row(
             str(one["request_id"]),
-            escape(one["replica"]),
+            one["replica"],
             clock(one["at"], now),
             *(f"{one[name]:,}" for name in ("num_tokens", "own_tokens", "hit_tokens")),
             f"{one['missed_tokens']:,}",
@@ -98,7 +97,7 @@ def requests_sentence(requests: Sequence[Mapping[str, Any]]) -> str:
     for one in requests:
         missed[one["reason"]] = missed.get(one["reason"], 0) + one["missed_tokens"]
     worst = max(missed, key=lambda name: missed[name])
-    start = f"[bold]{hit:,} of {total:,} tokens of these {len(requests)} requests were hits[/]"
+    start = f"{hit:,} of {total:,} tokens of these {len(requests)} requests were hits"
     if not missed[worst]:
         return f"{start}; nothing was missed."
     cause = next((_cause(one) for one in requests if one["reason"] == worst), "")
@@ -214,11 +213,9 @@ def _sources(request: Mapping[str, Any]) -> str:
 def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableType]:
     if incompatible is None:
         return
-    table = empty_table(
-        "field", "here", f"in replica {escape(incompatible['replica'])}", folds=True
-    )
+    table = empty_table("field", "here", f"in replica {incompatible['replica']}", folds=True)
     for name, both in incompatible["difference"].items():
-        table.add_row(name, *(escape(shortened(str(value), _VALUE_MAX)) for value in both))
+        table.add_row(name, *(shortened(str(value), _VALUE_MAX) for value in both))
     yield table
 
 
@@ -233,7 +230,7 @@ def _leaving(shards: Sequence[str]) -> Iterator[str]:
 def _table(rows: Iterator[tuple[str, str, str]]) -> Table:
     table = empty_table("tokens", "what", "how, or why not", folds=True)
     for extent, what, text in rows:
-        table.add_row(extent, what, escape(text))
+        table.add_row(extent, what, text)
     return table
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.text.hits import ranks_of
+from kvray.console.tables import PlainTable
 
 _COLUMNS_MAX = 6
 _NAMES_MAX = 4
@@ -27,14 +27,14 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     if len(digests) < 2:
         return None
     shown = digests[:_COLUMNS_MAX]
-    table = Table(title="Namespaces", title_justify="left", box=box.SIMPLE)
+    table = PlainTable(title="Namespaces", title_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for digest in shown:
         table.add_column(f"{_names(replicas[digest])}\n{digest}", overflow="fold")
     for field in {name: None for digest in shown for name in namespaces[digest]}:
         values = [str(namespaces[digest].get(field, "")) for digest in shown]
         if len(set(values)) > 1:
-            table.add_row(field, *map(escape, values))
+            table.add_row(field, *values)
     return table, _sentence(len(digests))
 
 
@@ -46,7 +46,7 @@ def _replicas_by_namespace(shards: list[dict[str, Any]]) -> dict[str, list[str]]
     for rank in ranks:
         if rank["connected"] or all_matter:
             names = found.setdefault(rank["namespace"], [])
-            name = escape(rank["replica"]) + ("" if rank["connected"] else " [red]gone[/]")
+            name = rank["replica"] + ("" if rank["connected"] else " gone")
             if name not in names:
                 names.append(name)
     return found

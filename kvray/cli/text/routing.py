@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from kvray.console.tables import empty_table
@@ -30,7 +29,7 @@ def routing_report(routing: Mapping[str, Any] | None) -> Iterator[RenderableType
         yield _table(routing)
     why = _REASONS[routing["reason"]] if routing["candidates"] else _UNKNOWN
     yield (
-        f"The router sent it to [bold]{escape(routing['replica'])}[/] ({routing['reason']}): {why}."
+        f"The router sent it to {routing['replica']} ({routing['reason']}): {why}."
         f" {_outcome(routing)}"
     )
 
@@ -40,7 +39,7 @@ def _table(routing: Mapping[str, Any]) -> Table:
     for one in routing["candidates"]:
         tokens = (f"{one[f'{name}_tokens']:,}" for name in _TOKENS)
         seconds = (_milliseconds(one[f"{name}_s"]) for name in _SECONDS)
-        table.add_row(escape(one["replica"]), *tokens, *seconds)
+        table.add_row(one["replica"], *tokens, *seconds)
     hidden = routing["num_candidates"] - len(routing["candidates"])
     if hidden > 0:
         table.add_row(f"and {hidden} more")

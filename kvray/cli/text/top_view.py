@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +29,7 @@ def view(history: History, trouble: str = "") -> RenderableType:
     if message := latest.get("lookup", {}).get("message"):
         parts.append(Text(f"The lookup does not answer: {message}", style="red"))
     replicas = history.replicas()
-    parts.append(Text.from_markup(headline(latest["cluster_name"], history, replicas)))
+    parts.append(Text(headline(latest["cluster_name"], history, replicas)))
     parts.append(nodes_table(history.nodes()))
     if replicas:
         parts.append(replicas_table(replicas))
@@ -48,7 +47,7 @@ def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> s
     rates = "no requests"
     if prompt:
         rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
-    return f"Tier [bold]{escape(name)}[/], last {history.seconds:.0f} s: {rates}"
+    return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
 
 
 def nodes_table(nodes: Sequence[NodeRates]) -> Table:
@@ -79,11 +78,11 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
         table.add_row(
-            escape(one.rank["replica"]) + ("" if one.rank["connected"] else " [red]gone[/]"),
+            one.rank["replica"] + ("" if one.rank["connected"] else " gone"),
             str(one.rank["rank"]),
             f"{one.prompt:,.0f}",
             *source_shares(one.counters).values(),
-            escape(because),
+            because,
         )
     return table
 

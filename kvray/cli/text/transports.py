@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kvray.config import format_size
 from kvray.console.tables import empty_table
@@ -103,9 +104,10 @@ def node_links_table(links: list[NodeLink]) -> Table:
     table.add_column("why")
     for link in links:
         rate = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
-        state = "" if link.breaker == "closed" else f"[red]{link.breaker}[/]"
+        state = "" if link.breaker == "closed" else link.breaker
         why = f"{link.why}; last error: {link.error}" if link.error and state else link.why
-        table.add_row(link.source, link.target, link.transport or "[red]none[/]", rate, state, why)
+        red = [Text(one, style="red") for one in ("none", state)]
+        table.add_row(link.source, link.target, link.transport or red[0], rate, red[1], why)
     return table
 
 

@@ -73,7 +73,7 @@ class Part:
     @property
     def request(self) -> PartRequest:
         """What a lease must have of it."""
-        return PartRequest(self.index, self.window_blocks)
+        return PartRequest(self.index, self.window_blocks, self.block_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class AskedRequest(NamedTuple):
 
     def num_askable(self, tokens_per_block: int) -> int:
         """Return how many leading blocks may be promised: the engine computes the last token."""
-        return (self.prompt_len - 1) // tokens_per_block
+        return max(0, (self.prompt_len - 1) // tokens_per_block)
 
 
 class Tenancy:

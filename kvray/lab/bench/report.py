@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 GB = 1e9
 
-_PLAIN_WIDTH = 110
 _PANELS = (("GB/s", "Copies", "higher is better"), ("ms", "Lookups", "lower is better"))
 _INCHES_PER_ROW = 0.5
 _OURS, _FLOOR = "#2a78b5", "#b8bcc2"
@@ -75,7 +74,7 @@ class Report:
 
     def show(self) -> None:
         """Print the table and the note."""
-        console = printer(_PLAIN_WIDTH)
+        console = printer()
         table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
         for name in ("kvray", "bare work", "ratio"):

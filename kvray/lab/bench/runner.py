@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from kvray.config import parse_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import counting_progress
+from kvray.console.tables import printer
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation
@@ -197,6 +197,6 @@ class Runner:
 @contextmanager
 def running(interrupts: Interrupts) -> Iterator[Runner]:
     """Give a runner that shows its progress on stderr; end all that it began, however it ends."""
-    progress = counting_progress(Console(stderr=True, highlight=False))
+    progress = counting_progress(printer(is_error=True))
     with interrupts.closing() as stack, progress:
         yield Runner(interrupts, stack, progress, progress.add_task("Starting", total=None))

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvray import __version__
@@ -63,14 +62,14 @@ def print_all(console: Console, found: Comparison) -> None:
     titles = {(one.policy, one.admission): one.title for one in found.outcomes}
     for name, gain in found.mean_gains().items():
         if gain is not None and titles[name] != BASELINE:
-            console.print(f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}", markup=False)
+            console.print(f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}")
 
 
 def print_trace(console: Console, trace: Trace) -> None:
     """Print what the trace asks for."""
     once = int((np.bincount(trace.ids) == 1).sum())
     console.print(
-        f"[bold]{escape(trace.name)}[/]: {trace.num_requests:,} requests in"
+        f"{trace.name}: {trace.num_requests:,} requests in"
         f" {timedelta(seconds=round(trace.seconds))} with {trace.prompt_tokens:,} tokens ask for"
         f" {trace.num_refs:,} blocks of {trace.block_tokens} tokens; {trace.num_unique:,} of them"
         f" differ, and {percent(once / trace.num_unique)} of these are asked for once."
@@ -130,7 +129,7 @@ def percent(ratio: float) -> str:
 
 def _cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
     gain, per_hit, share = outcome.gain, outcome.written_per_hit, outcome.write_share
-    cells = [escape(outcome.title), *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
+    cells = [outcome.title, *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
     if has_disk:
         cells += [
             percent(outcome.host_hit_blocks / max(1, outcome.refs)),

@@ -59,12 +59,14 @@ class Arena(MappedArena):
 
     # -- leases -------------------------------------------------------------------------------
 
-    def lease(self, keys: Sequence[BlockKey]) -> list[Lease] | None:
-        """Lease the longest run of leading `keys` whose part 0 is here.
+    def lease(
+        self, keys: Sequence[BlockKey], *, block_bytes: int | None = None
+    ) -> list[Lease] | None:
+        """Lease the longest run of leading `keys` whose part 0 is here, of `block_bytes` if given.
 
         Returns one lease; [] without the first block; None as `lease_for`.
         """
-        held = self.lease_for(keys, [[PartRequest(0)]])
+        held = self.lease_for(keys, [[PartRequest(0, None, block_bytes)]])
         return held if held is None else list(held.leases)
 
     def lease_for(

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvray.store.arena import key_index, lease, slabs
-from kvray.store.arena.layout import BUCKET_WAYS, FREE, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.arena.layout import (
+    BUCKET_WAYS,
+    FREE,
+    PAGE_SLOTS,
+    QUARANTINED,
+    READY,
+    RESERVED,
+    SIZE_FACTOR,
+)
 from kvray.store.arena.tables import Array, Tables
 
 Damage = Mapping[str, Array]
@@ -34,15 +42,14 @@ def find(tables: Tables, share: range) -> Damage:
     is_leasable = (states == READY) | (states == QUARANTINED)
     entries = _share(share, tables, geometry.num_buckets * BUCKET_WAYS)
     pages = _share(share, tables, geometry.num_pages)
-    sizes = tables.slab_block_bytes[share.start : share.stop]
-    is_empty = slabs.are_empty(tables, np.arange(share.start, share.stop))
+    own = slice(share.start, share.stop)
+    sizes = tables.slab_block_bytes[own]
+    is_wrong = (sizes > 0) & slabs.are_empty(tables, np.arange(share.start, share.stop))
+    is_wrong |= (sizes > geometry.slab_bytes) | (sizes * SIZE_FACTOR != tables.slab_check[own])
     found = {
-        "slabs": np.flatnonzero((sizes > 0) & is_empty | (sizes > geometry.slab_bytes))
-        + share.start,
+        "slabs": np.flatnonzero(is_wrong) + share.start,
         "counts": share.start
-        + np.flatnonzero(
-            tables.slab_free[share.start : share.stop] != slabs.count_free(tables, share)
-        ),
+        + np.flatnonzero(tables.slab_free[own] != slabs.count_free(tables, share)),
         "states": slots[has_wrong_state(tables, slots)],
         "parents": slots[is_used][has_wrong_parent(tables, slots[is_used])],
         "children": slots[tables.slot_children[slots] != count_children(tables, slots)],

@@ -68,7 +68,13 @@ def bury(tables: Tables, row: int, *, now: float) -> str:
     lease.release_holder(tables, row)
     slots.strand(tables, row, now=now)
     tables.put(np.array([row]), holder_live=0)
-    return bytes(tables.holder_label[row]).decode(errors="replace")
+    return shown(tables.holder_label[row])
+
+
+def shown(label: bytes) -> str:
+    """Return a holder's label for logs and terminals: any process may have written it."""
+    text = bytes(label).decode(errors="replace")
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def dead_rows(tables: Tables, side_file: SideFile) -> list[int]:

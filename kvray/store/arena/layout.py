@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -39,6 +39,9 @@ RUN_SLOTS = 64
 FIRST_ROWS = 2**20
 """Slot rows that have memory from the start, some 100 MiB; all rows of an arena that has fewer."""
 LABEL_BYTES = 64
+SIZE_FACTOR = 0x9E3779B97F4A7C15
+"""Of a block size, for its second copy in `slab_check`, modulo 2^64. A flipped bit of the copy
+makes it stand for a size of more than 2^58 bytes: so one can tell which of the two is right."""
 QUOTAS_MAX = 64
 QUEUES = 8
 """Block sizes that have a queue of victims; more sizes share them."""
@@ -113,6 +116,7 @@ class Columns:
     """The tables of an arena in file order: element type, and shape in figures of `Geometry`."""
 
     slab_block_bytes: Annotated[Array, "<u8", "num_slabs"]
+    slab_check: Annotated[Array, "<u8", "num_slabs"]
     slab_free: Annotated[Array, "<i4", "num_slabs"]
     slot_state: Annotated[Array, "u1", "num_slots"]
     slot_key: Annotated[Array, "<u8", "num_slots", KEY_BYTES // 8]

@@ -49,6 +49,8 @@ class PartRequest(NamedTuple):
     part: int
     window: int | None = None
     """Only so many trailing blocks of a prefix must have it; None: all."""
+    block_bytes: int | None = None
+    """Its size; a block that has another one there counts as missing. None: any."""
 
 
 def id_of(name: str) -> int:
@@ -72,17 +74,34 @@ def match(
     if whole:
         slots = key_index.find_run(tables, keys, [one.part for one in whole])
         found = dict(zip(whole, slots, strict=True))
-        run = len(found[whole[0]])
-    if not windowed:
-        return run, found
-    if run:
+        run = min(_fitting_run(tables, one, found[one]) for one in whole)
+    if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
-        windows = [(one.window, _ready(tables, everywhere[one])) for one in windowed]
+        windows = [
+            (one.window, _ready(tables, slots) & _fits(tables, one, slots))
+            for one, slots in everywhere.items()
+        ]
         run = int(usable_lengths(run, windows)[-1])
         found.update(everywhere)
     return run, {
         one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
     }
+
+
+def _fitting_run(tables: Tables, request: PartRequest, slots: Array) -> int:
+    """Return how many leading `slots` have blocks of the requested size."""
+    fits = _fits(tables, request, slots)
+    return len(slots) if fits.all() else int(fits.argmin())
+
+
+def _fits(tables: Tables, request: PartRequest, slots: Array) -> Array:
+    """Return a mask of the `slots` that have blocks of the requested size.
+
+    Looked at here, not when they are read: then their tokens are promised.
+    """
+    if request.block_bytes is None:
+        return np.ones(len(slots), dtype=bool)
+    return tables.serve(tables.geometry.slab_of(slots), request.block_bytes)
 
 
 def usable_lengths(num_blocks: int, parts: Iterable[tuple[int | None, Array]]) -> Array:

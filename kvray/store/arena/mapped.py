@@ -166,17 +166,18 @@ class MappedArena:
             )
         return self.holder
 
-    def leave(self, *, unless_leased: bool = False) -> bool:
+    def leave(self, *, unless_leased: bool = False, wait_s: float = _JOIN_WAIT_S) -> bool:
         """Give back all that this process holds; its copies must have ended. Twice is fine.
 
-        With `unless_leased` it stays if a living process has a lease here, or if the arena is busy.
+        `wait_s` is the longest try for the lock; without it the owner gives back the rest. With
+        `unless_leased` it stays if a living process has a lease here, or if the arena is busy.
         Returns whether this process is no holder now.
         """
         if self._holder is None:
             return True
         row = None
         try:
-            with self.section(self.lock_wait_s if unless_leased else _JOIN_WAIT_S) as entered:
+            with self.section(self.lock_wait_s if unless_leased else wait_s) as entered:
                 # Asked in the section in which it leaves. A thread that leases comes before it,
                 # and its lease is seen, or after it, and gets none.
                 if unless_leased and (not entered or self._is_leased()):

@@ -106,7 +106,7 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
             slot = int(slots[start])
             slab, row = geometry.place_of(slot)
             end = min(stop, start + each - slot % each)
-            area = tables.rows(slab)[row : row + end - start, : int(tables.slab_block_bytes[slab])]
+            area = tables.rows(slab)[row : row + end - start, : tables.size_of(slab)]
             checksums[start:end] = sum_blocks(area, seeds[start:end])
             start = end
     return checksums
@@ -116,7 +116,7 @@ def slot_bytes(tables: Tables, slot: int) -> Array:
     """Return all bytes of one slot, which the caller has reserved or knows not to change."""
     geometry = tables.geometry
     slab, row = geometry.place_of(slot)
-    stride = geometry.stride(int(tables.slab_block_bytes[slab]))
+    stride = geometry.stride(tables.size_of(slab))
     start = slab * geometry.slab_bytes + row * stride
     return tables.data[start : start + stride]
 
@@ -131,11 +131,11 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
     """
     geometry = tables.geometry
     slab, row = geometry.place_of(slots)
-    others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
+    others = slab[~tables.serve(slab, block_bytes)]
     if len(others):
         raise LayoutMismatch(
             f"The pool's blocks have {block_bytes} bytes, those in the arena"
-            f" {tables.slab_block_bytes[slab[others[0]]]}; they are not of one namespace."
+            f" {tables.size_of(others[0])}; they are not of one namespace."
         )
     starts: Array = slab * geometry.slab_bytes + row * geometry.stride(block_bytes)
     return starts

@@ -39,12 +39,14 @@ def rebuild(tables: Tables, *, now: float) -> int:
 
 def _free_unsound(tables: Tables) -> None:
     """Free the slots whose state cannot be right: nobody can have them."""
-    sizes, writer = tables.slab_block_bytes, tables.slot_holder[tables.backed]
+    every_slab, writer = np.arange(tables.geometry.num_slabs), tables.slot_holder[tables.backed]
+    sizes = tables.sizes_of(every_slab)
     sizes[sizes > tables.geometry.slab_bytes] = 0
+    slabs.serve(tables, every_slab, sizes)
     writer[(writer < 0) | (writer > tables.geometry.holders_max)] = 0
     for size in slabs.block_sizes(tables):  # only a flipped bit gives slabs a size without rows
         if not slabs.has_rows(tables, size):
-            sizes[sizes == size] = 0
+            slabs.serve(tables, every_slab[sizes == size], 0)
     everything = _all_slots(tables)
     tables.slot_state[everything[audit.has_wrong_state(tables, everything)]] = FREE
 

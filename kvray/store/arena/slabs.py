@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from kvray.store.arena.eviction import by_priority, keep_evictable
-from kvray.store.arena.layout import FREE, READY
+from kvray.store.arena.layout import FREE, READY, SIZE_FACTOR
 from kvray.store.arena.tables import Array, Tables
 
 _LOOKED_INTO = 4
@@ -51,6 +51,12 @@ def block_sizes(tables: Tables) -> list[int]:
     sizes = np.unique(tables.slab_block_bytes)
     found: list[int] = sizes[sizes > 0].tolist()
     return found
+
+
+def serve(tables: Tables, slabs: Array, block_bytes: "int | Array") -> None:
+    """Have `slabs` serve a block size; 0: make them spare."""
+    check = np.asarray(block_bytes, dtype=np.uint64) * np.array([SIZE_FACTOR], dtype=np.uint64)
+    tables.put(slabs, slab_block_bytes=block_bytes, slab_check=check)
 
 
 def num_possible(tables: Tables, block_bytes: int) -> int:
@@ -133,7 +139,8 @@ def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
     if missing > 0:
         each = usable(tables, block_bytes)
         taken = spare[: -(-missing // each)]
-        tables.put(taken, slab_block_bytes=block_bytes, slab_free=each)
+        serve(tables, taken, block_bytes)
+        tables.put(taken, slab_free=each)
 
 
 def note_taken(tables: Tables, slots: Array) -> None:
@@ -181,7 +188,8 @@ def _make_spare(tables: Tables, slabs: Array) -> None:
     """Make those of `slabs` spare that serve a size and are empty."""
     slabs = slabs[tables.slab_block_bytes[slabs] > 0]
     empty = slabs[are_empty(tables, slabs)]
-    tables.put(empty, slab_block_bytes=0, slab_free=0)
+    serve(tables, empty, 0)
+    tables.put(empty, slab_free=0)
 
 
 def are_empty(tables: Tables, slabs: Array) -> Array:

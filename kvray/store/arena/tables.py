@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.ma  # which np.unique would import within a request: 40 to 150 ms
 
-from kvray.store.arena.layout import HEADER, Array, Columns, Geometry, header_offset
+from kvray.store.arena.layout import HEADER, SIZE_FACTOR, Array, Columns, Geometry, header_offset
 from kvray.store.arena.undo import UndoRecord
 
 __all__ = ["Array", "Tables"]
+
+_SIZE_OF_CHECK = np.uint64(pow(SIZE_FACTOR, -1, 2**64))
 
 _UNDONE = (
     "slab_block_bytes",
@@ -21,6 +23,7 @@ _UNDONE = (
     "index_tag",
     "holder_live",
     "page_holder",
+    "slab_check",
 )
 """Columns of the undo record: they say what is what. The others change nothing of that."""
 
@@ -166,10 +169,27 @@ class Tables(Columns):
         found: Array = np.where(parents.view("<u4") < self.num_backed, parents, -1)
         return found
 
+    def sizes_of(self, slabs: "Array | slice") -> Array:
+        """Return the block size that each of `slabs` serves, u8; a flipped bit does not change it.
+
+        Of a slab that has blocks: the second copy is 0 in a spare one.
+        """
+        copied: Array = self.slab_check[slabs] * _SIZE_OF_CHECK
+        is_size = (copied > 0) & (copied <= self.geometry.slab_bytes)
+        return np.where(is_size, copied, self.slab_block_bytes[slabs])
+
+    def serve(self, slabs: Array, block_bytes: int) -> Array:
+        """Return a mask of those of `slabs`, which have blocks, that serve a block size."""
+        serve: Array = self.slab_block_bytes.take(slabs) == block_bytes
+        return serve if serve.all() else self.sizes_of(slabs) == block_bytes
+
+    def size_of(self, slab: int) -> int:
+        """Return the block size that one slab with blocks serves, as `sizes_of` does."""
+        return int(self.sizes_of(slice(slab, slab + 1))[0])
+
     def block_bytes(self, slots: Array) -> Array:
         """Return the bytes of the block in each of `slots`, i8."""
-        sizes: Array = self.slab_block_bytes[self.geometry.slab_of(slots)]
-        return sizes.astype(np.int64)
+        return self.sizes_of(self.geometry.slab_of(slots)).astype(np.int64)
 
     def name(self, slot: int) -> str:
         """Return a slot's key as people see it: its first 8 hex digits."""
@@ -178,7 +198,7 @@ class Tables(Columns):
     def rows(self, slab: int) -> Array:
         """Return a slab's slots as bytes, shape [slots, stride]."""
         geometry = self.geometry
-        stride = geometry.stride(int(self.slab_block_bytes[slab]))
+        stride = geometry.stride(self.size_of(slab))
         count = geometry.slab_bytes // stride
         start = slab * geometry.slab_bytes
         return self.data[start : start + count * stride].reshape(count, stride)

@@ -6,6 +6,7 @@ nowhere, and its first slot is in LIMBO. So it is not spare, and nobody clears i
 
 import numpy as np
 
+from kvray.store.arena import slabs
 from kvray.store.arena.layout import FREE, LIMBO, Array
 from kvray.store.arena.tables import Tables
 
@@ -15,7 +16,7 @@ CLOSED = 2**62  # stands for the block size of a closed slab
 def close_spare(tables: Tables, has_file: Array) -> Array:
     """Close the spare slabs without a file, and return them; `has_file` masks all slabs."""
     closed = np.flatnonzero((tables.slab_block_bytes == 0) & ~has_file)
-    tables.put(closed, slab_block_bytes=CLOSED)
+    slabs.serve(tables, closed, CLOSED)
     tables.put(tables.geometry.slots_at(closed, 0), slot_state=LIMBO)
     return closed
 
@@ -24,7 +25,7 @@ def reopen(tables: Tables) -> None:
     """Make every closed slab spare again."""
     closed = np.flatnonzero(tables.slab_block_bytes == CLOSED)
     tables.put(tables.geometry.slots_at(closed, 0), slot_state=FREE)
-    tables.put(closed, slab_block_bytes=0)
+    slabs.serve(tables, closed, 0)
 
 
 def num_closed(tables: Tables) -> int:

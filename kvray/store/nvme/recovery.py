@@ -62,7 +62,7 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
         _clear_others(book, slab, records, rows)
         segment.file.allocate(segment.shape.file_bytes)
         if len(rows):
-            tables.slab_block_bytes[slab] = segment.shape.block_bytes
+            slabs.serve(tables, np.array([slab]), segment.shape.block_bytes)
         found.append(tables.geometry.slots_at(slab, rows))
     slots = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
     records = book.records(slots)

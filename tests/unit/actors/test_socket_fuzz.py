@@ -20,6 +20,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.errors import KVRayError
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
+from kvray.trace.request_note import RequestNote, pack
 from tests.examples import examples
 from tests.unit.actors.small_shard import (
     NAMESPACE,
@@ -182,6 +183,31 @@ def test_who_has_gone_leaves_nothing_behind(engine: ShardSocket, shard: Shard) -
         time.sleep(0.02)
     with contextlib.closing(Arena(directory, lock_wait_s=1.0)) as arena:
         check_invariants(arena.tables)
+
+
+def test_a_bad_note_in_a_report_costs_nothing_but_itself(
+    engine: ShardSocket, shard: Shard, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.call("register", timeout_s=WAIT_S, **GOOD["register"])
+    good = pack(RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored"))
+    answer = engine.call(
+        "report",
+        timeout_s=WAIT_S,
+        replica="r",
+        rank=0,
+        counters={"requests": 5},
+        openings=[[b"short", 0], [bytes(8), 0]],
+        requests=[pack(RequestNote(78, 1.0, 40, 4, 0, 0, -1, "not_stored")), good],
+        spans=[["unheard-of", 1, 1.0, 2.0, {}], *GOOD["report"]["spans"]],
+        prompts=b"no sample",
+    )
+    assert answer["known"] is True
+    found = [one.note.request_id for one in shard.queries.asked("r", None, 9)]
+    assert 77 in found
+    assert 78 not in found
+    (rank,) = (one for one in shard.status()["replicas"] if one["connected"])
+    assert rank["counters"] == {"requests": 5}
+    assert "4 notes of replica 'r'" in caplog.text
 
 
 def connections(path: Path) -> list[Any]:

@@ -159,3 +159,16 @@ def test_who_ended_a_while_ago_is_a_sum() -> None:
         total_counters([make_replica(counters={"prompt_tokens": 1}), *ended])["prompt_tokens"]
         == 9001
     )
+
+
+def test_a_counter_or_name_with_markup_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "[/nothing][bold]"
+    replica = make_replica(replica=name) | {"counters": {name: 7, f"miss_tokens_{name}": 8}}
+    shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [replica]}
+    lookup = {"state": "unreachable", "message": name}
+    _print({"cluster_name": name, "lookup": lookup, "shards": [shard]})
+    said = capsys.readouterr().out
+    for line in (f"Tier {name}", f"7 {name}", f"8 {name}", f"answer: {name}", f": {name}"):
+        assert line in said

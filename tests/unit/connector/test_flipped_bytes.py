@@ -4,11 +4,13 @@ A setting that does not look lets it through; one that looks too late for a shor
 the engine, which has no way to be told.
 """
 
+import numpy as np
 import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import CorruptBlock
+from kvray.store.arena import slabs
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request
 from tests.unit.connector.test_scheduler import flip_a_byte
@@ -75,6 +77,57 @@ def test_a_block_that_somebody_has_found_corrupt_is_not_promised(
     found = ((tables.slot_depth == FLIPPED) & (tables.slot_state == 2)).nonzero()[0]
     arena_of(pair).quarantine(found)
     assert serve(pair, flip=False, flip_first=False) == SHORTER
+
+
+def change_sizes(pair: Pair, *, is_consistent: bool) -> None:
+    """Change the size of every slab that has blocks: one of its two copies, or both."""
+    tables = arena_of(pair).tables
+    used = tables.slab_block_bytes.nonzero()[0]
+    if is_consistent:
+        with arena_of(pair).section(1) as entered:
+            assert entered
+            slabs.serve(tables, used, tables.slab_block_bytes[used] ^ np.uint64(8))
+    else:
+        tables.slab_block_bytes[used] ^= np.uint64(8)
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(
+    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, verify: str, is_late: bool
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    request = Request(2, PROMPT)
+    if not is_late:
+        change_sizes(pair, is_consistent=False)
+    pair.query(request)
+    assert request.matched == 9 * BLOCK
+    if is_late:
+        change_sizes(pair, is_consistent=False)
+    pair.plan(request)
+    pair.worker.start_load_kv(None)
+    for index in range(9):
+        assert (pair.pool[request.block_ids[index]] == pair.content(request, index)).all()
+    pair.compute(request)
+    pair.finish(request)
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_blocks_of_another_size_than_the_engines_are_not_promised(
+    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    change_sizes(pair, is_consistent=True)
+    request = Request(2, PROMPT)
+    pair.query(request)
+    assert request.matched == 0
+    assert leased(pair) == 0
 
 
 def serve(pair: Pair, *, flip: bool, flip_first: bool) -> str:

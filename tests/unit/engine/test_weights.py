@@ -10,9 +10,9 @@ from kvray.engine.request.report import PassReport
 from kvray.errors import ShardUnavailable
 from kvray.node import link as link_module
 from kvray.node.registrations import Registrations
-from tests.unit.actors.small_shard import wait_for
 from tests.unit.engine.apart import BLOCK, Apart
 from tests.unit.engine.conftest import MakeEngine
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 OTHER = list(range(200, 240))

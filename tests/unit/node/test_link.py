@@ -6,15 +6,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvray.actors.shard.shard import Shard
+from kvray.engine import rank as rank_module
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.identity.block import Namespace
 from kvray.node import NodeLink, Registration, attach, deferred
 from kvray.node import link as link_module
+from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, PartRequest
 from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
@@ -725,3 +729,142 @@ def test_a_rank_that_follows_its_leaders_name_has_no_other(
     counted = {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
     wait_for(lambda: shard.status()["replicas"][-1]["counters"] == {"hits": 3}, "its figures")
     assert not counted["process-7"]
+
+
+def test_two_engines_of_one_name_are_two_and_the_second_says_so(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = start_shard()
+    one, two = registration("chat"), registration("chat")
+    two.counters = lambda: {"hits": 10}
+    for each in (one, two):
+        make_link().register(each)
+    assert one.replica == "chat"
+    assert two.replica == f"chat-{two.instance}"
+    assert "another living engine on this node is replica chat; this one goes by" in caplog.text
+
+    def counted() -> dict[str, int]:
+        return {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
+
+    both = {"chat": {"hits": 3}, two.replica: {"hits": 10}}
+    wait_for(lambda: counted() == both, "figures of both")
+
+
+def test_a_name_that_is_taken_while_the_engine_gives_another_is_not_kept(
+    start_shard: StartShard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = start_shard()
+    make_link().register(registration("chat"))
+    two = registration("chat")
+    take_name = Registration.take_name
+
+    def rename_first(one: Registration, asked: str, given: object) -> None:
+        if one is two and asked == "chat":
+            two.rename("the leader")
+        take_name(one, asked, given)
+
+    monkeypatch.setattr(Registration, "take_name", rename_first)
+    make_link().register(two)
+
+    def connected() -> list[str]:
+        return [entry["replica"] for entry in shard.status()["replicas"] if entry["connected"]]
+
+    wait_for(lambda: connected() == ["chat", "the leader"], "the leader's name, and no third")
+
+
+@contextmanager
+def frozen(shard: Shard) -> Iterator[None]:
+    """Have a shard whose loop does nothing meanwhile, and which has the arena's lock."""
+    thaw, is_frozen = threading.Event(), threading.Event()
+    serving = shard._serving
+    assert serving is not None
+
+    def freeze() -> None:
+        with serving.owner.section(HANG_S) as entered:
+            assert entered
+            is_frozen.set()
+            thaw.wait(HANG_S)
+
+    thread = threading.Thread(target=lambda: shard._loop.call(freeze, HANG_S))
+    thread.start()
+    assert is_frozen.wait(HANG_S)
+    try:
+        yield
+    finally:
+        thaw.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_end_beside_a_frozen_shard_is_bounded_and_says_what_is_lost(
+    start_shard: StartShard,
+    make_link: MakeLink,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+) -> None:
+    shard = start_shard()
+    link, ranks = make_link(), [registration("one"), registration("two")]
+    for rank in ranks:
+        link.register(rank)
+    arena = arena_of(link)
+    waits: list[float] = []
+    with frozen(shard):
+        if not is_known:
+            wait_for(lambda: not ranks[0].accepted, "a report in vain")
+        caplog.clear()
+        call, join, here = ShardSocket.call, threading.Thread.join, threading.current_thread()
+
+        def note(seconds: float | None) -> None:
+            if threading.current_thread() is here:
+                assert seconds is not None, "a wait without end"
+                waits.append(seconds)
+
+        def called(peer: ShardSocket, op: str, *, timeout_s: float, **fields: Any) -> Any:
+            note(timeout_s)
+            return call(peer, op, timeout_s=timeout_s, **fields)
+
+        def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+            note(timeout if thread.name == "kvray-link" else 0.0)
+            join(thread, timeout)
+
+        monkeypatch.setattr(ShardSocket, "call", called)
+        monkeypatch.setattr(threading.Thread, "join", joined)
+        link.defer(arena, lambda _: False)
+        link.unregister(ranks[0])
+        link.detach()
+        monkeypatch.undo()
+    said = [record.getMessage() for record in caplog.records]
+    for name in ("one", "two"):
+        line = f"the last figures of replica {name} rank 0 are lost: "
+        assert sum(line in one for one in said) == 1
+    assert sum("leases end with this process" in one for one in said) == 1
+    assert not any(record.exc_info for record in caplog.records)
+    sum_s = sum(waits) + link_module._LAST_FLUSH_S + link_module._LEAVE_S + rank_module._FLUSH_S
+    assert sum_s <= 2.0
+
+
+def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = start_shard()
+    link, ranks = make_link(), [registration("one"), registration("two")]
+    for rank in ranks:
+        link.register(rank)
+        rank.counters = lambda: {"hits": 99}
+    link.unregister(ranks[0])
+    link.detach()
+    found = shard.status()["replicas"]
+    assert [one["counters"] for one in found] == [{"hits": 99}] * 2
+    assert not any(one["connected"] for one in found)
+    assert "lost" not in caplog.text
+
+
+def test_two_processes_of_one_host_name_and_number_have_names_of_their_own(
+    make_link: MakeLink,
+) -> None:
+    first = make_link()
+    first.detach()
+    second = make_link()
+    assert first.process_name != second.process_name
+    assert f"-{os.getpid()}-" in second.process_name

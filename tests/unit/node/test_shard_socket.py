@@ -205,3 +205,34 @@ def test_it_works_with_descriptors_above_what_select_takes(
         for descriptor in opened:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(
+    peer: Peer, shard_socket: ShardSocket
+) -> None:
+    asked, done = threading.Event(), threading.Event()
+
+    def silent(connection: socket.socket) -> None:
+        connection.recv(1)
+        asked.set()
+        done.wait(5)
+
+    peer.scripts = [silent, echo]
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            shard_socket.call("hello", timeout_s=600)
+        except ShardUnavailable as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(30)
+    shard_socket.interrupt()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "hung up" in errors[0]
+    done.set()
+    shard_socket.interrupt()  # nobody waits
+    assert shard_socket.call("echo", timeout_s=30, n=1)["n"] == 1

@@ -42,6 +42,11 @@ def test_a_note_comes_out_as_it_went_in() -> None:
         {"prefix_digest": b"short"},
         {"arrivals": ((1, 2),)},
         {"at": None},
+        {"at": float("nan")},
+        {"at": 1e300},
+        {"stage_s": float("inf")},
+        {"lease_s": float("nan")},
+        {"step": 2**31},
         {"keys": (b"x" * 31,)},
     ],
 )

@@ -19,7 +19,6 @@ from kvray.console.tables import printer
 from kvray.lab.bench.serving.figures import Figures, Round, over_rounds, ratios, round_figures
 from kvray.lab.bench.targets import is_met
 
-_PLAIN_WIDTH = 110
 _ROWS = {
     "first_token_p50_s": ("first token, median", "{:.3f} s"),
     "first_token_p90_s": ("    90th percentile", "{:.3f} s"),
@@ -110,12 +109,12 @@ class ServingReport:
 
     def show(self) -> None:
         """Print a table for each workload."""
-        console = printer(_PLAIN_WIDTH)
+        console = printer()
         for section in self.sections:
             console.print(_table(section))
             for endpoint, errors in section.errors.items():
                 for error in errors[:3]:
-                    console.print(f"{endpoint}: {error}", markup=False)
+                    console.print(f"{endpoint}: {error}")
 
     def draw(self, path: Path) -> None:
         """Write a PNG with the share of requests that had their first token by a time.

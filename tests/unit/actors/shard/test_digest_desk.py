@@ -87,21 +87,18 @@ def test_findings_for_ranks_that_never_ask_again_are_bounded(
 
 
 @pytest.mark.parametrize(
-    "notes",
-    [
-        5,
-        "ab",
-        [5],
-        [[digest(1)]],
-        [[b"short", 0]],
-        [["text", 0]],
-        [[digest(1), -1]],
-        [[digest(1), "many"]],
-        [[digest(1), 0]] * (NOTES_MAX + 1),
-    ],
+    "note",
+    [5, "ab", [digest(1)], [b"short", 0], ["text", 0], [digest(1), -1], [digest(1), "many"]],
 )
-def test_what_are_no_notes_is_refused_whole(notes: Any) -> None:
+def test_a_broken_note_costs_itself(note: Any) -> None:
+    desk = DigestDesk()
+    assert desk.note(MINE, [[digest(7), 0], note, [digest(8), 64]]) == 1
+    assert desk.due(full=False) == [(MINE, digest(7), 0), (MINE, digest(8), 64)]
+
+
+@pytest.mark.parametrize("notes", [5, "ab", [[digest(1), 0]] * (NOTES_MAX + 1)])
+def test_what_is_no_list_of_notes_is_refused(notes: Any) -> None:
     desk = DigestDesk()
     with pytest.raises(ConfigError):
-        desk.note(MINE, [[digest(7), 0], *notes] if isinstance(notes, list) else notes)
+        desk.note(MINE, notes)
     assert desk.due(full=False) == []

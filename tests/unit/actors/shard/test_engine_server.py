@@ -450,3 +450,30 @@ def test_what_was_wrong_is_not_repeated_at_any_length(tmp_path: Path) -> None:
         writer.close()
 
     serve(tmp_path / "socket", {"refuse": refuse}, scene)
+
+
+def test_connections_leave_descriptors_to_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the limit is taken by others: connections get half of the rest."""
+    others = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)
+
+    async def scene(server: EngineServer, path: Path) -> None:
+        had = [os.dup(0) for _ in range(40)]
+        taken = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(engine_server, "_places", lambda: taken)  # of a limit of twice that
+        try:
+            with contextlib.ExitStack() as stack:
+                for one in connected(path, 2 * taken):
+                    stack.enter_context(one)
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.05)
+                assert len(server._clients) <= taken - taken // 2 + 1
+                assert (await asked(path))["ok"]
+        finally:
+            for one in had:
+                os.close(one)
+
+    serve(tmp_path / "socket", HELLO, scene)
+    assert len(os.listdir("/proc/self/fd")) <= others + 1

@@ -5,7 +5,7 @@ import pytest
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard.request_log import RequestLog
 from kvray.errors import ConfigError
-from kvray.trace.request_note import RequestNote, pack, unpack
+from kvray.trace.request_note import NOTES_MAX, RequestNote, pack, unpack
 from tests.ray.engine import NAMESPACE
 
 ONE, TWO = (Origin(replica=name, rank=0, namespace=NAMESPACE) for name in ("one", "two"))
@@ -41,10 +41,14 @@ def test_of_too_many_the_oldest_go() -> None:
     assert 5 < len(kept) < 20
 
 
-def test_of_notes_of_which_one_is_broken_none_is_taken() -> None:
+def test_a_broken_note_costs_itself() -> None:
     log = RequestLog()
-    with pytest.raises(ConfigError):
-        log.note(ONE, [note(1), b"junk"])
-    with pytest.raises(ConfigError):
-        log.note(ONE, "no list")
-    assert found(log) == []
+    negative = pack(RequestNote(3, 1.0, 40, 4, 0, 0, -1, "not_stored"))
+    assert log.note(ONE, [note(1), b"junk", negative, None, note(2)]) == 3
+    assert found(log) == [("one", 2, 0), ("one", 1, 0)]
+
+
+def test_what_is_no_list_of_notes_is_refused() -> None:
+    for notes in ("no list", None, [note(1)] * (NOTES_MAX + 1)):
+        with pytest.raises(ConfigError):
+            RequestLog().note(ONE, notes)  # type: ignore[arg-type]

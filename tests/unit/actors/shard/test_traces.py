@@ -118,21 +118,23 @@ def test_what_never_comes_is_forgotten(sdk: Spans, monkeypatch: pytest.MonkeyPat
     assert ("r", KEY) not in traces._expected
 
 
-def test_notes_that_are_none_are_refused() -> None:
+def test_a_broken_note_costs_itself() -> None:
     good = promise(7)
-    assert read_notes([list(good)]) == (good,)
     for bad in (
         5,
-        [5],
-        [[]],
-        [list(good._replace(request_id=-1))],
-        [list(good._replace(began=float("nan")))],
-        [list(good._replace(ended=1e300))],
-        [list(good._replace(attributes={"x" * 65: 1}))],
-        [list(good._replace(attributes={str(n): n for n in range(17)}))],
-        [list(good._replace(attributes={"x": [1]}))],
-        [["ingress", *good[1:]]],
-        [list(good)] * (SPAN_NOTES_MAX + 1),
+        [],
+        list(good._replace(request_id=-1)),
+        list(good._replace(began=float("nan"))),
+        list(good._replace(ended=1e300)),
+        list(good._replace(attributes={"x" * 65: 1})),
+        list(good._replace(attributes={str(n): n for n in range(17)})),
+        list(good._replace(attributes={"x": [1]})),
+        ["ingress", *good[1:]],
     ):
+        assert read_notes([bad, list(good)]) == [good]
+
+
+def test_what_is_no_list_of_notes_is_refused() -> None:
+    for notes in (5, "text", [list(promise(7))] * (SPAN_NOTES_MAX + 1)):
         with pytest.raises(ConfigError):
-            read_notes(bad)
+            read_notes(notes)

@@ -385,3 +385,39 @@ def test_replicas_of_one_model_key_may_have_different_weights(replicas: Replicas
     replicas.register(2, "two", 0, replace(NAMESPACE, weights="2"))
     with pytest.raises(LayoutMismatch):
         replicas.register(3, "three", 0, replace(OTHER_LAYOUT, weights="3"))
+
+
+def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives() -> None:
+    replicas = Replicas()
+    assert replicas.register(1, "chat", 0, NAMESPACE, instance="aa11") == "chat"
+    assert replicas.register(2, "chat", 0, NAMESPACE, instance="bb22") == "chat-bb22"
+    assert replicas.register(1, "chat", 0, NAMESPACE, instance="cc33") == "chat-cc33"
+    assert replicas.register(2, "chat", 1, NAMESPACE, instance="bb22") == "chat", "another rank"
+    assert replicas.report(1, "chat", 0, {"requests": 3})
+    assert replicas.report(2, "chat-bb22", 0, {"requests": 10})
+    assert replicas.report(1, "chat-cc33", 0, {"requests": 20})
+    counted = {one["replica"]: one["counters"] for one in replicas.status() if one["rank"] == 0}
+    assert {name: one["requests"] for name, one in counted.items()} == {
+        "chat": 3,
+        "chat-bb22": 10,
+        "chat-cc33": 20,
+    }
+
+
+def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_when_it_is_gone() -> (
+    None
+):
+    replicas = Replicas()
+    assert replicas.register(1, "chat", 0, NAMESPACE, instance="aa11") == "chat"
+    assert replicas.register(2, "chat", 0, NAMESPACE, instance="aa11") == "chat"
+    assert replicas.report(1, "chat", 0, {}) is None
+    replicas.disconnect(2)
+    assert replicas.register(3, "chat", 0, NAMESPACE, instance="bb22") == "chat"
+
+
+def test_the_name_of_a_second_instance_is_never_too_long() -> None:
+    replicas = Replicas()
+    for number in range(3):
+        name = replicas.register(number, "x" * 256, 0, NAMESPACE, instance=f"{number}" * 64)
+        assert len(name) <= 256
+    assert len(replicas.connected()) == 3

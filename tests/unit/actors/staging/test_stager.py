@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,12 +20,12 @@ from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging import stager as stager_module
 from kvray.actors.staging.fetcher import FETCH_BLOCKS_MAX
-from kvray.actors.staging.plan import Peer
+from kvray.actors.staging.plan import Peer, runs_of
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store import PartRequest
+from kvray.store import Arena, PartRequest
 from kvray.trace.arrival import NVME
 from tests.examples import examples
 from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
@@ -635,3 +636,105 @@ def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
         asyncio.run(act(path))
     finally:
         shutil.rmtree(path)
+
+
+# -- large prefixes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("have", [0, 7, 20])
+def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, have: int
+) -> None:
+    monkeypatch.setattr(stager_module, "_PIECE", 3)
+    asked: list[int] = []
+    own: list[Arena] = []
+    present, lease_for = Arena.present, Arena.lease_for
+
+    def seen_present(arena: Arena, keys: Any, parts: Any) -> Any:
+        if arena is own[0]:
+            asked.append(len(keys) * len(parts))
+        return present(arena, keys, parts)
+
+    def seen_lease(arena: Arena, keys: Any, readers: Any, **more: Any) -> Any:
+        if arena is own[0]:
+            asked.append(len(readers) * len(readers[0]))
+        return lease_for(arena, keys, readers, **more)
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:18], part=0)
+        store(nodes["b"].arena, KEYS, part=1)
+        for part in (0, 1):
+            store(nodes["a"].arena, KEYS[:have], part=part)
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(others())
+        own.append(stager._arena)
+        monkeypatch.setattr(Arena, "present", seen_present)
+        monkeypatch.setattr(Arena, "lease_for", seen_lease)
+        asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
+        staged = await stager.stage(asks, wait_s=5)
+        monkeypatch.undo()
+        task.cancel()
+        assert staged.num_blocks == max(18, have)
+        assert max(asked) <= 20, "a step of a fetch at most"
+        assert turns >= len(asked) // 2
+        held = nodes["a"].arena.lease_for(KEYS, asks.readers)
+        assert held is not None
+        assert held.num_blocks == staged.num_blocks
+        assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
+
+    play(scene, num_slabs=16)
+
+
+def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_PIECE", 3)
+    present = Arena.present
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        looks = 0
+
+        def late(arena: Arena, keys: Any, parts: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            found = present(arena, keys, parts)
+            if nodes.calls and looks > 7 and not present(arena, KEYS[:1], [0])[0][0]:
+                store(arena, KEYS[:9])  # right after they were looked for
+            return found
+
+        monkeypatch.setattr(Arena, "present", late)
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+        monkeypatch.undo()
+        assert [span.depth for order in nodes.orders for span in order.spans] == [9]
+
+    play(scene, num_slabs=16)
+
+
+def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it() -> None:
+    class Disk:
+        def runs(self, keys: list[int], parts: list[int]) -> list[Run]:
+            masks = {part: np.array([one % 7 != 3 for one in keys]) for part in parts}
+            return runs_of(NVME, masks) if 100 not in keys else []
+
+    async def find(keys: list[int]) -> list[Run]:
+        return await stager_module._runs_on_disk(Disk(), keys, [0, 2])  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stager_module, "_PIECE", 10)
+        keys = [*range(20), 100, 101, 102, 103, 104, *range(25, 33)]
+        found = asyncio.run(find(keys))
+    held = [False] * len(keys)
+    start = 0
+    for run in found:
+        assert run.holders in ({}, {NVME: 0b101})
+        held[start : run.stop] = [bool(run.holders)] * (run.stop - start)
+        start = run.stop
+    assert held == [one < 99 and one % 7 != 3 for one in keys]

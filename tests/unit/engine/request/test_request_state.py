@@ -134,9 +134,9 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     identity = Identity(salt=None, lora=None, media=())
     prompts = [
         AskedRequest(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
-        for n in (1, 4, 5, 8, 9)
+        for n in (0, 1, 4, 5, 8, 9)
     ]
-    assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 1, 1, 2]
+    assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 0, 1, 1, 2]
 
 
 def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens() -> None:

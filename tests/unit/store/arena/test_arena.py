@@ -481,3 +481,8 @@ def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
     masks = arena.present(KEYS, [0, 1])
     assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
     assert arena.abort(reserved)
+
+
+def test_a_holders_label_that_would_control_a_terminal_is_shown_without() -> None:
+    assert holders.shown(b"engine-7 \xc3\xbc") == "engine-7 ü"
+    assert holders.shown(b"a\x1b[2J\n\xff") == "a\ufffd[2J\ufffd\ufffd"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvray.store import Arena, ArenaOwner, PartRequest
-from kvray.store.arena import audit
+from kvray.store.arena import audit, slabs
 from kvray.store.arena.layout import FREE, READY
 from kvray.store.arena.tables import Tables
 from kvray.store.scan import scan
@@ -140,3 +140,56 @@ def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:
         arena.abort(more)
         owner.evict_ahead(0.5)
         assert not owner.audit()
+
+
+SIZE = 3000  # rounded up to a slot, so many other sizes have as many slots
+WANTED = [[PartRequest(0, None, SIZE)]]
+
+
+@pytest.mark.parametrize("column", ["slab_block_bytes", "slab_check"])
+@pytest.mark.parametrize("bit", range(64))
+def test_a_flipped_bit_of_a_slabs_size_is_found_and_costs_nobody_a_block(
+    arena: Arena, column: str, bit: int
+) -> None:
+    store(arena, KEYS[:3], block_bytes=SIZE)
+    sizes, check = arena.tables.slab_block_bytes.copy(), arena.tables.slab_check.copy()
+    before = arena.lease_for(KEYS, WANTED)
+    assert before is not None
+    slab = arena.tables.geometry.slab_of(int(before.slots[0][0]))
+    getattr(arena.tables, column)[slab] ^= np.uint64(1 << bit)
+    assert "slabs" in found(arena)
+    between = arena.lease_for(KEYS, WANTED)
+    assert between is not None
+    for held in (before, between):
+        assert fetch(arena, KEYS, held.leases[0], block_bytes=SIZE)
+    assert ArenaOwner(arena).audit()["slabs"] == 1
+    assert not ArenaOwner(arena).audit()
+    assert (arena.tables.slab_block_bytes == sizes).all()
+    assert (arena.tables.slab_check == check).all()
+    assert fetch(arena, KEYS, before.leases[0], block_bytes=SIZE)
+    check_invariants(arena.tables)
+
+
+def test_a_size_that_is_wrong_twice_is_no_promise_and_nobody_is_given_its_bytes(
+    arena: Arena,
+) -> None:
+    store(arena, KEYS[:3], block_bytes=SIZE)
+    slabs.serve(arena.tables, np.flatnonzero(arena.tables.slab_block_bytes), SIZE + 8)
+    arena.tables.undo.settle()
+    held = arena.lease_for(KEYS, WANTED)
+    assert held is not None
+    assert (held.num_blocks, held.leases) == (0, ())
+    assert arena.lease(KEYS, block_bytes=SIZE) == []
+
+
+def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena: Arena) -> None:
+    made = arena.reserve(KEYS[:3], parent=None, depth=0, part=0, block_bytes=SIZE)
+    assert made
+    arena.tables.slab_block_bytes[arena.tables.geometry.slab_of(made.slots[0])] ^= np.uint64(8)
+    pool = pool_of(KEYS[:3], block_bytes=SIZE)
+    assert arena.commit(made, arena.write(made, pool, np.arange(3)))
+    ArenaOwner(arena).audit()
+    leases = arena.lease(KEYS, block_bytes=SIZE)
+    assert leases
+    assert fetch(arena, KEYS, leases[0], block_bytes=SIZE)
+    assert leases[0].num_slots == 3

@@ -12,6 +12,7 @@ from kvray.store.arena.lease import Lease, PartRequest
 from kvray.store.arena.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
+    SLOT,
     chain,
     evict,
     find,
@@ -285,3 +286,23 @@ def test_places_name_the_blocks_that_a_lease_has_of_a_stretch(
         wanted = [entry for entry in leased if entry[0] == one.part and first <= entry[1] < stop]
         assert leased[places] == wanted
         assert not wanted or wanted[0][1] == block
+
+
+def test_a_block_of_another_size_counts_as_missing(tables: Tables) -> None:
+    keys = chain(4)
+    put(tables, keys[:3])
+    put(tables, keys[3:], block_bytes=SLOT - 8)
+    packed = key_index.pack_keys(keys)
+
+    def run(*requests: PartRequest) -> int:
+        found, slots = lease.match(tables, packed, requests)
+        assert all(len(one) <= found for one in slots.values())
+        return found
+
+    assert run(PartRequest(0)) == 4
+    assert run(PartRequest(0, None, SLOT)) == 3
+    assert run(PartRequest(0, None, SLOT - 8)) == 0
+    assert run(PartRequest(0), PartRequest(0, None, SLOT)) == 3
+    assert run(PartRequest(0, 1, SLOT)) == 3  # a window
+    assert run(PartRequest(0, 1, SLOT - 8)) == 4
+    assert run(PartRequest(0, 2, SLOT - 8)) == 0
