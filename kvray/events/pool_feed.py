@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import zmq
-
 from kvray.events.message import Event
 from kvray.events.native import NativePool
 from kvray.events.outlet import Outlet
+from kvray.events.zmtp import endpoint
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -41,11 +40,10 @@ class PoolFeed:
         # Above the numbers of a publisher that had these ports before.
         self._outlet = Outlet(self._pool, first=time.time_ns() // 1_000_000)
         try:
-            self._outlet.bind(f"tcp://{host}:*", f"tcp://{host}:*")
+            live, replay = self._outlet.bind(endpoint(host, 0), endpoint(host, 0))
         except BaseException:
             self._outlet.close()
             raise
-        live, replay = (str(one.get_string(zmq.LAST_ENDPOINT)) for one in self._outlet.sockets())
         self.metadata = {
             "endpoint": live,
             "replay_endpoint": replay,

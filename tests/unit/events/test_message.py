@@ -76,7 +76,9 @@ def test_events_as_lists_and_hashes_as_bytes_are_read_and_what_is_new_is_passed_
     assert first == BlockStored(
         block_hashes=(b"\x01",), token_ids=(7, 8), block_size=2, medium="GPU"
     )
-    assert second == BlockStored(block_hashes=(1,), token_ids=(), block_size=16)
+    assert second == BlockStored(
+        block_hashes=(1,), token_ids=(), block_size=16, kv_cache_spec_kind="mla"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """TensorRT-LLM's own events, in the shapes of its versions, as routers read them."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
 from kvray.events.native import NativePool
+from kvray.events.outlet import Content
 from kvray.events.pool_content import PoolContent, chain_digests
 from tests.unit.events.publisher import packed
 
@@ -66,7 +68,16 @@ class Engine:
         return {"event_id": number, "data": data, **ranked, **more}
 
     def leading(self, tokens: list[int]) -> int:
-        return self.content.leading(chain_digests(packed(tokens), block_size=BLOCK))
+        digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
+        return self.content.num_tokens(digests) // BLOCK
+
+
+def pages(content: Content, step: int) -> Iterator[Sequence[Event]]:
+    """Yield all pages of a content."""
+    place: int | None = 0
+    while place is not None:
+        events, place = content.page(place, step)
+        yield events
 
 
 def test_stored_blocks_of_a_chain_are_one_event() -> None:
@@ -189,7 +200,7 @@ def test_a_snapshot_of_any_moment_gives_what_all_events_give(data: st.DataObject
             new = data.draw(st.integers(0, 2))
             engine.tell(updated(data.draw(st.sampled_from(held)), 0, new))
     again = PoolContent(blocks_max=1000)
-    for events in engine.pool.stored(data.draw(st.integers(1, 4))):
+    for events in pages(engine.pool, data.draw(st.integers(1, 4))):
         again.apply(Batch(at=0.0, events=events))
     assert again.digests == engine.content.digests
     assert len(again) == len(engine.content) == engine.pool.num_blocks() == len(chains) - 1

@@ -37,10 +37,11 @@ class Held:
     def num_blocks(self) -> int:
         return len(self.blocks)
 
-    def stored(self, step: int):
-        blocks = list(self.blocks)
-        for at in range(0, len(blocks), step):
-            yield [stored(block) for block in blocks[at : at + step] if block in self.blocks]
+    def page(self, after: int, step: int):
+        """The place is the number of the block before, as blocks are stored in their order."""
+        ahead = sorted(block for block in self.blocks if block >= after)
+        end = ahead[step] if step < len(ahead) else None
+        return [stored(block) for block in ahead[:step]], end
 
 
 class Publisher:
@@ -186,7 +187,7 @@ def test_a_subscriber_of_an_earlier_run_loses_what_the_new_one_lacks():
 
 
 def test_clients_that_do_not_read_their_replays_hold_nobody_up():
-    blocks = range(400 * BATCH_BLOCKS)
+    blocks = range(100 * BATCH_BLOCKS)
     with published(*blocks) as publisher, zmq.Context() as context, ExitStack() as stack:
         for _ in range(30):
             stuck = stack.enter_context(context.socket(zmq.DEALER))

@@ -34,7 +34,8 @@ def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -
 
 
 def leading(made: PoolContent, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
-    return made.leading(chain_digests(packed(tokens), block_size=BLOCK, salt=salt))
+    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK, salt=salt)}
+    return made.num_tokens(digests) // BLOCK
 
 
 def test_a_prompt_finds_its_leading_blocks_over_several_events() -> None:
@@ -42,7 +43,7 @@ def test_a_prompt_finds_its_leading_blocks_over_several_events() -> None:
     assert leading(made) == 3
     assert leading(made, PROMPT[:7]) == 1
     assert leading(made, [0, *PROMPT]) == 0
-    assert made.block_size == BLOCK
+    assert made.block_sizes == {BLOCK}
 
 
 def test_a_removed_block_and_all_behind_it_are_not_found() -> None:

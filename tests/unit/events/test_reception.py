@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=6).map(
 
 def reception(*, can_replay: bool = True, pending_max: int = 8) -> Reception:
     content = PoolContent(blocks_max=10_000)
-    return Reception(content, can_replay=can_replay, pending_max=pending_max)
+    return Reception(content, can_replay=can_replay, pending_max=pending_max, pending_bytes=2**20)
 
 
 def ask(made: Reception, publisher: Publisher) -> int | None:

@@ -166,9 +166,10 @@ class Held:
     def num_blocks(self) -> int:
         return len(self._publisher.blocks)
 
-    def stored(self, step: int) -> Iterator[list[Event]]:
-        for block in self._publisher.blocks:
-            yield [self._publisher.event(block)]
+    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
+        blocks = [*self._publisher.blocks]
+        more = after + 1 if after + 1 < len(blocks) else None
+        return [self._publisher.event(block) for block in blocks[after : after + 1]], more
 
 
 def test_our_own_publisher_is_followed_from_its_snapshot_on(
