@@ -19,6 +19,8 @@ from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seco
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
 """What a tenant may be called."""
 
+_EVENTS_MIN, _EVENTS_MAX = 16 * 2**20, 256 * 2**20
+
 TenantName = Annotated[str, Field(pattern=rf"^{TENANT_NAME}$")]
 
 
@@ -298,6 +300,12 @@ class KVRayConfig(_Section):
                 " set security.tenant_quota in place of arena.namespace_quota and arena.quotas"
             )
         return self
+
+    @property
+    def events_bytes(self) -> int:
+        """Bytes that KV events may take beside the arena."""
+        share = min(_EVENTS_MAX, max(_EVENTS_MIN, self.arena.capacity // 64))
+        return 0 if self.events.port is None else share
 
     @property
     def node_dir(self) -> Path:

@@ -153,6 +153,8 @@ class Replicas:
         namespace = reader.namespace
         # Computed now: a bad namespace must fail its own engine, not a later status.
         digest = namespace.digest().hex()[:8]
+        for name in ("tokens_per_block", "part_bytes", "num_parts"):
+            checked(_SIZE, getattr(namespace, name), name)
         if not isinstance(namespace.model, str):
             raise ConfigError(f"A namespace's model must be a text, not {namespace.model!r}.")
         length = sum(len(str(value)) for value in namespace.to_wire().values())

@@ -36,6 +36,10 @@ SIZE = NAMESPACE.tokens_per_block
 MINE = replace(NAMESPACE, part_bytes=SLOT)
 
 
+def settings(host: str = "127.0.0.1") -> EventSettings:
+    return EventSettings(host=host, port=free_port(), bytes_max=2**25)
+
+
 class Engine:
     """The link of an engine, which tells the tokens of its prompts."""
 
@@ -81,7 +85,7 @@ def start(make_shard: StartShard) -> Callable[..., Shard]:
     """Starts a shard that publishes KV events, on free ports."""
 
     def start(**changes: Any) -> Shard:
-        events = EventSettings(host="127.0.0.1", port=free_port())
+        events = settings()
         made = make_shard(**{"events": events, "policy": "lru", "admission": "all", **changes})
         wait_until_serving(made)
         return made
@@ -231,7 +235,7 @@ def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
 def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(
     start: Any, join: Any, directory: Path
 ) -> None:
-    events = EventSettings(host="127.0.0.1", port=free_port())
+    events = settings()
     shard, engine = start(events=events), join()
     keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -264,7 +268,9 @@ def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
 
         sub.read_until(has(keys))
 
-    assert (directory / EVENTS_FILE).stat().st_mode & 0o777 == 0o600
+        files = [*directory.glob(f"{EVENTS_FILE}*")]
+        assert len(files) == 3, "SQLite's companions are there while it is used"
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
