@@ -65,6 +65,11 @@ class NativePool:
         """Return how many blocks there are."""
         return len(self._blocks)
 
+    def clear(self) -> None:
+        """Know of no block any more."""
+        for kept in (self._blocks, self._numbers, self._hashes):
+            kept.clear()
+
     def page(self, after: int, step: int) -> tuple[Sequence[Event], int | None]:
         """Return events that store the next `step` blocks or so; see `Content.page`."""
         start = bisect_right(self._numbers, after)
@@ -114,8 +119,7 @@ class NativePool:
         self._last[rank] = number
         self.num_gaps += is_gap
         if self._blocks and (is_gap or window > self._window):
-            for kept in (self._blocks, self._numbers, self._hashes):
-                kept.clear()
+            self.clear()
             yield AllBlocksCleared()
         self._window = max(window, self._window)
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvray.events.message import Event
+from kvray.events.message import AllBlocksCleared, Event
 from kvray.events.native import NativePool
 from kvray.events.outlet import Outlet
 from kvray.events.zmtp import endpoint
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.05
+_POLL_S, _BUSY_S = 0.05, 0.002
+_AGAIN_S = 1.0
 _EVENTS = 64  # in a batch
 
 
@@ -64,9 +65,15 @@ class PoolFeed:
 
     def _run(self) -> None:
         try:
-            while not self._is_over.wait(0 if self._outlet.is_busy else _POLL_S):
-                self._publish(self._pool.take(self._drained()))
-                self._outlet.serve(time.monotonic())
+            while not self._is_over.wait(_BUSY_S if self._outlet.is_busy else _POLL_S):
+                try:
+                    self._publish(self._pool.take(self._drained()))
+                    self._outlet.serve(time.monotonic())
+                except Exception:  # noqa: BLE001 - a defect must not end what routers hear
+                    _log.exception("KV events begin again, after a defect")
+                    self._pool.clear()
+                    self._outlet.publish([AllBlocksCleared()])
+                    self._is_over.wait(_AGAIN_S)
         finally:
             self._outlet.close()
 

@@ -37,6 +37,7 @@ _REPLAY_S = 5.0  # how long a replay may bring nothing
 _RETRY_S, _RETRY_MAX_S = 1.0, 30.0
 _CONNECT_S = 10.0  # how long a publisher may take to be there
 _RECONNECT_S, _RECONNECT_MAX_S = 0.1, 5.0
+_FAILURES_SAID = 5  # in a row, before the log has a word of it
 _RESOLVERS = 4  # names that are looked up at once
 
 
@@ -219,11 +220,12 @@ class _Line:
         greeting: bytes | None = None,
     ) -> None:
         """Connect to `address`, and send `greeting` each time; ConfigError: it is no address."""
+        self._address = address
         self._host, self._port = parse_endpoint(address)
         self._selector, self._resolver = selector, resolver
         self._kind, self._greeting = kind, greeting
         self._lookup: Future[list[Any]] | None = None
-        self._attempts = 0
+        self._attempts = self._failures = 0
         self._retry_at, self._retry_s = 0.0, _RECONNECT_S
         self._until = 0.0
         self._wire: Wire | None = None
@@ -240,8 +242,8 @@ class _Line:
             messages = self._receive(self._wire) if is_ready else []
             if not self.is_up and now > self._until:
                 raise TransferError("The publisher does not answer.")
-        except TransferError:
-            self.hang_up(now)
+        except TransferError as error:
+            self._fail(now, error)
             return []
         return messages
 
@@ -251,8 +253,8 @@ class _Line:
         try:
             self._wire.send(frames)
             self._watch(self._wire)
-        except TransferError:
-            self.hang_up(time.monotonic())
+        except TransferError as error:
+            self._fail(time.monotonic(), error)
 
     def hang_up(self, now: float) -> None:
         """Begin again, after a while."""
@@ -267,11 +269,17 @@ class _Line:
             self._wire.close()
         self._wire, self._events, self.is_up = None, 0, False
 
+    def _fail(self, now: float, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES_SAID:
+            _log.warning("Nothing is heard from the KV events at %s: %s", self._address, error)
+        self.hang_up(now)
+
     def _receive(self, wire: Wire) -> list[list[bytes]]:
         wire.flush()
         _, messages = wire.receive(_READ_BYTES)
         if wire.is_ready and not self.is_up:
-            self.is_up, self._retry_s = True, _RECONNECT_S
+            self.is_up, self._retry_s, self._failures = True, _RECONNECT_S, 0
             if self._greeting is not None:
                 wire.send([self._greeting])
         wire.flush()
@@ -294,8 +302,8 @@ class _Line:
             family, kind, protocol, _, place = found[self._attempts % len(found)]
             self._attempts += 1
             connection = socket.socket(family, kind, protocol)
-        except OSError:
-            self.hang_up(now)
+        except OSError as error:
+            self._fail(now, error)
             return
         self._wire = Wire(connection, self._kind, message_max=_MESSAGE_MAX)
         self._until = now + _CONNECT_S

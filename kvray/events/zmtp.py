@@ -27,7 +27,8 @@ _KEEPALIVE = (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KE
 
 def endpoint(host: str, port: int) -> str:
     """Return the address of a port, such as `tcp://10.0.0.7:5557` or `tcp://[::1]:5557`."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
 def parse_endpoint(address: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, native, pack
 from kvray.events.native import NativePool
 from kvray.events.outlet import Content
 from kvray.events.pool_content import PoolContent, chain_digests
@@ -166,6 +166,69 @@ def test_lists_and_json_are_taken_and_nonsense_is_counted() -> None:
     assert len(engine.pool.take([[first], json.dumps(second)])) == 2
     assert engine.pool.take([{"event_id": 2}, 7, {"event_id": 2, "data": {"type": "odd"}}]) == []
     assert engine.pool.num_unread == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        stored([2**64], [5] * 4),
+        stored([-(2**63) - 1], [5] * 4),
+        stored(["x" * 65], [5] * 4),  # type: ignore[list-item]
+        stored([2], [2**32] * 4),
+        stored([2], [-1] * 4),
+        stored([2], [5] * 4, level=-3),
+        stored([2], [5] * 4, level="host"),  # type: ignore[arg-type]
+        stored([2], [5] * 4, parent=2**64),
+        updated(1, 0, -3),
+        updated(2**64, 0, 1),
+        removed(2**64, -(2**70)),
+        {**removed(7), "block_hashes": 7},
+        {"type": ["stored"]},
+        {},
+        None,
+    ],
+)
+def test_an_event_that_makes_no_sense_costs_itself(bad: Any) -> None:
+    engine = Engine()
+    engine.tell(stored([1], [*range(4)]))
+    pack(Batch(at=0.0, events=engine.tell(bad)))  # what it means, if anything, can be sent
+    engine.tell(stored([3], [9] * 4))
+    assert engine.leading([*range(4)]) == engine.leading([9] * 4) == 1
+    assert engine.pool.num_blocks() == 2
+    assert engine.pool.num_gaps == 0
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        '{"event_id": 0, "da',
+        b"\xff",
+        "[" * 5000,
+        [[[[[[{}]]]]]],
+        {"event_id": -1},
+        {"event_id": "0"},
+    ],
+)
+def test_what_is_no_event_is_counted(item: Any) -> None:
+    pool = NativePool(block_size=BLOCK)
+    assert pool.take([item]) == []
+    assert pool.num_unread == 1
+
+
+def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken() -> None:
+    engine = Engine()
+    engine.tell(stored([1], [*range(4)]))
+    assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
+
+
+def test_there_is_an_end_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_BLOCKS_MAX", 3)
+    engine = Engine()
+    for number in range(1, 9):
+        engine.tell(stored([number], [number] * 4))
+    assert engine.pool.num_blocks() == 3
+    engine.tell(removed(1), stored([20], [20] * 4))
+    assert engine.leading([20] * 4) == 1
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
