@@ -186,12 +186,10 @@ class Reception:
 
     def _take(self, batch: Batch | None) -> None:
         self.num_applied += 1
-        try:
-            if batch is None:
-                raise ValueError("a batch in no form that is read")
-            self.content.apply(batch)
-        except ValueError:  # or what its blocks depend on is nested too deep
+        if batch is None:
             self.content.is_whole = False
+        else:
+            self.content.apply(batch)
 
 
 def _read(payload: bytes) -> Batch | None:

@@ -87,7 +87,7 @@ def questions_without_end(peer: socket.socket, rng: random.Random, until: float)
 
 def a_subscription_that_nobody_reads(peer: socket.socket, rng: random.Random, until: float) -> None:
     peer.sendall(GREETING + READY + frame(0, b"\x01"))
-    time.sleep(min(rng.uniform(0, 2), until - time.monotonic()))
+    time.sleep(max(0.0, min(rng.uniform(0, 2), until - time.monotonic())))
 
 
 def pings(peer: socket.socket, rng: random.Random, until: float) -> None:
@@ -97,7 +97,7 @@ def pings(peer: socket.socket, rng: random.Random, until: float) -> None:
 
 def silence(peer: socket.socket, rng: random.Random, until: float) -> None:
     peer.sendall(GREETING[: rng.randrange(65)])
-    time.sleep(min(rng.uniform(0, 1), until - time.monotonic()))
+    time.sleep(max(0.0, min(rng.uniform(0, 1), until - time.monotonic())))
 
 
 def nonsense(peer: socket.socket, rng: random.Random, until: float) -> None:

@@ -201,6 +201,19 @@ def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
     assert len(made.content) == 2
 
 
+def test_what_waits_for_a_replay_is_bounded_in_bytes() -> None:
+    content = PoolContent(blocks_max=10)
+    made = Reception(content, can_replay=True, pending_max=1000, pending_bytes=1000)
+    made.replay_begun()
+    for number in range(100):
+        made.live(number, bytes(90))
+    assert len(made._pending) == 11
+    made.live(0, bytes(90))  # another publisher's
+    for number in range(1, 100):
+        made.live(number, bytes(90))
+    assert len(made._pending) == 11
+
+
 def test_a_publisher_without_replays_is_followed_from_where_it_is() -> None:
     publisher, made = Publisher(log_max=100, has_snapshot=False), reception(can_replay=False)
     assert made.replay_from is None
