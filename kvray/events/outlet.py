@@ -51,7 +51,8 @@ _CLIENTS_MAX = 256  # of each of the two ports
 _REQUEST_MAX = 1024  # bytes of a message from a client
 _READ_BYTES, _READ_BYTES_PER_S, _READ_AHEAD_S = 512, 1024, 4.0
 """What is read of a client at a time, and in the long run; it may save some seconds up."""
-_ACCEPTS, _ACCEPT_S = 8, 0.02  # so many connections in so many seconds
+_WAITING_MAX = 1024  # connections that wait to be accepted
+_ACCEPTS, _ACCEPT_S = 32, 0.01  # so many connections in so many seconds, of each port
 _FIRST_S = 10.0  # how long a client may take to say what it is
 _REPLAYS_MAX = 16  # at a time; others wait
 _REPLAY_S, _STUCK_S = 60.0, 1.0
@@ -120,7 +121,9 @@ class Outlet:
         self._listeners: dict[str, socket.socket] = {}
         self._clients: set[_Client] = set()
         self._places = _places()
-        self._accept_at = self._look_at = 0.0
+        self._accept_at = {True: 0.0, False: 0.0}
+        """When new clients are heard next, on the port for what happens and on that for replays."""
+        self._look_at = 0.0
         self._unread: set[_Client] = set()
         """Those that have said too much for now."""
         self._asking: deque[_Client] = deque()
@@ -194,7 +197,7 @@ class Outlet:
         for key, events in self._selector.select(0):
             if isinstance(key.data, _Client):
                 self._hear(key.data, events, now)
-            elif now >= self._accept_at:
+            elif now >= self._accept_at[key.data]:
                 self._accept(key.fileobj, now, is_live=key.data)  # type: ignore[arg-type]
         for client in [one for one in self._unread if _may_be_read(one, now)]:
             self._unread.discard(client)
@@ -210,7 +213,7 @@ class Outlet:
             self._drop_idle(now)
 
     def _accept(self, listener: socket.socket, now: float, *, is_live: bool) -> None:
-        self._accept_at = now + _ACCEPT_S
+        self._accept_at[is_live] = now + _ACCEPT_S
         for _ in range(_ACCEPTS):
             try:
                 connection, address = listener.accept()
@@ -449,7 +452,9 @@ class Outlet:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             # All addresses of a node are those of both kinds.
             is_dual = host == "::" and socket.has_dualstack_ipv6()
-            listener = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
+            listener = socket.create_server(
+                (host, port), family=family, backlog=_WAITING_MAX, dualstack_ipv6=is_dual
+            )
         except OSError as error:
             raise ConfigError(
                 f"KV events cannot be published on {address} ({error.strerror})."

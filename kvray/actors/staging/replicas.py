@@ -196,10 +196,12 @@ class Replicas:
             entry.connection, entry.ended_at = None, self._clock()
         return Origin(replica=replica, rank=rank, namespace=entry.reader.namespace)
 
-    def reader(self, replica: str, rank: int) -> Reader | None:
-        """Return how a rank reads; None if it is not connected."""
+    def reader(self, replica: str, rank: int, connection: int | None = None) -> Reader | None:
+        """Return how a rank reads; None if it is not connected, or not on that `connection`."""
         entry = self._ranks.get((replica, rank))
-        return None if entry is None or entry.connection is None else entry.reader
+        if entry is None or entry.connection is None:
+            return None
+        return entry.reader if connection in (None, entry.connection) else None
 
     def readers(self, replica: str, ranks: Iterable[int]) -> dict[int, Reader]:
         """Return how the connected ones of `ranks` read."""

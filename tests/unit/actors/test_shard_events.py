@@ -298,6 +298,40 @@ def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
         sub.read_until(has(keys))
 
 
+def told(size: int) -> Any:
+    return publisher._Told(namespace=1, tokens_per_block=SIZE, chains=[], size=size)
+
+
+def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
+    waiting = publisher._Waiting()
+    loud = [told(publisher._TOLD_BYTES_PER_S) for _ in range(3)]
+    quiet = [told(1), told(1)]
+    for one in loud:
+        waiting.add(1, one)
+    for one in quiet:
+        waiting.add(2, one)
+    assert [waiting.take(at) for at in (0.0, 0.0, 0.0, 0.5)] == [loud[0], quiet[0], None, quiet[1]]
+    assert [waiting.take(at) for at in (0.9, 1.1, 1.2, 2.2, 9.0)] == [
+        *(None, loud[1], None, loud[2], None)
+    ]
+    assert not waiting._told
+    assert not waiting._sizes
+
+
+def test_of_too_much_the_connection_that_told_most_loses_its_latest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
+    waiting = publisher._Waiting()
+    first, second = told(40), told(40)
+    assert waiting.add(1, first)
+    assert waiting.add(1, second)
+    assert waiting.add(2, told(30)), "the other has to make room"
+    assert not waiting.add(2, told(31))
+    assert waiting.num_dropped == 2
+    assert waiting.take(0.0) is first
+
+
 def test_tokens_beyond_the_bound_are_dropped_and_counted(
     start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,13 +386,26 @@ def test_all_addresses_of_a_node_are_those_of_both_kinds(
         sub.read_until(has(keys))
 
 
-def says(directory: Path, **request: Any) -> dict[str, Any]:
-    """Return what the shard answers to one request on its socket."""
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(str(directory / SOCKET_FILE))
-        peer.sendall(wire.encode(request))
-        head = peer.recv(4, socket.MSG_WAITALL)
-        return wire.decode(peer.recv(wire.body_length(head), socket.MSG_WAITALL))
+class Peer:
+    """An end of the node's socket that says anything, registered as a replica."""
+
+    def __init__(self, directory: Path, replica: str = "p", namespace: Namespace = MINE) -> None:
+        self.replica = replica
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(directory / SOCKET_FILE))
+        self.ask(op="register", namespace=namespace.to_wire())
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Return the shard's answer."""
+        self._socket.sendall(wire.encode({"replica": self.replica, "rank": 0, **request}))
+        head = self._socket.recv(4, socket.MSG_WAITALL)
+        return wire.decode(self._socket.recv(wire.body_length(head), socket.MSG_WAITALL))
 
 
 HASH = bytes(8)
@@ -383,9 +430,10 @@ BAD_CHAINS = [
 
 def test_what_is_told_in_another_form_costs_itself(start: Any, join: Any, directory: Path) -> None:
     shard, engine = start(), join()
-    for chains in BAD_CHAINS:
-        answer = says(directory, op="describe", replica="r", rank=0, chains=chains)
-        assert answer["error"] == "ConfigError", chains
+    with Peer(directory) as peer:
+        for chains in BAD_CHAINS:
+            answer = peer.ask(op="describe", chains=chains)
+            assert answer["error"] == "ConfigError", chains
     keys = engine.prompt(1, 2)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
         store(arena, keys)
@@ -399,8 +447,8 @@ def test_who_registers_with_another_size_of_blocks_costs_itself(
 ) -> None:
     shard, engine = start(), join()
     namespace = {**MINE.to_wire(), "tokens_per_block": size}
-    answer = says(directory, op="register", replica="bad", rank=0, namespace=namespace)
-    assert not answer["ok"]
+    with Peer(directory) as peer:
+        assert not peer.ask(op="register", namespace=namespace)["ok"]
     keys = engine.prompt(1, 2)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
         store(arena, keys)
@@ -413,8 +461,19 @@ def test_chains_of_no_blocks_count_towards_what_waits(
 ) -> None:
     monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
     shard, _ = start(), join()
-    says(directory, op="describe", replica="r", rank=0, chains=[[b"", b"", b""]] * 100)
+    with Peer(directory) as peer:
+        peer.ask(op="describe", chains=[[b"", b"", b""]] * 100)
     assert shard.status()["events"]["dropped"] == 1
+
+
+def test_only_the_connection_of_a_rank_tells_its_tokens(
+    start: Any, join: Any, directory: Path
+) -> None:
+    start(), join("r")
+    with Peer(directory) as peer:
+        chains = [[b"", HASH, bytes(4 * SIZE)]]
+        assert peer.ask(op="describe", chains=chains)["describe"]
+        assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
 
 
 def test_of_too_many_namespaces_the_first_are_published(
@@ -476,11 +535,14 @@ def told_without_end(directory: Path, until: float) -> None:
     """Tell tokens of blocks that nobody stores, as fast as the shard takes them."""
     rng = random.Random(0)
     while time.monotonic() < until:
-        num = rng.choice([1, 20, 500])
-        chain = [rng.choice([b"", HASH]), rng.randbytes(8 * num), rng.randbytes(4 * SIZE * num)]
-        chains: Any = [chain] if rng.random() < 0.8 else rng.choice(BAD_CHAINS)
-        with contextlib.suppress(OSError):
-            says(directory, op="describe", replica="r", rank=0, chains=chains)
+        with contextlib.suppress(OSError), Peer(directory, f"p{rng.randrange(9)}") as peer:
+            for _ in range(rng.randrange(100)):
+                num = rng.choice([1, 20, 500])
+                parent = rng.choice([b"", HASH])
+                chain = [parent, rng.randbytes(8 * num), rng.randbytes(4 * SIZE * num)]
+                is_good = rng.random() < 0.8
+                chains: Any = [chain] if is_good else rng.choice(BAD_CHAINS)
+                peer.ask(op="describe", chains=chains)
 
 
 FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
@@ -506,7 +568,8 @@ def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
             teller = threading.Thread(target=told_without_end, args=(directory, until))
             teller.start()
             stack.callback(teller.join)
-        stack.enter_context(attacked(seconds, *attacked_ones))
+        else:
+            stack.enter_context(attacked(seconds, *attacked_ones))
         rounds, sizes, beats, waits = 0, [], [len(line.heard)], [0.0]
         while rounds < 3 or time.monotonic() < until:
             rounds += 1

@@ -339,7 +339,7 @@ class Many:
     EVENT = replace(stored(1), token_ids=[1] * 1000)
 
     def num_blocks(self) -> int:
-        return 100_000
+        return 10_000
 
     def page(self, after: int, step: int):
         return [self.EVENT] * step, after + step if after < self.num_blocks() else None

@@ -13,7 +13,7 @@ import selectors
 import sqlite3
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,7 @@ _PRUNE_S = 30.0
 _AGAIN_S = 10.0  # after an error of the file
 _NEWS_STEPS = 16  # batches before subscribers have their turn
 _WAITING_MAX = 64 * 2**20  # bytes of tokens that engines have told
+_TOLD_BYTES_PER_S = 4 * 2**20  # of one connection: a million tokens
 _PORTS_MAX = 64
 _NAMESPACES_MAX = 8  # each has batches for replays, and clients
 _JUMP = 10**6
@@ -77,6 +78,56 @@ class _Told:
     size: int
 
 
+class _Waiting:
+    """What engines have told and nobody has taken yet, by connection; for two threads.
+
+    Each connection has its turn, and a bounded speed. Of too much the one that told most loses
+    its latest, so an engine that tells what it computes is heard beside one that tells anything.
+    """
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._lock = threading.Lock()
+        self._told: dict[int, deque[_Told]] = {}
+        self._sizes: Counter[int] = Counter()
+        self._due: dict[int, float] = {}
+        """When a connection has its next turn."""
+
+    def add(self, connection: int, told: _Told) -> bool:
+        """Have something wait; False: there is no room for it."""
+        with self._lock:
+            self._told.setdefault(connection, deque()).append(told)
+            self._sizes[connection] += told.size
+            is_taken = True
+            while self._sizes.total() > _WAITING_MAX:
+                most = max(self._sizes, key=self._sizes.__getitem__)
+                is_taken &= self._pop(most, -1) is not told
+                self.num_dropped += 1
+            return is_taken
+
+    def take(self, now: float) -> _Told | None:
+        """Return what comes next; None: nothing, or not yet."""
+        with self._lock:
+            for connection in self._told:
+                if self._due.get(connection, 0.0) <= now:
+                    told = self._pop(connection, 0)
+                    if connection in self._told:  # the others first
+                        self._told[connection] = self._told.pop(connection)
+                    self._due = {one: at for one, at in self._due.items() if at > now}
+                    self._due[connection] = now + told.size / _TOLD_BYTES_PER_S
+                    return told
+            return None
+
+    def _pop(self, connection: int, at: int) -> _Told:
+        waiting = self._told[connection]
+        told = waiting[at]
+        del waiting[at]
+        self._sizes[connection] -= told.size
+        if not waiting:
+            del self._told[connection], self._sizes[connection]
+        return told
+
+
 class EventPublisher:
     """Of one shard that serves; `start`, then `close`."""
 
@@ -94,9 +145,7 @@ class EventPublisher:
         self._owner = owner
         self._store_now = store
         self._replicas = replicas
-        self._told: deque[_Told] = deque()
-        self._told_bytes = self._taken_bytes = 0  # each written by one thread
-        self._num_dropped = 0
+        self._told = _Waiting()
         self._generation = 0
         self._terms: dict[int, NamespaceTerms] = {}
         self._store: NvmeStore | None = None
@@ -119,7 +168,9 @@ class EventPublisher:
         if self._thread.is_alive():
             self._thread.join()
 
-    def describe(self, namespace: int, tokens_per_block: int, chains: Sequence[Any]) -> int:
+    def describe(
+        self, connection: int, namespace: int, tokens_per_block: int, chains: Sequence[Any]
+    ) -> int:
         """Take the tokens of blocks, from the event loop, and return the generation.
 
         A `namespace` is its `namespace_id`; the chains are as in `kvray.node.block_tokens`.
@@ -128,18 +179,14 @@ class EventPublisher:
         if not isinstance(chains, list | tuple):
             raise ConfigError("The tokens of blocks come as a list of (parent, hashes, tokens).")
         size = sum(check_chain(one, tokens_per_block=tokens_per_block) for one in chains)
-        if self._told_bytes - self._taken_bytes + size > _WAITING_MAX:
-            self._num_dropped += 1
-            return self._generation - 1  # so they are told again
         told = _Told(
             namespace=namespace,
             tokens_per_block=tokens_per_block,
             chains=chains,
             size=size,
         )
-        self._told_bytes += size
-        self._told.append(told)
-        return self._generation
+        is_taken = self._told.add(connection, told)
+        return self._generation if is_taken else self._generation - 1  # so they are told again
 
     @property
     def generation(self) -> int:
@@ -150,7 +197,7 @@ class EventPublisher:
         """Return figures, and the addresses of each replica; from any thread."""
         return {
             **self._figures,
-            "dropped": self._num_dropped,
+            "dropped": self._told.num_dropped,
             "problem": self._said_problem(),
             "replicas": {
                 replica: list(_addresses(self._settings.host, port))
@@ -217,7 +264,7 @@ class EventPublisher:
             self._generation = blocks.generation
             is_busy = blocks.is_behind
             if not is_busy:  # else what comes waits: tokens where they are, tiers in their tables
-                is_busy = self._take_told(blocks) | self._take_changes(blocks)
+                is_busy = self._take_told(blocks, now) | self._take_changes(blocks)
             is_busy |= self._tell(blocks)
             for outlet in self._outlets.values():
                 outlet.serve(now)
@@ -293,15 +340,16 @@ class EventPublisher:
             " events.host and events.port to others."
         )
 
-    def _take_told(self, blocks: DescribedBlocks) -> bool:
-        """Take what engines have told; return whether there is more."""
-        for _ in range(min(len(self._told), _NEWS_STEPS)):
-            told = self._told.popleft()
-            self._taken_bytes += told.size
+    def _take_told(self, blocks: DescribedBlocks, now: float) -> bool:
+        """Take what engines have told; return whether there may be more."""
+        for _ in range(_NEWS_STEPS):
+            told = self._told.take(now)
+            if told is None:
+                return False
             for chain in told.chains:
                 if not blocks.describe(told.namespace, told.tokens_per_block, chain):
-                    self._num_dropped += 1
-        return bool(self._told)
+                    self._told.num_dropped += 1
+        return True
 
     def _take_changes(self, blocks: DescribedBlocks) -> bool:
         """Note what has come to the tiers and left them; return whether there is more."""
