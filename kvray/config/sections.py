@@ -204,7 +204,7 @@ class EventsConfig(_Section):
     port: int | None = Field(default=None, ge=1024, le=65_000)
     """first port of a node's events: each replica has two; none: no events"""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """address that events are published on, with the token ids of prompts; 0.0.0.0: all of them"""
+    """address that events are published on, with the token ids of prompts; 0.0.0.0 or ::, all"""
 
 
 class SecurityConfig(_Section):
