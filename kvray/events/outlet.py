@@ -39,7 +39,7 @@ from kvray.events.message import (
     pack_sequence,
     unpack_sequence,
 )
-from kvray.events.zmtp import Wire, endpoint, parse_endpoint
+from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
 
 BATCH_BLOCKS = 128
 """Blocks in a batch, more only where a replay has too few numbers for its batches."""
@@ -52,7 +52,7 @@ _REQUEST_MAX = 1024  # bytes of a message from a client
 _READ_BYTES, _READ_BYTES_PER_S, _READ_AHEAD_S = 512, 1024, 4.0
 """What is read of a client at a time, and in the long run; it may save some seconds up."""
 _WAITING_MAX = 1024  # connections that wait to be accepted
-_ACCEPTS, _ACCEPT_S = 32, 0.01  # so many connections in so many seconds, of each port
+_ACCEPTS, _ACCEPT_S = 128, 0.02  # so many connections in so many seconds, of each port
 _FIRST_S = 10.0  # how long a client may take to say what it is
 _REPLAYS_MAX = 16  # at a time; others wait
 _REPLAY_S, _STUCK_S = 60.0, 1.0
@@ -219,13 +219,10 @@ class Outlet:
                 connection, address = listener.accept()
             except OSError:  # nobody else waits, or descriptors have run out
                 return
+            connection.setblocking(False)
             host = str(address[0])
             self._make_room(host, is_live=is_live)
-            try:
-                wire = Wire(connection, "XPUB" if is_live else "ROUTER", message_max=_REQUEST_MAX)
-            except OSError:  # it has gone already
-                connection.close()
-                continue
+            wire = Wire(connection, "XPUB" if is_live else "ROUTER", message_max=_REQUEST_MAX)
             client = _Client(wire, host, is_live, now)
             self._clients.add(client)
             self._wait_for(client, now)
@@ -459,7 +456,7 @@ class Outlet:
             raise ConfigError(
                 f"KV events cannot be published on {address} ({error.strerror})."
             ) from None
-        listener.setblocking(False)
+        prepare(listener)
         bound = endpoint(host, listener.getsockname()[1])
         self._listeners[bound] = listener
         self._selector.register(listener, selectors.EVENT_READ, is_live)

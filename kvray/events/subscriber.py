@@ -22,7 +22,7 @@ from kvray.errors import ConfigError, TransferError
 from kvray.events.message import END, pack_sequence, unpack_sequence
 from kvray.events.pool_content import PoolContent
 from kvray.events.reception import Reception
-from kvray.events.zmtp import Wire, parse_endpoint
+from kvray.events.zmtp import Wire, parse_endpoint, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -305,6 +305,7 @@ class _Line:
         except OSError as error:
             self._fail(now, error)
             return
+        prepare(connection)
         self._wire = Wire(connection, self._kind, message_max=_MESSAGE_MAX)
         self._until = now + _CONNECT_S
         connection.connect_ex(place)

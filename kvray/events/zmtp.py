@@ -44,6 +44,15 @@ def parse_endpoint(address: str) -> tuple[str, int]:
     raise ConfigError(f"{address!r:.200} is no address of KV events, such as tcp://HOST:PORT.")
 
 
+def prepare(connection: socket.socket) -> None:
+    """Set up a socket for `Wire`; what a listener accepts is set up as it is."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class Wire:
     """One connection; `kind` is the type of its own end, such as `SUB`.
 
@@ -52,12 +61,7 @@ class Wire:
     """
 
     def __init__(self, connection: socket.socket, kind: str, *, message_max: int) -> None:
-        """Begin to speak; a message of the peer may have so many bytes."""
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        """Begin to speak over a socket that never waits; its messages may have so many bytes."""
         self.is_ready = False
         """Whether the peer has said what it is."""
         self._socket = connection

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.errors import ConfigError, TransferError
-from kvray.events.zmtp import Wire, endpoint, parse_endpoint
+from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
 
 READY = b"\x04\x06\x05READY"
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
@@ -23,6 +23,9 @@ def connected() -> Iterator[tuple[Wire, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
+    for one in (accepted, other):
+        prepare(one)
+    other.setblocking(True)
     with other, closing(Wire(accepted, "ROUTER", message_max=MAX)) as wire:
         yield wire, other
 
@@ -70,6 +73,7 @@ def test_messages_arrive_whole_in_whatever_pieces(messages: list[list[bytes]], p
 @given(MESSAGES)
 def test_two_ends_understand_each_other(messages: list[list[bytes]]) -> None:
     with connected() as (wire, other), closing(Wire(other, "DEALER", message_max=10**6)) as second:
+        other.setblocking(False)
         heard: list[list[bytes]] = []
         for parts in messages:
             wire.send(parts)
