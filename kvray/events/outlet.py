@@ -23,7 +23,7 @@ import resource
 import selectors
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -54,9 +54,7 @@ _READ_BYTES, _READ_BYTES_PER_S, _READ_AHEAD_S = 512, 1024, 4.0
 _WAITING_MAX = 1024  # connections that wait to be accepted
 _ACCEPTS, _ACCEPT_S = 128, 0.02  # so many connections in so many seconds, of each port
 _FIRST_S = 10.0  # how long a client may take to say what it is
-_REPLAYS_MAX = 16  # at a time; others wait
-_REPLAY_S, _STUCK_S = 60.0, 1.0
-"""How long a replay may get no batch rid; and while others wait for its place."""
+_REPLAY_S = 60.0  # how long a replay may get no batch rid
 _STEP = 16  # batches of replays, or of one client's backlog, before others have their turn
 _GREET_S = 0.1  # between two batches for new subscriptions
 _SNAPSHOT_S = 30.0  # between two snapshots for all
@@ -92,9 +90,10 @@ class _Client:
     """The number of the batch that it gets next; None: it has not subscribed."""
     route: list[bytes] = field(default_factory=list)
     """The empty frame, if its question had one."""
-    start: int | None = None
-    """The number that it asks from, until its turn comes."""
     replay: Iterator[tuple[int, bytes]] | None = None
+    """What is left of the answer to it."""
+    num_got: int = 0
+    """Batches of replays that it has got so far."""
     waits_for: int = 0
     """The events of its socket that are waited for."""
 
@@ -126,8 +125,7 @@ class Outlet:
         self._look_at = 0.0
         self._unread: set[_Client] = set()
         """Those that have said too much for now."""
-        self._asking: deque[_Client] = deque()
-        self._replays: deque[_Client] = deque()
+        self._replays: set[_Client] = set()
         self._pages: dict[tuple[int, int], _Page] = {}
         """By their place and step; the oldest first."""
         self._snapshot: int | None = None
@@ -155,7 +153,7 @@ class Outlet:
     def is_busy(self) -> bool:
         """Whether `serve` has more to do than what comes in."""
         waits = any(not one.wire.is_sending for one in self._replays)
-        waits = waits or bool(self._asking) or self._snapshot is not None or self._is_greeting
+        waits = waits or self._snapshot is not None or self._is_greeting
         return waits or any(
             one.next is not None and one.next <= self._log.last and not one.wire.is_sending
             for one in self._clients
@@ -244,7 +242,7 @@ class Outlet:
                 key=lambda one: (
                     crowds[one.host],
                     not one.wire.is_ready,
-                    one.next is None and one.replay is None and one.start is None,
+                    one.next is None and one.replay is None,
                     one.wire.is_sending,
                     -one.moved_at if one.wire.is_sending or one.next is None else one.moved_at,
                 ),
@@ -282,9 +280,8 @@ class Outlet:
         with contextlib.suppress(TransferError):
             start = unpack_sequence(number)
             if route in ([], [b""]):
-                client.route, client.start = route, max(0, start)
-                if client not in self._asking:
-                    self._asking.append(client)
+                client.route, client.replay = route, self._since(max(0, start))
+                self._replays.add(client)
 
     def _greet(self, now: float) -> None:
         """Send new subscriptions a batch, one for all that came since the last one."""
@@ -314,31 +311,28 @@ class Outlet:
             self._wait_for(client, now)
 
     def _send_replays(self, now: float) -> None:
-        """Go on with the replays, in turn, those whose clients have taken what they got."""
-        while self._asking and len(self._replays) < _REPLAYS_MAX:
-            client = self._asking.popleft()
-            client.replay, client.start = self._since(client.start or 0), None
-            client.moved_at = now
-            self._replays.append(client)
+        """Go on with the replays whose clients take what they get, who has got least first.
+
+        So who asks again and again waits for who asks once.
+        """
         for _ in range(_STEP):
-            client = next((one for one in self._replays if not one.wire.is_sending), None)
+            able = (one for one in self._replays if not one.wire.is_sending)
+            client = min(able, key=lambda one: one.num_got, default=None)
             if client is None:
                 break
-            self._replays.remove(client)
             assert client.replay is not None
             number, payload = next(client.replay)
+            client.num_got, client.moved_at = client.num_got + 1, now
+            if number == END:
+                client.replay = None
+                self._replays.discard(client)
+                self.num_replays += 1
             try:
                 client.wire.send([*client.route, pack_sequence(number), payload])
             except TransferError:
                 self._drop(client)
-                continue
-            client.moved_at = now
-            if number == END:
-                client.replay = None
-                self.num_replays += 1
             else:
-                self._replays.append(client)
-            self._wait_for(client, now)
+                self._wait_for(client, now)
 
     def _since(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Yield number and batch of what has happened from `start` on, and then the end."""
@@ -400,19 +394,16 @@ class Outlet:
         """Drop who does not say what it is, or takes nothing of a replay."""
         for client in tuple(self._clients):
             is_late = not client.wire.is_ready and now > client.moved_at + _FIRST_S
-            patience_s = _STUCK_S if self._asking else _REPLAY_S
-            if is_late or (client.replay is not None and now > client.moved_at + patience_s):
+            if is_late or (client.replay is not None and now > client.moved_at + _REPLAY_S):
                 self._drop(client)
 
     def _drop(self, client: _Client) -> None:
         self._clients.discard(client)
         self._unread.discard(client)
-        for line in (self._asking, self._replays):
-            with contextlib.suppress(ValueError):
-                line.remove(client)
+        self._replays.discard(client)
         if client.waits_for:
             self._selector.unregister(client.wire)
-        client.next = client.replay = client.start = None
+        client.next = client.replay = None
         client.waits_for = 0
         client.wire.close()
 
@@ -424,7 +415,7 @@ class Outlet:
         waits_for = 0
         if client.wire.is_sending:
             waits_for = selectors.EVENT_WRITE
-        elif client.replay is None and client.start is None:
+        elif client.replay is None:
             if _may_be_read(client, now):
                 waits_for = selectors.EVENT_READ
             else:

@@ -446,24 +446,42 @@ def test_who_never_says_what_it_is_is_hung_up_on(still):
     assert not still.is_there(peer)
 
 
-def test_a_replay_that_nobody_takes_makes_room_for_one_that_waits(still, monkeypatch):
-    monkeypatch.setattr(outlet_module, "_REPLAYS_MAX", 1)
-    monkeypatch.setattr(outlet_module, "_PAGES_MAX", 1)
+ASKS = frame(1, b"") + frame(0, bytes(8))
+END = frame(1, pack_sequence(-1)) + frame(0, b"")
+
+
+def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
     still.outlet._content = Many()
     still.outlet.publish([])
-    asks = GREETING + READY + frame(1, b"") + frame(0, bytes(8))
     stuck = socket.socket()
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     stuck.connect(still.places["replay"])
     still.peers.append(stuck)
-    stuck.sendall(asks)
+    stuck.sendall(GREETING + READY + ASKS)
     while not any(one.wire.is_sending for one in still.outlet._replays):
         still.serve(1)
     (client,) = still.outlet._replays
-    second = still.join("replay", says=asks)
-    still.serve(3, step_s=1.0)
+    second = still.join("replay", says=GREETING + READY + ASKS)
+    assert still.drain(second).endswith(END)
+    assert client in still.outlet._clients
+    still.serve(2, step_s=61.0)
     assert client not in still.outlet._clients
-    assert still.drain(second).endswith(frame(1, pack_sequence(-1)) + frame(0, b""))
+
+
+def test_who_asks_once_is_served_before_who_asks_again_and_again(still):
+    still.outlet.publish([])
+    greedy = still.join("replay", says=GREETING + READY + ASKS)
+    for _ in range(20):
+        still.drain(greedy)
+        greedy.sendall(ASKS)
+    still.serve(1)
+    still.join("replay", says=GREETING + READY)
+    (first,) = (one for one in still.outlet._clients if one.num_got)
+    (second,) = (one for one in still.outlet._clients if not one.num_got)
+    for client in (first, second):
+        still.outlet._take_question(client, [b"", bytes(8)])
+    still.serve(1)
+    assert second.replay is None, "it has got all of it"
 
 
 def test_replays_side_by_side_share_what_is_made_for_them(still):
@@ -471,7 +489,7 @@ def test_replays_side_by_side_share_what_is_made_for_them(still):
     page = still.held.page
     still.held.page = lambda after, step: asked.append(after) or page(after, step)
     still.outlet.publish([])
-    asks = GREETING + READY + frame(1, b"") + frame(0, bytes(8))
+    asks = GREETING + READY + ASKS
     peers = [still.join("replay", says=asks) for _ in range(5)]
     for peer in peers:
         still.drain(peer)
