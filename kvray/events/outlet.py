@@ -194,7 +194,8 @@ class Outlet:
         """Hear clients, and send what they have room for; `now` is monotonic, in seconds."""
         for key, events in self._selector.select(0):
             if isinstance(key.data, _Client):
-                self._hear(key.data, events, now)
+                if key.data in self._clients:  # it may just have lost its place
+                    self._hear(key.data, events, now)
             elif now >= self._accept_at[key.data]:
                 self._accept(key.fileobj, now, is_live=key.data)  # type: ignore[arg-type]
         for client in [one for one in self._unread if _may_be_read(one, now)]:
