@@ -89,7 +89,7 @@ class PoolFeed:
 
     def _drained(self) -> Iterable[Any]:
         try:
-            found = self._drain()
+            found = [*self._drain()]
         except Exception as error:  # noqa: BLE001 - the engine has none yet, or its own defect
             if not self._has_failed:
                 self._has_failed = True
