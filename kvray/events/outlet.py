@@ -317,10 +317,10 @@ class Outlet:
         So who asks again and again waits for who asks once.
         """
         for _ in range(_STEP):
-            able = (one for one in self._replays if not one.wire.is_sending)
-            client = min(able, key=lambda one: one.num_got, default=None)
-            if client is None:
+            able = [one for one in self._replays if not one.wire.is_sending]
+            if not able:
                 break
+            client = min(able, key=lambda one: one.num_got)
             assert client.replay is not None
             number, payload = next(client.replay)
             client.num_got, client.moved_at = client.num_got + 1, now
