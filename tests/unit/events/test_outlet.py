@@ -411,6 +411,13 @@ def test_a_newcomer_gets_the_place_of_one_that_has_not_said_what_it_is(crowded):
     assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
 
 
+def test_who_waits_for_a_question_to_ask_keeps_its_place_before_who_says_nothing(crowded):
+    first, second = (crowded.join("replay") for _ in range(2))
+    silent = crowded.join("replay", says=GREETING[:20])
+    third = crowded.join("replay")
+    assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
+
+
 def test_a_newcomer_gets_the_place_of_one_that_has_not_subscribed(crowded):
     idle = crowded.join()
     first, second, third = (crowded.join(says=SUBSCRIBED) for _ in range(3))
