@@ -62,7 +62,7 @@ def decode(body: bytes) -> dict[str, Any]:
             strict_map_key=False,
             max_array_len=_ITEMS_MAX,
             max_map_len=_ITEMS_MAX,
-            list_hook=(counted := _at_most(_ITEMS_MAX)),
+            list_hook=(counted := at_most(_ITEMS_MAX)),
             object_hook=counted,
         )
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
@@ -74,7 +74,7 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
-def _at_most(left: int) -> Callable[[Any], Any]:
+def at_most(left: int) -> Callable[[Any], Any]:
     """Return a function that lets so many things pass, and refuses all after them."""
 
     def count(value: Any) -> Any:

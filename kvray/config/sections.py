@@ -20,6 +20,8 @@ WEIGHTS_VERSION_MAX = 256  # characters
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
 """What a tenant may be called."""
 
+_EVENTS_MIN, _EVENTS_MAX = 16 * 2**20, 256 * 2**20
+
 TenantName = Annotated[str, Field(pattern=rf"^{TENANT_NAME}$")]
 
 
@@ -206,7 +208,7 @@ class EventsConfig(_Section):
     port: int | None = Field(default=None, ge=1024, le=65_000)
     """first port of a node's events: each replica has two; none: no events"""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """address that events are published on, with the token ids of prompts; 0.0.0.0: all of them"""
+    """address that events are published on, with the token ids of prompts; 0.0.0.0 or ::, all"""
 
 
 class SecurityConfig(_Section):
@@ -302,6 +304,12 @@ class KVRayConfig(_Section):
                 " set security.tenant_quota in place of arena.namespace_quota and arena.quotas"
             )
         return self
+
+    @property
+    def events_bytes(self) -> int:
+        """Bytes that KV events may take beside the arena."""
+        share = min(_EVENTS_MAX, max(_EVENTS_MIN, self.arena.capacity // 64))
+        return 0 if self.events.port is None else share
 
     @property
     def node_dir(self) -> Path:

@@ -2,13 +2,15 @@
 
 import http.client
 import json
+import time
 import urllib.request
 from typing import Any
 
 from kvray.errors import TransferError
 
 _TIMEOUT_S = 4.0  # 1.x waits two seconds for an event before it answers that there is none
-_BYTES_MAX = 256 * 2**20
+_BYTES_MAX = 64 * 2**20
+_PIECE = 2**16
 
 
 class HttpDrain:
@@ -34,9 +36,21 @@ class HttpDrain:
                         "This server streams the hashes of blocks without their tokens, and no"
                         " prompt can be found by them; use its ZMQ publisher."
                     )
-                found = json.loads(answer.read(_BYTES_MAX))
-        except (OSError, ValueError, http.client.HTTPException) as error:
+                found = json.loads(_body(answer, time.monotonic() + _TIMEOUT_S))
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise TransferError(f"{self._request.full_url} gives no KV events ({error}).") from None
         if not isinstance(found, list):
             raise TransferError(f"{self._request.full_url} gives {type(found).__name__}, no list.")
         return found
+
+
+def _body(answer: http.client.HTTPResponse, until: float) -> bytes:
+    """Return an answer's body; TimeoutError or ValueError: it has no end, in time or in bytes."""
+    body = bytearray()
+    while piece := answer.read1(_PIECE):
+        body += piece
+        if len(body) > _BYTES_MAX:
+            raise ValueError(f"more than {_BYTES_MAX >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError("it takes too long")
+    return bytes(body)

@@ -1,7 +1,7 @@
 """The messages of KV events, in the format that vLLM began and TensorRT-LLM and Dynamo share; pure.
 
-A batch is msgpack, `[timestamp, [event, ...], dp_rank]`. An event is a map with its `type`; older
-publishers send a list that begins with it. See docs/kv_events.md.
+A batch is msgpack, `[timestamp, [event, ...], dp_rank]`, or a map of them. An event is a map with
+its `type`; older publishers send a list that begins with it. See docs/kv_events.md.
 """
 
 import struct
@@ -13,13 +13,21 @@ import msgpack
 from pydantic import Field, TypeAdapter
 
 from kvray.errors import TransferError
+from kvray.wire import at_most
 
 HOST_MEDIUM, DISK_MEDIUM, GPU_MEDIUM = "CPU", "STORAGE", "GPU"
 END = -1
 """The sequence number that ends a replay."""
+HASH_BYTES_MAX = 64
+_LISTS_MAX = 100_000
+"""Lists and maps of a batch: empty ones take 50 times their bytes."""
 _SEQUENCE = struct.Struct(">q")
 
-_Hash = Annotated[int, Field(ge=-(2**63), lt=2**64)] | bytes
+_Hash = (
+    Annotated[int, Field(ge=-(2**63), lt=2**64)]
+    | Annotated[bytes, Field(max_length=HASH_BYTES_MAX)]
+)
+_Small = Annotated[int, Field(ge=0, lt=2**31)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -32,15 +40,20 @@ class BlockStored:
     """Of the block before the first; None: the first begins a prompt."""
     token_ids: Sequence[_Token]
     """Of all blocks end to end, `block_size` each."""
-    block_size: Annotated[int, Field(ge=1)]
+    block_size: Annotated[int, Field(ge=1, lt=2**31)]
     lora_id: int | None = None
     medium: str | None = None
     """`GPU`, `CPU` (host memory) or `STORAGE` (disk); None is the engine's own pool."""
     lora_name: str | None = None
     extra_keys: Sequence[Any] | None = None
     """For each block what else its hash depends on, in the publisher's form."""
-    group_idx: int | None = None
+    group_idx: _Small | None = None
     """The layer group, where a publisher tells them apart."""
+    kv_cache_spec_kind: str | None = None
+    """What the group's layers keep, such as `full_attention` or `mamba`; None: not said."""
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    """`LOCAL` or `REMOTE`, as the publisher sees the medium; None: local."""
     type: Literal["BlockStored"] = "BlockStored"
 
 
@@ -50,7 +63,8 @@ class BlockRemoved:
 
     block_hashes: Sequence[_Hash]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: _Small | None = None
+    locality: str | None = None
     type: Literal["BlockRemoved"] = "BlockRemoved"
 
 
@@ -67,12 +81,14 @@ _FIELDS = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
         *("lora_id", "medium", "lora_name", "extra_keys", "group_idx"),
+        *("kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
     ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
     "AllBlocksCleared": (),
 }
 """The fields of events that are lists, in their order."""
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+_RANK: TypeAdapter[int | None] = TypeAdapter(_Small | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +120,27 @@ def unpack(payload: bytes) -> Batch:
     TransferError: these bytes are no batch.
     """
     try:
-        at, events, *rest = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
+        read = msgpack.unpackb(
+            payload,
+            use_list=False,
+            strict_map_key=False,
+            max_ext_len=0,
+            list_hook=(counted := at_most(_LISTS_MAX)),
+            object_hook=counted,
+        )
+        if isinstance(read, dict):
+            read = read["ts"], read["events"], read.get("data_parallel_rank")
+        at, events, *rest = read
         named = [_named(event) for event in events]
         return Batch(
             at=float(at),
             events=tuple(_EVENT.validate_python(one) for one in named if one["type"] in _FIELDS),
-            dp_rank=None if not rest or rest[0] is None else int(rest[0]),
+            dp_rank=_RANK.validate_python(rest[0] if rest else None),
         )
-    except (TypeError, ValueError, KeyError, OverflowError, msgpack.UnpackException) as error:
+    except (
+        *(TypeError, ValueError, KeyError, OverflowError, RecursionError),
+        msgpack.UnpackException,
+    ) as error:
         raise TransferError(
             f"A KV event is not in the format that is read: {error}"[:500]
         ) from None

@@ -7,6 +7,7 @@ tells of them: no router could find them by their tokens.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from kvray.events.message import (
     DISK_MEDIUM,
     GPU_MEDIUM,
+    HASH_BYTES_MAX,
     HOST_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
@@ -23,10 +25,18 @@ from kvray.events.message import (
 
 _LEVELS = (GPU_MEDIUM, HOST_MEDIUM)
 _Hash = int | bytes
+_BLOCKS_MAX = 1_000_000
+"""Of blocks beyond them nothing is said; no engine has as many."""
+_RANKS_MAX = 4096
+_DEPTH_MAX = 4  # of lists in lists
+_BAD = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""What reading an event raises that is in no form that is known."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Block:
+    number: int
+    """Of blocks in the order in which they came: parents first."""
     parent: _Hash | None
     tokens: tuple[int, ...]
     holders: dict[int, str] = field(default_factory=dict)
@@ -34,13 +44,19 @@ class _Block:
 
 
 class NativePool:
-    """What the engine has, by its events; as large as the engine's own pool."""
+    """What the engine has, by its events; as large as the engine's own pool.
+
+    An event that cannot be read costs itself only.
+    """
 
     def __init__(self, *, block_size: int) -> None:
         self.num_gaps = 0
         self.num_unread = 0
         self._block_size = block_size
-        self._blocks: dict[_Hash, _Block] = {}  # parents first
+        self._blocks: dict[_Hash, _Block] = {}
+        # Numbers and hashes of blocks as they came, with some that have gone since.
+        self._numbers: list[int] = []
+        self._hashes: list[_Hash] = []
         self._window = 0
         self._last: dict[int, int] = {}
         """Rank -> the number of its latest event."""
@@ -49,12 +65,23 @@ class NativePool:
         """Return how many blocks there are."""
         return len(self._blocks)
 
-    def stored(self, step: int) -> Iterator[Sequence[Event]]:
-        """Yield events that store everything, about `step` blocks at a time."""
-        hashes = [*self._blocks]
-        for start in range(0, len(hashes), step):
-            part = [one for one in hashes[start : start + step] if one in self._blocks]
-            yield [*self._runs(part)]
+    def clear(self) -> None:
+        """Know of no block any more."""
+        for kept in (self._blocks, self._numbers, self._hashes):
+            kept.clear()
+
+    def page(self, after: int, step: int) -> tuple[Sequence[Event], int | None]:
+        """Return events that store the next `step` blocks or so; see `Content.page`."""
+        start = bisect_right(self._numbers, after)
+        end = start + step
+        here = zip(self._numbers[start:end], self._hashes[start:end], strict=True)
+        part = [
+            one
+            for number, one in here
+            if (block := self._blocks.get(one)) is not None and block.number == number
+        ]
+        more = self._numbers[end - 1] if end < len(self._numbers) else None
+        return [*self._runs(part)], more
 
     def take(self, items: Iterable[Any]) -> list[Event]:
         """Return what the engine's next events mean: maps, lists of them, or either as JSON.
@@ -62,27 +89,28 @@ class NativePool:
         Events that were lost take all that was known with them: some of it may be gone.
         """
         made: list[Event] = []
-        for event in _flat(items):
+        for event in _flat(items, _DEPTH_MAX):
             try:
                 made += self._take(event)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except _BAD:
                 self.num_unread += 1
         return made
 
     def _take(self, event: Mapping[str, Any]) -> Iterator[Event]:
-        data, rank = event["data"], event.get("attention_dp_rank") or 0
-        yield from self._follow(rank, event["event_id"], event.get("window_size") or 0)
-        if (event.get("window_size") or 0) < self._window:
+        data, window = event["data"], _number(event.get("window_size") or 0, 2**63)
+        rank = _number(event.get("attention_dp_rank") or 0, _RANKS_MAX)
+        yield from self._follow(rank, _number(event["event_id"], 2**63), window)
+        if window < self._window:
             return
         match data["type"]:
             case "stored":
                 yield from self._store(rank, data)
             case "removed":
-                yield from self._remove(rank, map(_hash, data["block_hashes"]))
+                yield from self._remove(rank, [*_hashes(data["block_hashes"])])
             case "updated" if data.get("cache_level") is not None:
                 block = _hash(data["block_hash"])
+                medium = _medium(data["cache_level"]["new_value"])
                 if block in self._blocks and rank in self._blocks[block].holders:
-                    medium = _medium(data["cache_level"]["new_value"])
                     yield from self._put(rank, [block], medium)
 
     def _follow(self, rank: int, number: int, window: int) -> Iterator[Event]:
@@ -91,7 +119,7 @@ class NativePool:
         self._last[rank] = number
         self.num_gaps += is_gap
         if self._blocks and (is_gap or window > self._window):
-            self._blocks.clear()
+            self.clear()
             yield AllBlocksCleared()
         self._window = max(window, self._window)
 
@@ -100,15 +128,42 @@ class NativePool:
         if data.get("lora_name") or (parent is not None and parent not in self._blocks):
             return
         hashes: dict[str, list[_Hash]] = {}
-        for one in data["blocks"]:
-            block = _Block(parent=parent, tokens=tuple(map(_token, one["tokens"])))
-            parent = _hash(one["block_hash"])
-            if parent is None or len(block.tokens) != self._block_size or not _is_plain(one):
-                break  # only the last one is partial, and what follows another is none of ours
-            self._blocks.setdefault(parent, block)
-            hashes.setdefault(_medium(one.get("cache_level", 0)), []).append(parent)
+        for own, tokens, medium in self._plain(data["blocks"]):
+            if own not in self._blocks:
+                if len(self._blocks) >= _BLOCKS_MAX:
+                    break
+                self._add(own, parent, tokens)
+            hashes.setdefault(medium, []).append(own)
+            parent = own
         for medium, found in hashes.items():
             yield from self._put(rank, found, medium)
+
+    def _plain(self, blocks: Iterable[Any]) -> Iterator[tuple[_Hash, tuple[int, ...], str]]:
+        """Yield hash, tokens and medium of blocks, up to one that is no full and plain one.
+
+        Only the last one is partial, and what follows another is none of ours.
+        """
+        for one in blocks:
+            try:
+                own, tokens = _hash(one["block_hash"]), tuple(map(_token, one["tokens"]))
+                medium = _medium(one.get("cache_level", 0))
+                if own is None or len(tokens) != self._block_size or not _is_plain(one):
+                    return
+            except _BAD:
+                self.num_unread += 1
+                return
+            yield own, tokens, medium
+
+    def _add(self, own: _Hash, parent: _Hash | None, tokens: tuple[int, ...]) -> None:
+        """Enter a new block, in no medium yet."""
+        if len(self._numbers) > 2 * len(self._blocks) + 1000:
+            held = [(block.number, one) for one, block in self._blocks.items()]
+            self._numbers[:] = [number for number, _ in held]
+            self._hashes[:] = [one for _, one in held]
+        number = self._numbers[-1] + 1 if self._numbers else 1
+        self._blocks[own] = _Block(number=number, parent=parent, tokens=tokens)
+        self._numbers.append(number)
+        self._hashes.append(own)
 
     def _put(self, rank: int, hashes: Sequence[_Hash], medium: str) -> Iterator[Event]:
         """Note that a rank has blocks in a medium, and no longer in another."""
@@ -123,10 +178,10 @@ class NativePool:
         for before, found in left.items():
             yield BlockRemoved(block_hashes=found, medium=before)
 
-    def _remove(self, rank: int, hashes: Iterable[_Hash | None]) -> Iterator[Event]:
+    def _remove(self, rank: int, hashes: Iterable[_Hash]) -> Iterator[Event]:
         gone: dict[str, list[_Hash]] = {}
         for one in hashes:
-            if one is None or (block := self._blocks.get(one)) is None:
+            if (block := self._blocks.get(one)) is None:
                 continue  # a partial one
             medium = block.holders.pop(rank, None)
             if medium is not None and medium not in block.holders.values():
@@ -161,28 +216,54 @@ class NativePool:
         )
 
 
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
+def _flat(items: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Yield events one by one; None for what is none."""
     for item in items:
         if isinstance(item, str | bytes):
-            yield from _flat([json.loads(item)])
-        elif isinstance(item, list | tuple):
-            yield from _flat(item)
+            try:
+                item = json.loads(item)  # noqa: PLW2901 - the same in another form
+            except (ValueError, RecursionError):
+                item = None  # noqa: PLW2901
+        if isinstance(item, list | tuple) and depth:
+            yield from _flat(item, depth - 1)
         else:
             yield item
 
 
 def _hash(given: Any) -> _Hash | None:
     """Return a block's hash; text becomes bytes, as a message has numbers and bytes."""
-    if given is None or isinstance(given, int | bytes):
-        return given
-    return str(given).encode()
+    if given is None:
+        return None
+    own = given if isinstance(given, int | bytes) else str(given).encode()
+    if len(own) > HASH_BYTES_MAX if isinstance(own, bytes) else not -(2**63) <= own < 2**64:
+        raise ValueError("a hash has 64 bits, or some bytes")
+    return own
+
+
+def _hashes(given: Iterable[Any]) -> Iterator[_Hash]:
+    """Yield those that can be of a block that is known."""
+    for one in given:
+        try:
+            own = _hash(one)
+        except ValueError:
+            continue
+        if own is not None:
+            yield own
+
+
+def _number(given: Any, end: int) -> int:
+    """Return a number from 0 to below `end`; ValueError: it is none."""
+    if not isinstance(given, int) or not 0 <= given < end:
+        raise ValueError(f"{given!r:.40} is no number below {end}")
+    return given
 
 
 def _token(given: Any) -> int:
-    return int(given["token_id"] if isinstance(given, Mapping) else given)
+    return _number(given["token_id"] if isinstance(given, Mapping) else given, 2**32)
 
 
-def _medium(level: int) -> str:
+def _medium(level: Any) -> str:
+    level = _number(level, 2**31)
     return _LEVELS[level] if level < len(_LEVELS) else DISK_MEDIUM
 
 

@@ -6,7 +6,7 @@ tokens and those before it, which a router makes of a prompt in the same way.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -28,8 +28,17 @@ _NEAR = _MEDIA[GPU_MEDIUM] | _MEDIA[HOST_MEDIUM]
 """Media that an engine reads far faster than it computes."""
 TOKEN_BYTES = 4
 
+_FULL_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""What a layer group keeps that every prompt can begin with; None: a publisher that tells no kinds.
+
+Of a window or a state an engine keeps some places of a prompt, so their blocks say little.
+"""
+_GROUPS_MAX = 64
+
 _Key = tuple[int | None, int | None, int | bytes]
 """Data-parallel rank, layer group, and the publisher's hash."""
+_Group = tuple[int | None, int]
+"""Layer group and tokens in a block."""
 
 
 def chain_digests(packed: bytes, *, block_size: int, salt: str | None = None) -> list[bytes]:
@@ -51,33 +60,32 @@ class PoolContent:
         self.is_whole = False
         """Whether nothing is missing: all batches since the publisher's start came."""
         self._blocks_max = blocks_max
-        # The oldest first: digest, and a mask of the media that have the block.
-        self._blocks: dict[_Key, tuple[bytes, int]] = {}
-        self._near: Counter[bytes] = Counter()
-        self._block_size = 0
+        # The oldest first: digest, a mask of the media that have the block, and its tokens.
+        self._blocks: dict[_Key, tuple[bytes, int, int]] = {}
+        self._near: dict[_Group, Counter[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block, as last heard; 0: nothing was stored yet."""
-        return self._block_size
+    def block_sizes(self) -> frozenset[int]:
+        """Tokens in a block, of each layer group that has stored some."""
+        return frozenset(size for _, size in tuple(self._near))
 
     @property
     def digests(self) -> frozenset[bytes]:
         """The digests of all blocks that an engine has in its own or its host's memory."""
-        return frozenset(self._near)
+        return frozenset(one for near in self._near.values() for one in near)
 
-    def leading(self, digests: Sequence[bytes]) -> int:
-        """Return how many of a prompt's leading blocks are here.
+    def num_tokens(self, digests: Mapping[int, Sequence[bytes]]) -> int:
+        """Return how many of a prompt's leading tokens every layer group has here.
 
-        No engine keeps a block for long whose parent is gone: it cannot use it.
+        `digests` are the prompt's for each of `block_sizes`. No engine keeps a block for long whose
+        parent is gone: it cannot use it.
         """
-        near = self._near
-        if not digests or digests[0] not in near:
-            return 0  # which is most often so
-        return bisect_left(range(len(digests)), True, key=lambda at: digests[at] not in near)
+        groups = tuple(self._near.items())
+        known = (size * _leading(near, digests.get(size, ())) for (_, size), near in groups)
+        return min(known, default=0)
 
     def apply(self, batch: Batch) -> None:
         """Take the next batch."""
@@ -86,8 +94,11 @@ class PoolContent:
                 case BlockStored():
                     self._store(event, batch.dp_rank)
                 case BlockRemoved():
+                    bit = _bit(event)
                     for block in event.block_hashes:
-                        self._change((batch.dp_rank, event.group_idx, block), event.medium)
+                        key = batch.dp_rank, event.group_idx, block
+                        if (known := self._blocks.get(key)) is not None:
+                            self._put(key, known[0], known[1] & ~bit, known[2])
                 case AllBlocksCleared():
                     self.clear()
                     self.is_whole = True
@@ -99,6 +110,12 @@ class PoolContent:
         self._near.clear()
 
     def _store(self, event: BlockStored, dp_rank: int | None) -> None:
+        """Take blocks, if each has its tokens: a group that keeps places names other tokens too."""
+        size = event.block_size
+        if event.kv_cache_spec_kind not in _FULL_KINDS:
+            return
+        if len(event.token_ids) != size * len(event.block_hashes):
+            return
         where = dp_rank, event.group_idx
         parent = b""
         if event.parent_block_hash is not None:
@@ -106,30 +123,50 @@ class PoolContent:
             if known is None:
                 return  # its tokens are not known, as a batch was lost
             parent = known[0]
-        self._block_size = event.block_size
+        group = event.group_idx, size
+        if group not in self._near and len(self._near) >= _GROUPS_MAX:
+            self.is_whole = False
+            return
+        self._near.setdefault(group, Counter())
         packed = np.asarray(event.token_ids, dtype="<u4").tobytes()
-        digests = _chain(parent, packed, event.block_size, _extras(event))
-        for block, digest in zip(event.block_hashes, digests, strict=False):
-            self._change((*where, block), event.medium, digest)
+        digests = _chain(parent, packed, size, _extras(event))
+        bit = _bit(event)
+        for block, digest in zip(event.block_hashes, digests, strict=True):
+            key = *where, block
+            _, mask, _ = self._blocks.get(key, (b"", 0, 0))
+            self._put(key, digest, mask | bit, size)
 
-    def _change(self, key: _Key, medium: str | None, digest: bytes | None = None) -> None:
-        """Note a block in a medium; without a digest, that it is there no longer."""
-        bit = _MEDIA.get(medium or GPU_MEDIUM, _OTHER)
-        before, mask = self._blocks.pop(key, (digest or b"", 0))
-        self._count(before, mask, -1)
-        mask = mask & ~bit if digest is None else mask | bit
+    def _put(self, key: _Key, digest: bytes, mask: int, size: int) -> None:
+        """Note what media have a block; none: it is gone."""
+        self._forget(key)
         if mask:
-            self._blocks[key] = (digest or before, mask)
-            self._count(digest or before, mask, 1)
+            self._blocks[key] = digest, mask, size
+            if mask & _NEAR:
+                self._near[key[1], size][digest] += 1
         if len(self._blocks) > self._blocks_max:
             self.is_whole = False
-            self._count(*self._blocks.pop(next(iter(self._blocks))), -1)
+            self._forget(next(iter(self._blocks)))
 
-    def _count(self, digest: bytes, mask: int, by: int) -> None:
+    def _forget(self, key: _Key) -> None:
+        digest, mask, size = self._blocks.pop(key, (b"", 0, 0))
         if mask & _NEAR:
-            self._near[digest] += by
-            if not self._near[digest]:
-                del self._near[digest]
+            near = self._near[key[1], size]
+            near[digest] -= 1
+            if not near[digest]:
+                del near[digest]
+
+
+def _bit(event: BlockStored | BlockRemoved) -> int:
+    """Return a medium's bit; what is elsewhere is far, whatever it is."""
+    if event.locality not in (None, "LOCAL"):
+        return _OTHER
+    return _MEDIA.get(event.medium or GPU_MEDIUM, _OTHER)
+
+
+def _leading(near: Mapping[bytes, int], digests: Sequence[bytes]) -> int:
+    if not digests or digests[0] not in near:
+        return 0  # which is most often so
+    return bisect_left(range(len(digests)), True, key=lambda at: digests[at] not in near)
 
 
 def _chain(

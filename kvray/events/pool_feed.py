@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import zmq
-
-from kvray.events.message import Event
+from kvray.events.message import AllBlocksCleared, Event
 from kvray.events.native import NativePool
 from kvray.events.outlet import Outlet
+from kvray.events.zmtp import endpoint
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.05
+_POLL_S, _BUSY_S = 0.05, 0.002
+_AGAIN_S = 1.0
 _EVENTS = 64  # in a batch
 
 
@@ -41,11 +41,10 @@ class PoolFeed:
         # Above the numbers of a publisher that had these ports before.
         self._outlet = Outlet(self._pool, first=time.time_ns() // 1_000_000)
         try:
-            self._outlet.bind(f"tcp://{host}:*", f"tcp://{host}:*")
+            live, replay = self._outlet.bind(endpoint(host, 0), endpoint(host, 0))
         except BaseException:
             self._outlet.close()
             raise
-        live, replay = (str(one.get_string(zmq.LAST_ENDPOINT)) for one in self._outlet.sockets())
         self.metadata = {
             "endpoint": live,
             "replay_endpoint": replay,
@@ -66,9 +65,15 @@ class PoolFeed:
 
     def _run(self) -> None:
         try:
-            while not self._is_over.wait(0 if self._outlet.is_busy else _POLL_S):
-                self._publish(self._pool.take(self._drained()))
-                self._outlet.serve(time.monotonic())
+            while not self._is_over.wait(_BUSY_S if self._outlet.is_busy else _POLL_S):
+                try:
+                    self._publish(self._pool.take(self._drained()))
+                    self._outlet.serve(time.monotonic())
+                except Exception:  # noqa: BLE001 - a defect must not end what routers hear
+                    _log.exception("KV events begin again, after a defect")
+                    self._pool.clear()
+                    self._outlet.publish([AllBlocksCleared()])
+                    self._is_over.wait(_AGAIN_S)
         finally:
             self._outlet.close()
 
@@ -84,7 +89,7 @@ class PoolFeed:
 
     def _drained(self) -> Iterable[Any]:
         try:
-            found = self._drain()
+            found = [*self._drain()]
         except Exception as error:  # noqa: BLE001 - the engine has none yet, or its own defect
             if not self._has_failed:
                 self._has_failed = True

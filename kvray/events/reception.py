@@ -20,10 +20,13 @@ _FAILURES_MAX = 3
 class Reception:
     """What one publisher has sent, applied to a `PoolContent`."""
 
-    def __init__(self, content: PoolContent, *, can_replay: bool, pending_max: int) -> None:
+    def __init__(
+        self, content: PoolContent, *, can_replay: bool, pending_max: int, pending_bytes: int
+    ) -> None:
         """Begin with a question for all, where the publisher answers such.
 
-        `pending_max`: batches that may wait for the end of a replay; of more the oldest are lost.
+        So many batches, of so many bytes, may wait for the end of a replay; of more the oldest are
+        lost.
         """
         self.content = content
         self.num_applied = 0
@@ -34,7 +37,9 @@ class Reception:
         self._next = 0
         self._last: int | None = None
         """Digest of the batch before `_next`; None: there is none, or it is not known."""
-        self._pending: deque[tuple[int, bytes]] = deque(maxlen=pending_max)
+        self._pending: deque[tuple[int, bytes]] = deque()
+        self._pending_size = 0
+        self._pending_max, self._pending_bytes = pending_max, pending_bytes
         self._is_due = can_replay
         self._is_replaying = False
         self._failures = 0
@@ -68,7 +73,7 @@ class Reception:
 
     def interrupted(self) -> None:
         """Note that the connection was lost: the publisher may be another one when it is back."""
-        self._pending.clear()
+        self._drop_pending()
         if self._is_replaying:
             self._is_other = True
             return
@@ -129,8 +134,20 @@ class Reception:
 
     def _wait(self, number: int, payload: bytes) -> None:
         if self._pending and number <= self._pending[-1][0]:
-            self._pending.clear()  # those before are of a publisher that has ended
+            self._drop_pending()  # those before are of a publisher that has ended
         self._pending.append((number, payload))
+        self._pending_size += len(payload)
+        while len(self._pending) > self._pending_max or self._pending_size > self._pending_bytes:
+            self._pop_pending()
+
+    def _pop_pending(self) -> tuple[int, bytes]:
+        number, payload = self._pending.popleft()
+        self._pending_size -= len(payload)
+        return number, payload
+
+    def _drop_pending(self) -> None:
+        self._pending.clear()
+        self._pending_size = 0
 
     def _take_pending(self) -> None:
         while self._pending:
@@ -138,7 +155,7 @@ class Reception:
             if number > max(self._next, self._known):
                 self._is_due = True  # a gap that the publisher has not been asked about
                 return
-            self._pending.popleft()
+            self._pop_pending()
             if number == self._next:
                 self._apply(number, payload, _read(payload))
             elif number > self._next:
@@ -152,7 +169,7 @@ class Reception:
 
     def _begin_again(self) -> None:
         """Ask a restarted publisher for all: the answer has what waits, or it is of before."""
-        self._pending.clear()
+        self._drop_pending()
         self._forget()
         self._is_due = True
 

@@ -1,34 +1,44 @@
-"""Follows publishers of KV events over ZMQ, on one thread, and keeps what each of them has.
+"""Follows publishers of KV events, on one thread, and keeps what each of them has.
 
-A connection that is lost, or was silent for long, is followed by a question for the last batch. So
-what was lost without a later batch is found, too, and a publisher that has restarted.
+A connection that is lost is made again, and followed by a question for the last batch; so is a long
+silence. So what was lost without a later batch is found, too, and a publisher that has restarted.
+
+Of a publisher there is one message in memory that is not whole, the batches that wait for a replay,
+and its blocks, each of bounded size. What it sends beyond that waits on its own side.
 """
 
 import logging
+import selectors
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-import zmq
-
-from kvray.errors import TransferError
+from kvray.errors import ConfigError, TransferError
 from kvray.events.message import END, pack_sequence, unpack_sequence
 from kvray.events.pool_content import PoolContent
 from kvray.events.reception import Reception
+from kvray.events.zmtp import Wire, parse_endpoint, prepare
 
 _log = logging.getLogger(__name__)
 
-_LIVE_MAX, _REPLAY_MAX = 10_000, 20_000  # batches that wait for this thread, of one publisher
-_PENDING_MAX = 10_000
-_STEP = 256  # batches that one publisher has taken before others have their turn
-_POLL_MS = 100
+_MESSAGE_MAX = 8 * 2**20
+_PENDING_MAX, _PENDING_BYTES = 10_000, 16 * 2**20
+_READ_BYTES = 64 * 2**10  # of one connection before others have their turn
+_POLL_S = 0.1
+_SHARE = 0.5  # of a core, for the thread, however much publishers send
+_ROUND_S = 0.002
 _CHECK_S = 10.0
 _REPLAY_S = 5.0  # how long a replay may bring nothing
 _RETRY_S, _RETRY_MAX_S = 1.0, 30.0
-_HEARTBEAT_MS, _SILENT_MS = 2_000, 6_000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
+_CONNECT_S = 10.0  # how long a publisher may take to be there
+_RECONNECT_S, _RECONNECT_MAX_S = 0.1, 5.0
+_FAILURES_SAID = 5  # in a row, before the log has a word of it
+_RESOLVERS = 4  # names that are looked up at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,89 +90,99 @@ class Subscriber:
             self._thread.join()
 
     def _run(self) -> None:
-        context = zmq.Context()
+        selector = selectors.EpollSelector()
+        resolver = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="kvray-names")
         try:
             while not self._is_over.is_set():
-                self._reconcile(context)
-                poller = zmq.Poller()
-                for feed in self._feeds.values():
-                    for socket in feed.sockets():
-                        poller.register(socket, zmq.POLLIN)
-                poller.poll(_POLL_MS)
-                now = time.monotonic()
-                for feed in self._feeds.values():
-                    feed.serve(now)
+                self._reconcile(selector, resolver)
+                ready = {key.data for key, _ in selector.select(_POLL_S)}
+                began = time.monotonic()
+                for name, feed in tuple(self._feeds.items()):
+                    self._serve(name, feed, ready, began)
+                self._is_over.wait(_ROUND_S + (time.monotonic() - began) * (1 / _SHARE - 1))
         finally:
             for feed in self._feeds.values():
                 feed.close()
-            context.term()
+            resolver.shutdown(wait=False, cancel_futures=True)
+            selector.close()
 
-    def _reconcile(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def _serve(self, name: str, feed: "_Feed", ready: set["_Line"], now: float) -> None:
+        try:
+            feed.serve(ready, now)
+        except Exception:  # noqa: BLE001 - a defect at one publisher must not end what is known of the others
+            _log.exception("The KV events of %s are followed no longer.", name)
+            self._leave(name)
+            self._give_up(name)
+
+    def _reconcile(self, selector: selectors.BaseSelector, resolver: ThreadPoolExecutor) -> None:
         sources = self._sources
         for name, feed in tuple(self._feeds.items()):
             if sources.get(name) != feed.source:
-                feed.close()
-                self._past.update(_counts(feed))
-                del self._feeds[name]
+                self._leave(name)
         for name in sources.keys() - self._feeds.keys():
             try:
-                self._feeds[name] = _Feed(context, sources[name], self._blocks_max)
-            except zmq.ZMQError as error:
+                self._feeds[name] = _Feed(selector, resolver, sources[name], self._blocks_max)
+            except ConfigError as error:
                 _log.warning("The KV events of %s cannot be followed: %s", name, error)
-                self._sources = {one: at for one, at in sources.items() if one != name}
-                return
+                self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Let a publisher be, until it tells of other addresses."""
+        self._sources = {one: at for one, at in self._sources.items() if one != name}
+
+    def _leave(self, name: str) -> None:
+        feed = self._feeds.pop(name)
+        feed.close()
+        self._past.update(_counts(feed))
 
 
 class _Feed:
-    """One publisher's sockets; the thread's alone, but for what the reception counts."""
+    """One publisher; the thread's alone, but for what the reception counts."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", source: Source, blocks_max: int
+        self,
+        selector: selectors.BaseSelector,
+        resolver: ThreadPoolExecutor,
+        source: Source,
+        blocks_max: int,
     ) -> None:
         self.source = source
         self.reception = Reception(
             PoolContent(blocks_max=blocks_max),
             can_replay=source.replay_endpoint is not None,
             pending_max=_PENDING_MAX,
+            pending_bytes=_PENDING_BYTES,
         )
-        self._context = context
-        self._live = _socket(context, zmq.SUB, _LIVE_MAX)
-        self._live.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        self._breaks = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._replay: zmq.Socket[bytes] | None = None
+        subscription = b"\x01" + source.topic.encode()
+        self._live = _Line(selector, resolver, source.endpoint, "SUB", subscription)
+        self._replay = None
+        if source.replay_endpoint is not None:
+            self._replay = _Line(selector, resolver, source.replay_endpoint, "DEALER")
         self._ask_at = self._replay_until = 0.0
         self._retry_s = _RETRY_S
         self._check_at = 0.0
-        try:
-            self._live.connect(source.endpoint)
-            if source.replay_endpoint is not None:
-                self._replay = self._open_replay(source.replay_endpoint)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def sockets(self) -> "list[zmq.Socket[bytes]]":
-        """Return the sockets to poll."""
-        opened = [self._live, self._breaks]
-        return opened if self._replay is None else [*opened, self._replay]
 
     def close(self) -> None:
-        """Close the sockets."""
-        self._live.disable_monitor()
-        for socket in self.sockets():
-            socket.close(linger=0)
+        """Close the connections."""
+        for line in (self._live, self._replay):
+            if line is not None:
+                line.close()
 
-    def serve(self, now: float) -> None:
+    def serve(self, ready: set["_Line"], now: float) -> None:
         """Take what came, and ask for what is missing."""
-        self._hear_breaks()
-        self._hear_live()
-        if self._replay is None or self.source.replay_endpoint is None:
+        was_up = self._live.is_up
+        for frames in self._live.serve(self._live in ready, now):
+            if (numbered := _numbered(frames)) is not None:
+                self.reception.live(*numbered)
+        if was_up and not self._live.is_up:
+            self.reception.interrupted()
+        if self._replay is None:
             return
-        self._hear_replay(self._replay, now)
-        if self._replay_until and now > self._replay_until:
+        for frames in self._replay.serve(self._replay in ready, now):
+            self._take_replay(frames, now)
+        if self._replay_until and (now > self._replay_until or not self._replay.is_up):
             # What a late answer brings would be taken for the next one's.
-            self._replay.close(linger=0)
-            self._replay = self._open_replay(self.source.replay_endpoint)
+            self._replay.hang_up(now)
             self._replay_until, self._ask_at = 0.0, now + self._retry_s
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
             self.reception.replay_failed()
@@ -170,73 +190,139 @@ class _Feed:
             self._check_at = now + _CHECK_S
             self.reception.check()
         start = self.reception.replay_from
-        if start is not None and now >= self._ask_at:
-            self._ask(self._replay, start, now)
-
-    def _hear_breaks(self) -> None:
-        while self._breaks.poll(0):
-            self._breaks.recv_multipart()
-            self.reception.interrupted()
-
-    def _hear_live(self) -> None:
-        for _ in range(_STEP):
-            try:
-                frames = self._live.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._hear_breaks()  # before what the next publisher at this address sends
-            numbered = _numbered(frames)
-            if numbered is not None:
-                self.reception.live(*numbered)
-
-    def _hear_replay(self, replay: "zmq.Socket[bytes]", now: float) -> None:
-        for _ in range(_STEP):
-            try:
-                frames = replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            numbered = _numbered(frames)
-            if numbered is None or not self._replay_until:
-                continue
+        if start is not None and now >= self._ask_at and self._replay.is_up:
+            self._replay.send([b"", pack_sequence(start)])
             self._replay_until = now + _REPLAY_S
-            number, payload = numbered
-            if number == END or not payload:
-                self._replay_until, self._retry_s = 0.0, _RETRY_S
-                self.reception.replay_over()
-            else:
-                self.reception.replayed(number, payload)
+            self.reception.replay_begun()
 
-    def _ask(self, replay: "zmq.Socket[bytes]", start: int, now: float) -> None:
-        try:
-            replay.send_multipart([b"", pack_sequence(start)], zmq.NOBLOCK)
-        except zmq.Again:  # it is not there
-            self._ask_at = now + self._retry_s
+    def _take_replay(self, frames: list[bytes], now: float) -> None:
+        numbered = _numbered(frames)
+        if numbered is None or not self._replay_until:
             return
         self._replay_until = now + _REPLAY_S
-        self.reception.replay_begun()
+        number, payload = numbered
+        if number == END or not payload:
+            self._replay_until, self._retry_s = 0.0, _RETRY_S
+            self.reception.replay_over()
+        else:
+            self.reception.replayed(number, payload)
 
-    def _open_replay(self, endpoint: str) -> "zmq.Socket[bytes]":
-        replay = _socket(self._context, zmq.DEALER, _REPLAY_MAX)
-        replay.connect(endpoint)
-        return replay
+
+class _Line:
+    """A connection to a publisher, made again whenever it is lost."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        resolver: ThreadPoolExecutor,
+        address: str,
+        kind: str,
+        greeting: bytes | None = None,
+    ) -> None:
+        """Connect to `address`, and send `greeting` each time; ConfigError: it is no address."""
+        self._address = address
+        self._host, self._port = parse_endpoint(address)
+        self._selector, self._resolver = selector, resolver
+        self._kind, self._greeting = kind, greeting
+        self._lookup: Future[list[Any]] | None = None
+        self._attempts = self._failures = 0
+        self._retry_at, self._retry_s = 0.0, _RECONNECT_S
+        self._until = 0.0
+        self._wire: Wire | None = None
+        self._events = 0
+        self.is_up = False
+        """Whether the publisher has answered."""
+
+    def serve(self, is_ready: bool, now: float) -> list[list[bytes]]:
+        """Go on with the connection, and return the messages that came."""
+        if self._wire is None:
+            self._connect(now)
+            return []
+        try:
+            messages = self._receive(self._wire) if is_ready else []
+            if not self.is_up and now > self._until:
+                raise TransferError("The publisher does not answer.")
+        except TransferError as error:
+            self._fail(now, error)
+            return []
+        return messages
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send a message; if it cannot be sent, the next `serve` finds the connection lost."""
+        assert self._wire is not None
+        try:
+            self._wire.send(frames)
+            self._watch(self._wire)
+        except TransferError as error:
+            self._fail(time.monotonic(), error)
+
+    def hang_up(self, now: float) -> None:
+        """Begin again, after a while."""
+        self.close()
+        self._retry_at = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _RECONNECT_MAX_S)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._wire is not None:
+            self._selector.unregister(self._wire)
+            self._wire.close()
+        self._wire, self._events, self.is_up = None, 0, False
+
+    def _fail(self, now: float, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES_SAID:
+            _log.warning("Nothing is heard from the KV events at %s: %s", self._address, error)
+        self.hang_up(now)
+
+    def _receive(self, wire: Wire) -> list[list[bytes]]:
+        wire.flush()
+        _, messages = wire.receive(_READ_BYTES)
+        if wire.is_ready and not self.is_up:
+            self.is_up, self._retry_s, self._failures = True, _RECONNECT_S, 0
+            if self._greeting is not None:
+                wire.send([self._greeting])
+        wire.flush()
+        self._watch(wire)
+        return messages
+
+    def _connect(self, now: float) -> None:
+        """Begin to connect, when it is time. Names are looked up elsewhere: that may take long."""
+        if now < self._retry_at:
+            return
+        if self._lookup is None:
+            self._lookup = self._resolver.submit(
+                socket.getaddrinfo, self._host, self._port, type=socket.SOCK_STREAM
+            )
+        if not self._lookup.done():
+            return
+        lookup, self._lookup = self._lookup, None
+        try:
+            found = lookup.result()
+            family, kind, protocol, _, place = found[self._attempts % len(found)]
+            self._attempts += 1
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:
+            self._fail(now, error)
+            return
+        prepare(connection)
+        self._wire = Wire(connection, self._kind, message_max=_MESSAGE_MAX)
+        self._until = now + _CONNECT_S
+        connection.connect_ex(place)
+        self._watch(self._wire)
+
+    def _watch(self, wire: Wire) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.is_sending else 0)
+        if not self._events:
+            self._selector.register(wire, events, self)
+        elif events != self._events:
+            self._selector.modify(wire, events, self)
+        self._events = events
 
 
 def _counts(feed: _Feed) -> Counter[str]:
     one = feed.reception
     return Counter(applied=one.num_applied, gap=one.num_gaps, lost=one.num_lost)
-
-
-def _socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, num_max: int
-) -> "zmq.Socket[bytes]":
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.set_hwm(num_max)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    return socket
 
 
 def _numbered(frames: list[bytes]) -> tuple[int, bytes] | None:

@@ -52,16 +52,19 @@ class Pools:
             return {}
         found = {name: self._subscriber.content(name) for name in self._sources}
         contents = {name: one for name, one in found.items() if one is not None}
-        tokens_of: dict[str, int] = {}
-        for size in {one.block_size for one in contents.values()} - {0}:
-            head = chain_digests(packed[: size * TOKEN_BYTES], block_size=size, salt=salt)
-            has_head = [name for name, one in contents.items() if one.leading(head)]
-            if has_head:
-                digests = chain_digests(packed, block_size=size, salt=salt)
-                tokens_of |= {name: size * contents[name].leading(digests) for name in has_head}
+        sizes = frozenset[int]().union(*(one.block_sizes for one in contents.values()))
+        heads = {
+            size: chain_digests(packed[: size * TOKEN_BYTES], block_size=size, salt=salt)
+            for size in sizes
+        }
+        # Most pools have not even a prompt's first block: the rest is computed for the others.
+        near = {name: one for name, one in contents.items() if one.num_tokens(heads)}
+        sizes = frozenset[int]().union(*(one.block_sizes for one in near.values()))
+        whole = {size: chain_digests(packed, block_size=size, salt=salt) for size in sizes}
         return {
             name: PoolMatch(
-                num_tokens=tokens_of.get(name, 0), is_sure=one.is_whole and salt is None
+                num_tokens=one.num_tokens(whole) if name in near else 0,
+                is_sure=one.is_whole and salt is None,
             )
             for name, one in contents.items()
         }

@@ -110,11 +110,12 @@ class EngineRequests:
     def _describe(
         self, connection: int, replica: str, rank: int, chains: Sequence[Any]
     ) -> dict[str, Any]:
-        events, reader = self._parts.serving().events, self._parts.replicas.reader(replica, rank)
+        events = self._parts.serving().events
+        reader = self._parts.replicas.reader(replica, rank, connection)
         if events is None or reader is None:
             return {"describe": None}
         number = namespace_id(reader.namespace.digest())
-        return {"describe": events.describe(number, reader.tokens_per_block, chains)}
+        return {"describe": events.describe(connection, number, reader.tokens_per_block, chains)}
 
     def _say_bad(self, num_notes: int, replica: str) -> None:
         now = time.monotonic()

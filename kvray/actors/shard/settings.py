@@ -74,7 +74,9 @@ def _quotas(config: KVRayConfig) -> dict[str, int]:
 
 def _events(config: KVRayConfig) -> EventSettings | None:
     host, port = config.events.host, config.events.port
-    return None if port is None else EventSettings(host=host, port=port)
+    if port is None:
+        return None
+    return EventSettings(host=host, port=port, bytes_max=config.events_bytes)
 
 
 def _nvme(config: KVRayConfig) -> NvmeSettings | None:

@@ -187,6 +187,8 @@ class Replicas:
         namespace = reader.namespace
         # Computed now: a bad namespace must fail its own engine, not a later status.
         digest = namespace.digest().hex()[:8]
+        for name in ("tokens_per_block", "part_bytes", "num_parts"):
+            checked(_SIZE, getattr(namespace, name), name)
         if not isinstance(namespace.model, str):
             raise ConfigError(f"A namespace's model must be a text, not {namespace.model!r}.")
         length = sum(len(str(value)) for value in namespace.to_wire().values())
@@ -261,10 +263,12 @@ class Replicas:
             order = entry.weights_order = None
         return None if order is None else [order.number, order.version]
 
-    def reader(self, replica: str, rank: int) -> Reader | None:
-        """Return how a rank reads; None if it is not connected."""
+    def reader(self, replica: str, rank: int, connection: int | None = None) -> Reader | None:
+        """Return how a rank reads; None if it is not connected, or not on that `connection`."""
         entry = self._ranks.get((replica, rank))
-        return None if entry is None or entry.connection is None else entry.reader
+        if entry is None or entry.connection is None:
+            return None
+        return entry.reader if connection in (None, entry.connection) else None
 
     def readers(self, replica: str, ranks: Iterable[int]) -> dict[int, Reader]:
         """Return how the connected ones of `ranks` read."""

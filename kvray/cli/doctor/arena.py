@@ -101,7 +101,7 @@ def _mount(config: KVRayConfig) -> Finding:
     room = read_mount(where)
     if room is None:
         return ok("mount", f"{where} is {kind} without a limit of its own")
-    needed = ArenaSpec.of(config).geometry().file_bytes
+    needed = ArenaSpec.of(config).geometry().file_bytes + config.events_bytes
     # As if it were empty: the arena itself may fill it, under another name.
     larger = enlarged(replace(room, free=room.size), needed)
     if larger is not None and not _may_have_arena(config.node_dir):

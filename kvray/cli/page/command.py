@@ -26,7 +26,7 @@ _END_S = 2
 
 def serve(
     host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
+        str, typer.Option(help="The address to listen at; 0.0.0.0 or :: is all of this machine's.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 is any free one.")] = 8270,
     config: ConfigOption = None,
@@ -84,9 +84,11 @@ async def _run(app: "FastAPI", feed: "Feed", listener: socket.socket) -> None:
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     """Give a socket that listens there."""
+    host = host.strip("[]")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
+        is_all = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=is_all)
     except OSError as error:
         raise ConfigError(
             f"The page cannot listen at {host} port {port} ({error.strerror}); give another with"
@@ -105,5 +107,6 @@ def _announce(host: str, bound_to: str, port: int, *, has_token: bool) -> None:
             " `ssh -L` or a proxy with TLS keeps others out.",
             file=sys.stderr,
         )
-    shown = f"[{host}]" if ":" in host else host
+    bare = host.strip("[]")
+    shown = f"[{bare}]" if ":" in bare else bare
     print(f"The page is at http://{shown}:{port}/ until Ctrl-C.", flush=True)

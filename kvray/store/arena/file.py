@@ -57,6 +57,8 @@ class ArenaSpec:
     """Over the NUMA nodes; else all memory comes from the node of the thread that makes it."""
     claims: MemoryClaims | None = None
     """Ray's claims on the same memory; None: there is no Ray."""
+    beside: int = 0
+    """Bytes of other files that the same mount must have room for."""
     has_data: bool = True
     """False, for benches of the tables: their bytes alone get memory, and no block is written."""
 
@@ -72,6 +74,7 @@ class ArenaSpec:
             holders_max=arena.holders_max,
             interleave=arena.numa == "interleave",
             claims=claims,
+            beside=config.events_bytes,
         )
 
     def geometry(self) -> Geometry:
@@ -114,9 +117,9 @@ def require_room(directory: Path, spec: ArenaSpec) -> None:
     page, geometry = _page_bytes(directory), spec.geometry()
     check_room(
         directory,
-        align(geometry.file_bytes if spec.has_data else geometry.table_bytes, page),
+        align(geometry.file_bytes if spec.has_data else geometry.table_bytes, page) + spec.beside,
         spec.claims,
-        largest=lambda room: spec.largest_capacity(room // page * page),
+        largest=lambda room: spec.largest_capacity((room - spec.beside) // page * page),
     )
 
 

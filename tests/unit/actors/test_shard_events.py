@@ -1,6 +1,11 @@
 """A shard without Ray that publishes KV events, an engine that tells tokens, and a subscriber."""
 
 import contextlib
+import os
+import random
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,25 +15,39 @@ import psutil
 import pytest
 import zmq
 
-from kvray import node
+from kvray import node, wire
 from kvray.actors.owner.ownership import EVENTS_FILE
 from kvray.actors.shard.events import described_blocks, publisher
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.shard import Shard
+from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import Packed, chain_packed, pack, request_seed
 from kvray.node import BlockTokens, Registration, link
 from kvray.store import PartRequest
 from kvray.store.machine.access import OWN_USER
+from kvray.wire import SOCKET_FILE
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import NAMESPACE, nvme_for, open_arena, wait_until_serving
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    Line,
+    nvme_for,
+    open_arena,
+    wait_until_serving,
+)
+from tests.unit.events.attacks import attacked
 from tests.unit.events.test_outlet import free_port
 from tests.unit.store.small_arena import SLOT, spec, store
 from tests.waiting import wait_for
 
+FULL = "There are more blocks than 32 MiB can describe; the others are not published."
 SIZE = NAMESPACE.tokens_per_block
 MINE = replace(NAMESPACE, part_bytes=SLOT)
+
+
+def settings(host: str = "127.0.0.1") -> EventSettings:
+    return EventSettings(host=host, port=free_port(), bytes_max=2**25)
 
 
 class Engine:
@@ -76,7 +95,7 @@ def start(make_shard: StartShard) -> Callable[..., Shard]:
     """Starts a shard that publishes KV events, on free ports."""
 
     def start(**changes: Any) -> Shard:
-        events = EventSettings(host="127.0.0.1", port=free_port())
+        events = settings()
         made = make_shard(**{"events": events, "policy": "lru", "admission": "all", **changes})
         wait_until_serving(made)
         return made
@@ -226,7 +245,7 @@ def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
 def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(
     start: Any, join: Any, directory: Path
 ) -> None:
-    events = EventSettings(host="127.0.0.1", port=free_port())
+    events = settings()
     shard, engine = start(events=events), join()
     keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -259,7 +278,9 @@ def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
 
         sub.read_until(has(keys))
 
-    assert (directory / EVENTS_FILE).stat().st_mode & 0o777 == 0o600
+        files = [*directory.glob(f"{EVENTS_FILE}*")]
+        assert len(files) == 3, "SQLite's companions are there while it is used"
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
@@ -275,6 +296,40 @@ def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
         store(arena, keys)
         wait_for(lambda: engine.prompt(*range(20)) and sub.read(0.05).content["CPU"])
         sub.read_until(has(keys))
+
+
+def told(size: int) -> Any:
+    return publisher._Told(namespace=1, tokens_per_block=SIZE, chains=[], size=size)
+
+
+def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
+    waiting = publisher._Waiting()
+    loud = [told(publisher._TOLD_BYTES_PER_S) for _ in range(3)]
+    quiet = [told(1), told(1)]
+    for one in loud:
+        waiting.add(1, one)
+    for one in quiet:
+        waiting.add(2, one)
+    assert [waiting.take(at) for at in (0.0, 0.0, 0.0, 0.5)] == [loud[0], quiet[0], None, quiet[1]]
+    assert [waiting.take(at) for at in (0.9, 1.1, 1.2, 2.2, 9.0)] == [
+        *(None, loud[1], None, loud[2], None)
+    ]
+    assert not waiting._told
+    assert not waiting._sizes
+
+
+def test_of_too_much_the_connection_that_told_most_loses_its_latest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
+    waiting = publisher._Waiting()
+    first, second = told(40), told(40)
+    assert waiting.add(1, first)
+    assert waiting.add(1, second)
+    assert waiting.add(2, told(30)), "the other has to make room"
+    assert not waiting.add(2, told(31))
+    assert waiting.num_dropped == 2
+    assert waiting.take(0.0) is first
 
 
 def test_tokens_beyond_the_bound_are_dropped_and_counted(
@@ -300,6 +355,244 @@ def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, direct
     wait_for((directory / EVENTS_FILE).exists)
     shard.stop(retire=True, timeout_s=10)
     assert not directory.exists()
+
+
+def test_events_are_published_and_heard_on_ipv6(start: Any, join: Any, directory: Path) -> None:
+    shard, engine = start(events=settings("::1")), join()
+    places = addresses(shard)
+    assert all(place.startswith("tcp://[::1]:") for place in places)
+    keys = engine.prompt(1, 2)
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
+        subscriber = stack.enter_context(contextlib.closing(Subscriber(blocks_max=100)))
+        subscriber.follow({"a": Source(endpoint=places[0], replay_endpoint=places[1])})
+        store(arena, keys)
+
+        def heard() -> bool:
+            content = subscriber.content("a")
+            return content is not None and len(content) == 2 and content.is_whole
+
+        wait_for(heard)
+
+
+def test_all_addresses_of_a_node_are_those_of_both_kinds(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard, engine = start(events=settings("::")), join()
+    live, replay = (place.replace("[::]", "127.0.0.1") for place in addresses(shard))
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(live, replay) as sub:
+        store(arena, keys)
+        sub.read_until(has(keys))
+
+
+class Peer:
+    """An end of the node's socket that says anything, registered as a replica."""
+
+    def __init__(self, directory: Path, replica: str = "p", namespace: Namespace = MINE) -> None:
+        self.replica = replica
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(directory / SOCKET_FILE))
+        self.ask(op="register", namespace=namespace.to_wire())
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Return the shard's answer."""
+        self._socket.sendall(wire.encode({"replica": self.replica, "rank": 0, **request}))
+        head = self._socket.recv(4, socket.MSG_WAITALL)
+        return wire.decode(self._socket.recv(wire.body_length(head), socket.MSG_WAITALL))
+
+
+HASH = bytes(8)
+BAD_CHAINS = [
+    [[b"", HASH, "t" * 4 * SIZE]],
+    [[b"", HASH, [0] * 4 * SIZE]],
+    [[b"", HASH, b""]],
+    [[b"", HASH * 4000, b""]],
+    [[b"", HASH, bytes(4 * SIZE - 1)]],
+    [["", HASH, bytes(4 * SIZE)]],
+    [[b"", "hash", bytes(4 * SIZE)]],
+    [[None, HASH, bytes(4 * SIZE)]],
+    [[b"123", HASH, bytes(4 * SIZE)]],
+    [[b"", HASH, bytes(4 * SIZE)], 7],
+    [{}],
+    {"a": 1},
+    "chains",
+    7,
+    None,
+]
+
+
+def test_what_is_told_in_another_form_costs_itself(start: Any, join: Any, directory: Path) -> None:
+    shard, engine = start(), join()
+    with Peer(directory) as peer:
+        for chains in BAD_CHAINS:
+            answer = peer.ask(op="describe", chains=chains)
+            assert answer["error"] == "ConfigError", chains
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        sub.read_until(has(keys))
+    assert shard.status()["events"]["problem"] == ""
+
+
+@pytest.mark.parametrize("size", [0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32"])
+def test_who_registers_with_another_size_of_blocks_costs_itself(
+    start: Any, join: Any, directory: Path, size: Any
+) -> None:
+    shard, engine = start(), join()
+    namespace = {**MINE.to_wire(), "tokens_per_block": size}
+    with Peer(directory) as peer:
+        assert not peer.ask(op="register", namespace=namespace)["ok"]
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        sub.read_until(has(keys))
+    assert shard.status()["events"]["problem"] == ""
+
+
+def test_chains_of_no_blocks_count_towards_what_waits(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
+    shard, _ = start(), join()
+    with Peer(directory) as peer:
+        peer.ask(op="describe", chains=[[b"", b"", b""]] * 100)
+    assert shard.status()["events"]["dropped"] == 1
+
+
+def test_only_the_connection_of_a_rank_tells_its_tokens(
+    start: Any, join: Any, directory: Path
+) -> None:
+    start(), join("r")
+    with Peer(directory) as peer:
+        chains = [[b"", HASH, bytes(4 * SIZE)]]
+        assert peer.ask(op="describe", chains=chains)["describe"]
+        assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
+
+
+def test_of_too_many_namespaces_the_first_are_published(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_NAMESPACES_MAX", 2)
+    shard, engine = start(), join()
+    addresses(shard)
+    join("s", replace(MINE, model="key:s"))
+    addresses(shard, "s")
+    join("t", replace(MINE, model="key:t"))
+    wait_for(lambda: "Only 2 of 3 namespaces" in shard.status()["events"]["problem"])
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        sub.read_until(has(keys))
+
+
+def test_a_thread_that_has_ended_is_seen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self: Any) -> None:
+        pass
+
+    monkeypatch.setattr(publisher.EventPublisher, "_run", end)
+    shard = start()
+    assert "has ended" in shard.status()["events"]["problem"]
+
+
+def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
+    directory.mkdir()
+    with contextlib.closing(
+        described_blocks.DescribedBlocks(directory / EVENTS_FILE, bytes_max=2**24)
+    ) as blocks:
+        blocks._file.execute("INSERT INTO notes VALUES ('last', 'text')")
+    shard, engine = start(), join()
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        sub.read_until(has(keys))
+
+
+def test_a_thread_without_a_replica_sleeps(start: Any) -> None:
+    start()
+    (thread,) = [one for one in threading.enumerate() if one.name == "kvray-events"]
+    cpu = Path(f"/proc/self/task/{thread.native_id}/stat")
+
+    def seconds() -> float:
+        fields = cpu.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    began, before = time.monotonic(), seconds()
+    time.sleep(0.5)
+    assert seconds() - before < 0.2 * (time.monotonic() - began)
+
+
+def told_without_end(directory: Path, until: float) -> None:
+    """Tell tokens of blocks that nobody stores, as fast as the shard takes them."""
+    rng = random.Random(0)
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), Peer(directory, f"p{rng.randrange(9)}") as peer:
+            for _ in range(rng.randrange(100)):
+                num = rng.choice([1, 20, 500])
+                parent = rng.choice([b"", HASH])
+                chain = [parent, rng.randbytes(8 * num), rng.randbytes(4 * SIZE * num)]
+                is_good = rng.random() < 0.8
+                chains: Any = [chain] if is_good else rng.choice(BAD_CHAINS)
+                peer.ask(op="describe", chains=chains)
+
+
+FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
+
+
+@pytest.mark.parametrize("what", ["events", "replays", "socket"])
+@pytest.mark.parametrize(
+    "seconds",
+    [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
+)
+def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
+    start: Any, join: Any, directory: Path, line: Line, what: str, seconds: float
+) -> None:
+    shard, engine, process = start(), join(), psutil.Process()
+    live, replay = addresses(shard)
+    attacked_ones = {"events": [live], "replays": [replay], "socket": []}[what]
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
+        sub = stack.enter_context(KvSubscriber(live, replay))
+        began = time.monotonic()
+        until = began + seconds
+        if what == "socket":
+            teller = threading.Thread(target=told_without_end, args=(directory, until))
+            teller.start()
+            stack.callback(teller.join)
+        else:
+            stack.enter_context(attacked(seconds, *attacked_ones))
+        rounds, sizes, beats, waits = 0, [], [len(line.heard)], [0.0]
+        while rounds < 3 or time.monotonic() < until:
+            rounds += 1
+            keys = engine.prompt(*range(3 * rounds, 3 * rounds + 3))
+            store(arena, keys)
+            asked = time.monotonic()
+            last = int.from_bytes(keys[-1][:8], "big")
+            sub.read_until(lambda one, last=last: last in one.content["CPU"], seconds=100)
+            with KvSubscriber(live, replay) as late:
+                late.read_until(lambda one, last=last: last in one.content["CPU"], seconds=100)
+            waits.append(time.monotonic() - asked)
+            sizes.append(process.memory_info().rss)
+            beats.append(len(line.heard))
+    growth = max(sizes) - sizes[min(2, len(sizes) - 1)]
+    took = time.monotonic() - began
+    print(
+        f"{what}: {rounds} rounds in {took:.0f} s, each at most {max(waits):.2f} s,"
+        f" {growth / 2**20:.0f} MiB more, {beats[-1] - beats[0]} announcements,"
+        f" {shard.status()['events']}"
+    )
+    assert growth < 160 * 2**20
+    assert shard.status()["events"]["problem"] in ("", FULL)
+    assert beats[-1] - beats[0] >= took / 4
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvray.errors import TransferError
+from kvray.events import http_drain
 from kvray.events.http_drain import HttpDrain
 
 
@@ -67,6 +68,17 @@ def test_other_answers_are_told_in_a_sentence(
 ) -> None:
     server.answer = answer
     with pytest.raises(TransferError, match=said):
+        drain(server)
+
+
+def test_an_answer_without_end_is_not_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answer = 200, "application/json", b"[" + b" " * 2**20 + b"]"
+    monkeypatch.setattr(http_drain, "_BYTES_MAX", 2**19)
+    with pytest.raises(TransferError, match="more than"):
+        drain(server)
+    monkeypatch.undo()
+    monkeypatch.setattr(http_drain, "_TIMEOUT_S", 0.0)
+    with pytest.raises(TransferError, match="gives no KV events"):
         drain(server)
 
 

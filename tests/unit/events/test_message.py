@@ -76,12 +76,37 @@ def test_events_as_lists_and_hashes_as_bytes_are_read_and_what_is_new_is_passed_
     assert first == BlockStored(
         block_hashes=(b"\x01",), token_ids=(7, 8), block_size=2, medium="GPU"
     )
-    assert second == BlockStored(block_hashes=(1,), token_ids=(), block_size=16)
+    assert second == BlockStored(
+        block_hashes=(1,), token_ids=(), block_size=16, kv_cache_spec_kind="mla"
+    )
+
+
+def test_a_batch_may_be_a_map_as_vllm_has_it_now():
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": None}
+    batch = {"ts": 2.0, "events": [event]}
+    assert unpack(msgpack.packb(batch)) == Batch(at=2.0, events=(BlockRemoved(block_hashes=(1,)),))
+    ranked = unpack(msgpack.packb({**batch, "data_parallel_rank": 3}))
+    assert ranked.dp_rank == 3
+
+
+STORED = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}
 
 
 @pytest.mark.parametrize(
     "payload",
     [
+        msgpack.packb([1.0, [{**STORED, "token_ids": [1], "block_size": 2**31}]]),
+        msgpack.packb([1.0, [{**STORED, "token_ids": [2**32], "block_size": 1}]]),
+        msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [bytes(65)]}]]),
+        msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [1], "group_idx": 2**40}]]),
+        msgpack.packb([1.0, [], 2**40]),
+        msgpack.packb([1.0, [], "9" * 4000]),
+        msgpack.packb([1.0, [{"type": {}}]]),
+        msgpack.packb({"events": []}),
+        msgpack.packb([1.0, [[]] * 200_000]),  # 200 kB that would be 11 MB
+        b"\x93\x01\xdd\xff\xff\xff\xff",  # a list of 4 billion that ends there
+        b"\x91" * 100_000,
+        b"\x93\x01\x90\xc7\x08\x01" + bytes(8),
         b"",
         b"\xc1",
         msgpack.packb([1.0]),

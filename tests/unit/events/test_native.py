@@ -1,6 +1,7 @@
 """TensorRT-LLM's own events, in the shapes of its versions, as routers read them."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
+from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, native, pack
 from kvray.events.native import NativePool
+from kvray.events.outlet import Content
 from kvray.events.pool_content import PoolContent, chain_digests
 from tests.unit.events.publisher import packed
 
@@ -66,7 +68,16 @@ class Engine:
         return {"event_id": number, "data": data, **ranked, **more}
 
     def leading(self, tokens: list[int]) -> int:
-        return self.content.leading(chain_digests(packed(tokens), block_size=BLOCK))
+        digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
+        return self.content.num_tokens(digests) // BLOCK
+
+
+def pages(content: Content, step: int) -> Iterator[Sequence[Event]]:
+    """Yield all pages of a content."""
+    place: int | None = 0
+    while place is not None:
+        events, place = content.page(place, step)
+        yield events
 
 
 def test_stored_blocks_of_a_chain_are_one_event() -> None:
@@ -157,6 +168,69 @@ def test_lists_and_json_are_taken_and_nonsense_is_counted() -> None:
     assert engine.pool.num_unread == 2
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        stored([2**64], [5] * 4),
+        stored([-(2**63) - 1], [5] * 4),
+        stored(["x" * 65], [5] * 4),  # type: ignore[list-item]
+        stored([2], [2**32] * 4),
+        stored([2], [-1] * 4),
+        stored([2], [5] * 4, level=-3),
+        stored([2], [5] * 4, level="host"),  # type: ignore[arg-type]
+        stored([2], [5] * 4, parent=2**64),
+        updated(1, 0, -3),
+        updated(2**64, 0, 1),
+        removed(2**64, -(2**70)),
+        {**removed(7), "block_hashes": 7},
+        {"type": ["stored"]},
+        {},
+        None,
+    ],
+)
+def test_an_event_that_makes_no_sense_costs_itself(bad: Any) -> None:
+    engine = Engine()
+    engine.tell(stored([1], [*range(4)]))
+    pack(Batch(at=0.0, events=engine.tell(bad)))  # what it means, if anything, can be sent
+    engine.tell(stored([3], [9] * 4))
+    assert engine.leading([*range(4)]) == engine.leading([9] * 4) == 1
+    assert engine.pool.num_blocks() == 2
+    assert engine.pool.num_gaps == 0
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        '{"event_id": 0, "da',
+        b"\xff",
+        "[" * 5000,
+        [[[[[[{}]]]]]],
+        {"event_id": -1},
+        {"event_id": "0"},
+    ],
+)
+def test_what_is_no_event_is_counted(item: Any) -> None:
+    pool = NativePool(block_size=BLOCK)
+    assert pool.take([item]) == []
+    assert pool.num_unread == 1
+
+
+def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken() -> None:
+    engine = Engine()
+    engine.tell(stored([1], [*range(4)]))
+    assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
+
+
+def test_there_is_an_end_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_BLOCKS_MAX", 3)
+    engine = Engine()
+    for number in range(1, 9):
+        engine.tell(stored([number], [number] * 4))
+    assert engine.pool.num_blocks() == 3
+    engine.tell(removed(1), stored([20], [20] * 4))
+    assert engine.leading([20] * 4) == 1
+
+
 @pytest.mark.parametrize("shape", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
 def test_events_of_a_version_give_its_pool(shape: Path) -> None:
     told = json.loads(shape.read_text())
@@ -189,7 +263,7 @@ def test_a_snapshot_of_any_moment_gives_what_all_events_give(data: st.DataObject
             new = data.draw(st.integers(0, 2))
             engine.tell(updated(data.draw(st.sampled_from(held)), 0, new))
     again = PoolContent(blocks_max=1000)
-    for events in engine.pool.stored(data.draw(st.integers(1, 4))):
+    for events in pages(engine.pool, data.draw(st.integers(1, 4))):
         again.apply(Batch(at=0.0, events=events))
     assert again.digests == engine.content.digests
     assert len(again) == len(engine.content) == engine.pool.num_blocks() == len(chains) - 1

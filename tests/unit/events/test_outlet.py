@@ -1,8 +1,11 @@
 """Publishing KV events, heard by a subscriber that knows nothing of kvray."""
 
+import contextlib
+import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -12,8 +15,11 @@ from hypothesis import strategies as st
 from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored
 from kvray.events import outlet as outlet_module
+from kvray.events.message import pack_sequence
 from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.events.zmtp import parse_endpoint
 from tests.kv_subscriber import KvSubscriber
+from tests.unit.events.attacks import GREETING, READY, frame
 
 FIRST = 10**12
 
@@ -37,10 +43,11 @@ class Held:
     def num_blocks(self) -> int:
         return len(self.blocks)
 
-    def stored(self, step: int):
-        blocks = list(self.blocks)
-        for at in range(0, len(blocks), step):
-            yield [stored(block) for block in blocks[at : at + step] if block in self.blocks]
+    def page(self, after: int, step: int):
+        """The place is the number of the block before, as blocks are stored in their order."""
+        ahead = sorted(block for block in self.blocks if block >= after)
+        end = ahead[step] if step < len(ahead) else None
+        return [stored(block) for block in ahead[:step]], end
 
 
 class Publisher:
@@ -186,7 +193,7 @@ def test_a_subscriber_of_an_earlier_run_loses_what_the_new_one_lacks():
 
 
 def test_clients_that_do_not_read_their_replays_hold_nobody_up():
-    blocks = range(400 * BATCH_BLOCKS)
+    blocks = range(100 * BATCH_BLOCKS)
     with published(*blocks) as publisher, zmq.Context() as context, ExitStack() as stack:
         for _ in range(30):
             stuck = stack.enter_context(context.socket(zmq.DEALER))
@@ -269,3 +276,255 @@ def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, s
         subscriber.read(0.05)
 
         assert set(subscriber.content["CPU"]) == set(publisher.held.blocks)
+
+
+class Still:
+    """An outlet whose time the test says, and clients that are plain sockets."""
+
+    def __init__(self, blocks=()) -> None:
+        self.held = Held(blocks)
+        self.outlet = Outlet(self.held, first=FIRST)
+        bound = self.outlet.bind("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self.places = dict(zip(("live", "replay"), map(parse_endpoint, bound), strict=True))
+        self.now = 10.0**6
+        self.peers = []
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.outlet.close()
+
+    def join(self, port: str = "live", says: bytes = GREETING + READY):
+        """Return a client that is connected and has been heard."""
+        peer = socket.create_connection(self.places[port])
+        peer.setblocking(False)
+        peer.sendall(says)
+        self.peers.append(peer)
+        self.serve()
+        return peer
+
+    def serve(self, rounds: int = 3, step_s: float = 0.05) -> None:
+        for _ in range(rounds):
+            self.now += step_s
+            time.sleep(0.001)  # what was sent is there in the next round
+            self.outlet.serve(self.now)
+
+    def drain(self, peer) -> bytes:
+        """Return all that a client gets."""
+        found, idle = b"", 0
+        while idle < 3:
+            self.serve(1)
+            try:
+                came = peer.recv(2**20)
+            except BlockingIOError:
+                idle += 1
+                continue
+            if not came:
+                break
+            found, idle = found + came, 0
+        return found
+
+    def is_there(self, peer) -> bool:
+        """Return whether the outlet has not hung up on a client."""
+        with contextlib.suppress(BlockingIOError):
+            while peer.recv(2**20):
+                pass
+            return False
+        return True
+
+
+class Many:
+    """Blocks of which there are more than fit between two ends of a connection."""
+
+    EVENT = replace(stored(1), token_ids=[1] * 1000)
+
+    def num_blocks(self) -> int:
+        return 10_000
+
+    def page(self, after: int, step: int):
+        return [self.EVENT] * step, after + step if after < self.num_blocks() else None
+
+
+@pytest.fixture
+def still(monkeypatch):
+    monkeypatch.setattr(outlet_module, "_START_S", 0.0)
+    with contextlib.closing(Still(range(1000))) as made:
+        made.outlet._start_until = 0.0
+        yield made
+
+
+SUBSCRIBED = GREETING + READY + frame(0, b"\x01")
+
+
+def test_a_hundred_subscriptions_are_greeted_with_one_batch(still):
+    peers = [still.join(says=GREETING + READY) for _ in range(20)]
+    before = still.outlet.last
+    for peer in peers:
+        peer.sendall(frame(0, b"\x01") + frame(0, b"\x00") + frame(0, b"\x01"))
+    still.serve(1)
+    still.serve(1, step_s=1.0)
+    pages = -(-1000 // BATCH_BLOCKS)
+    assert still.outlet.last - before <= 3 + pages
+
+
+def test_who_says_too_much_is_read_later(still):
+    peer = still.join()
+    ping = frame(4, b"\x04PING\x00\x01" + bytes(16))
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while sent < 2**20:
+            sent += peer.send(ping * 100)
+    (client,) = still.outlet._clients
+    still.serve(200, step_s=0.0)
+    still.drain(peer)
+    assert client.read_until - still.now <= 5.0, "at most what was saved up"
+    assert client in still.outlet._unread
+    assert not client.waits_for
+    still.serve(1, step_s=2.0)
+    assert client.waits_for, "it is read again"
+    assert still.is_there(peer)
+
+
+def test_of_a_client_that_reads_nothing_nothing_more_is_kept(still):
+    peer = still.join("replay")
+    peer.sendall((frame(1, b"") + frame(0, bytes(8))) * 20)
+    still.join(says=SUBSCRIBED)
+    for _ in range(500):
+        still.outlet._log.add(bytes(2**16))
+        still.outlet.serve(still.now)
+    assert sum(client.wire.is_sending for client in still.outlet._clients)
+    for client in still.outlet._clients:
+        assert len(client.wire._out) <= 2 * 3, "one message, in pieces"
+        assert len(client.wire._received) < 2048
+
+
+@pytest.fixture
+def crowded(still, monkeypatch):
+    still.outlet._places = 3
+    return still
+
+
+def test_a_newcomer_gets_the_place_of_one_that_has_not_said_what_it_is(crowded):
+    first, second = (crowded.join(says=SUBSCRIBED) for _ in range(2))
+    silent = crowded.join(says=GREETING[:20])
+    third = crowded.join(says=SUBSCRIBED)
+    assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
+
+
+def test_who_waits_for_a_question_to_ask_keeps_its_place_before_who_says_nothing(crowded):
+    first, second = (crowded.join("replay") for _ in range(2))
+    silent = crowded.join("replay", says=GREETING[:20])
+    third = crowded.join("replay")
+    assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
+
+
+def test_a_newcomer_gets_the_place_of_one_that_has_not_subscribed(crowded):
+    idle = crowded.join()
+    first, second, third = (crowded.join(says=SUBSCRIBED) for _ in range(3))
+    assert [*map(crowded.is_there, (idle, first, second, third))] == [False, True, True, True]
+
+
+def test_a_newcomer_gets_the_place_of_the_one_that_reads_least(crowded):
+    stuck = crowded.join(says=SUBSCRIBED)
+    crowded.serve()
+    big = [stored(block) for block in range(2000)]
+    (client,) = crowded.outlet._clients
+    while not client.wire.is_sending:
+        crowded.outlet.publish(big)
+        crowded.serve(1)
+    first, second = (crowded.join(says=SUBSCRIBED) for _ in range(2))
+    crowded.drain(first), crowded.drain(second)
+    third = crowded.join(says=SUBSCRIBED)
+    assert [*map(crowded.is_there, (first, second, third))] == [True] * 3
+    assert client not in crowded.outlet._clients
+    assert stuck
+
+
+def test_clients_of_one_port_take_no_places_of_the_other(crowded):
+    subscriber = crowded.join(says=SUBSCRIBED)
+    for _ in range(9):
+        crowded.join("replay")
+    assert crowded.is_there(subscriber)
+
+
+def test_who_never_says_what_it_is_is_hung_up_on(still):
+    peer = still.join(says=b"")
+    still.serve(1, step_s=20.0)
+    assert not still.is_there(peer)
+
+
+ASKS = frame(1, b"") + frame(0, bytes(8))
+END = frame(1, pack_sequence(-1)) + frame(0, b"")
+
+
+def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
+    still.outlet._content = Many()
+    still.outlet.publish([])
+    stuck = socket.socket()
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    stuck.connect(still.places["replay"])
+    still.peers.append(stuck)
+    stuck.sendall(GREETING + READY + ASKS)
+    while not any(one.wire.is_sending for one in still.outlet._replays):
+        still.serve(1)
+    (client,) = still.outlet._replays
+    second = still.join("replay", says=GREETING + READY + ASKS)
+    assert still.drain(second).endswith(END)
+    assert client in still.outlet._clients
+    still.serve(2, step_s=61.0)
+    assert client not in still.outlet._clients
+
+
+def test_who_asks_once_is_served_before_who_asks_again_and_again(still):
+    still.outlet.publish([])
+    greedy = still.join("replay", says=GREETING + READY + ASKS)
+    for _ in range(20):
+        still.drain(greedy)
+        greedy.sendall(ASKS)
+    still.serve(1)
+    still.join("replay", says=GREETING + READY)
+    (first,) = (one for one in still.outlet._clients if one.num_got)
+    (second,) = (one for one in still.outlet._clients if not one.num_got)
+    for client in (first, second):
+        still.outlet._take_question(client, [b"", bytes(8)])
+    still.serve(1)
+    assert second.replay is None, "it has got all of it"
+
+
+def test_replays_side_by_side_share_what_is_made_for_them(still):
+    asked = []
+    page = still.held.page
+    still.held.page = lambda after, step: asked.append(after) or page(after, step)
+    still.outlet.publish([])
+    asks = GREETING + READY + ASKS
+    peers = [still.join("replay", says=asks) for _ in range(5)]
+    for peer in peers:
+        still.drain(peer)
+    assert len(asked) == len(set(asked)) == -(-1000 // BATCH_BLOCKS)
+    still.outlet.publish([])
+    late = still.join("replay", says=asks)
+    still.drain(late)
+    assert len(asked) > len(set(asked)), "what is older than the last batch is made again"
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:*", "tcp://nowhere.invalid:1", "ipc://x"])
+def test_an_address_of_nobody_here_is_named(address):
+    outlet = Outlet(Held(), first=1)
+    try:
+        with pytest.raises(ConfigError, match=r"KV events"):
+            outlet.bind(address, address)
+    finally:
+        outlet.close()
+
+
+def test_ipv6_addresses_are_told_in_brackets(still):
+    live, replay = still.outlet.bind("tcp://[::1]:*", "tcp://[::1]:*")
+    assert live.startswith("tcp://[::1]:")
+    still.outlet.publish([stored(1)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.IPV6, 1)
+        client.connect(replay)
+        client.send_multipart([b"", (FIRST).to_bytes(8, "big")])
+        while not client.poll(1):
+            still.serve(1)
+        assert client.recv_multipart()[1] == FIRST.to_bytes(8, "big")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError
+from kvray.events import Event
+from kvray.events.native import NativePool
 from kvray.events.pool_content import PoolContent, chain_digests
 from kvray.events.pool_feed import PoolFeed
 from kvray.events.subscriber import Source, Subscriber
@@ -44,14 +46,18 @@ def source(feed: PoolFeed) -> Source:
 
 def leading(subscriber: Subscriber, tokens: list[int]) -> int:
     content = subscriber.content("a") or PoolContent(blocks_max=1)
-    return content.leading(chain_digests(packed(tokens), block_size=BLOCK))
+    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
+    return content.num_tokens(digests) // BLOCK
 
 
-def test_a_subscriber_hears_what_an_engine_stores_and_removes(subscriber: Subscriber) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_subscriber_hears_what_an_engine_stores_and_removes(
+    subscriber: Subscriber, host: str
+) -> None:
     engine, buffer = Engine(), Buffer()
     buffer.is_up = False
     buffer.waiting.append(engine.event(stored([1, 2], [*range(8)])))
-    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host=host)) as feed:
         subscriber.follow({"a": source(feed)})
         buffer.is_up = True
         wait_for(lambda: leading(subscriber, [*range(8)]) == 2, "the first blocks")
@@ -74,6 +80,33 @@ def test_lost_events_are_told_of_once(
         wait_for(lambda: leading(subscriber, [7] * 4) == 1, "what is known")
         assert leading(subscriber, [*range(4)]) == 0
     assert caplog.text.count("raise event_buffer_max_size") == 1
+
+
+def test_events_that_make_no_sense_and_a_defect_do_not_end_it(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.events.pool_feed._AGAIN_S", 0.0)
+    engine, buffer, take = Engine(), Buffer(), NativePool.take
+    answers: list[Any] = [7, None]
+
+    def drain() -> Any:  # which does not always return a list
+        return answers.pop() if answers else buffer.drain()
+
+    def fail_once(pool: NativePool, items: list[Any]) -> list[Event]:
+        if "defect" in items:
+            raise RuntimeError("a defect")
+        return take(pool, items)
+
+    monkeypatch.setattr(NativePool, "take", fail_once)
+    buffer.waiting += [7, "{", engine.event(stored([2**64], [*range(4)])), {"event_id": []}]
+    with closing(PoolFeed(drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        subscriber.follow({"a": source(feed)})
+        buffer.waiting.append(engine.event(stored([1], [*range(4)])))
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what makes sense")
+        buffer.waiting.append("defect")
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 0, "that it begins again")
+        buffer.waiting.append(engine.event(stored([2], [*range(4)])))
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what came after")
 
 
 def test_an_address_of_another_node_is_refused() -> None:

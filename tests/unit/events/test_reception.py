@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=6).map(
 
 def reception(*, can_replay: bool = True, pending_max: int = 8) -> Reception:
     content = PoolContent(blocks_max=10_000)
-    return Reception(content, can_replay=can_replay, pending_max=pending_max)
+    return Reception(content, can_replay=can_replay, pending_max=pending_max, pending_bytes=2**20)
 
 
 def ask(made: Reception, publisher: Publisher) -> int | None:
@@ -199,6 +199,19 @@ def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
     assert not made.content.is_whole
     made.live(*publisher.store(None, [5, 6]))
     assert len(made.content) == 2
+
+
+def test_what_waits_for_a_replay_is_bounded_in_bytes() -> None:
+    content = PoolContent(blocks_max=10)
+    made = Reception(content, can_replay=True, pending_max=1000, pending_bytes=1000)
+    made.replay_begun()
+    for number in range(100):
+        made.live(number, bytes(90))
+    assert len(made._pending) == 11
+    made.live(0, bytes(90))  # another publisher's
+    for number in range(1, 100):
+        made.live(number, bytes(90))
+    assert len(made._pending) == 11
 
 
 def test_a_publisher_without_replays_is_followed_from_where_it_is() -> None:

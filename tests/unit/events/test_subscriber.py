@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from kvray.events import AllBlocksCleared, Event
+from kvray.events import subscriber as subscriber_module
 from kvray.events.message import pack_sequence, unpack_sequence
 from kvray.events.outlet import Outlet
 from kvray.events.subscriber import Source, Subscriber
@@ -151,6 +152,38 @@ def test_an_address_that_is_none_harms_nobody(subscriber: Subscriber) -> None:
         assert subscriber.content("bad") is None
 
 
+def test_a_publisher_that_never_answers_is_named_once(
+    subscriber: Subscriber, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.events.subscriber._RECONNECT_MAX_S", 0.01)
+    address = f"tcp://[::1]:{free_port()}"
+    subscriber.follow({"a": Source(endpoint=address)})
+    wait_for(lambda: address in caplog.text, "a word of it")
+    time.sleep(0.1)
+    assert caplog.text.count(address) == 1
+
+
+def test_a_defect_at_one_publisher_costs_no_other(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = Publisher(log_max=1000, has_snapshot=False)
+    publisher.store(None, [1, 1])
+    serve = subscriber_module._Feed.serve
+
+    def fail_at_one(feed, ready, now) -> None:
+        if feed.source.topic == "bad":
+            raise RuntimeError("a defect")
+        serve(feed, ready, now)
+
+    monkeypatch.setattr(subscriber_module._Feed, "serve", fail_at_one)
+    with closing(Wire(publisher)) as wire:
+        bad = Source(endpoint=wire.source.endpoint, topic="bad")
+        subscriber.follow({"bad": bad, "a": wire.source})
+        wait_for(lambda: has(subscriber, "a", publisher), "the other's blocks")
+        wait_for(lambda: subscriber.content("bad") is None, "that it is left")
+    assert caplog.text.count("are followed no longer") == 1
+
+
 class Held:
     """A publisher's content, as an outlet asks for it."""
 
@@ -160,9 +193,10 @@ class Held:
     def num_blocks(self) -> int:
         return len(self._publisher.blocks)
 
-    def stored(self, step: int) -> Iterator[list[Event]]:
-        for block in self._publisher.blocks:
-            yield [self._publisher.event(block)]
+    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
+        blocks = [*self._publisher.blocks]
+        more = after + 1 if after + 1 < len(blocks) else None
+        return [self._publisher.event(block) for block in blocks[after : after + 1]], more
 
 
 def test_our_own_publisher_is_followed_from_its_snapshot_on(

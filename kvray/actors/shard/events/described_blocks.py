@@ -7,6 +7,7 @@ outlives the shard, so that a shard that starts again need not wait for prompts.
 
 import contextlib
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored, Event
 from kvray.events.message import DISK_MEDIUM, HOST_MEDIUM
 
@@ -24,11 +26,20 @@ HOST, DISK = "host", "disk"
 _TIERS = ((HOST, 1, HOST_MEDIUM), (DISK, 2, DISK_MEDIUM))
 """Column, bit in `told`, and medium of each tier."""
 _PART_BITS = 62  # of a column; parts that share a bit count as one
+_CHAIN_COST = 256
+"""Bytes that a chain takes besides its own while it waits."""
 _GONE_MAX = 200_000
 """Blocks that are gone and whose tokens are kept: most come back, and tokens are told once."""
+_GONE_MIN = 1000
+"""The same when the file is full: for fewer it is not worth to have engines tell again."""
+_CHANGED_MAX = 100_000
+"""Blocks that wait to be published; then tiers and engines wait."""
+JOURNAL_BYTES = 8 * 2**20
+"""What the file's journal may take beside it, as nothing is written in large pieces."""
+_PIECE = 10_000
 _SETTINGS = """
-PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA wal_autocheckpoint=4096;
-PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY;
+PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA wal_autocheckpoint=256;
+PRAGMA journal_size_limit=1048576; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY;
 """
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
@@ -36,7 +47,8 @@ CREATE TABLE IF NOT EXISTS blocks (
     namespace INTEGER, parent INTEGER, tokens BLOB,
     host INTEGER NOT NULL DEFAULT 0, disk INTEGER NOT NULL DEFAULT 0,
     told INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS gone ON blocks (id) WHERE host = 0 AND disk = 0;
+CREATE INDEX IF NOT EXISTS gone ON blocks (id) WHERE host = 0 AND disk = 0 AND told = 0;
+CREATE INDEX IF NOT EXISTS told ON blocks (namespace, id) WHERE told != 0;
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS ports (replica TEXT PRIMARY KEY, port INTEGER UNIQUE NOT NULL);
 CREATE TEMP TABLE namespaces (
@@ -47,8 +59,9 @@ _OF_CHANGED = """
 SELECT b.id, b.key, b.parent, b.tokens, b.namespace, n.tokens_per_block, b.told,
     n.parts != 0 AND b.host & n.parts = n.parts, n.parts != 0 AND b.disk & n.parts = n.parts
 FROM changed c JOIN blocks b ON b.key = c.key JOIN namespaces n ON n.id = b.namespace
-WHERE c.id <= ? AND b.tokens IS NOT NULL ORDER BY c.id
+WHERE c.id <= ? AND length(b.tokens) = 4 * n.tokens_per_block ORDER BY c.id
 """
+_GONE = "FROM blocks WHERE host = 0 AND disk = 0 AND told = 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +73,41 @@ class NamespaceTerms:
     """The parts that some rank here needs of every block."""
 
 
-class DescribedBlocks:
-    """Used by one thread; errors of the file are those of `sqlite3`."""
+def check_chain(chain: Any, *, tokens_per_block: int) -> int:
+    """Return the bytes that a `Chain` takes; ConfigError: it is none."""
+    match chain:
+        case (bytes(parent), bytes(hashes), bytes(tokens)) if (
+            len(parent) in (0, 8)
+            and not len(hashes) % 8
+            and len(tokens) * 2 == len(hashes) * tokens_per_block
+        ):
+            return len(parent) + len(hashes) + len(tokens) + _CHAIN_COST
+    raise ConfigError(
+        "The tokens of blocks come as (parent, hashes, tokens), of 8 bytes a hash and 4 a token."
+    )
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, or make it; nothing in it counts as held or published yet."""
+
+class DescribedBlocks:
+    """Used by one thread; errors of the file are those of `sqlite3`.
+
+    When the file is full, blocks that are gone are forgotten, and new ones are not taken.
+    """
+
+    def __init__(self, path: Path, *, bytes_max: int) -> None:
+        """Open the file, or make it; nothing in it counts as held or published yet.
+
+        It takes at most `bytes_max` bytes, and `JOURNAL_BYTES` more beside it.
+        """
+        self._bytes_max = bytes_max
         self._file = sqlite3.connect(path, isolation_level=None)
         # Pages that were written survive the process, which is all that is asked for.
         self._file.executescript(_SETTINGS + _SCHEMA)
         if self.note("generation") == 0:
             self.set_note("generation", SystemRandom().getrandbits(31) | 1)
         self._terms: Mapping[int, NamespaceTerms] = {}
-        self.forget_held()
+        self._num_told: Counter[int] = Counter()
+        """Blocks that are published of each namespace, counted once a tier."""
+        self._forget_held()
 
     def close(self) -> None:
         """Close the file. Twice is fine."""
@@ -119,18 +155,37 @@ class DescribedBlocks:
                 )
         self._terms = dict(terms)
 
-    def forget_held(self) -> None:
-        """Let no tier hold anything, and count nothing as published."""
-        with self._changing():
-            self._file.execute("UPDATE blocks SET host = 0, disk = 0, told = 0")
-            self._file.execute("DELETE FROM changed")
+    @property
+    def is_full(self) -> bool:
+        """Whether the file has as many bytes as it may have."""
+        pages, free, size = (
+            self._file.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return bool((pages - free) * size >= self._bytes_max)
 
-    def describe(self, namespace: int, size: int, chain: Sequence[bytes]) -> None:
-        """Take the tokens of a `Chain`, of `size` tokens a block; ValueError: it is none."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be published that nothing more should be taken."""
+        last = self._file.execute("SELECT max(id) - min(id) FROM changed").fetchone()[0]
+        return (last or 0) >= _CHANGED_MAX
+
+    def _forget_held(self) -> None:
+        """Let no tier hold anything, and count nothing as published."""
+        last = self._file.execute("SELECT max(id) FROM blocks").fetchone()[0] or 0
+        for start in range(0, last + 1, _PIECE):
+            self._file.execute(
+                "UPDATE blocks SET host = 0, disk = 0, told = 0"
+                " WHERE id >= ? AND id < ? AND host + disk + told != 0",
+                (start, start + _PIECE),
+            )
+
+    def describe(self, namespace: int, size: int, chain: Sequence[bytes]) -> bool:
+        """Take the tokens of a `Chain`, of `size` tokens a block; False: there is no room."""
+        if self.is_full and not self.prune():
+            return False
         parent, hashes, tokens = chain
         keys = _keys(hashes)
-        if len(hashes) % 8 or len(parent) not in (0, 8) or len(tokens) != 4 * size * len(keys):
-            raise ValueError("the lengths of its hashes and its tokens differ")
         step, before = 4 * size, next(iter(_keys(parent)), None)
         parents = [before, *keys[:-1]]
         with self._changing():
@@ -144,6 +199,7 @@ class DescribedBlocks:
                 ),
             )
             self._mark(keys)
+        return True
 
     def change(
         self, tier: str, keys: npt.NDArray[Any], parts: npt.NDArray[Any], *, has: bool
@@ -152,14 +208,17 @@ class DescribedBlocks:
 
         `keys` are u64 of shape [num_blocks, 4], as tables have them.
         """
+        if not len(keys):
+            return
+        takes_new = has and not self.is_full
         hashes = np.ascontiguousarray(keys[:, 0]).view(">i8").astype(np.int64).tolist()
         bits = (1 << (parts.astype(np.int64) % _PART_BITS)).tolist()
         with self._changing():
             self._file.executemany(
                 f"INSERT INTO blocks (key, {tier}) VALUES (?, ?)"
                 f" ON CONFLICT (key) DO UPDATE SET {tier} = {tier} | excluded.{tier}"
-                if has
-                else f"UPDATE blocks SET {tier} = {tier} & ~?2 WHERE key = ?1",
+                if takes_new
+                else f"UPDATE blocks SET {tier} = {tier} {'|' if has else '& ~'} ?2 WHERE key = ?1",
                 zip(hashes, bits, strict=True),
             )
             self._mark(hashes)
@@ -181,6 +240,7 @@ class DescribedBlocks:
                 now = sum(bit for held, (_, bit, _) in zip(has, _TIERS, strict=True) if held)
                 if now != was:
                     told.append((now, block))
+                    self._num_told[namespace] += now.bit_count() - was.bit_count()
                     events = news.setdefault(namespace, _Events(size))
                     events.change(key, parent, tokens, stored=now & ~was, removed=was & ~now)
             self._file.executemany("UPDATE blocks SET told = ? WHERE id = ?", told)
@@ -193,43 +253,41 @@ class DescribedBlocks:
             self._file.execute("DELETE FROM changed WHERE id <= ?", (last,))
         return {namespace: events.all() for namespace, events in news.items()}
 
-    def prune(self) -> None:
-        """Forget the tokens of half of the blocks that are gone, the oldest, if they are many."""
-        gone = "FROM blocks WHERE host = 0 AND disk = 0"
-        if self._file.execute(f"SELECT count(*) {gone}").fetchone()[0] <= _GONE_MAX:
-            return
+    def prune(self) -> bool:
+        """Forget the tokens of half of the blocks that are gone, the oldest, if they are too many.
+
+        Returns whether it has forgotten any.
+        """
+        num_gone = self._file.execute(f"SELECT count(*) {_GONE}").fetchone()[0]
+        if num_gone <= (_GONE_MIN if self.is_full else _GONE_MAX):
+            return False
         with self._changing():
             self._file.execute(
-                f"DELETE FROM blocks WHERE id IN (SELECT id {gone} ORDER BY id LIMIT ?)",
-                (_GONE_MAX // 2,),
+                f"DELETE FROM blocks WHERE id IN (SELECT id {_GONE} ORDER BY id LIMIT ?)",
+                (num_gone // 2,),
             )
             self.set_note("generation", self.generation + 1)
+        return True
 
     def num_told(self, namespace: int) -> int:
         """Return how many blocks are published, counted once a tier."""
-        found = self._file.execute(
-            "SELECT sum((told & 1) + (told >> 1)) FROM blocks WHERE told AND namespace = ?",
-            (namespace,),
-        ).fetchone()
-        return found[0] or 0
+        return self._num_told[namespace]
 
-    def stored(self, namespace: int, step: int) -> Iterator[list[Event]]:
-        """Yield events that store what is published, about `step` blocks at a time."""
-        last = 0
-        while True:
-            rows = self._file.execute(
-                "SELECT b.id, b.key, b.parent, b.tokens, n.tokens_per_block, b.told"
-                " FROM blocks b JOIN namespaces n ON n.id = b.namespace"
-                " WHERE b.id > ? AND b.told AND b.namespace = ? ORDER BY b.id LIMIT ?",
-                (last, namespace, step),
-            ).fetchall()
-            if not rows:
-                return
-            events = _Events(rows[0][4])
-            for _, key, parent, tokens, _, told in rows:
-                events.change(key, parent, tokens, stored=told, removed=0)
-            last = rows[-1][0]
-            yield events.all()
+    def page(self, namespace: int, after: int, step: int) -> tuple[list[Event], int | None]:
+        """Return events that store the next `step` blocks published; see `Content.page`."""
+        rows = self._file.execute(
+            "SELECT b.id, b.key, b.parent, b.tokens, n.tokens_per_block, b.told"
+            " FROM blocks b JOIN namespaces n ON n.id = b.namespace"
+            " WHERE b.id > ? AND b.told != 0 AND b.namespace = ?"
+            " AND length(b.tokens) = 4 * n.tokens_per_block ORDER BY b.id LIMIT ?",
+            (after, namespace, step),
+        ).fetchall()
+        if not rows:
+            return [], None
+        events = _Events(rows[0][4])
+        for _, key, parent, tokens, _, told in rows:
+            events.change(key, parent, tokens, stored=told, removed=0)
+        return events.all(), rows[-1][0] if len(rows) == step else None
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

@@ -8,29 +8,33 @@ beyond a bound the tokens that engines tell are dropped and told again later.
 
 import contextlib
 import logging
+import os
+import selectors
 import sqlite3
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from kvray.actors.owner.ownership import EVENTS_FILE, remove_events
 from kvray.actors.shard.events.described_blocks import (
     DISK,
     HOST,
+    JOURNAL_BYTES,
     DescribedBlocks,
     NamespaceTerms,
+    check_chain,
 )
 from kvray.actors.shard.tier_delta import TierDelta
 from kvray.actors.staging.replicas import Replicas
 from kvray.errors import ConfigError, KVRayError
+from kvray.events import Event
 from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.events.zmtp import endpoint
 from kvray.identity.block import namespace_id
 from kvray.store import ArenaOwner
 from kvray.store.arena.mapped import is_damage
@@ -39,13 +43,15 @@ from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")
 
-_POLL_MS = 50
+_POLL_S, _BUSY_S = 0.05, 0.002
 _REPLICAS_S = 0.5  # how often it looks which replicas there are
 _PRUNE_S = 30.0
 _AGAIN_S = 10.0  # after an error of the file
 _NEWS_STEPS = 16  # batches before subscribers have their turn
-_WAITING_MAX = 64 * 2**20  # bytes of tokens that engines have told
-_PORTS_MAX = 256
+_WAITING_MAX = 16 * 2**20  # bytes of tokens that engines have told
+_TOLD_BYTES_PER_S = 4 * 2**20  # of one connection: a million tokens
+_PORTS_MAX = 64
+_NAMESPACES_MAX = 8  # each has batches for replays, and clients
 _JUMP = 10**6
 """From the last number of the former run that is known to the first of the next one."""
 
@@ -58,6 +64,8 @@ class EventSettings:
     """Address to listen on."""
     port: int
     """The first of the ports; each replica has two."""
+    bytes_max: int
+    """What is kept of blocks and their tokens in the arena's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,56 @@ class _Told:
     tokens_per_block: int
     chains: Sequence[Any]
     size: int
+
+
+class _Waiting:
+    """What engines have told and nobody has taken yet, by connection; for two threads.
+
+    Each connection has its turn, and a bounded speed. Of too much the one that told most loses
+    its latest, so an engine that tells what it computes is heard beside one that tells anything.
+    """
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._lock = threading.Lock()
+        self._told: dict[int, deque[_Told]] = {}
+        self._sizes: Counter[int] = Counter()
+        self._due: dict[int, float] = {}
+        """When a connection has its next turn."""
+
+    def add(self, connection: int, told: _Told) -> bool:
+        """Have something wait; False: there is no room for it."""
+        with self._lock:
+            self._told.setdefault(connection, deque()).append(told)
+            self._sizes[connection] += told.size
+            is_taken = True
+            while self._sizes.total() > _WAITING_MAX:
+                most = max(self._sizes, key=self._sizes.__getitem__)
+                is_taken &= self._pop(most, -1) is not told
+                self.num_dropped += 1
+            return is_taken
+
+    def take(self, now: float) -> _Told | None:
+        """Return what comes next; None: nothing, or not yet."""
+        with self._lock:
+            for connection in self._told:
+                if self._due.get(connection, 0.0) <= now:
+                    told = self._pop(connection, 0)
+                    if connection in self._told:  # the others first
+                        self._told[connection] = self._told.pop(connection)
+                    self._due = {one: at for one, at in self._due.items() if at > now}
+                    self._due[connection] = now + told.size / _TOLD_BYTES_PER_S
+                    return told
+            return None
+
+    def _pop(self, connection: int, at: int) -> _Told:
+        waiting = self._told[connection]
+        told = waiting[at]
+        del waiting[at]
+        self._sizes[connection] -= told.size
+        if not waiting:
+            del self._told[connection], self._sizes[connection]
+        return told
 
 
 class EventPublisher:
@@ -87,9 +145,7 @@ class EventPublisher:
         self._owner = owner
         self._store_now = store
         self._replicas = replicas
-        self._told: deque[_Told] = deque()
-        self._told_bytes = self._taken_bytes = 0  # each written by one thread
-        self._num_dropped = 0
+        self._told = _Waiting()
         self._generation = 0
         self._terms: dict[int, NamespaceTerms] = {}
         self._store: NvmeStore | None = None
@@ -97,7 +153,7 @@ class EventPublisher:
         self._outlets: dict[int, Outlet] = {}
         self._ports: dict[str, tuple[int, int]] = {}
         """Replica -> its namespace and the first of its ports."""
-        self._problem = ""
+        self._problem = self._refused = ""
         self._figures = {"batches": 0, "replays": 0}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-events", daemon=True)
@@ -112,28 +168,25 @@ class EventPublisher:
         if self._thread.is_alive():
             self._thread.join()
 
-    def describe(self, namespace: int, tokens_per_block: int, chains: Sequence[Any]) -> int:
+    def describe(
+        self, connection: int, namespace: int, tokens_per_block: int, chains: Sequence[Any]
+    ) -> int:
         """Take the tokens of blocks, from the event loop, and return the generation.
 
         A `namespace` is its `namespace_id`; the chains are as in `kvray.node.block_tokens`.
         Engines tell everything again when the generation changes. ConfigError: no such chains.
         """
-        try:
-            size = sum(len(tokens) for _, _, tokens in chains)
-        except (TypeError, ValueError):
-            raise ConfigError("The tokens of blocks come as (parent, hashes, tokens).") from None
-        if self._told_bytes - self._taken_bytes + size > _WAITING_MAX:
-            self._num_dropped += 1
-            return self._generation - 1  # so they are told again
+        if not isinstance(chains, list | tuple):
+            raise ConfigError("The tokens of blocks come as a list of (parent, hashes, tokens).")
+        size = sum(check_chain(one, tokens_per_block=tokens_per_block) for one in chains)
         told = _Told(
             namespace=namespace,
             tokens_per_block=tokens_per_block,
             chains=chains,
             size=size,
         )
-        self._told_bytes += size
-        self._told.append(told)
-        return self._generation
+        is_taken = self._told.add(connection, told)
+        return self._generation if is_taken else self._generation - 1  # so they are told again
 
     @property
     def generation(self) -> int:
@@ -144,82 +197,123 @@ class EventPublisher:
         """Return figures, and the addresses of each replica; from any thread."""
         return {
             **self._figures,
-            "dropped": self._num_dropped,
-            "problem": self._problem,
+            "dropped": self._told.num_dropped,
+            "problem": self._said_problem(),
             "replicas": {
                 replica: list(_addresses(self._settings.host, port))
                 for replica, (_, port) in sorted(self._ports.copy().items())
             },
         }
 
+    def _said_problem(self) -> str:
+        if not self._thread.is_alive() and not self._is_over.is_set():
+            return "The thread that publishes KV events has ended; restart the shard."
+        return self._problem or self._refused
+
     def _run(self) -> None:
         while not self._is_over.is_set():
             try:
-                with contextlib.closing(DescribedBlocks(self._path)) as blocks:
-                    self._path.chmod(0o600)  # it has what people have written
+                self._make_private()
+                bytes_max = self._settings.bytes_max - JOURNAL_BYTES
+                with (
+                    contextlib.closing(DescribedBlocks(self._path, bytes_max=bytes_max)) as blocks,
+                    selectors.EpollSelector() as selector,
+                ):
                     self._generation, self._problem = blocks.generation, ""
-                    self._publish(blocks)
-            except sqlite3.Error as error:
+                    self._publish(blocks, selector)
+            except (sqlite3.Error, OSError) as error:
                 self._problem = f"The file {self._path} failed ({error}) and is made again."
                 _log.warning("%s", self._problem)
                 remove_events(self._path.parent)
             except Exception as error:  # noqa: BLE001 - the thread's end, after which it begins again
-                # Events are for others; the shard goes on without them.
+                # Events are for others; the shard goes on without them. What is in the file may
+                # be what has ended them.
                 self._problem = f"A defect ended KV events; they begin again soon ({error!r})."
                 _log.exception("%s", self._problem)
+                remove_events(self._path.parent)
             finally:
                 for outlet in self._outlets.values():
                     outlet.close()
                 self._outlets, self._ports, self._deltas = {}, {}, []
             self._is_over.wait(_AGAIN_S)
 
-    def _publish(self, blocks: DescribedBlocks) -> None:
+    def _make_private(self) -> None:
+        """Have the file before it is used: it has what people have written.
+
+        What SQLite makes beside it gets its mode.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(self._path, flags, 0o600))
+        for path in self._path.parent.glob(f"{self._path.name}*"):
+            path.chmod(0o600)
+
+    def _publish(self, blocks: DescribedBlocks, selector: selectors.EpollSelector) -> None:
         """Publish until the end."""
         owner = self._owner
         self._deltas = [(HOST, TierDelta(lambda: owner.arena.tables, owner.section))]
         self._store = None
-        poller = zmq.Poller()
         look_at = prune_at = 0.0
-        while not self._is_over.is_set():
+        while not self._is_over.wait(_BUSY_S):
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _REPLICAS_S
-                self._follow_replicas(blocks, poller)
+                self._follow_replicas(blocks, selector)
             if now >= prune_at:
                 prune_at = now + _PRUNE_S
                 blocks.prune()
-                self._generation = blocks.generation
-            self._take_told(blocks)
-            is_busy = self._take_changes(blocks) | self._tell(blocks)
+            self._generation = blocks.generation
+            is_busy = blocks.is_behind
+            if not is_busy:  # else what comes waits: tokens where they are, tiers in their tables
+                is_busy = self._take_told(blocks, now) | self._take_changes(blocks)
+            is_busy |= self._tell(blocks)
             for outlet in self._outlets.values():
                 outlet.serve(now)
                 is_busy |= outlet.is_busy
-            poller.poll(1 if is_busy else _POLL_MS)
+            selector.select(0 if is_busy else _POLL_S)
 
-    def _follow_replicas(self, blocks: DescribedBlocks, poller: zmq.Poller) -> None:
+    def _follow_replicas(self, blocks: DescribedBlocks, selector: selectors.EpollSelector) -> None:
         """Have an outlet for each namespace, and ports for each replica, that is here."""
-        self._terms |= _terms(self._replicas)
-        blocks.set_terms(self._terms)
+        self._refused = (
+            ""
+            if not blocks.is_full
+            else (
+                f"There are more blocks than {self._settings.bytes_max >> 20} MiB can describe; the"
+                " others are not published."
+            )
+        )
         last = max((outlet.last for outlet in self._outlets.values()), default=0)
         if last > blocks.note("last"):
             blocks.set_note("last", last)
-        for namespace in self._terms.keys() - self._outlets.keys():
-            first = max(int(1000 * time.time()), blocks.note("last") + _JUMP)
-            outlet = Outlet(_Content(blocks, namespace), first=first)
-            self._outlets[namespace] = outlet
-            for socket in outlet.sockets():
-                poller.register(socket, zmq.POLLIN)
         # Those that ended lately keep their ports, as they may come back.
         replicas = {
             one["replica"]: namespace_id(bytes.fromhex(one["namespace"]))
             for one in self._replicas.status()
         }
-        moved = [one for one, (its, _) in self._ports.items() if replicas.get(one) != its]
+        terms = {**self._terms, **_terms(self._replicas)}
+        here = [one for one in dict.fromkeys(replicas.values()) if one in terms]
+        here.sort(key=lambda one: one not in self._outlets)
+        if len(here) > _NAMESPACES_MAX:
+            self._refused = f"Only {_NAMESPACES_MAX} of {len(here)} namespaces are published."
+        self._terms = {one: terms[one] for one in here[:_NAMESPACES_MAX]}
+        blocks.set_terms(self._terms)
+        for namespace in self._terms.keys() - self._outlets.keys():
+            first = max(int(1000 * time.time()), blocks.note("last") + _JUMP)
+            outlet = Outlet(_Content(blocks, namespace), first=first)
+            self._outlets[namespace] = outlet
+            selector.register(outlet, selectors.EVENT_READ)
+        moved = [
+            one
+            for one, (its, _) in self._ports.items()
+            if replicas.get(one) != its or its not in self._terms
+        ]
         for replica in moved:
             namespace, port = self._ports.pop(replica)
             self._outlets[namespace].unbind(*_addresses(self._settings.host, port))
-        # An address is free a moment after it was given up.
-        for replica in sorted(replicas.keys() - self._ports.keys() - set(moved)):
+        for namespace in self._outlets.keys() - self._terms.keys():
+            outlet = self._outlets.pop(namespace)
+            selector.unregister(outlet)
+            outlet.close()
+        for replica in sorted(replicas.keys() - self._ports.keys()):
             if replicas[replica] in self._outlets:
                 self._bind(blocks, replica, replicas[replica])
         self._figures = {
@@ -241,19 +335,21 @@ class EventPublisher:
                 left = {other: its for other, its in had.items() if its != port}
                 blocks.set_ports({**left, replica: port})
                 return
-        self._problem = (
+        self._refused = (
             f"No two ports from {first} on are free on {self._settings.host} for {replica}; set"
             " events.host and events.port to others."
         )
 
-    def _take_told(self, blocks: DescribedBlocks) -> None:
-        for _ in range(min(len(self._told), _NEWS_STEPS)):
-            told = self._told.popleft()
-            self._taken_bytes += told.size
+    def _take_told(self, blocks: DescribedBlocks, now: float) -> bool:
+        """Take what engines have told; return whether there may be more."""
+        for _ in range(_NEWS_STEPS):
+            told = self._told.take(now)
+            if told is None:
+                return False
             for chain in told.chains:
-                # An engine of another version may tell something else.
-                with contextlib.suppress(ValueError, TypeError):
-                    blocks.describe(told.namespace, told.tokens_per_block, chain)
+                if not blocks.describe(told.namespace, told.tokens_per_block, chain):
+                    self._told.num_dropped += 1
+        return True
 
     def _take_changes(self, blocks: DescribedBlocks) -> bool:
         """Note what has come to the tiers and left them; return whether there is more."""
@@ -307,8 +403,8 @@ class _Content:
     def num_blocks(self) -> int:
         return self._blocks.num_told(self._namespace)
 
-    def stored(self, step: int) -> Any:
-        return self._blocks.stored(self._namespace, step)
+    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
+        return self._blocks.page(self._namespace, after, step)
 
 
 def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
@@ -331,4 +427,4 @@ def _tables(store: NvmeStore) -> Tables:
 
 def _addresses(host: str, port: int) -> tuple[str, str]:
     """Return the addresses of events and of replays."""
-    return f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
+    return endpoint(host, port), endpoint(host, port + 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvray.cli.page.command import _announce, _listening
 from tests.forks import RunKvray
 from tests.waiting import HANG_S
 
@@ -73,3 +74,26 @@ def test_address_that_others_reach_is_warned_of(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=HANG_S)
     assert stderr.startswith("kvray: whoever reaches 0.0.0.0 can read the page")
+
+
+@pytest.mark.parametrize(
+    ("host", "others"),
+    [
+        ("::1", ["::1"]),
+        ("[::1]", ["::1"]),
+        ("::", ["::1", "127.0.0.1"]),
+        ("127.0.0.1", ["127.0.0.1"]),
+    ],
+)
+def test_it_listens_at_addresses_of_both_kinds(host: str, others: list[str]) -> None:
+    with _listening(host, 0) as listener:
+        for other in others:
+            socket.create_connection((other, listener.getsockname()[1])).close()
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_printed_in_brackets(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _announce(host, "::1", 8270, has_token=False)
+    assert capsys.readouterr().out == "The page is at http://[::1]:8270/ until Ctrl-C.\n"

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.actors.shard.events import described_blocks
-from kvray.actors.shard.events.described_blocks import DISK, HOST, DescribedBlocks, NamespaceTerms
+from kvray.actors.shard.events.described_blocks import (
+    DISK,
+    HOST,
+    DescribedBlocks,
+    NamespaceTerms,
+    check_chain,
+)
+from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored
 
 SIZE = 2
@@ -44,7 +51,7 @@ class Published(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = DescribedBlocks(Path(":memory:"))
+        self.blocks = DescribedBlocks(Path(":memory:"), bytes_max=2**24)
         self.parts = {namespace: {0} for namespace in NAMESPACES}
         self.held: dict[tuple[str, int, int], set[int]] = {}
         self.told: set[tuple[int, int]] = set()
@@ -110,7 +117,9 @@ class Published(RuleBasedStateMachine):
     def a_snapshot_is_what_was_published(self) -> None:
         heard: dict = {}
         for namespace in NAMESPACES:
-            for events in self.blocks.stored(namespace, 3):
+            place: int | None = 0
+            while place is not None:
+                events, place = self.blocks.page(namespace, place, 3)
                 for event in events:
                     self._hear(heard, namespace, event)
             count = sum(len(its) for (one, _), its in self.heard.items() if one == namespace)
@@ -142,7 +151,7 @@ TestPublished.settings = settings(max_examples=60, stateful_step_count=25, deadl
 
 @pytest.fixture
 def blocks(tmp_path: Path):
-    with contextlib.closing(DescribedBlocks(tmp_path / "events.sqlite")) as made:
+    with contextlib.closing(DescribedBlocks(tmp_path / "events.sqlite", bytes_max=2**24)) as made:
         made.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
         yield made
 
@@ -153,13 +162,77 @@ def blocks(tmp_path: Path):
         (b"", b"1" * 7, b""),
         (b"1", b"1" * 8, bytes(8)),
         (b"", b"1" * 8, bytes(9)),
+        (b"", b"1" * 8, b""),
         (b"", b"1" * 16, bytes(8)),
+        (b"", b"1" * 8, "8 letters"[:8]),
+        (b"", b"1" * 8, [0] * 8),
+        ("", b"1" * 8, bytes(8)),
+        (None, b"1" * 8, bytes(8)),
+        (b"", b"1" * 8),
+        b"chain",
+        7,
     ],
 )
-def test_a_chain_whose_lengths_differ_is_refused(blocks, chain):
-    with pytest.raises(ValueError, match="lengths"):
-        blocks.describe(1, SIZE, chain)
-    assert blocks.take_news(9) is None
+def test_what_is_no_chain_is_refused(chain):
+    with pytest.raises(ConfigError, match="parent, hashes, tokens"):
+        check_chain(chain, tokens_per_block=SIZE)
+
+
+def test_a_chain_counts_all_that_it_takes():
+    assert check_chain(chain_of(1, 0, 3), tokens_per_block=SIZE) > 3 * 8 + 3 * SIZE * 4
+    assert check_chain((b"", b"", b""), tokens_per_block=SIZE) > 100
+
+
+def test_a_full_file_takes_no_more_and_has_room_again_when_blocks_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(described_blocks, "_GONE_MIN", 10)
+    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**17)) as blocks:
+        blocks.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+        keys = []
+        for block in range(10_000):
+            key = table_keys(key_of(1, block))
+            keys.append(key)
+            blocks.change(HOST, key, np.zeros(1, dtype=np.uint32), has=True)
+            if not blocks.describe(1, SIZE, chain_of(1, block, block + 1)):
+                break
+        assert 500 < len(keys) < 5000
+        before = blocks.generation
+        held = blocks._file.execute("SELECT count(*) FROM blocks").fetchone()[0]
+        more = table_keys(*(key_of(2, block) for block in range(2000)))
+        blocks.change(HOST, more, np.zeros(2000, dtype=np.uint32), has=True)
+        assert blocks._file.execute("SELECT count(*) FROM blocks").fetchone()[0] == held
+        while blocks.take_news(128) is not None:
+            pass
+        for key in keys:
+            blocks.change(HOST, key, np.zeros(1, dtype=np.uint32), has=False)
+        while blocks.take_news(128) is not None:
+            pass
+        assert blocks.num_told(1) == 0
+        assert blocks.describe(1, SIZE, chain_of(1, 20_000, 20_001))
+        assert blocks.generation > before, "what was forgotten is to be told again"
+    assert (tmp_path / "a").stat().st_size < 2**18
+
+
+def test_what_was_published_is_not_forgotten_before_its_end_is(blocks, monkeypatch):
+    monkeypatch.setattr(described_blocks, "_GONE_MAX", 0)
+    blocks.describe(1, SIZE, chain_of(1, 5, 9))
+    key, part = table_keys(key_of(1, 0)), np.zeros(1, dtype=np.uint32)
+    blocks.describe(1, SIZE, chain_of(1, 0, 1))
+    blocks.change(HOST, key, part, has=True)
+    assert blocks.take_news(9)
+    blocks.change(HOST, key, part, has=False)
+    blocks.prune()
+    ((event,),) = blocks.take_news(9).values()
+    assert event == BlockRemoved(block_hashes=[number_of(1, 0)], medium="CPU")
+
+
+def test_too_much_that_waits_to_be_published_is_seen(blocks, monkeypatch):
+    monkeypatch.setattr(described_blocks, "_CHANGED_MAX", 5)
+    assert not blocks.is_behind
+    blocks.describe(1, SIZE, chain_of(1, 0, 9))
+    assert blocks.is_behind
+    while blocks.take_news(4) is not None:
+        pass
+    assert not blocks.is_behind
 
 
 def test_what_nobody_told_of_leaves_nothing_behind(blocks):
@@ -174,7 +247,7 @@ def test_what_nobody_told_of_leaves_nothing_behind(blocks):
 
 def test_another_run_finds_tokens_ports_and_notes_and_nothing_held(tmp_path):
     keys = table_keys(key_of(1, 0))
-    with contextlib.closing(DescribedBlocks(tmp_path / "a")) as first:
+    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**24)) as first:
         first.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
         first.describe(1, SIZE, chain_of(1, 0, 1))
         first.change(HOST, keys, np.zeros(1, dtype=np.uint32), has=True)
@@ -182,7 +255,7 @@ def test_another_run_finds_tokens_ports_and_notes_and_nothing_held(tmp_path):
         first.set_ports({"r": 5557})
         first.set_note("last", 2**60)
         generation = first.generation
-    with contextlib.closing(DescribedBlocks(tmp_path / "a")) as again:
+    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**24)) as again:
         again.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
         assert again.num_told(1) == 0
         assert again.ports() == {"r": 5557}
