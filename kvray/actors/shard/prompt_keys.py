@@ -53,9 +53,9 @@ def check_named(reader: Reader) -> None:
     """Raise ShardUnavailable while a replica's prompts have no keys."""
     if reader.namespace.model == UNNAMED:
         raise ShardUnavailable(
-            "The replica uses no tier now: it still reads its checkpoint, or its weights were"
-            " replaced and have no version. Wait (`kvray status` says how far it is) or name the"
-            " model in connector.model_key; or call Client.set_weights_version."
+            "The replica uses no tier until its checkpoint is told from others, of which"
+            " `kvray status` says how far it is, and its weights have a version. Try again then, or"
+            " name them: by connector.model_key, by Client.set_weights_version."
         )
 
 
