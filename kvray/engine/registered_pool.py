@@ -52,7 +52,7 @@ class RegisteredPool:
         self._figures = figures
         self._tenants_check = tenants_check
         self._registration: Registration | None = None
-        self._name = replica or link.process_name
+        self._replica = replica or link.process_name
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
         unnamed = None if args.weights_may_change else ""
         self.weights = Weights(unnamed if weights_version is None else weights_version)
@@ -78,7 +78,7 @@ class RegisteredPool:
     @property
     def replica(self) -> str:
         """The replica's name: the shard gives another one if it is taken on this node."""
-        return self._name if self._registration is None else self._registration.replica
+        return self._replica if self._registration is None else self._registration.replica
 
     @property
     def own(self) -> Reading:
@@ -254,7 +254,7 @@ class RegisteredPool:
     def follow(self, replica: str) -> None:
         """Take the leader's name for the replica: the shard must know which ranks belong to it."""
         if replica != self.replica and self._registration is not None:
-            self._name = replica
+            self._replica = replica
             self._registration.rename(replica)
 
 

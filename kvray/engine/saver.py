@@ -161,7 +161,7 @@ class Saver:
             return
         with self._guard:
             waiting = sum(len(job.keys) for job in self._jobs)
-            begun = len(self._unfinished) + self._is_finishing + (self._beginning is not None)
+            begun = len(self._unfinished) + self._is_working
             self._drop_waiting(DropReason.SHUT_DOWN)
         _log.warning(
             "kvray: the engine ends before its saves: %d blocks are not saved, and %d saves that"
