@@ -14,7 +14,7 @@ StageReason = Literal[
 where ranks have several."""
 
 EngineReason = Literal[
-    "arena_busy", "fingerprinting", "incompatible", "reuse_disabled", "unaligned"
+    "arena_busy", "fingerprinting", "incompatible", "reuse_disabled", "skipped", "unaligned"
 ]
 """Further reasons by which engines count missed tokens."""
 

@@ -1,22 +1,33 @@
 """The scheduler's half of the connector: vLLM's requests as the leader knows requests.
 
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
+
+A request is promised nothing at first. What the leader has leased for it is held by every rank
+(see `metadata`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
+wrong when the request is preempted meanwhile, and on some runners always.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
 from kvray.engine.leader import Leader
+from kvray.engine.meta import LoadPlan
 from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
+from kvray.vllm.holds import Asked, Holds
 from kvray.vllm.identity import RequestReader
-from kvray.vllm.metadata import PassMetadata, PoolMetadata
+from kvray.vllm.metadata import HeldLoad, HoldAnswers, PassMetadata, PoolMetadata
 
 _log = logging.getLogger("kvray.connector")
+
+_HOLD_WAIT_S = 10.0
+"""Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,10 +36,12 @@ class _Known:
 
     number: int
     request: Any  # vLLM's own, which has the tokens
+    asked_at: float  # when it was first asked about, or asked again after a pass
+    held: Asked | None = None  # what the ranks hold for it
+    num_needed: int = 0  # blocks for which there was no room when it was last asked about
     num_external: int = 0
     """Tokens that vLLM took of the last offer and whose pass is not planned yet."""
-    last_hit: int = 0  # the same, until it is asked about again
-    num_hit: int = 0  # all that it took
+    num_hit: int | None = None  # tokens that it did not have to compute the first time
     is_begun: bool = False  # whether a pass has had it
     is_saved: bool = False  # whether a pass has saved blocks of it
 
@@ -41,6 +54,7 @@ class SchedulingHalf:
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
+        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=0)
         self._planned: dict[int, str] = {}
         """The requests of the pass that is being planned: number -> vLLM's name."""
         self._is_off = False
@@ -48,31 +62,44 @@ class SchedulingHalf:
     def lead(self, metadata: Any) -> None:
         """Hear what a rank has registered; nothing is promised before."""
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
-        self._leader.shared.pool.lead(metadata.facts)
+        shared = self._leader.shared
+        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
+        shared.pool.lead(metadata.facts)
 
     def ask(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
 
-        None: the shard has been asked, and vLLM is to ask again.
+        None: the shard has been asked, or the ranks do not hold it yet, and vLLM is to ask again.
         """
         if self._is_off:
             return 0
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
-            known = _Known(number=next(self._numbers), request=request)
+            now = time.monotonic()
+            known = _Known(number=next(self._numbers), request=request, asked_at=now)
             self._known[request.request_id] = known
         known.num_external = 0
+        if known.held is not None:
+            return self._offer(known, known.held, num_computed)
+        if known.num_needed > self._holds.room and not self._is_late(known):
+            return None
         read = partial(self._read, known, num_computed)
-        return self._leader.ask(known.number, read)
+        hit = self._leader.ask(known.number, read)
+        return self._hold(known) if hit else hit
+
+    def hear(self, answers: HoldAnswers) -> None:
+        """Take what ranks hold by now."""
+        self._holds.hear(answers)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""
         known = self._known.get(request.request_id)
         if known is not None:
-            known.num_external = known.last_hit = num_external
-            known.num_hit += num_external
+            known.num_external = num_external
+            if known.num_hit is None:
+                known.num_hit = num_external
             if not num_external:
-                self._leader.decline(known.number)
+                self._drop(known)
             self._leader.count(known.number)
 
     def plan(self, output: Any) -> PassMetadata:
@@ -86,28 +113,31 @@ class SchedulingHalf:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
                     self._known[name].is_saved, names[plan.request_id] = True, name
-        return PassMetadata(meta=meta, names=names)
-
-    def note_failed(self, block_ids: Collection[int]) -> None:
-        """Take blocks that could not be loaded, and what follows them, for not stored."""
-        for known in self._known.values() if block_ids else ():
-            state = self._leader.states.get(known.number)
-            if state is not None and state.lose(block_ids):
-                known.num_hit, known.last_hit = known.num_hit - known.last_hit, 0
+        loads = tuple(map(self._held_load, meta.loads))
+        holds, drops = self._holds.take()
+        name = self._leader.shared.pool.model_name
+        if holds and not name.is_given:
+            meta = meta._replace(model=name.name)
+        return PassMetadata(
+            meta=meta._replace(loads=()), holds=holds, drops=drops, loads=loads, names=names
+        )
 
     def finish(self, name: str) -> tuple[bool, int]:
         """Return whether a save still reads blocks of a request that has ended, and its hits."""
         known = self._known.pop(name, None)
         if known is None:
             return False, 0
+        self._drop(known)
         self._leader.finish(known.number)
         if known.is_saved:
             self._leader.pin(known.number)  # the ranks tell when they have read its blocks
-        return known.is_saved, known.num_hit
+        return known.is_saved, known.num_hit or 0
 
     def reset(self) -> None:
         """Go without the tier from now on: the weights may not be those that the keys name."""
         self._is_off = True
+        for known in self._known.values():
+            self._drop(known)
         for number in list(self._leader.states):
             self._leader.reset(number)
         _log.warning(
@@ -118,6 +148,56 @@ class SchedulingHalf:
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
         self._leader.close()
+
+    def _hold(self, known: _Known) -> int | None:
+        """Have the ranks hold what the leader has leased, as far as it fits into their memory."""
+        size = self._leader.shared.args.tokens_per_block
+        promise = self._leader.states[known.number].promise
+        assert promise is not None, "it has just been made"
+        if promise.num_blocks > self._holds.capacity:
+            end = promise.first + self._holds.capacity
+            self._leader.cancel(known.number, end * size, promise.end * size)
+        known.held = self._holds.begin(
+            promise.prefix.leased(), first=promise.first, stop=promise.end
+        )
+        if known.held is not None:
+            known.num_needed = 0
+            return None
+        known.num_needed = promise.num_blocks
+        self._leader.decline(known.number)
+        return 0 if self._is_late(known) else None
+
+    def _offer(self, known: _Known, held: Asked, num_computed: int) -> int | None:
+        """Return what of a hold follows vLLM's own tokens, once every rank has answered."""
+        if not held.is_answered and time.monotonic() < known.asked_at + _HOLD_WAIT_S:
+            return None
+        first, rest = divmod(num_computed, self._leader.shared.args.tokens_per_block)
+        hit = 0
+        if held.is_answered and not rest and first >= held.hold.first:
+            hit = self._leader.offer_again(known.number, num_computed, end=held.end)
+        if not hit:  # it has more of its own by now, or less than the hold begins with
+            self._drop(known)
+        return hit
+
+    def _drop(self, known: _Known) -> None:
+        """Let go of what was offered."""
+        self._leader.decline(known.number)
+        if known.held is not None:
+            self._holds.drop(known.held)
+            known.held = None
+
+    def _is_late(self, known: _Known) -> bool:
+        """Whether a request has waited for room for as long as it may."""
+        waited_s = time.monotonic() - known.asked_at
+        return waited_s >= self._leader.shared.config.connector.stage_wait_s
+
+    def _held_load(self, load: LoadPlan) -> HeldLoad:
+        """Return a load as the ranks do it: from what they hold, and no longer from the arena."""
+        known = self._known[self._planned[load.request_id]]
+        held, known.held = known.held, None
+        assert held is not None, "only what is held is promised"
+        self._holds.loaded(held)
+        return HeldLoad(held.hold.hold_id, load.first - held.hold.first, load.pages[0])
 
     def _read(self, known: _Known, num_computed: int, shared: SharedState) -> Any:
         if self._reader is None:
@@ -156,7 +236,7 @@ class SchedulingHalf:
         if is_new and known.is_begun:  # it was preempted
             self._leader.shared.figures.totals["resumed_requests"] += 1
         num_external, known.num_external = known.num_external, 0
-        known.is_begun = True
+        known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
         told = 0 if is_new else state.num_tokens
         yield PassReport(
