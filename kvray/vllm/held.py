@@ -5,7 +5,6 @@ neither a flipped bit of the arena nor a lost lease is met after the promise.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -19,7 +18,7 @@ from kvray.engine.model.cache_layout import Part
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch, LeaseExpired
 from kvray.store.arena.tables import Array
-from kvray.vllm.metadata import HeldLoad, Hold, HoldAnswers
+from kvray.vllm.holds import HeldLoad, Hold
 
 _CLOSE_S = 5.0
 
@@ -66,20 +65,18 @@ class HeldBlocks:
             self._held[hold_id].is_dropped = True
             self._let_go(hold_id)
         for hold in holds:
-            rows = self._take_rows(hold.stop - hold.first)
+            rows = self._take_rows(hold.num_blocks)
             self._held[hold.hold_id] = _Held(hold=hold, rows=rows, is_ours=are_ours)
             self._wanted.put(self._held[hold.hold_id])
 
-    def answers(self) -> HoldAnswers | None:
-        """Return what has been copied since the last call; None: nothing."""
+    def answers(self) -> dict[int, int]:
+        """Return hold -> how many of its first blocks are held, of those copied since last time."""
         found: dict[int, int] = {}
         while not self._copied.empty():
             hold_id, num_sound = self._copied.get()
             found[hold_id] = self._held[hold_id].num_sound = num_sound
             self._let_go(hold_id)
-        if not found:
-            return None
-        return HoldAnswers(Counter(dict.fromkeys(found, 1)), found)
+        return found
 
     def load(self, one: HeldLoad, stream: Any) -> None:
         """Copy held blocks to their pages, which the pass of `stream` waits for; ends the hold.

@@ -1,10 +1,37 @@
-"""What the scheduler's half knows of the holds of its ranks; pure."""
+"""What the scheduler's half knows of what its ranks hold; pure.
 
+A rank *holds* blocks: it copies them from the arena into memory of its own and checks the copies.
+vLLM is promised only what every rank holds, so no load can fail.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
-from kvray.engine.meta import RankLeases
-from kvray.vllm.metadata import Hold, HoldAnswers
+from kvray.engine.meta import PageIds, RankLeases
+
+
+class Hold(NamedTuple):
+    """Leased blocks that every rank is to hold, and to answer for."""
+
+    hold_id: int  # never given twice
+    leased: RankLeases  # each rank ends its lease when it has copied
+    first: int  # the first block to hold, counted from the root of the prefix
+    stop: int
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks each rank is to hold."""
+        return self.stop - self.first
+
+
+class HeldLoad(NamedTuple):
+    """Held blocks to be copied into the pool before the pass; the hold is over then."""
+
+    hold_id: int
+    skip: int  # leading blocks of the hold that vLLM has itself
+    pages: PageIds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -15,7 +42,6 @@ class Asked:
     num_sound: int
     """Leading blocks of it that all ranks which have answered hold."""
     num_silent: int  # ranks that have not answered
-    is_sent: bool = False
     is_over: bool = False  # it is loaded, or nobody wants it any more
 
     @property
@@ -48,21 +74,21 @@ class Holds:
 
     def begin(self, leased: RankLeases, *, first: int, stop: int) -> Asked | None:
         """Have leased blocks held from the coming pass on; None: there is no room for so many."""
-        if stop - first > self.room:
-            return None
         hold = Hold(next(self._ids), leased, first, stop)
-        asked = Asked(hold=hold, num_sound=stop - first, num_silent=self._num_ranks)
+        if hold.num_blocks > self.room:
+            return None
+        asked = Asked(hold=hold, num_sound=hold.num_blocks, num_silent=self._num_ranks)
         self._asked[hold.hold_id] = asked
         self._unsent.append(hold)
-        self.room -= stop - first
+        self.room -= hold.num_blocks
         return asked
 
-    def hear(self, answers: HoldAnswers) -> None:
-        """Take what ranks have answered."""
-        for hold_id, num_sound in answers.num_sound.items():
+    def hear(self, num_sound: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
+        """Take answers: hold -> its leading blocks that so many ranks, `num_ranks`, hold soundly."""
+        for hold_id, sound in num_sound.items():
             asked = self._asked[hold_id]
-            asked.num_silent -= answers.num_ranks[hold_id]
-            asked.num_sound = min(asked.num_sound, num_sound)
+            asked.num_silent -= num_ranks[hold_id]
+            asked.num_sound = min(asked.num_sound, sound)
             self._make_room(asked)
 
     def drop(self, asked: Asked) -> None:
@@ -92,4 +118,4 @@ class Holds:
     def _make_room(self, asked: Asked) -> None:
         if asked.is_over and asked.is_answered:
             del self._asked[asked.hold.hold_id]
-            self.room += asked.hold.stop - asked.hold.first
+            self.room += asked.hold.num_blocks

@@ -1,13 +1,7 @@
-"""What vLLM carries between the two halves of the connector, which may be in two processes.
-
-A rank *holds* blocks: it copies them from the arena into memory of its own and checks the copies.
-vLLM is promised only what every rank holds, so no load can fail. Source of why that must be so:
-`Scheduler._handle_invalid_blocks` of vLLM 0.32.
-"""
+"""What vLLM carries between the two halves of the connector, which may be in two processes."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -15,25 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvray.engine.meta import ConnectorMeta, PageIds, RankLeases
+from kvray.engine.meta import ConnectorMeta
 from kvray.engine.registered_pool import PoolFacts
-
-
-class Hold(NamedTuple):
-    """Leased blocks that every rank is to hold, and to answer for."""
-
-    hold_id: int  # never given twice
-    leased: RankLeases  # each rank ends its lease when it has copied
-    first: int  # the first block to hold, counted from the root of the prefix
-    stop: int
-
-
-class HeldLoad(NamedTuple):
-    """Held blocks to be copied into the pool before the pass; the hold is over then."""
-
-    hold_id: int
-    skip: int  # leading blocks of the hold that vLLM has itself
-    pages: PageIds
+from kvray.vllm.holds import HeldLoad, Hold
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """A rank's half of the connector: vLLM's pool and passes as a rank's worker knows them."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class RankHalf:
 
     def answers(self) -> HoldAnswers | None:
         """Return what this rank holds since the last call."""
-        return None if self._held is None else self._held.answers()
+        held = {} if self._held is None else self._held.answers()
+        return HoldAnswers(Counter(dict.fromkeys(held, 1)), held) if held else None
 
     def read_ended(self, finished: set[str]) -> set[str]:
         """Return the requests, of these and of earlier ones, whose blocks are read no more.

@@ -20,9 +20,9 @@ from kvray.engine.leader import Leader
 from kvray.engine.meta import LoadPlan
 from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
-from kvray.vllm.holds import Asked, Holds
+from kvray.vllm.holds import Asked, HeldLoad, Holds
 from kvray.vllm.identity import RequestReader
-from kvray.vllm.metadata import HeldLoad, HoldAnswers, PassMetadata, PoolMetadata
+from kvray.vllm.metadata import HoldAnswers, PassMetadata, PoolMetadata
 
 _log = logging.getLogger("kvray.connector")
 
@@ -89,7 +89,7 @@ class SchedulingHalf:
 
     def hear(self, answers: HoldAnswers) -> None:
         """Take what ranks hold by now."""
-        self._holds.hear(answers)
+        self._holds.hear(answers.num_sound, answers.num_ranks)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""

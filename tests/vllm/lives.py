@@ -1,41 +1,74 @@
-"""Random lives of vLLM's requests: shared prefixes, aborts, preemption, and a tier that is hurt.
+"""Random lives of requests in one vLLM: shared prefixes, aborts, resets, preemption.
 
-A small model of random weights makes thousands of answers a minute. Every answer is held against
-that of a vLLM without the connector.
+A process of its own, which runs vLLM's core itself, step by step: `python -m tests.vllm.lives` with
+a `Life` as JSON. Its last line is its `Tally`. A small model of random weights makes thousands of
+answers a minute.
 """
 
-import contextlib
+import json
+import os
 import random
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from kvray.lab.vllm import environ
+from kvray.lab.vllm.engine import CONNECTOR
 
-from kvray.errors import KVRayError
-from kvray.lab.reference.output import Call
-from kvray.lab.reference.replica import Replica
-from kvray.lab.vllm import MODULE, environ
-
-BLOCK = 16
-NUM_CHAPTERS = 12
-CHAPTER_TOKENS = 14 * BLOCK
-NUM_PROMPTS = 150
-ANSWERS = (6, 24)
+BLOCK = 32
 VOCABULARY = 512
-_HANGS_S = 240.0
-_TOGETHER = 12
+NUM_CHAPTERS, CHAPTER_BLOCKS = 10, 8
+NUM_PROMPTS = 120
+_STUCK_S = 300.0
+"""No vLLM goes without an answer for so long while it makes steps."""
+_LINE = "lives: "
 
 Prompt = tuple[tuple[int, ...], int]
 """Tokens, and how many are wanted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What one engine goes through."""
+
+    model: str
+    truth: str
+    """File of the answers by prompt; an engine without the connector writes it."""
+    num_answers: int = 0
+    seed: int = 0
+    together: int = 10
+    policy: str = "fail"
+    reset_share: float = 0.0  # steps after which all running requests are preempted
+    abort_share: float = 0.0  # requests that are given up
+    logprobs_share: float = 0.0  # requests that want logprobs of their prompt
+    salts: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What became of the requests of a life."""
+
+    answers: int = 0
+    aborted: int = 0
+    hit_tokens: int = 0
+    preempted: int = 0
+    resets: int = 0
+    wrong: list[Any] = field(default_factory=list)
+    errors: list[Any] = field(default_factory=list)
+    hung: int = 0
+    seconds: float = 0.0
+
+
 def write_model(directory: Path) -> Path:
     """Write a Llama whose answers depend on all of their prompt."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(11)
     config = LlamaConfig(
         hidden_size=128,
@@ -52,124 +85,136 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def begin(name: str, model: Path, log: Path, **options: Any) -> Replica:
-    """Begin to start an engine on the tier that the environment names; `plain` has none."""
-    variables = {"KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-"), **options.pop("env", {})}
-    return Replica.spawn(
-        name,
-        env={**environ(1), **variables},
-        log_path=log,
-        module=MODULE,
-        model=str(model),
-        **{
-            "with_kvray": not name.startswith("plain"),
-            "skip_tokenizer_init": True,
-            "block_size": BLOCK,
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": _TOGETHER,
-            "num_blocks": 512,
-            **options,
-        },
-    )
-
-
-def prompts_of(seed: int) -> list[Prompt]:
-    """Return prompts that share prefixes with each other."""
-    chance = random.Random(seed)
+def prompts() -> list[Prompt]:
+    """Return prompts that share prefixes with each other; always the same."""
+    chance = random.Random(7)
     chapters = [
-        [chance.randrange(3, VOCABULARY) for _ in range(CHAPTER_TOKENS)]
+        [chance.randrange(3, VOCABULARY) for _ in range(CHAPTER_BLOCKS * BLOCK)]
         for _ in range(NUM_CHAPTERS)
     ]
     made = []
     for _ in range(NUM_PROMPTS):
-        chapter = chance.choice(chapters)
+        shared = chance.choice(chapters)[: chance.randrange(CHAPTER_BLOCKS * BLOCK)]
         own = [chance.randrange(3, VOCABULARY) for _ in range(chance.randrange(1, 40))]
-        made.append(
-            (tuple(chapter[: chance.randrange(CHAPTER_TOKENS)] + own), chance.randrange(*ANSWERS))
-        )
+        made.append((tuple(shared + own), chance.randrange(4, 24)))
     return made
 
 
-def answers_of(plain: Replica, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
-    """Return what vLLM answers without the connector."""
-    found = {}
-    calls = [(one, plain.submit(list(one[0]), max_tokens=one[1])) for one in prompts]
-    for one, call in calls:
-        found[one] = call.result(_HANGS_S).token_ids
-    return found
+def spawn(life: Life, log: Path, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Begin a life; its output goes to `log`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.lives", json.dumps(asdict(life))],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ(1), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env},
+        )
 
 
-@dataclass(slots=True)
-class Tally:
-    """What became of the requests of some lives."""
-
-    answers: int = 0
-    cancelled: int = 0
-    hit_tokens: int = 0
-    wrong: list[tuple[Any, ...]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    engines: Counter[str] = field(default_factory=Counter)
+def tally_in(log: Path) -> Tally:
+    """Return what a life said at its end; if that is nothing, fail with the end of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line.removeprefix(_LINE) for line in lines if line.startswith(_LINE)]
+    assert told, "\n".join(lines[-60:])
+    return Tally(**json.loads(told[-1]))
 
 
-def live(
-    engine: Replica,
-    truth: dict[Prompt, tuple[int, ...]],
-    num_answers: int,
-    *,
-    seed: int,
-    tally: Tally,
-    abort_share: float = 0.05,
-    salts: Sequence[str | None] = (None,),
-) -> None:
-    """Have an engine answer random prompts, some at a time; add what came of it to `tally`."""
-    chance, prompts = random.Random(seed), list(truth)
-    open_calls: list[tuple[Prompt, Call, bool]] = []
-    left = num_answers
-    while left or open_calls:
-        while left and len(open_calls) < _TOGETHER:
-            one, is_aborted = chance.choice(prompts), chance.random() < abort_share
-            try:
-                call = engine.submit(list(one[0]), max_tokens=one[1], salt=chance.choice(salts))
-            except KVRayError as error:  # it is gone
-                tally.errors.append(str(error))
-                return
-            left -= 1
-            if is_aborted:
-                threading.Timer(chance.random() * 0.2, engine.cancel, [call]).start()
-            open_calls.append((one, call, is_aborted))
-        one, call, is_aborted = open_calls.pop(0)
-        try:
-            output = call.result(_HANGS_S)
-        except KVRayError as error:
-            tally.errors.append(str(error))
-            continue
-        expected = truth[one]
-        if is_aborted and output.token_ids != expected:
-            tally.cancelled += 1
-            expected = expected[: len(output.token_ids)]
-        else:
+def _engine(life: Life) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": life.together,
+        "num_gpu_blocks_override": 200,
+        "distributed_executor_backend": "uni",
+        "enforce_eager": True,
+        **life.options,
+    }
+    if life.num_answers:
+        options["kv_transfer_config"] = {**CONNECTOR, "kv_load_failure_policy": life.policy}
+    return LLMEngine.from_engine_args(EngineArgs(model=life.model, **options))
+
+
+def _truth(life: Life, engine: Any) -> None:
+    """Write what an engine without the connector answers."""
+    from vllm import SamplingParams
+
+    for number, (tokens, count) in enumerate(prompts()):
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, detokenize=False)
+        engine.add_request(str(number), {"prompt_token_ids": list(tokens)}, sampling)
+    answers: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for one in engine.step():
+            if one.finished:
+                answers[one.request_id] = list(one.outputs[0].token_ids)
+    Path(life.truth).write_text(json.dumps(answers))
+
+
+def _live(life: Life, engine: Any) -> Tally:
+    from vllm import SamplingParams
+
+    chance, tally, all_prompts = random.Random(life.seed), Tally(), prompts()
+    truth = {int(number): one for number, one in json.loads(Path(life.truth).read_text()).items()}
+    running: dict[str, int] = {}  # request -> its prompt
+    begun, began, progress_at = 0, time.monotonic(), time.monotonic()
+    while (begun < life.num_answers or running) and not tally.hung:
+        while begun < life.num_answers and len(running) < life.together:
+            number, name = chance.randrange(len(all_prompts)), f"r{begun}"
+            tokens, count = all_prompts[number]
+            asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+            if life.salts > 1:
+                asked["cache_salt"] = f"salt {chance.randrange(life.salts)}"
+            sampling = SamplingParams(
+                max_tokens=count,
+                temperature=0.0,
+                detokenize=False,
+                prompt_logprobs=1 if chance.random() < life.logprobs_share else None,
+            )
+            engine.add_request(name, asked, sampling)
+            running[name] = number
+            begun += 1
+        for one in engine.step():
+            number, answer = running.get(one.request_id, 0), one.outputs[0]
+            if not one.finished or one.request_id not in running:
+                continue
+            del running[one.request_id]
+            progress_at = time.monotonic()
+            hits = (one.kv_transfer_params or {}).get("kvray_hit_tokens", 0)
+            tally.hit_tokens += hits
+            if answer.finish_reason not in ("length", "stop"):
+                tally.errors.append([one.request_id, str(answer.finish_reason)])
+                continue
             tally.answers += 1
-        tally.hit_tokens += output.hit_tokens
-        if output.hit_tokens > output.prompt_tokens:
-            tally.wrong.append((engine.name, "hits", output.hit_tokens, output.prompt_tokens))
-        if output.token_ids != expected:
-            tally.wrong.append((engine.name, output.hit_tokens, output.token_ids, expected))
+            if list(answer.token_ids) != truth[number] or hits > len(all_prompts[number][0]):
+                got = list(answer.token_ids)
+                tally.wrong.append([one.request_id, number, hits, got, truth[number]])
+        if running and chance.random() < life.abort_share:
+            name = chance.choice(sorted(running))
+            engine.abort_request([name])
+            del running[name]
+            tally.aborted += 1
+        if chance.random() < life.reset_share:
+            engine.reset_prefix_cache(reset_running_requests=True)
+            tally.resets += 1
+        tally.hung = len(running) if time.monotonic() - progress_at > _STUCK_S else 0
+    tally.seconds = time.monotonic() - began
+    return tally
 
 
-@contextlib.contextmanager
-def beside(attack: Callable[[random.Random], None], *, every_s: float) -> Iterator[None]:
-    """Attack the tier again and again for the time of a block."""
-    ending, chance = threading.Event(), random.Random(5)
+def _main() -> None:
+    life = Life(**json.loads(sys.argv[1]))
+    engine = _engine(life)
+    if life.num_answers:
+        print(_LINE + json.dumps(asdict(_live(life, engine))), flush=True)
+    else:
+        _truth(life, engine)
+        print(_LINE + json.dumps(asdict(Tally())), flush=True)
+    os._exit(0)  # whatever vLLM still has open ends with it
 
-    def run() -> None:
-        while not ending.wait(every_s):
-            attack(chance)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        thread.join()
+if __name__ == "__main__":
+    _main()
