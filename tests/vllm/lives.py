@@ -56,10 +56,11 @@ class Tally:
     answers: int = 0
     aborted: int = 0
     hit_tokens: int = 0
-    preempted: int = 0
     resets: int = 0
     wrong: list[Any] = field(default_factory=list)
     errors: list[Any] = field(default_factory=list)
+    overcounted: list[Any] = field(default_factory=list)
+    """Requests that are said to have had more from the tier than their prompt has."""
     hung: int = 0
     seconds: float = 0.0
 
@@ -189,9 +190,11 @@ def _live(life: Life, engine: Any) -> Tally:
                 tally.errors.append([one.request_id, str(answer.finish_reason)])
                 continue
             tally.answers += 1
-            if list(answer.token_ids) != truth[number] or hits > len(all_prompts[number][0]):
-                got = list(answer.token_ids)
+            got, num_tokens = list(answer.token_ids), len(all_prompts[number][0])
+            if got != truth[number]:
                 tally.wrong.append([one.request_id, number, hits, got, truth[number]])
+            if hits >= num_tokens:
+                tally.overcounted.append([one.request_id, hits, num_tokens])
         if running and chance.random() < life.abort_share:
             name = chance.choice(sorted(running))
             engine.abort_request([name])
