@@ -84,7 +84,7 @@ class Holds:
         return asked
 
     def hear(self, num_sound: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
-        """Take answers: hold -> its leading blocks that so many ranks, `num_ranks`, hold soundly."""
+        """Take answers: hold -> its leading blocks that `num_ranks` more ranks hold soundly."""
         for hold_id, sound in num_sound.items():
             asked = self._asked[hold_id]
             asked.num_silent -= num_ranks[hold_id]

@@ -73,8 +73,8 @@ class RankHalf:
     def end(self) -> None:
         """Save what the pass has filled; what else it raises must end the engine."""
         self._rank.end(self._stream())
-        if self._rank.failed:
-            raise self._rank.failed.pop().error
+        for error in self._rank.failed:
+            raise error
 
     def answers(self) -> HoldAnswers | None:
         """Return what this rank holds since the last call."""
