@@ -146,11 +146,16 @@ class Leader:
         if not state.promise.num_blocks:
             self.promises.release(self.shared, state)
 
-    def decline(self, request_id: int) -> None:
-        """Release what a request was promised: the engine takes nothing of it."""
-        state = self.states.get(request_id)
+    def decline(self, request_id: int, reason: MissReason | None = None) -> None:
+        """Release what a request was promised: the engine takes nothing of it.
+
+        `reason`: why what was promised is missed after all.
+        """
+        state, count = self.states.get(request_id), self._uncounted.get(request_id)
         if state is not None:
             self.promises.release(self.shared, state)
+        if reason is not None and count is not None:
+            self._uncounted[request_id] = partial(count, reason=reason)
 
     def offer_again(self, request_id: int, num_computed: int, *, end: int) -> int:
         """Renew an offer that was not taken; return how many tokens after the engine's own it is.

@@ -3,7 +3,7 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 
 A request is promised nothing at first. What the leader has leased for it is held by every rank
-(see `metadata`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+(see `holds`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
 promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
 wrong when the request is preempted meanwhile, and on some runners always.
 """
@@ -20,6 +20,7 @@ from kvray.engine.leader import Leader
 from kvray.engine.meta import LoadPlan
 from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
+from kvray.trace.reasons import MissReason
 from kvray.vllm.holds import Asked, HeldLoad, Holds
 from kvray.vllm.identity import RequestReader
 from kvray.vllm.metadata import HoldAnswers, PassMetadata, PoolMetadata
@@ -38,6 +39,7 @@ class _Known:
     request: Any  # vLLM's own, which has the tokens
     asked_at: float  # when it was first asked about, or asked again after a pass
     held: Asked | None = None  # what the ranks hold for it
+    held_at: float = 0.0  # since when they do
     num_needed: int = 0  # blocks for which there was no room when it was last asked about
     num_external: int = 0
     """Tokens that vLLM took of the last offer and whose pass is not planned yet."""
@@ -75,6 +77,8 @@ class SchedulingHalf:
             return 0
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
+            if known is not None:
+                self._drop(known)
             now = time.monotonic()
             known = _Known(number=next(self._numbers), request=request, asked_at=now)
             self._known[request.request_id] = known
@@ -161,27 +165,30 @@ class SchedulingHalf:
             promise.prefix.leased(), first=promise.first, stop=promise.end
         )
         if known.held is not None:
-            known.num_needed = 0
+            known.num_needed, known.held_at = 0, time.monotonic()
             return None
         known.num_needed = promise.num_blocks
-        self._leader.decline(known.number)
+        self._leader.decline(known.number, "too_slow")
         return 0 if self._is_late(known) else None
 
     def _offer(self, known: _Known, held: Asked, num_computed: int) -> int | None:
         """Return what of a hold follows vLLM's own tokens, once every rank has answered."""
-        if not held.is_answered and time.monotonic() < known.asked_at + _HOLD_WAIT_S:
-            return None
+        if not held.is_answered:
+            if time.monotonic() < known.held_at + _HOLD_WAIT_S:
+                return None
+            self._drop(known, "too_slow")
+            return 0
         first, rest = divmod(num_computed, self._leader.shared.args.tokens_per_block)
         hit = 0
-        if held.is_answered and not rest and first >= held.hold.first:
+        if not rest and first >= held.hold.first:
             hit = self._leader.offer_again(known.number, num_computed, end=held.end)
         if not hit:  # it has more of its own by now, or less than the hold begins with
             self._drop(known)
         return hit
 
-    def _drop(self, known: _Known) -> None:
-        """Let go of what was offered."""
-        self._leader.decline(known.number)
+    def _drop(self, known: _Known, reason: MissReason | None = None) -> None:
+        """Let go of what was offered; its tokens are missed for `reason`, if that is known."""
+        self._leader.decline(known.number, reason)
         if known.held is not None:
             self._holds.drop(known.held)
             known.held = None

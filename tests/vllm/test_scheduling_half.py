@@ -209,6 +209,8 @@ def test_a_request_waits_for_memory_for_a_bounded_time(
     assert [half.ask(second, 0) for _ in range(2)] == [None] * 2
     now[0] += half._leader.shared.config.connector.stage_wait_s
     assert half.ask(second, 0) == 0
+    half.allocated(second, 0)
+    assert totals(half)["miss_tokens_too_slow"] == HIT
     half.finish("a")  # nobody waits for it any more
     assert offered(half, second) == HIT
 
@@ -224,6 +226,7 @@ def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(
     now[0] += 60
     assert half.ask(request, 0) == 0
     half.allocated(request, 0)
+    assert totals(half)["miss_tokens_too_slow"] == HIT
     assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).drops == (hold.hold_id,)
     assert half._holds.room < ROOM  # it may copy still
     answer(half, hold)

@@ -34,17 +34,9 @@ class VllmEngine:
     Calls cross to an event loop on a thread of its own, which answers them.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str = SMOLLM2,
-        with_kvray: bool = True,
-        reset_every_s: float | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, model: str = SMOLLM2, with_kvray: bool = True, **options: Any) -> None:
         """Start vLLM with `options` of its `AsyncEngineArgs`; its cache has `num_blocks` if given.
 
-        Every `reset_every_s` all running requests are preempted and vLLM's prefix cache is emptied.
         KVRayError: it does not start.
         """
         self._ids = itertools.count()
@@ -57,8 +49,6 @@ class VllmEngine:
         except (ImportError, RuntimeError, ValueError) as error:
             traceback.print_exc()
             raise KVRayError(str(error)) from error
-        if reset_every_s is not None:
-            asyncio.run_coroutine_threadsafe(self._reset(reset_every_s), self._loop)
 
     def submit(
         self,
@@ -82,15 +72,6 @@ class VllmEngine:
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
-
-    async def _reset(self, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            try:
-                await self._llm.reset_prefix_cache(reset_running_requests=True)
-            except Exception:  # noqa: BLE001 - the log says so, and whoever asks sees no end
-                traceback.print_exc()
-                return
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -147,9 +128,8 @@ async def _start(model: str, *, with_kvray: bool, options: dict[str, Any]) -> An
     num_blocks = options.pop("num_blocks", None)
     if num_blocks is not None:
         options["num_gpu_blocks_override"] = num_blocks
-    policy = options.pop("policy", "fail")
     if with_kvray:
-        options["kv_transfer_config"] = {**CONNECTOR, "kv_load_failure_policy": policy}
+        options["kv_transfer_config"] = CONNECTOR
     path = find_smollm2() if model == SMOLLM2 else Path(model)
     arguments = AsyncEngineArgs(model=str(path), enforce_eager=True, **options)
     return AsyncLLM.from_engine_args(arguments)
