@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from kvray.actors.shard.shard import Shard
 from kvray.engine.meta import PageIds
 from kvray.errors import LeaseExpired
 from kvray.store import Arena
+from kvray.store.arena import payload
+from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.vllm.held import HeldBlocks
 from kvray.vllm.holds import HeldLoad, Hold, Holds
@@ -119,6 +123,29 @@ def test_a_block_that_is_wrong_ends_what_is_held(engine: Apart, held: HeldBlocks
 def test_nothing_is_held_of_a_lease_that_was_taken_away(engine: Apart, held: HeldBlocks) -> None:
     hold = leased(engine)
     arena_of(engine).release(*hold.leased.leases)
+    assert answer(held, hold) == 0
+
+
+def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(
+    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, read = leased(engine), payload.read
+
+    def read_and_release(*args: Any, **options: Any) -> Any:
+        sound = read(*args, **options)
+        arena_of(engine).release(*hold.leased.leases)
+        return sound
+
+    monkeypatch.setattr(payload, "read", read_and_release)
+    assert answer(held, hold) == 0
+
+
+def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
+    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = leased(engine)
+    holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
+    monkeypatch.setattr(Arena, "holder_of", lambda *_: next(holders))
     assert answer(held, hold) == 0
 
 
