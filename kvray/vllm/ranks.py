@@ -62,11 +62,11 @@ class RankHalf:
 
     def begin(self, metadata: Any) -> None:
         """Load what the pass was promised, and note what it fills."""
-        if isinstance(metadata, PassMetadata):
+        if isinstance(metadata, PassMetadata) and self._held is not None:
             self._names |= metadata.names
             self._numbers |= {name: number for number, name in metadata.names.items()}
             self._rank.fence(metadata.meta, self._stream())
-            for one in metadata.loads if self._held is not None else ():
+            for one in metadata.loads:
                 self._held.load(one, self._stream())
             self._rank.begin(metadata.meta, self._stream())
 

@@ -119,9 +119,9 @@ class SchedulingHalf:
                     self._known[name].is_saved, names[plan.request_id] = True, name
         loads = tuple(map(self._held_load, meta.loads))
         holds, drops = self._holds.take()
-        name = self._leader.shared.pool.model_name
-        if holds and not name.is_given:
-            meta = meta._replace(model=name.name)
+        model = self._leader.shared.pool.model_name
+        if holds and not model.is_given:
+            meta = meta._replace(model=model.name)
         return PassMetadata(
             meta=meta._replace(loads=()), holds=holds, drops=drops, loads=loads, names=names
         )

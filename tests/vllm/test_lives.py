@@ -1,7 +1,7 @@
 """Random lives of requests beside a tier that lies: every answer is vLLM's own, and none is lost.
 
 Every arena, slab, lease or disk block that a promise could rest on is hurt while requests are
-preempted and given up. `KVRAY_LIVES` says how many answers each engine gives; for a long run, 2000.
+preempted and given up. `LIVES` says how many answers each engine gives; for a long run, 2000.
 """
 
 import os
@@ -24,7 +24,7 @@ __all__ = ["environment"]
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(0)]  # a stuck life says so and ends itself
 
-NUM_ANSWERS = int(os.environ.get("KVRAY_LIVES", "150"))
+NUM_ANSWERS = int(os.environ.get("LIVES", "150"))
 _EVERY_S = 0.01
 
 
