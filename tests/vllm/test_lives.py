@@ -72,7 +72,7 @@ def flip_bits(arena: Arena, _: Path, chance: random.Random) -> None:
 
 def take_leases(arena: Arena, _: Path, chance: random.Random) -> None:
     """End leases that others have."""
-    pages = np.flatnonzero(arena.tables.page_holder)
+    pages = np.flatnonzero(arena.tables.page_holder.copy())
     if len(pages):
         arena.release_ids([int(arena.tables.page_lease[chance.choice(pages)])])
 
