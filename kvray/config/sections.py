@@ -198,6 +198,8 @@ class ConnectorConfig(_Section):
     """how often an engine without an arena looks for one"""
     stage_wait_s: Seconds = Field(default=0.05, ge=0, le=5)
     """longest wait of the engine's scheduler for blocks of other nodes; 0: never"""
+    hold: Size = 2**30
+    """with vLLM, memory of each rank for blocks that it copies and checks before the promise"""
     saves_max: int = Field(default=256, ge=1, le=65_536)
     """most forward passes whose blocks wait to be stored; blocks of more are dropped"""
 

@@ -133,5 +133,5 @@ class KvRayWorker(KvCacheConnectorWorker):
         return args.attention_backend in ("TRTLLM", "default") and not args.is_sparse
 
     def _stop_if_failed(self) -> None:
-        for failed in self._rank.failed:
-            raise failed.error
+        for error in self._rank.failed:
+            raise error

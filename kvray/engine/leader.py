@@ -51,7 +51,7 @@ class Leader:
         self._planner = PassPlanner(self.finder)
         self._prefill = PrefillRate()
         self._asks_in_vain = asks_in_vain
-        self._uncounted: dict[int, Callable[[], None]] = {}
+        self._uncounted: dict[int, partial[None]] = {}
         """Requests that were answered -> what counts the answer."""
         self._unaligned_advice = unaligned_advice
         self._weights_of: tuple[object, int] | None = None
@@ -150,11 +150,37 @@ class Leader:
         if not state.promise.num_blocks:
             self.promises.release(self.shared, state)
 
-    def decline(self, request_id: int) -> None:
-        """Release what a request was promised: the engine takes nothing of it."""
-        state = self.states.get(request_id)
+    def decline(self, request_id: int, reason: MissReason | None = None) -> None:
+        """Release what a request was promised: the engine takes nothing of it.
+
+        `reason`: why what was promised is missed after all.
+        """
+        state, count = self.states.get(request_id), self._uncounted.get(request_id)
         if state is not None:
             self.promises.release(self.shared, state)
+        if reason is not None and count is not None:
+            self._uncounted[request_id] = partial(count, reason=reason)
+
+    def offer_again(self, request_id: int, num_computed: int, *, end: int) -> int:
+        """Renew an offer that was not taken; return how many tokens after the engine's own it is.
+
+        The engine has `num_computed` tokens itself by now, no fewer than when it was first made.
+        Only the blocks before `end` can be loaded: what follows them proved wrong.
+        """
+        state, count = self.states.get(request_id), self._uncounted.get(request_id)
+        if state is None or state.promise is None:
+            return 0
+        promise, size = state.promise, state.tokens_per_block
+        changes: dict[str, Any] = {}
+        if end < promise.end:
+            promise.end = end
+            state.num_found, state.num_saved = min(state.num_found, end), min(state.num_saved, end)
+            changes["reason"] = "corrupt"
+        promise.first = min(num_computed // size, promise.end)
+        if count is not None:
+            asked = count.keywords["asked"]._replace(num_computed=num_computed)
+            self._uncounted[request_id] = partial(count, asked=asked, **changes)
+        return promise.num_blocks * size
 
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request, and its promise; what it has not saved is lost."""
@@ -208,7 +234,7 @@ class Leader:
             return 0
         if not shared.pool.namespace_digest:
             unnamed = shared.pool.unnamed
-            self._record(request_id, partial(record_answer, shared, asked, reason=unnamed))
+            self._record(request_id, partial(record_answer, shared, asked=asked, reason=unnamed))
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
@@ -222,11 +248,11 @@ class Leader:
             return None
         stage_s = self.finder.waited_s(request_id)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
-        count = partial(record_answer, shared, asked, reason=reason, state=state, keys=keys)
+        count = partial(record_answer, shared, asked=asked, reason=reason, state=state, keys=keys)
         self._record(request_id, partial(count, stage_s=stage_s, lease_s=lease_s))
         return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
 
-    def _record(self, request_id: int, count: Callable[[], None]) -> None:
+    def _record(self, request_id: int, count: partial[None]) -> None:
         if self._asks_in_vain:
             self._uncounted[request_id] = count
         else:
@@ -265,6 +291,8 @@ class Leader:
         """Promise what of `keys` is here after the engine's own tokens; return why not more."""
         shared = self.shared
         first, rest = divmod(asked.num_computed, state.tokens_per_block)
+        if asked.is_unread:
+            return "skipped"
         if rest:
             self._warn_unaligned(asked.num_computed)
             return "unaligned"

@@ -36,15 +36,8 @@ class _Begun(NamedTuple):
     at: float  # when the copies were begun, in seconds since the epoch
 
 
-class FailedLoad(NamedTuple):
-    """Pages that do not have what was promised, or may not have it."""
-
-    plan: LoadPlan | None  # None: any load of the pass
-    error: Exception
-
-
 class Loader:
-    """Loads what was promised; a promise that it cannot keep is added to a list of failed loads."""
+    """Loads what was promised; why it cannot keep a promise is added to a list of errors."""
 
     def __init__(
         self,
@@ -52,7 +45,7 @@ class Loader:
         parts: Mapping[int, Sequence[Part]],
         pool: Pool,
         parking: Parking,
-        failed: list[FailedLoad],
+        failed: list[Exception],
     ) -> None:
         """`parts`: what this rank reads, by the ranks that blocks are dealt to."""
         self._shared = shared
@@ -85,7 +78,7 @@ class Loader:
                 one.ticket.wait()
                 self._check(one)
             except Exception as error:  # noqa: BLE001 - a failed check is a failed load
-                self._failed.append(FailedLoad(one.plan, error))
+                self._failed.append(error)
                 failed = type(error).__name__
             finally:
                 self._shared.release_leases(one.arena, one.lease)
@@ -106,7 +99,7 @@ class Loader:
                 " or nothing is leased in it now. Ranks on one node must see one arena, and an"
                 f" engine whose ranks are on several nodes needs {setting}."
             )
-            self._failed += [FailedLoad(plan, error) for plan in plans]
+            self._failed.append(error)
             return
         at, ready = time.time(), list[tuple[LoadPlan, Membership, list[Load]]]()
         for plan in plans:
@@ -131,7 +124,7 @@ class Loader:
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
     def _fail(self, arena: Arena, plan: LoadPlan, error: Exception) -> None:
-        self._failed.append(FailedLoad(plan, error))
+        self._failed.append(error)
         self._shared.release_leases(arena, self._place(plan)[1])
 
     def _check(self, one: _Begun) -> None:

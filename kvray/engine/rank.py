@@ -13,7 +13,7 @@ import numpy as np
 
 from kvray.engine.device.gpu import Pool, open_pool
 from kvray.engine.key_board import read_keys
-from kvray.engine.loader import FailedLoad, Loader
+from kvray.engine.loader import Loader
 from kvray.engine.meta import Board, ConnectorMeta, KeyRun
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.engine.model.reslicing import resliced_parts
@@ -31,14 +31,14 @@ _FLUSH_S = 1.0
 
 
 class RankWorker:
-    """Of one rank. What fails to load is in `failed`; what to do about it is the connector's."""
+    """Of one rank. With an error in `failed` the connector must not let the engine go on."""
 
     def __init__(self, shared: SharedState) -> None:
         """Take `shared`, which `close` gives back; touches no device."""
         self.shared = shared
         self.parking = Parking(shared)
-        self.failed: list[FailedLoad] = []
-        """Loads whose bytes are not, or may not be, what was promised; who handles one drops it."""
+        self.failed: list[Exception] = []
+        """Errors of loads whose bytes are not, or may not be, what was promised."""
         self.pool: Pool | None = None
         self.saver: Saver | None = None
         self._loader: Loader | None = None
@@ -149,7 +149,7 @@ class RankWorker:
         try:
             mark = pool.mark(stream)
         except Exception as error:  # noqa: BLE001 - a layer did not wait, or the device failed
-            self.failed.append(FailedLoad(None, error))
+            self.failed.append(error)
         loader.settle()
         if self.failed:
             self._drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
@@ -216,7 +216,7 @@ class RankWorker:
         )
         for plan in meta.loads:
             self.shared.release_at(*plan.leased.of(self.shared.args.part_rank))
-            self.failed.append(FailedLoad(plan, error))
+            self.failed.append(error)
 
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""

@@ -78,15 +78,15 @@ class SharedState:
     @property
     def loads_later(self) -> bool:
         """Whether requests are parked while their blocks are made ready."""
-        return self.config.connector.load == "async"
+        return self.config.connector.load == "async" and not self.args.holds_loads
 
     @property
     def verifies_promises(self) -> bool:
         """Whether blocks are checked before they are promised.
 
-        Parked ones are while they wait; others may be when they are loaded.
+        Parked ones are while they wait, held ones when the ranks copy them.
         """
-        may_be_late = self.loads_later or self.args.computes_failed_loads
+        may_be_late = self.loads_later or self.args.holds_loads
         return self.verifies_loads and not may_be_late
 
     @property

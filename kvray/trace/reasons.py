@@ -14,7 +14,13 @@ StageReason = Literal[
 where ranks have several."""
 
 EngineReason = Literal[
-    "arena_busy", "fingerprinting", "incompatible", "reuse_disabled", "unaligned", "weights_unnamed"
+    "arena_busy",
+    "fingerprinting",
+    "incompatible",
+    "reuse_disabled",
+    "skipped",
+    "unaligned",
+    "weights_unnamed",
 ]
 """Further reasons by which engines count missed tokens."""
 

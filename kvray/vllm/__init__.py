@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads; no process that imports it imports Ray.
 
 `--kv-transfer-config '{"kv_connector": "KvRayConnector", "kv_connector_module_path": "kvray.vllm",
-"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'`. vLLM is imported with the class.
+"kv_role": "kv_both"}'`. vLLM is imported with the class.
 """
 
 from typing import Any

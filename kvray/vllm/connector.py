@@ -12,10 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 
 from kvray.engine.shared_state import shut_down_at_exit
-from kvray.vllm.metadata import PoolMetadata
+from kvray.vllm.metadata import HoldAnswers
 from kvray.vllm.ranks import RankHalf
 from kvray.vllm.scheduling import SchedulingHalf
 from kvray.vllm.start import state_for
@@ -45,7 +46,8 @@ class KvRayConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         """Return how many tokens after vLLM's own are promised; they are loaded in the next pass.
 
-        None: the shard has been asked for more, vLLM is to ask again.
+        None: the shard has been asked for more, or the ranks do not hold all of it yet; vLLM is to
+        ask again.
         """
         return self._scheduler.ask(request, num_computed_tokens), False
 
@@ -54,12 +56,14 @@ class KvRayConnector(KVConnectorBase_V1):
         self._scheduler.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return what the ranks load before and save after the coming pass."""
+        """Return what the ranks hold, load and save with the coming pass."""
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear which blocks could not be loaded, and have them saved once they are computed."""
-        self._scheduler.note_failed(connector_output.invalid_block_ids or ())
+        """Hear what the ranks hold by now."""
+        answers = connector_output.kv_connector_worker_meta
+        if isinstance(answers, HoldAnswers):
+            self._scheduler.hear(answers)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -85,7 +89,7 @@ class KvRayConnector(KVConnectorBase_V1):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this rank has registered; the scheduler's half waits for it."""
-        return PoolMetadata(facts=self._worker.facts())
+        return self._worker.registered()
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -94,8 +98,11 @@ class KvRayConnector(KVConnectorBase_V1):
         self._scheduler.lead(metadata[0])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Have the pass wait for saves that read blocks it may write; called before each pass."""
-        self._worker.fence(kv_connector_metadata)
+        """Have the pass wait for saves that read blocks it may write; called before each pass.
+
+        What is to be held is copied beside it.
+        """
+        self._worker.prepare(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load what the bound metadata promises."""
@@ -117,9 +124,9 @@ class KvRayConnector(KVConnectorBase_V1):
         """Return the finished requests whose blocks are read no more."""
         return self._worker.read_ended(finished_req_ids), None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of this pass that do not have what was promised."""
-        return self._worker.take_failed()
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what this rank holds since the last pass."""
+        return self._worker.answers()
 
     def take_events(self) -> Iterable[Any]:
         """Return none: the shard publishes the tier's events."""

@@ -36,6 +36,7 @@ class RequestReader:
             prompt_len=len(tokens),
             num_computed=num_computed,
             identity=identity,
+            is_unread=bool(request.skip_reading_prefix_cache),  # such as for prompt logprobs
         )
 
     def _identify(self, request: Any) -> Identity | None:

@@ -1,19 +1,31 @@
 """The scheduler's half of the connector: vLLM's requests as the leader knows requests.
 
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
+
+A request is promised nothing at first. What the leader has leased for it is held by every rank
+(see `holds`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
+wrong when the request is preempted meanwhile, and on some runners always.
 """
 
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
 from kvray.engine.leader import Leader
+from kvray.engine.meta import LoadPlan
 from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
+from kvray.trace.reasons import MissReason
+from kvray.vllm.holds import Asked, HeldLoad, Holds
 from kvray.vllm.identity import RequestReader
-from kvray.vllm.metadata import PassMetadata, PoolMetadata
+from kvray.vllm.metadata import HoldAnswers, PassMetadata, PoolMetadata
+
+_HOLD_WAIT_S = 10.0
+"""Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,10 +34,13 @@ class _Known:
 
     number: int
     request: Any  # vLLM's own, which has the tokens
+    asked_at: float  # when it was first asked about, or asked again after a pass
+    held: Asked | None = None  # what the ranks hold for it
+    held_at: float = 0.0  # since when they do
+    num_needed: int = 0  # blocks for which there was no room when it was last asked about
     num_external: int = 0
     """Tokens that vLLM took of the last offer and whose pass is not planned yet."""
-    last_hit: int = 0  # the same, until it is asked about again
-    num_hit: int = 0  # all that it took
+    num_hit: int | None = None  # tokens that it did not have to compute the first time
     is_begun: bool = False  # whether a pass has had it
     is_saved: bool = False  # whether a pass has saved blocks of it
 
@@ -38,35 +53,53 @@ class SchedulingHalf:
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
+        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=0)
+        self._changes = 0  # of the weights, as far as they were followed
         self._planned: dict[int, str] = {}
         """The requests of the pass that is being planned: number -> vLLM's name."""
 
     def lead(self, metadata: Any) -> None:
         """Hear what a rank has registered; nothing is promised before."""
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
-        self._leader.shared.pool.lead(metadata.facts)
+        shared = self._leader.shared
+        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
+        shared.pool.lead(metadata.facts)
 
     def ask(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
 
-        None: the shard has been asked, and vLLM is to ask again.
+        None: the shard has been asked, or the ranks do not hold it yet, and vLLM is to ask again.
         """
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
-            known = _Known(number=next(self._numbers), request=request)
+            if known is not None:
+                self._drop(known)
+            now = time.monotonic()
+            known = _Known(number=next(self._numbers), request=request, asked_at=now)
             self._known[request.request_id] = known
         known.num_external = 0
+        self._follow_weights()
+        if known.held is not None:
+            return self._offer(known, known.held, num_computed)
+        if known.num_needed > self._holds.room and not self._is_late(known):
+            return None
         read = partial(self._read, known, num_computed)
-        return self._leader.ask(known.number, read)
+        hit = self._leader.ask(known.number, read)
+        return self._hold(known) if hit else hit
+
+    def hear(self, answers: HoldAnswers) -> None:
+        """Take what ranks hold by now."""
+        self._holds.hear(answers.num_sound, answers.num_ranks)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""
         known = self._known.get(request.request_id)
         if known is not None:
-            known.num_external = known.last_hit = num_external
-            known.num_hit += num_external
+            known.num_external = num_external
+            if known.num_hit is None:
+                known.num_hit = num_external
             if not num_external:
-                self._leader.decline(known.number)
+                self._drop(known)
             self._leader.count(known.number)
 
     def plan(self, output: Any) -> PassMetadata:
@@ -80,24 +113,25 @@ class SchedulingHalf:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
                     self._known[name].is_saved, names[plan.request_id] = True, name
-        return PassMetadata(meta=meta, names=names)
-
-    def note_failed(self, block_ids: Collection[int]) -> None:
-        """Take blocks that could not be loaded, and what follows them, for not stored."""
-        for known in self._known.values() if block_ids else ():
-            state = self._leader.states.get(known.number)
-            if state is not None and state.lose(block_ids):
-                known.num_hit, known.last_hit = known.num_hit - known.last_hit, 0
+        loads = tuple(map(self._held_load, meta.loads))
+        holds, drops = self._holds.take()
+        model = self._leader.shared.pool.model_name
+        if holds and not model.is_given:
+            meta = meta._replace(model=model.name)
+        return PassMetadata(
+            meta=meta._replace(loads=()), holds=holds, drops=drops, loads=loads, names=names
+        )
 
     def finish(self, name: str) -> tuple[bool, int]:
         """Return whether a save still reads blocks of a request that has ended, and its hits."""
         known = self._known.pop(name, None)
         if known is None:
             return False, 0
+        self._drop(known)
         self._leader.finish(known.number)
         if known.is_saved:
             self._leader.pin(known.number)  # the ranks tell when they have read its blocks
-        return known.is_saved, known.num_hit
+        return known.is_saved, known.num_hit or 0
 
     def reset(self) -> None:
         """Go without the tier until a version is named: the weights may have been replaced."""
@@ -106,6 +140,69 @@ class SchedulingHalf:
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
         self._leader.close()
+
+    def _follow_weights(self) -> None:
+        """Let go of what is held of the weights before, but for what vLLM has taken already."""
+        pool = self._leader.shared.pool
+        pool.complete_namespace()
+        if self._changes != pool.changes:
+            self._changes = pool.changes
+            for known in self._known.values():
+                if not known.num_external:
+                    self._drop(known)
+
+    def _hold(self, known: _Known) -> int | None:
+        """Have the ranks hold what the leader has leased, as far as it fits into their memory."""
+        size = self._leader.shared.args.tokens_per_block
+        promise = self._leader.states[known.number].promise
+        assert promise is not None, "it has just been made"
+        if promise.num_blocks > self._holds.capacity:
+            end = promise.first + self._holds.capacity
+            self._leader.cancel(known.number, end * size, promise.end * size)
+        known.held = self._holds.begin(
+            promise.prefix.leased(), first=promise.first, stop=promise.end
+        )
+        if known.held is not None:
+            known.num_needed, known.held_at = 0, time.monotonic()
+            return None
+        known.num_needed = promise.num_blocks
+        self._leader.decline(known.number, "too_slow")
+        return 0 if self._is_late(known) else None
+
+    def _offer(self, known: _Known, held: Asked, num_computed: int) -> int | None:
+        """Return what of a hold follows vLLM's own tokens, once every rank has answered."""
+        if not held.is_answered:
+            if time.monotonic() < known.held_at + _HOLD_WAIT_S:
+                return None
+            self._drop(known, "too_slow")
+            return 0
+        first, rest = divmod(num_computed, self._leader.shared.args.tokens_per_block)
+        hit = 0
+        if not rest and first >= held.hold.first:
+            hit = self._leader.offer_again(known.number, num_computed, end=held.end)
+        if not hit:  # it has more of its own by now, or less than the hold begins with
+            self._drop(known)
+        return hit
+
+    def _drop(self, known: _Known, reason: MissReason | None = None) -> None:
+        """Let go of what was offered; its tokens are missed for `reason`, if that is known."""
+        self._leader.decline(known.number, reason)
+        if known.held is not None:
+            self._holds.drop(known.held)
+            known.held = None
+
+    def _is_late(self, known: _Known) -> bool:
+        """Whether a request has waited for room for as long as it may."""
+        waited_s = time.monotonic() - known.asked_at
+        return waited_s >= self._leader.shared.config.connector.stage_wait_s
+
+    def _held_load(self, load: LoadPlan) -> HeldLoad:
+        """Return a load as the ranks do it: from what they hold, and no longer from the arena."""
+        known = self._known[self._planned[load.request_id]]
+        held, known.held = known.held, None
+        assert held is not None, "only what is held is promised"
+        self._holds.loaded(held)
+        return HeldLoad(held.hold.hold_id, load.first - held.hold.first, load.pages[0])
 
     def _read(self, known: _Known, num_computed: int, shared: SharedState) -> Any:
         if self._reader is None:
@@ -144,7 +241,7 @@ class SchedulingHalf:
         if is_new and known.is_begun:  # it was preempted
             self._leader.shared.figures.totals["resumed_requests"] += 1
         num_external, known.num_external = known.num_external, 0
-        known.is_begun = True
+        known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
         told = 0 if is_new else state.num_tokens
         yield PassReport(

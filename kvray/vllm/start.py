@@ -1,6 +1,5 @@
 """How both halves of the connector begin: from vLLM's configuration and kvray's."""
 
-import logging
 from typing import Any
 
 import vllm
@@ -11,8 +10,6 @@ from kvray.engine.model.checkpoint import find_checkpoint, read_checkpoint
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.vllm.refusals import refuse_unsupported
-
-_log = logging.getLogger("kvray.connector")
 
 _OVERRIDES = (
     "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
@@ -30,13 +27,7 @@ def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
     ConfigError: the configuration, or a setting of vLLM, cannot be used.
     """
     refuse_unsupported(vllm_config)
-    transfer = vllm_config.kv_transfer_config
-    if not _computes_failed_loads(vllm_config):
-        _log.warning(
-            "kvray: kv_load_failure_policy is not recompute: vLLM fails a request whose blocks"
-            " prove wrong. Set it in --kv-transfer-config to have them computed again."
-        )
-    config = load_config(transfer.get_from_extra_config("kvray_config", None))
+    config = load_config(vllm_config.kv_transfer_config.get_from_extra_config("kvray_config", None))
     return shared_state_for(object(), read_args(vllm_config, kv_cache_config), config)
 
 
@@ -74,18 +65,14 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         is_sparse=False,
         spread_setting="one node",
         asks_again=True,
-        computes_failed_loads=_computes_failed_loads(vllm_config),
+        holds_loads=True,
         num_passes=int(vllm_config.max_concurrent_batches),
         drafts_tokens=False,
         # With the one they are sent to it, and the other has calls of its own for its workers.
         weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None
         or bool(text_of(parallel, "worker_extension_cls")),
-        takes_offers_later=False,
+        takes_offers_later=True,
     )
-
-
-def _computes_failed_loads(vllm_config: Any) -> bool:
-    return text_of(vllm_config.kv_transfer_config, "kv_load_failure_policy") == "recompute"
 
 
 def _backend(vllm_config: Any) -> str:

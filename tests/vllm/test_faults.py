@@ -19,17 +19,17 @@ LENGTH = 20 * BLOCK + 9
 HIT = 20 * BLOCK
 
 
-def test_a_corrupt_block_is_computed_again_by_vllm(witness: Witness) -> None:
+def test_a_corrupt_block_is_never_promised(witness: Witness) -> None:
     prompt = witness.prompt(100, LENGTH)
     witness.ask("first", [prompt])
-    failed = witness.counters("uncached").get("failed_loads", 0)
+    missed = witness.counters("uncached").get("miss_tokens_corrupt", 0)
     with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
         tables = arena.tables
         for slot in tables.slots_in(READY).tolist():
             arena.slot_bytes(slot)[77] ^= 0xFF
     (corrupt,) = witness.ask("uncached", [prompt])
     assert corrupt.hit_tokens == 0
-    assert witness.counters("uncached")["failed_loads"] > failed
+    assert witness.counters("uncached")["miss_tokens_corrupt"] > missed
     witness.ask("uncached", [prompt])
 
 

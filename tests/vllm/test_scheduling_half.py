@@ -1,6 +1,9 @@
 """The scheduler's half alone, with requests and outputs as vLLM makes them."""
 
+import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,9 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
-from kvray.vllm.metadata import PoolMetadata
+from kvray.vllm import scheduling
+from kvray.vllm.holds import Hold, Holds
+from kvray.vllm.metadata import HoldAnswers, PoolMetadata
 from kvray.vllm.scheduling import SchedulingHalf
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.unit.engine.apart import ARGS, BLOCK, Apart
@@ -18,16 +23,18 @@ __all__ = ["environment", "running_shard", "shard"]
 
 PROMPT = list(range(100, 140))
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+ROOM = 30
+VLLM = replace(ARGS, holds_loads=True, takes_offers_later=True)
 
 
 @pytest.fixture
 def half(shard: Shard) -> Iterator[SchedulingHalf]:
     """A scheduler's half beside an engine that has stored the prompt."""
     stored = Apart()
-    made = SchedulingHalf(shared_state_for(object(), ARGS, load_config(None)))
+    made = SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
     try:
         stored.serve(PROMPT)
-        made.lead(PoolMetadata(facts=stored.facts))
+        made.lead(PoolMetadata(facts=stored.facts, hold_blocks=ROOM))
         yield made
     finally:
         made.close()
@@ -38,10 +45,9 @@ def asked(name: str) -> SimpleNamespace:
     return request_of(request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT)
 
 
-def new(name: str, num_external: int, *, num_scheduled: int) -> SimpleNamespace:
-    data = SimpleNamespace(
-        req_id=name, block_ids=(list(range(10)),), num_computed_tokens=num_external
-    )
+def new(name: str, computed: int, *, num_scheduled: int) -> SimpleNamespace:
+    """Return a pass that begins behind `computed` tokens of a request."""
+    data = SimpleNamespace(req_id=name, block_ids=(list(range(10)),), num_computed_tokens=computed)
     cached = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
@@ -52,30 +58,193 @@ def new(name: str, num_external: int, *, num_scheduled: int) -> SimpleNamespace:
     )
 
 
+def nothing() -> SimpleNamespace:
+    """Return a pass that has no request."""
+    passed = new("nobody", 0, num_scheduled=0)
+    passed.scheduled_new_reqs.clear()
+    return passed
+
+
+def told(half: SchedulingHalf) -> Hold:
+    """Return what the ranks are told to hold with the next pass."""
+    (hold,) = half.plan(nothing()).holds
+    return hold
+
+
+def answer(half: SchedulingHalf, hold: Hold, sound: int | None = None) -> None:
+    """Have the rank answer."""
+    num_sound = hold.num_blocks if sound is None else sound
+    half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_sound}))
+
+
+def offered(
+    half: SchedulingHalf, request: SimpleNamespace, computed: int = 0, *, sound: int | None = None
+) -> int | None:
+    """Ask, have the rank hold `sound` blocks of what is leased, and ask again."""
+    assert half.ask(request, computed) is None
+    answer(half, told(half), sound)
+    return half.ask(request, computed)
+
+
+def totals(half: SchedulingHalf) -> Counter[str]:
+    return half._leader.shared.figures.totals
+
+
 def test_what_vllm_takes_is_loaded(half: SchedulingHalf) -> None:
     request = asked("a")
-    assert half.ask(request, 0) == HIT
+    assert offered(half, request) == HIT
     half.allocated(request, HIT)
-    (load,) = half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT)).meta.loads
-    assert load.pages[0].ids().tolist() == list(range(HIT // BLOCK))
+    passed = half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
+    (load,) = passed.loads
+    assert (load.skip, load.pages.ids().tolist()) == (0, list(range(HIT // BLOCK)))
+    assert passed.meta.loads == passed.drops == ()
+    assert half._holds.room == ROOM
     assert half.finish("a") == (False, HIT)
+
+
+def test_nothing_is_offered_before_every_rank_has_answered(half: SchedulingHalf) -> None:
+    request = asked("a")
+    assert [half.ask(request, 0) for _ in range(3)] == [None] * 3
+    hold = told(half)
+    assert half.ask(request, 0) is None
+    answer(half, hold)
+    assert [half.ask(request, 0) for _ in range(3)] == [HIT] * 3  # as often as vLLM has no room
+    assert totals(half)["requests"] == 0
+    assert half.plan(nothing()).holds == ()
 
 
 def test_what_vllm_does_not_take_is_not_loaded(half: SchedulingHalf) -> None:
     request = asked("a")
-    assert half.ask(request, 0) == HIT
+    assert offered(half, request) == HIT
     half.allocated(request, 0)
-    assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).meta.loads == ()
+    passed = half.plan(new("a", 0, num_scheduled=len(PROMPT)))
+    assert (passed.loads, passed.drops) == ((), (0,))
     assert half.finish("a") == (False, 0)
 
 
-def test_a_load_that_failed_is_no_hit(half: SchedulingHalf) -> None:
+def test_a_block_that_proves_wrong_makes_a_shorter_hit(half: SchedulingHalf) -> None:
     request = asked("a")
-    half.ask(request, 0)
+    assert offered(half, request, sound=3) == 3 * BLOCK
+    half.allocated(request, 3 * BLOCK)
+    passed = half.plan(new("a", 3 * BLOCK, num_scheduled=len(PROMPT) - 3 * BLOCK))
+    assert passed.loads[0].pages.num_blocks == 3
+    assert [(save.depth, save.pages[0].num_blocks) for save in passed.meta.saves] == [(3, 7)]
+    assert totals(half)["hit_tokens"] == 3 * BLOCK
+    assert totals(half)["miss_tokens_corrupt"] == HIT - 3 * BLOCK
+    assert half.finish("a") == (False, 3 * BLOCK)
+
+
+def test_a_first_block_that_proves_wrong_makes_a_miss(half: SchedulingHalf) -> None:
+    request = asked("a")
+    assert offered(half, request, sound=0) == 0
+    half.allocated(request, 0)
+    assert totals(half)["miss_tokens_corrupt"] == HIT
+    assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).loads == ()
+
+
+def test_what_vllm_has_itself_by_then_is_passed_over(half: SchedulingHalf) -> None:
+    request = asked("a")
+    assert offered(half, request, BLOCK) == HIT - BLOCK
+    assert half.ask(request, 4 * BLOCK) == HIT - 4 * BLOCK
+    assert half.ask(request, 3 * BLOCK) == HIT - 3 * BLOCK
+    half.allocated(request, HIT - 3 * BLOCK)
+    (load,) = half.plan(new("a", HIT, num_scheduled=1)).loads
+    assert (load.skip, load.pages.ids().tolist()) == (2, list(range(3, HIT // BLOCK)))
+    assert totals(half)["local_tokens"] == 3 * BLOCK
+    assert totals(half)["hit_tokens"] == HIT - 3 * BLOCK
+
+
+@pytest.mark.parametrize("computed", [0, HIT + BLOCK])
+def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_than_it_has(
+    half: SchedulingHalf, computed: int
+) -> None:
+    request = asked("a")
+    assert half.ask(request, BLOCK) is None
+    answer(half, told(half))
+    assert half.ask(request, computed) == 0
+    half.allocated(request, 0)
+    assert half.plan(new("a", computed, num_scheduled=1)).drops == (0,)
+
+
+def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half: SchedulingHalf) -> None:
+    request = asked("a")
+    assert offered(half, request) == HIT
     half.allocated(request, HIT)
     half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
-    half.note_failed({0, 1, 2})
+    for _ in range(3):
+        assert offered(half, request) == HIT
+        half.allocated(request, HIT)
+        half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
+    assert half.finish("a") == (False, HIT)
+
+
+def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(
+    half: SchedulingHalf,
+) -> None:
+    request = asked("a")
+    request.skip_reading_prefix_cache = True
+    request.all_token_ids = request.prompt_token_ids = [*PROMPT[:-BLOCK], *range(BLOCK)]
+    assert half.ask(request, 0) == 0
+    half.allocated(request, 0)
+    passed = half.plan(new("a", 0, num_scheduled=len(PROMPT)))
+    assert (passed.holds, passed.loads) == ((), ())
+    assert passed.meta.saves[0].pages[0].num_blocks == len(PROMPT) // BLOCK
+    assert totals(half)["miss_tokens_skipped"] == HIT
+    assert totals(half)["stage_calls"] == 0
+
+
+def test_no_more_is_held_than_the_ranks_have_memory_for(half: SchedulingHalf) -> None:
+    half._holds = Holds(num_ranks=1, num_blocks=4)
+    assert offered(half, asked("a")) == 4 * BLOCK
+
+
+def test_a_request_waits_for_memory_for_a_bounded_time(
+    half: SchedulingHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
+    first, second = asked("a"), asked("b")
+    assert offered(half, first) == HIT
+    assert [half.ask(second, 0) for _ in range(2)] == [None] * 2
+    now[0] += half._leader.shared.config.connector.stage_wait_s
+    assert half.ask(second, 0) == 0
+    half.allocated(second, 0)
+    assert totals(half)["miss_tokens_too_slow"] == HIT
+    half.finish("a")  # nobody waits for it any more
+    assert offered(half, second) == HIT
+
+
+def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(
+    half: SchedulingHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    request = asked("a")
+    assert half.ask(request, 0) is None
+    hold = told(half)
+    now[0] += 60
+    assert half.ask(request, 0) == 0
+    half.allocated(request, 0)
+    assert totals(half)["miss_tokens_too_slow"] == HIT
+    assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).drops == (hold.hold_id,)
+    assert half._holds.room < ROOM  # it may copy still
+    answer(half, hold)
+    assert half._holds.room == ROOM
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_request_that_ends_while_it_waits_is_let_go(half: SchedulingHalf, is_told: bool) -> None:
+    assert half.ask(asked("a"), 0) is None
+    if is_told:
+        answer(half, told(half))
     assert half.finish("a") == (False, 0)
+    passed = half.plan(nothing())
+    assert (passed.holds, passed.drops) == ((), (0,) if is_told else ())
+    assert half._holds.room == ROOM
+    arena = half._leader.shared.link.arena
+    assert arena is not None
+    assert arena.stats()["leased_blocks"] == 0
 
 
 def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half: SchedulingHalf) -> None:
@@ -94,11 +263,9 @@ def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half: Schedu
 def test_after_a_reset_nothing_is_loaded_or_saved(
     half: SchedulingHalf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    request = asked("a")
-    half.ask(request, 0)
-    half.allocated(request, HIT)
+    assert offered(half, asked("a")) == HIT
     half.reset()
-    meta = half.plan(new("b", 0, num_scheduled=len(PROMPT))).meta
-    assert (meta.loads, meta.saves) == ((), ())
+    passed = half.plan(new("b", 0, num_scheduled=len(PROMPT)))
+    assert (passed.loads, passed.meta.saves, passed.drops) == ((), (), (0,))
     assert half.ask(asked("c"), 0) == 0
     assert "until it is started again" in caplog.text

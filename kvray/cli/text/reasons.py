@@ -74,6 +74,10 @@ REASONS: dict[str, Reason] = {
         "block reuse is off in the engine: kv_cache_config.enable_block_reuse is false",
         "Set kv_cache_config.enable_block_reuse: true.",
     ),
+    "skipped": Reason(
+        "the request reads no prefix cache, as one that wants logprobs of its prompt",
+        "",
+    ),
     "bypassed": Reason(
         "the request has no keys: it names no tenant, or an adapter or item without an identity",
         "See the warnings in the engine's log.",

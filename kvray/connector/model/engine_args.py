@@ -70,7 +70,7 @@ def read_engine_args(
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
         asks_again=False,
-        computes_failed_loads=False,
+        holds_loads=False,
         num_passes=1,
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,

@@ -27,8 +27,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvray.engine.device.cuda_device import CudaDevice, Event
-from kvray.engine.device.pieces import Pieces, concatenate, join, of_size, places_of
+from kvray.engine.device.pieces import (
+    HostMemory,
+    Pieces,
+    Place,
+    addresses,
+    concatenate,
+    join,
+    of_size,
+    places_of,
+)
 from kvray.engine.device.pinned import PinnedArena
 from kvray.engine.device.pool import HostPool, Load, Ticket
 from kvray.engine.device.stages import BEFORE_ALL, Stages
@@ -69,6 +80,7 @@ class DevicePool:
         """Held while copies are asked for, never while they run."""
         self._pins: dict[int, PinnedArena] = {}  # by the address of the arena's data
         self._leaving: list[PinnedArena] = []
+        self._rooms: list[Array] = []  # what `make_room` has registered
         self._saved: Event | None = None
         self._landed: Event | None = None
         self._landing: dict[int, Event] = {}  # what each layer of this pass has to wait for
@@ -107,6 +119,11 @@ class DevicePool:
                 pinned.leave()
         for pinned in leaving:
             pinned.join(_CLOSE_S)
+        events = (self._saved, self._landed)
+        if all(event is None or event.query() for event in events):
+            with self._device.current():
+                while self._rooms:
+                    self._device.unregister(self._rooms.pop())
 
     def fence(self, stream: Any) -> None:
         """Begin a pass that may have pages of earlier ones, or that follows one that was dropped.
@@ -125,14 +142,43 @@ class DevicePool:
         tells when the leases may end. LayoutMismatch: slots or pages are not of this pool; nothing
         was copied. TierError: the device refuses; some pages may have been written.
         """
-        tables, device = arena.tables, self._device
-        places = [(one.part.index, places_of(tables, *one)) for one in loads if len(one.slots)]
-        num_bytes = sum(len(one.slots) * one.part.block_bytes for one in loads)
+        tables = arena.tables
+        places = [
+            (part, places_of(addresses(tables, slots, part.block_bytes), part, pages))
+            for part, slots, pages in loads
+            if len(slots)
+        ]
+        return self._load(places, self._memory_of(tables), stream)
+
+    def make_room(self, num_bytes: int) -> Array:
+        """Return memory of this process for `load_held`, registered if that can be."""
+        room = np.empty(num_bytes, dtype=np.uint8)
+        with self._device.current():
+            if num_bytes and self._device.register(room):
+                self._rooms.append(room)
+        return room
+
+    def load_held(self, rows: Array, one: Load, stream: Any) -> Ticket:
+        """Do what `load` does, from rows of `make_room`'s memory, u8 [num_rows, block_bytes].
+
+        `one.slots` are numbers of rows. The rows are read until the ticket says that it is over.
+        """
+        base = rows.ctypes.data
+        at = base + one.slots * rows.shape[1]
+        is_registered = any(room.ctypes.data == base for room in self._rooms)
+        memory = HostMemory(base, rows.nbytes if is_registered else 0, max(1, rows.nbytes))
+        return self._load([(one.part, places_of(at, one.part, one.pages))], memory, stream)
+
+    def _load(
+        self, places: Sequence[tuple[Part, list[Place]]], memory: HostMemory, stream: Any
+    ) -> Ticket:
+        device = self._device
+        num_bytes = sum(part.block_bytes * len(each[0].pages) for part, each in places)
         with device.current(), self._lock:
             side = self._stream("load")
             device.wait(side, device.record(stream))
             self._landed = device.record(side)
-            stages = self._stages[loads[0].part.num_ranks].of(num_bytes) if loads else ()
+            stages = self._stages[places[0][0].num_ranks].of(num_bytes) if places else ()
             for stage in stages:
                 batches = [
                     of_size(
@@ -140,10 +186,10 @@ class DevicePool:
                     )
                     for index, region, start, size in stage.spans
                     for part, in_regions in places
-                    if part == index
+                    if part.index == index
                 ]
                 if batches:
-                    self._copy(tables, concatenate(batches), side, is_load=True)
+                    self._copy(memory, concatenate(batches), side, is_load=True)
                     self._landed = device.record(side)
                     self._landing |= dict.fromkeys(stage.layers, self._landed)
             self._await_early(stream, self._landed)
@@ -181,12 +227,12 @@ class DevicePool:
         written. Raises as `load`.
         """
         tables, device = arena.tables, self._device
-        in_regions = places_of(tables, part, slots, pages)
+        in_regions = places_of(addresses(tables, slots, part.block_bytes), part, pages)
         batches = [of_size(one.slots, one.pages, one.size) for one in in_regions]
         with device.current(), self._lock:
             side = self._stream("save")
             device.wait(side, mark)
-            self._copy(tables, concatenate(batches), side, is_load=False)
+            self._copy(self._memory_of(tables), concatenate(batches), side, is_load=False)
             self._saved = device.record(side)
             return Ticket(self._saved)
 
@@ -206,17 +252,21 @@ class DevicePool:
             self._device.wait(stream, early)
         self._unwaited = set(self._landing)
 
-    def _copy(self, tables: Tables, pieces: Pieces, side: Any, *, is_load: bool) -> None:
+    def _memory_of(self, tables: Tables) -> HostMemory:
+        base = tables.data.ctypes.data
+        pinned = self._pins.get(base)
+        if pinned is None:
+            return HostMemory(base, 0, tables.geometry.slab_bytes)
+        return HostMemory(base, pinned.registered_bytes, pinned.chunk_bytes)
+
+    def _copy(self, memory: HostMemory, pieces: Pieces, side: Any, *, is_load: bool) -> None:
         """Have `side` make copies; after a TierError those that it took before have ended."""
         if not len(pieces.sizes):
             return
-        base = tables.data.ctypes.data
-        pinned = self._pins.get(base)
-        in_arena = pieces.sources if is_load else pieces.targets
-        end = int((in_arena + pieces.sizes).max()) - base
-        is_registered = pinned is not None and end <= pinned.registered_bytes
-        chunk_bytes = pinned.chunk_bytes if pinned else tables.geometry.slab_bytes
-        joined = join(pieces, in_arena, base=base, chunk_bytes=chunk_bytes)
+        in_memory = pieces.sources if is_load else pieces.targets
+        end = int((in_memory + pieces.sizes).max()) - memory.base
+        is_registered = end <= memory.registered_bytes
+        joined = join(pieces, in_memory, base=memory.base, chunk_bytes=memory.chunk_bytes)
         try:
             how = self._device.copy(joined, side, is_load=is_load, is_registered=is_registered)
         except TierError:

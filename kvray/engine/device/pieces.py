@@ -32,22 +32,26 @@ class Place(NamedTuple):
     size: int
 
 
-def places_of(tables: Tables, part: Part, slots: Array, pages: Array) -> list[Place]:
-    """Return where the bytes of blocks are, for each region of their part.
+def addresses(tables: Tables, slots: Array, block_bytes: int) -> Array:
+    """Return where each slot begins; LayoutMismatch: one is of another size."""
+    return tables.data.ctypes.data + offsets(tables, slots, block_bytes)
 
-    LayoutMismatch: a slot is of another size, or there is no such page.
+
+def places_of(at: Array, part: Part, pages: Array) -> list[Place]:
+    """Return where the bytes of blocks are that begin `at`, for each region of their part.
+
+    LayoutMismatch: there is no such page.
     """
-    at = tables.data.ctypes.data + offsets(tables, slots, part.block_bytes)
-    places = []
+    num_blocks, places = len(at), []
     for region in part.regions:
         if region.is_gap:
             places.append(Place(at, at, 0))
             at = at + region.size
             continue
         num_pages, stride = region.pages.shape[0], region.pages.stride(0)
-        if len(pages) != len(slots) or ((pages < 0) | (pages >= num_pages)).any():
+        if len(pages) != num_blocks or ((pages < 0) | (pages >= num_pages)).any():
             raise LayoutMismatch(
-                f"{len(pages)} pages for {len(slots)} slots, each to be one of {num_pages}, do"
+                f"{len(pages)} pages for {num_blocks} slots, each to be one of {num_pages}, do"
                 " not fit; report this with the engine's version."
             )
         places.append(Place(region.pages.data_ptr() + pages * stride, at, region.size))
@@ -71,17 +75,25 @@ def concatenate(batches: Sequence[Pieces]) -> Pieces:
     return Pieces(*(np.concatenate(column) for column in zip(*batches, strict=True)))
 
 
-def join(pieces: Pieces, in_arena: Array, *, base: int, chunk_bytes: int) -> Pieces:
+class HostMemory(NamedTuple):
+    """What copies leave from or go to."""
+
+    base: int  # its address
+    registered_bytes: int  # from its start on, registered with the device
+    chunk_bytes: int
+    """One copy may not reach over a multiple of it: such ranges were registered one by one."""
+
+
+def join(pieces: Pieces, in_memory: Array, *, base: int, chunk_bytes: int) -> Pieces:
     """Return the same copies with neighbours made one where both sides go on without a gap.
 
-    `in_arena` is that of `targets` and `sources` which lies in the arena, whose data begin at
-    `base`. No copy reaches over a multiple of `chunk_bytes` there, unless one piece already does:
-    one copy may not touch two ranges of memory that were registered one by one.
+    `in_memory` is that of `targets` and `sources` which lies in host memory, see `HostMemory`. No
+    copy reaches over a multiple of `chunk_bytes` there, unless one piece already does.
     """
     targets, sources, sizes = pieces
     if len(sizes) < 2:
         return pieces
-    chunks = (in_arena - np.uint64(base)) // np.uint64(chunk_bytes)
+    chunks = (in_memory - np.uint64(base)) // np.uint64(chunk_bytes)
     goes_on = (
         (targets[1:] == targets[:-1] + sizes[:-1])
         & (sources[1:] == sources[:-1] + sizes[:-1])

@@ -1,14 +1,15 @@
 """The engine's pages in host memory, and what loads and saves of any pool are told by."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvray.engine.device.cuda_device import Event
 from kvray.engine.model.cache_layout import Part
 from kvray.store import Arena, PartRead
-from kvray.store.arena.payload import Strip
+from kvray.store.arena.payload import Strip, runs, scatter
 from kvray.store.arena.tables import Array
 
 
@@ -67,6 +68,19 @@ class HostPool:
         )
         return Ticket()
 
+    def make_room(self, num_bytes: int) -> Array:
+        """Return memory of this process for `load_held`; it is touched when it is first used."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def load_held(self, rows: Array, one: Load, stream: Any) -> Ticket:
+        """Copy blocks from rows of `make_room`'s memory, u8 [num_rows, block_bytes], to pages.
+
+        `one.slots` are numbers of rows.
+        """
+        strips = self._strips[one.part.num_ranks, one.part.index]
+        scatter(_row_runs(rows, one), strips, one.pages)
+        return Ticket()
+
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Return at once: loads end before they return."""
 
@@ -81,6 +95,13 @@ class HostPool:
 
     def close(self) -> None:
         """Do nothing: the pages belong to the engine."""
+
+
+def _row_runs(rows: Array, one: Load) -> Iterator[tuple[int, int, Array]]:
+    breaks = (np.diff(one.slots) != 1) | (np.diff(one.pages) != 1)
+    for start, stop in runs(breaks, len(one.slots)):
+        first = int(one.slots[start])
+        yield start, stop, rows[first : first + stop - start]
 
 
 def strips_of(part: Part) -> list[Strip]:

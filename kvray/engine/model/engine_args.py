@@ -37,8 +37,8 @@ class EngineArgs:
     """What a person sets to say how many ranks a node has."""
     asks_again: bool
     """The engine may be told to ask again later, and schedules other requests meanwhile."""
-    computes_failed_loads: bool
-    """The engine computes blocks whose load has failed, so a promise need not be sure."""
+    holds_loads: bool
+    """Its ranks copy and check blocks before they are promised, so the leader checks none."""
     num_passes: int
     """Passes that may be planned before all ranks have answered for the first of them."""
     drafts_tokens: bool

@@ -34,6 +34,8 @@ class AskedRequest(NamedTuple):
     prompt_len: int  # tokens that the engine counts as the prompt; at most all
     num_computed: int  # leading tokens that the engine has itself
     identity: Identity
+    is_unread: bool = False
+    """Whether it reads no cache: it is saved, and promised nothing."""
 
     def num_askable(self, tokens_per_block: int) -> int:
         """Return how many leading blocks may be promised: the engine computes the last token."""

@@ -17,8 +17,8 @@ from kvray.trace.span_note import SpanNote
 
 def record_answer(
     shared: SharedState,
-    asked: AskedRequest,
     *,
+    asked: AskedRequest,
     reason: MissReason,
     state: RequestState | None = None,
     keys: list[BlockKey] | None = None,

@@ -1,6 +1,6 @@
 """The leader's record of a request between its first query and its end; pure."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvray.engine.promise import Promise
@@ -134,17 +134,6 @@ class RequestState:
         """Save computed blocks again if the engine dropped a pass that was planned."""
         done = max(self.num_found, position // self.tokens_per_block)
         self.num_saved = min(self.num_saved, done)
-
-    def lose(self, pages: Collection[int]) -> bool:
-        """Take blocks from the first of these pages on for not stored: they could not be loaded.
-
-        Returns whether it has any of these pages.
-        """
-        own = self.pages[0] if self.pages else []
-        first = next((index for index, page in enumerate(own) if page in pages), len(own))
-        self.num_found = min(self.num_found, first)
-        self.num_saved = min(self.num_saved, first)
-        return first < len(own)
 
     def savable(self, computed_tokens: int) -> int:
         """Return where the blocks end that are full after a pass and have their pages.

@@ -24,7 +24,6 @@ CONNECTOR = {
     "kv_connector": "KvRayConnector",
     "kv_connector_module_path": "kvray.vllm",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 _CLOSE_S = 20.0
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvray.errors import CapacityError, ConfigError, CorruptBlock
+from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired
 from kvray.identity.block import BlockKey
 from kvray.store.arena import holders, key_index, lease, payload, slots
 from kvray.store.arena.copier import Copier
@@ -207,6 +207,29 @@ class Arena(MappedArena):
                 self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
             )
         self._refuse_unsound(held, chosen, sound)
+
+    def read_sound(self, held: Lease, places: slice, pool: Array, block_ids: Array) -> Array:
+        """Copy blocks at `places` of a lease into rows of `pool`; return a mask of the sound ones.
+
+        The copies are checked, not the slots: nothing that changes a slot afterwards matters. The
+        slots of the others are quarantined.
+
+        Raises:
+            CorruptBlock, LeaseExpired, LayoutMismatch: as `read`; no copy is to be used.
+        """
+        holder, chosen = self.holder_of(held), self.leased_slots(held)[places]
+        with self.making_sense():
+            copied = payload.read(
+                self.tables, chosen, pool, block_ids, verify=True, copier=self._copier
+            )
+        if self.holder_of(held) != holder:
+            raise LeaseExpired(
+                f"The holder of lease {held.lease_id} changed while its blocks were copied."
+            )
+        sound = self._is_sound(held, chosen, copied)
+        if 0 in sound.tobytes():
+            self.quarantine(chosen[~sound])
+        return sound
 
     def read_slots(self, reads: Sequence[PartRead]) -> None:
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""

@@ -4,7 +4,7 @@ Needs no lock: the bytes of a reserved slot belong to its writer, those of a lea
 change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -76,7 +76,16 @@ def read_strips(
 
     `pages` has a row for each slot.
     """
-    for start, stop, area in _areas(tables, slots, pages, block_bytes):
+    scatter(_areas(tables, slots, pages, block_bytes), strips, pages)
+
+
+def scatter(areas: Iterable[tuple[int, int, Array]], strips: Sequence[Strip], pages: Array) -> None:
+    """Copy what `strips` have of blocks into pages.
+
+    `areas` has runs of blocks, contiguous in memory and in pages, each as (start, stop, bytes
+    [stop - start, block_bytes]); `pages` has a row for each block.
+    """
+    for start, stop, area in areas:
         page = pages[start]
         for strip in strips:
             in_pages = strip.pages[page : page + stop - start]

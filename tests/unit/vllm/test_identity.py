@@ -25,6 +25,7 @@ def request(**changes: Any) -> SimpleNamespace:
         "mm_features": [],
         "lora_request": None,
         "cache_salt": None,
+        "skip_reading_prefix_cache": False,
     }
     return SimpleNamespace(**{**fields, **changes})
 

@@ -1,0 +1,143 @@
+"""What one rank holds: copies of leased blocks in memory of its own, checked before the promise.
+
+Nobody else can write that memory. So what was sound when it was checked is what the pass gets, and
+neither a flipped bit of the arena nor a lost lease is met after the promise.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from kvray.engine.device.gpu import Pool
+from kvray.engine.device.pool import Load, Ticket
+from kvray.engine.model.cache_layout import Part
+from kvray.engine.shared_state import SharedState
+from kvray.errors import LayoutMismatch, LeaseExpired
+from kvray.store.arena.tables import Array
+from kvray.vllm.holds import HeldLoad, Hold
+
+_CLOSE_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    hold: Hold
+    rows: Array  # of the memory, one a block
+    is_ours: bool
+    """Whether its blocks are of this rank's pool."""
+    num_sound: int | None = None  # None: it is being copied
+    is_dropped: bool = False
+
+
+class HeldBlocks:
+    """One rank's; used by the thread that runs the model.
+
+    A thread of its own copies. What crosses: a hold that is to be copied, whose rows are that
+    thread's until it comes back, and how many of its blocks are sound.
+    """
+
+    def __init__(self, shared: SharedState, pool: Pool, part: Part, *, num_blocks: int) -> None:
+        """Have room for `num_blocks` blocks of the rank's part."""
+        self._shared = shared
+        self._pool = pool
+        self._part = part
+        self._rows = pool.make_room(num_blocks * part.block_bytes).reshape(num_blocks, -1)
+        self._free = list(range(num_blocks))
+        """Rows, the last of them used next: what was touched is used again first."""
+        self._free.reverse()
+        self._held: dict[int, _Held] = {}
+        self._landing: list[tuple[Ticket, Array]] = []
+        self._wanted: SimpleQueue[_Held | None] = SimpleQueue()
+        self._copied: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvray-hold", daemon=True)
+        self._thread.start()
+
+    def begin(self, holds: Sequence[Hold], drops: Sequence[int], *, are_ours: bool) -> None:
+        """Begin to hold blocks, and let go of others; the scheduler's half knows what fits.
+
+        `are_ours`: the blocks are of this rank's pool; of others it holds none.
+        """
+        for hold_id in drops:
+            self._held[hold_id].is_dropped = True
+            self._let_go(hold_id)
+        for hold in holds:
+            rows = self._take_rows(hold.num_blocks)
+            self._held[hold.hold_id] = _Held(hold=hold, rows=rows, is_ours=are_ours)
+            self._wanted.put(self._held[hold.hold_id])
+
+    def answers(self) -> dict[int, int]:
+        """Return hold -> how many of its first blocks are held, of those copied since last time."""
+        found: dict[int, int] = {}
+        while not self._copied.empty():
+            hold_id, num_sound = self._copied.get()
+            found[hold_id] = self._held[hold_id].num_sound = num_sound
+            self._let_go(hold_id)
+        return found
+
+    def load(self, one: HeldLoad, stream: Any) -> None:
+        """Copy held blocks to their pages, which the pass of `stream` waits for; ends the hold.
+
+        LeaseExpired: they are not held. The pass counts on them, so the engine must not go on.
+        """
+        held, count = self._held.pop(one.hold_id, None), one.pages.num_blocks
+        if held is None or one.skip + count > (held.num_sound or 0):
+            raise LeaseExpired(
+                f"The scheduler has promised {count} blocks that this rank does not hold; report"
+                " this with vLLM's version."
+            )
+        rows = held.rows[one.skip : one.skip + count]
+        ticket = self._pool.load_held(self._rows, Load(self._part, rows, one.pages.ids()), stream)
+        self._landing.append((ticket, held.rows))
+        self._shared.figures.totals["loaded_blocks"] += count
+
+    def close(self) -> None:
+        """End the thread after its present copy. Twice is fine."""
+        self._wanted.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _let_go(self, hold_id: int) -> None:
+        """Take the rows of a hold back, once it is dropped and no longer being copied."""
+        held = self._held[hold_id]
+        if held.is_dropped and held.num_sound is not None:
+            self._free += reversed(self._held.pop(hold_id).rows.tolist())
+
+    def _take_rows(self, count: int) -> Array:
+        while self._landing and (len(self._free) < count or self._landing[0][0].done()):
+            ticket, rows = self._landing.pop(0)
+            ticket.wait()
+            self._free += reversed(rows.tolist())
+        assert count <= len(self._free), "the scheduler's half counts as this one does"
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return np.array(taken[::-1], dtype=np.int64)
+
+    def _run(self) -> None:
+        while (held := self._wanted.get()) is not None:
+            num_sound = 0
+            if not held.is_dropped:
+                with self._shared.boundary.around("a load"):
+                    num_sound = self._copy(held)
+            self._copied.put((held.hold.hold_id, num_sound))
+
+    def _copy(self, held: _Held) -> int:
+        """Copy a hold's blocks; return how many of the first are sound. Its lease ends."""
+        hold = held.hold
+        arena_id, lease = hold.leased.of(self._shared.args.part_rank)
+        arena = self._shared.link.arena_named(arena_id)
+        if arena is None:
+            raise LeaseExpired(f"Arena {arena_id}, of which blocks were leased, is gone.")
+        try:
+            if not held.is_ours:
+                raise LayoutMismatch(
+                    "The leader leased blocks of another namespace than this rank's pool; give"
+                    " every rank the same engine arguments."
+                )
+            places = slice(hold.first, hold.stop)
+            sound = arena.read_sound(lease, places, self._rows, held.rows)
+        finally:
+            self._shared.release_leases(arena, lease)
+        return len(sound) if sound.all() else int(sound.argmin())

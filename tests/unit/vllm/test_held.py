@@ -1,0 +1,229 @@
+"""What a rank holds is what the pass gets, whatever becomes of the arena meanwhile."""
+
+import random
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.actors.shard.shard import Shard
+from kvray.engine.meta import PageIds
+from kvray.errors import LeaseExpired
+from kvray.store import Arena
+from kvray.store.arena import payload
+from kvray.store.arena.holders import Membership
+from kvray.store.arena.layout import QUARANTINED, READY
+from kvray.vllm.held import HeldBlocks
+from kvray.vllm.holds import HeldLoad, Hold, Holds
+from tests.unit.engine.apart import BLOCK, Apart
+from tests.unit.engine.conftest import MakeEngine, environment, make_engine, running_shard, shard
+from tests.unit.engine.device.host_device import HostDevice
+from tests.waiting import wait_for
+
+__all__ = ["environment", "make_engine", "running_shard", "shard"]
+
+PROMPT = list(range(100, 140))
+NUM_BLOCKS = (len(PROMPT) - 1) // BLOCK
+ROOM = 2 * NUM_BLOCKS
+
+
+@pytest.fixture(params=["host", "device"])
+def engine(
+    request: pytest.FixtureRequest,
+    shard: Shard,
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Apart:
+    """An engine whose tier has the prompt; its pool is of either kind."""
+    make_engine().serve(PROMPT)
+    if request.param == "device":
+        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
+    return make_engine(holds_loads=True, takes_offers_later=True)
+
+
+@pytest.fixture
+def held(engine: Apart) -> Iterator[HeldBlocks]:
+    assert engine.rank.pool is not None
+    (part,) = engine.rank._parts
+    made = HeldBlocks(engine.rank.shared, engine.rank.pool, part, num_blocks=ROOM)
+    yield made
+    made.close()
+
+
+def arena_of(engine: Apart) -> Arena:
+    arena = engine.leader.shared.link.arena
+    assert arena is not None
+    return arena
+
+
+def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) -> Hold:
+    """Have the leader lease the prompt; return it as the ranks are told to hold it."""
+    assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_BLOCKS - first) * BLOCK
+    promise = engine.leader.states[number].promise
+    assert promise is not None
+    return Hold(hold_id, promise.prefix.leased(), promise.first, promise.end)
+
+
+def answer(held: HeldBlocks, hold: Hold) -> int:
+    """Have it held; return how many blocks are."""
+    held.begin([hold], (), are_ours=True)
+    return wait_for_answer(held, hold)
+
+
+def wait_for_answer(held: HeldBlocks, hold: Hold) -> int:
+    answers: dict[int, int] = {}
+    wait_for(lambda: answers.update(held.answers()) or hold.hold_id in answers, "the copy")
+    return answers[hold.hold_id]
+
+
+def flip(arena: Arena, slots: list[int]) -> None:
+    for slot in slots:
+        arena.slot_bytes(slot)[5] ^= 16
+
+
+def slots_of(engine: Apart, hold: Hold) -> list[int]:
+    found: list[int] = arena_of(engine).leased_slots(hold.leased.leases[0]).tolist()
+    return found
+
+
+def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(
+    engine: Apart, held: HeldBlocks
+) -> None:
+    hold = leased(engine)
+    assert answer(held, hold) == NUM_BLOCKS
+    flip(arena_of(engine), arena_of(engine).tables.slots_in(READY).tolist())
+    blocks = engine.new_blocks(PROMPT)
+    held.load(HeldLoad(hold.hold_id, 0, PageIds.of(blocks[:NUM_BLOCKS])), None)
+    engine.check(PROMPT, blocks, NUM_BLOCKS * BLOCK)
+    assert engine.rank.shared.figures.totals["loaded_blocks"] == NUM_BLOCKS
+
+
+def test_what_the_engine_has_itself_is_passed_over(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine, first=2)
+    assert answer(held, hold) == NUM_BLOCKS - 2
+    blocks = engine.new_blocks(PROMPT)
+    held.load(HeldLoad(hold.hold_id, 3, PageIds.of(blocks[5:NUM_BLOCKS])), None)
+    before = engine.pages[blocks[:5]].clone()
+    engine.compute(PROMPT[: 5 * BLOCK], blocks)
+    engine.check(PROMPT, blocks, NUM_BLOCKS * BLOCK)
+    assert (before == 255).all()
+
+
+def test_a_block_that_is_wrong_ends_what_is_held(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine, first=1)
+    wrong = slots_of(engine, hold)[4]
+    flip(arena_of(engine), [wrong])
+    assert answer(held, hold) == 3
+    assert arena_of(engine).tables.slot_state[wrong] == QUARANTINED
+
+
+def test_nothing_is_held_of_a_lease_that_was_taken_away(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine)
+    arena_of(engine).release(*hold.leased.leases)
+    assert answer(held, hold) == 0
+
+
+def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(
+    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, read = leased(engine), payload.read
+
+    def read_and_release(*args: Any, **options: Any) -> Any:
+        sound = read(*args, **options)
+        arena_of(engine).release(*hold.leased.leases)
+        return sound
+
+    monkeypatch.setattr(payload, "read", read_and_release)
+    assert answer(held, hold) == 0
+
+
+def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
+    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = leased(engine)
+    holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
+    monkeypatch.setattr(Arena, "holder_of", lambda *_: next(holders))
+    assert answer(held, hold) == 0
+
+
+def test_nothing_is_held_of_an_arena_that_is_gone(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine)
+    gone = hold._replace(leased=hold.leased._replace(arena_ids=("nowhere",)))
+    assert answer(held, gone) == 0
+
+
+def test_nothing_is_held_of_another_pool_s_blocks(
+    engine: Apart, held: HeldBlocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    hold = leased(engine)
+    held.begin([hold], (), are_ours=False)
+    assert wait_for_answer(held, hold) == 0
+    assert "the same engine arguments" in caplog.text
+
+
+def test_the_lease_ends_with_the_copy(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine)
+    answer(held, hold)
+    assert arena_of(engine).stats()["leased_blocks"] == 0
+    engine.leader.decline(7)  # twice is fine
+    assert arena_of(engine).stats()["leased_blocks"] == 0
+
+
+def test_more_than_is_held_is_never_loaded(engine: Apart, held: HeldBlocks) -> None:
+    hold = leased(engine)
+    flip(arena_of(engine), slots_of(engine, hold)[2:3])
+    assert answer(held, hold) == 2
+    pages = PageIds.of(engine.new_blocks(PROMPT)[:3])
+    with pytest.raises(LeaseExpired, match="does not hold"):
+        held.load(HeldLoad(hold.hold_id, 0, pages), None)
+    with pytest.raises(LeaseExpired, match="does not hold"):
+        held.load(HeldLoad(99, 0, pages), None)
+
+
+def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: HeldBlocks) -> None:
+    chance, holds = random.Random(4), Holds(num_ranks=1, num_blocks=ROOM)
+    living = {}
+    for number in range(200):
+        if chance.random() < 0.6 and engine.ask(number, PROMPT):
+            promise = engine.leader.states[number].promise
+            assert promise is not None
+            made = holds.begin(promise.prefix.leased(), first=promise.first, stop=promise.end)
+            if made is None:
+                engine.leader.decline(number)
+            else:
+                living[number] = made
+        ready = [one for one, made in living.items() if made.is_answered and chance.random() < 0.6]
+        for one in [one for one in living if one not in ready and chance.random() < 0.2]:
+            holds.drop(living.pop(one))
+            engine.leader.finish(one)
+        loads = []
+        for one in ready:
+            made = living.pop(one)
+            assert made.num_sound == NUM_BLOCKS
+            holds.loaded(made)
+            pages = PageIds.of(engine.new_blocks(PROMPT)[:NUM_BLOCKS])
+            loads.append(HeldLoad(made.hold.hold_id, 0, pages))
+            engine.leader.finish(one)
+        told = holds.take()
+        held.begin(*told, are_ours=True)
+        for load in loads:
+            held.load(load, None)
+            engine.check(PROMPT, load.pages.ids().tolist(), NUM_BLOCKS * BLOCK)
+        found = held.answers()
+        holds.hear(found, dict.fromkeys(found, 1))
+    for one, made in living.items():
+        holds.drop(made)
+        engine.leader.finish(one)
+    held.begin(*holds.take(), are_ours=True)
+
+    def is_free() -> bool:
+        found = held.answers()
+        holds.hear(found, dict.fromkeys(found, 1))
+        return holds.room == ROOM
+
+    wait_for(is_free, "the last copies")
+    assert sorted(held._take_rows(ROOM).tolist()) == np.arange(ROOM).tolist()
+    assert arena_of(engine).stats()["leased_blocks"] == 0
