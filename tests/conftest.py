@@ -122,6 +122,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByLa
 def pytest_unconfigure() -> None:
     """Remove the session's home, also when no test was run."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
+    for process in CLEANUP:
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of an interrupted session

@@ -56,7 +56,7 @@ def begin_replicas(
     for number, (node, size) in enumerate(zip(nodes.nodes, sizes, strict=True)):
         yield Replica.spawn(
             f"on-node-{number}",
-            env=nodes.engine_environ(node),
+            env={**nodes.engine_environ(node), "KVRAY_CONNECTOR__REPLICA": f"on-node-{number}"},
             model="tiny:11",
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=128,
@@ -65,12 +65,6 @@ def begin_replicas(
             tensor_parallel_size=size,
             **options,
         )
-
-
-def name_of(replica: Replica, shard: dict[str, Any]) -> str:
-    """Return what a replica is called by the shard of its node."""
-    names = {rank["replica"] for rank in shard["replicas"]}
-    return next(name for name in names if name.endswith(f"-{replica.pid}"))
 
 
 def node_of(shard: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from kvray.lab.reference.replica import Replica
 from tests.kv_subscriber import KvSubscriber
 from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.selection import Selection
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas
 from tests.ray.teller import Teller
 from tests.unit.events.test_outlet import free_port
 from tests.waiting import wait_for
@@ -37,7 +37,7 @@ class Heard:
         """Return the addresses of each replica's events."""
         sharing = self.sharing
         return [
-            shard["events"]["replicas"][name_of(replica, shard)]
+            shard["events"]["replicas"][replica.name]
             for replica, shard in zip(
                 (sharing.first, sharing.second), sharing.shards(), strict=True
             )

@@ -9,7 +9,7 @@ import pytest
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
 from tests.ray.cluster import SETTINGS, open_tier
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas
 from tests.ray.teller import Teller
 from tests.waiting import wait_for
 
@@ -80,7 +80,7 @@ def test_what_one_size_has_computed_the_other_loads_on_another_node(
 
     assert output.hit_tokens == WHOLE_TOKENS
     assert tuple(output.token_ids) == expected
-    name = name_of(target, sharing.shards()[at])
+    name = target.name
     wait_for(
         lambda: num_resliced(sharing, at, name) == WHOLE_TOKENS,
         "the report of the hit",

@@ -20,7 +20,6 @@ from tests.ray.sharing import (
     Sharing,
     begin_replicas,
     counters_of,
-    name_of,
     node_of,
 )
 from tests.ray.teller import Teller
@@ -106,7 +105,7 @@ def test_a_prefetched_prompt_is_there_when_the_engine_asks(
     expected = sharing.compute(prompt)
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(prompt))
-    name = name_of(sharing.second, sharing.shards()[1])
+    name = sharing.second.name
 
     said = sharing.say("prefetch", str(tokens), "--replica", name, "--json")
 
@@ -126,7 +125,7 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
 ) -> None:
     way = "nixl" if has_nixl(request) else "object_ref"
     first, second = sharing.shards()
-    name, hits = name_of(sharing.second, second), f"hit_tokens_from_{way}"
+    name, hits = sharing.second.name, f"hit_tokens_from_{way}"
     # A mover that does not answer for a second, on a machine that stalls, is given up, though its
     # blocks come: how they came is not known then, and another prompt is tried.
     for attempt in range(3):

@@ -68,10 +68,10 @@ class LoopThread:
             future = asyncio.run_coroutine_threadsafe(work, self._require_loop())
             return future.result(timeout_s)
         except (RuntimeError, FutureTimeoutError, CancelledError):
-            if future is None:
-                work.close()  # the loop has ended; nobody else will
-            else:
+            if future is not None:
                 future.cancel()
+            if future is None or not self.is_alive():
+                work.close()  # the loop has ended; nobody else will
             raise self._silent(timeout_s) from None
 
     def _require_loop(self) -> asyncio.AbstractEventLoop:
@@ -94,7 +94,16 @@ class LoopThread:
             failure = error
         finally:
             self._ended(failure)
+            loop.run_until_complete(_end_others())
             loop.close()
+
+
+async def _end_others() -> None:
+    """Cancel what other threads wait for: their calls came as the loop ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def pause(until: asyncio.Event, seconds: float) -> None:

@@ -63,6 +63,8 @@ class Named:
 class Link:
     """A link to a node whose shard takes every rank."""
 
+    process_name = "engine"
+
     def register(self, registration: Registration) -> None:
         """Take it."""
 

@@ -355,7 +355,6 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         ("stage", {"replica": "one", "rank": 0, "keys": bytes(32), "wait_s": -1}),
         ("stage", {"replica": "none", "rank": 0, "keys": bytes(32), "wait_s": 0.1}),
         ("report", {"replica": "one", "rank": 0, "counters": "ab"}),
-        ("report", {"replica": "one", "rank": 0, "counters": {}, "openings": [[b"short", 1]]}),
     ]:
         with pytest.raises(ConfigError):
             call(engine, op, **fields)

@@ -57,7 +57,7 @@ def test_ranks_have_parts_of_their_own() -> None:
     assert layout.num_parts(4) == 4
     assert [layout.parts(rank, 4, 4)[0].index for rank in range(4)] == [0, 1, 2, 3]
     assert all(layout.parts(rank, 4, 4)[0].is_stored_here for rank in range(4))
-    assert layout.part_requests(2, 4) == [[PartRequest(0)], [PartRequest(1)]]
+    assert layout.part_requests(2, 4) == [[PartRequest(0, None, 192)], [PartRequest(1, None, 192)]]
 
 
 def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
@@ -66,7 +66,7 @@ def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
     parts = [layout.parts(rank, 4, 4)[0] for rank in range(4)]
     assert [part.index for part in parts] == [0, 0, 0, 0]
     assert [part.is_stored_here for part in parts] == [True, False, False, False]
-    assert layout.part_requests(2, 4) == [[PartRequest(0)], [PartRequest(0)]]
+    assert layout.part_requests(2, 4) == [[PartRequest(0, None, 96)], [PartRequest(0, None, 96)]]
     assert layout_of_tensor(torch.zeros(5, 3, 1, 8), may_be_latent=False).num_parts(4) == 4
 
 
@@ -96,8 +96,8 @@ def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank() -> N
     )
     assert layout.num_parts(2) == 5
     assert layout.part_requests(2, 4) == [
-        [PartRequest(0), PartRequest(2), PartRequest(3, window=3)],
-        [PartRequest(1), PartRequest(2), PartRequest(4, window=3)],
+        [PartRequest(0, None, 64), PartRequest(2, None, 8), PartRequest(3, 3, 32)],
+        [PartRequest(1, None, 64), PartRequest(2, None, 8), PartRequest(4, 3, 32)],
     ]
     first, shared, windowed = layout.parts(1, 2, 4)
     assert (first.group, shared.group, windowed.group) == (0, 0, 1)
