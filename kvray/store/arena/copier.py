@@ -63,10 +63,14 @@ class Copier:
         else:
             second.result()
 
-    def copy_and_sum(self, copies: Sequence[Copy], seeds: list[int]) -> Array:
+    def copy_and_sum(
+        self, copies: Sequence[Copy], seeds: list[int], *, of_source: bool = False
+    ) -> Array:
         """Make `copies`; return the checksum of what is in each target now, u64 [num_blocks].
 
-        `seeds` has one seed a block; the copies may come in any order.
+        `seeds` has one seed a block; the copies may come in any order. `of_source`: return those of
+        the sources. What others can write meanwhile is never the side that is summed: else a wrong
+        byte would get a right checksum.
         """
         checksums = [0] * len(seeds)  # a list: it takes a few numbers at a time for less
         turns = iter([(copy, at) for copy in copies for at in _starts(copy)])
@@ -74,8 +78,8 @@ class Copier:
         if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
             # What crosses: `turns`, of which each thread takes the next, and its own `checksums`.
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                second = self._second.submit(_take_turns, turns, seeds, checksums)
-        _take_turns(turns, seeds, checksums)
+                second = self._second.submit(_take_turns, turns, seeds, checksums, of_source)
+        _take_turns(turns, seeds, checksums, of_source)
         if second is not None and not second.cancel():  # it may be at its last piece
             second.result()
         return np.array(checksums, dtype="<u8")
@@ -129,24 +133,28 @@ def _step(copy: Copy) -> int:
     return max(1, _PIECE_BYTES // block_bytes)
 
 
-def _take_turns(turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: list[int]) -> None:
+def _take_turns(
+    turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: list[int], of_source: bool
+) -> None:
     for copy, at in turns:
         stop = at + _step(copy)
         target, source = copy.target[at:stop], copy.source[at:stop]
         first = copy.first + at
         if source.shape[1] > _PIECE_BYTES:
-            checksums[first] = _copy_large(target[0], source[0], seeds[first])
+            summed = (source if of_source else target)[0]
+            checksums[first] = _copy_large(target[0], source[0], summed, seeds[first])
         else:
             np.copyto(target, source)
             stop = first + len(target)
-            checksums[first:stop] = sum_blocks(target, seeds[first:stop])
+            summed = source if of_source else target
+            checksums[first:stop] = sum_blocks(summed, seeds[first:stop])
 
 
-def _copy_large(target: Array, source: Array, seed: int) -> int:
-    """Copy one block piece by piece; return its checksum, as `sum_blocks` would."""
+def _copy_large(target: Array, source: Array, summed: Array, seed: int) -> int:
+    """Copy one block piece by piece; return the checksum of `summed`, which is one of the two."""
     digest = xxhash.xxh3_64(seed=seed)
     for at in range(0, len(source), _PIECE_BYTES):
-        piece = target[at : at + _PIECE_BYTES]
-        np.copyto(piece, source[at : at + _PIECE_BYTES])
-        digest.update(piece.data)
+        stop = at + _PIECE_BYTES
+        np.copyto(target[at:stop], source[at:stop])
+        digest.update(summed[at:stop].data)
     return int(digest.intdigest())

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, LayoutMismatch
@@ -28,7 +29,7 @@ class Strip(NamedTuple):
 def write(
     tables: Tables, slots: Array, regions: Sequence[Array], pages: Array, *, copier: Copier
 ) -> Array:
-    """Copy pages into reserved slots; return the checksums, u64 [num_slots].
+    """Copy pages into reserved slots; return the checksums of the pages, u64 [num_slots].
 
     A region has bytes of shape [num_pages, size]; end to end they fill a slot. `pages` has a row
     for each slot.
@@ -40,10 +41,10 @@ def write(
     if len(regions) == 1:
         runs = _runs(tables, slots, regions[0], pages)
         copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
-        return copier.copy_and_sum(copies, _seeds(tables, slots))
+        return copier.copy_and_sum(copies, _seeds(tables, slots), of_source=True)
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
         copy_run(in_arena, in_region)
-    return sum_slots(tables, slots)
+    return _sum_pages(regions, pages, _seeds(tables, slots))
 
 
 def read(
@@ -119,6 +120,17 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
             checksums[start:end] = sum_blocks(area, seeds[start:end])
             start = end
     return checksums
+
+
+def _sum_pages(regions: Sequence[Array], pages: Array, seeds: list[int]) -> Array:
+    """Return the checksum of each page, whose bytes are those of its regions end to end."""
+    checksums = []
+    for page, seed in zip(pages.tolist(), seeds, strict=True):
+        digest = xxhash.xxh3_64(seed=seed)
+        for region in regions:
+            digest.update(region[page].data)
+        checksums.append(digest.intdigest())
+    return np.array(checksums, dtype="<u8")
 
 
 def slot_bytes(tables: Tables, slot: int) -> Array:

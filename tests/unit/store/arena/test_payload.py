@@ -68,6 +68,36 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
     assert not back[untouched].any()
 
 
+@pytest.mark.parametrize("num_regions", [1, 2])
+@pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
+def test_what_others_write_into_a_slot_before_its_checksum_is_made_is_found(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, num_regions: int, block_bytes: int
+) -> None:
+    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=512))
+    arena.join("test")
+    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=block_bytes)
+    assert made is not None
+    copy = np.copyto
+
+    def copy_and_spoil(target: Array, source: Array) -> None:
+        copy(target, source)
+        target[..., 0] ^= 8
+
+    monkeypatch.setattr(np, "copyto", copy_and_spoil)
+    pool = np.random.default_rng(0).integers(0, 256, (2, block_bytes), dtype=np.uint8)
+    regions = [np.array(one) for one in np.split(pool, num_regions, axis=1)]
+    sums = arena.write_slots(made.slots, regions, np.arange(2))
+    monkeypatch.undo()
+    assert sums.tolist() == [
+        xxhash.xxh3_64_intdigest(row, int.from_bytes(key[:8], "little"))
+        for row, key in zip(pool, KEYS[:2], strict=True)
+    ]
+    assert arena.commit(made, sums)
+    (held,) = arena.lease(KEYS[:2]) or ()
+    assert sound_run(arena, held) == 0
+    arena.close()
+
+
 PIECE = 512 * 1024
 """What is copied and summed at a time."""
 
