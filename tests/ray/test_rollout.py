@@ -221,6 +221,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
         assert shell.leftovers() == []
 
 
+@pytest.mark.long
 def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
     installed: Installation,
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_cache.py"
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_tensor_cache_example_says_the_same_from_the_tier(tmp_path: Path) -> None:
     config = tmp_path / "kvray.yaml"

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -136,5 +137,5 @@ class PinsModel(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-TestPinsModel = PinsModel.TestCase
+TestPinsModel = pytest.mark.long(PinsModel.TestCase)
 TestPinsModel.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
