@@ -28,12 +28,12 @@ NUM_ANSWERS = int(os.environ.get("LIVES", "150"))
 _EVERY_S = 0.01
 
 
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("disk")
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tier(environment: dict[str, str], disk: Path) -> Iterator[Shard]:
     """A shard with room for a part of what the lives store, and a disk for the rest."""
     os.environ |= {
@@ -123,7 +123,6 @@ def test_no_answer_is_wrong_lost_or_an_error(
     disk: Path,
     model: Path,
 ) -> None:
-    tier.clear(10)
     tallies = _live(attack, tier, disk, model)
     for name, tally in tallies.items():
         print(f"{name}: {tally}")
