@@ -21,9 +21,9 @@ from hypothesis import settings
 from tests import cleanup, examples, workers
 
 SHM = Path("/dev/shm")
-GRACE_S = 2.0
+GRACE_S = 20.0
 """How long a resource that is on its way out may take."""
-LAST_GRACE_S = 20.0
+LAST_GRACE_S = 60.0
 """The same at the end of a session: Ray's agents end some seconds after their node."""
 
 LEFT_BY_WORKERS: set[str] = set()

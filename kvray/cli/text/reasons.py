@@ -76,7 +76,7 @@ REASONS: dict[str, Reason] = {
     ),
     "skipped": Reason(
         "the request reads no prefix cache, as one that wants logprobs of its prompt",
-        "",
+        "Ask for no logprobs of a prompt where a hit is worth more.",
     ),
     "bypassed": Reason(
         "the request has no keys: it names no tenant, or an adapter or item without an identity",

@@ -181,7 +181,7 @@ def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tie
 def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
-    tier.stage(KEYS)
+    wait_for(lambda: tier.stage(KEYS)["num_blocks"] == len(KEYS))  # a call may be late
     locate = tier.nodes.others["kvray-lookup.locate"]
     both = {"kvray-shard-a": 1, "kvray-shard-b": 1}
     wait_for(lambda: [run.holders for run in locate(b"".join(KEYS))] == [both])

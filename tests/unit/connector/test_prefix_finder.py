@@ -113,6 +113,7 @@ def test_the_local_lease_is_kept_if_nothing_more_came(
     pair = make_pair()
     pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
     pair.flush()
+    before = len(server.asked)  # it may have heard of other nodes already
     for num_blocks in (0, 3, NUM_WANTED):
         server.answer = lambda _, n=num_blocks: {"num_blocks": n, "reason": "too_slow"}
         request = Request(10 + num_blocks, PROMPT)
@@ -121,7 +122,7 @@ def test_the_local_lease_is_kept_if_nothing_more_came(
         assert arena_of(pair).tables.page_holder.astype(bool).sum() == 1
         pair.scheduler.request_finished(request, [])
         assert leased(pair) == 0
-    assert len(server.asked) == 3
+    assert len(server.asked) == before + 3
 
 
 @pytest.mark.parametrize("reason", ["too_slow", "cheaper_to_recompute", "store_down", "not_stored"])

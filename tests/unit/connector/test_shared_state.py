@@ -78,7 +78,7 @@ def test_another_layout_under_one_model_key_is_refused_at_the_start(
 ) -> None:
     make_pair()
     other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
-    other._rank.shared.pool.replica = "other"
+    other._rank.shared.pool._replica = "other"
     with pytest.raises(LayoutMismatch, match=r"model_key 'tiny'.*tokens_per_block 8 here, 4"):
         other.register_kv_caches(torch.zeros(4, 2, 2, 8))
     other.shutdown()
