@@ -263,7 +263,7 @@ def test_every_number_has_bounds_and_is_held_to_them() -> None:
         assert number.min is not None, (path, number.name)
         assert number.max is not None, (path, number.name)
         option = [number.opts[0]] if number.opts[0].startswith("-") else []
-        for value in (number.min - 1, number.max + 1, "nan"):
+        for value in (number.min - 1, number.max + 1, "nan", "inf", "1" + "0" * 400, "x", ""):
             done = CliRunner().invoke(cli_app, [*path, *option, str(value)])
             assert done.exit_code == 2, (path, number.name, value, done.output)
             assert "Invalid value" in done.output or "No such option" in done.output
