@@ -53,6 +53,7 @@ class HeldBlocks:
         self._landing: list[tuple[Ticket, Array]] = []
         self._wanted: SimpleQueue[_Held | None] = SimpleQueue()
         self._copied: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvray-hold", daemon=True)
         self._thread.start()
 
@@ -95,7 +96,11 @@ class HeldBlocks:
         self._shared.figures.totals["loaded_blocks"] += count
 
     def close(self) -> None:
-        """End the thread after its present copy. Twice is fine."""
+        """End the thread after its present copy. Twice is fine.
+
+        Leases of what it has not copied end with this process's place in the arena.
+        """
+        self._is_closing = True
         self._wanted.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -118,7 +123,7 @@ class HeldBlocks:
     def _run(self) -> None:
         while (held := self._wanted.get()) is not None:
             num_sound = 0
-            if not held.is_dropped:
+            if not (held.is_dropped or self._is_closing):
                 with self._shared.boundary.around("a load"):
                     num_sound = self._copy(held)
             self._copied.put((held.hold.hold_id, num_sound))

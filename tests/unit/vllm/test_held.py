@@ -1,6 +1,7 @@
 """What a rank holds is what the pass gets, whatever becomes of the arena meanwhile."""
 
 import random
+import threading
 from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
@@ -20,7 +21,7 @@ from kvray.vllm.holds import HeldLoad, Hold, Holds
 from tests.unit.engine.apart import BLOCK, Apart
 from tests.unit.engine.conftest import MakeEngine, environment, make_engine, running_shard, shard
 from tests.unit.engine.device.host_device import HostDevice
-from tests.waiting import wait_for
+from tests.waiting import HANG_S, wait_for
 
 __all__ = ["environment", "make_engine", "running_shard", "shard"]
 
@@ -227,3 +228,27 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: He
     wait_for(is_free, "the last copies")
     assert sorted(held._take_rows(ROOM).tolist()) == np.arange(ROOM).tolist()
     assert arena_of(engine).stats()["leased_blocks"] == 0
+
+
+def test_the_end_waits_for_the_present_copy_only(
+    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def copy(one: Any) -> int:
+        copied.append(one.hold.hold_id)
+        has_begun.set()
+        may_end.wait(HANG_S)
+        return 0
+
+    monkeypatch.setattr(held, "_copy", copy)
+    hold = leased(engine)
+    held.begin([hold, hold._replace(hold_id=1)], (), are_ours=True)
+    assert has_begun.wait(HANG_S)
+    closing = threading.Thread(target=held.close)
+    closing.start()
+    wait_for(lambda: held._is_closing, "the end")
+    may_end.set()
+    closing.join(HANG_S)
+    assert copied == [0]
