@@ -52,11 +52,13 @@ class Copier:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Make `copies`; of much, a second thread makes the half that comes last."""
+        if sum(copy.source.nbytes for copy in copies) < _SHARED_BYTES or not self._may_share():
+            _copy_all(copies)
+            return
         first, last = _halves(copies)
         second = None
-        if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                second = self._second.submit(_copy_all, last)
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            second = self._second.submit(_copy_all, last)
         _copy_all(first)
         if second is None or second.cancel():  # it is still at somebody else's
             _copy_all(last)

@@ -192,32 +192,28 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
 
     `keys` are u64 [num_slots, 4]; `part` is one for all, or one a slot.
     """
-    full = np.zeros(len(slots), dtype=bool)
     if len(slots) == 1:
         word, name, *_ = keys[0].tolist()
         one_part = part if isinstance(part, int) else int(part[0])
         only = (word ^ one_part * _PART_STEP) & len(tables.index_tag) - 1
         ways = tables.index_slot[only].tolist()
         if 0 not in ways:
-            return ~full
+            return np.ones(1, dtype=bool)
         way = ways.index(0)
         tables.index_tag[only, way] = name & 2**32 - 1
         tables.put(np.array([only * BUCKET_WAYS + way]), index_slot=slots + 1)
-        return full
+        return np.zeros(1, dtype=bool)
     bucket, tag = _bucket(tables, keys, part), _tag(keys)
-    waiting = np.arange(len(slots))
-    # Slots of one batch that share a bucket take its empty ways in turn.
-    while len(waiting):
-        is_first = _is_first(bucket[waiting])
-        rows = waiting[is_first]
-        empty = tables.index_slot.take(bucket[rows], axis=0) == 0
-        entry = bucket[rows] * BUCKET_WAYS + empty.argmax(axis=1)
-        is_full = tables.columns["index_slot"].take(entry) != 0
-        full[rows[is_full]] = True
-        entry, rows = entry[~is_full], rows[~is_full]
-        tables.columns["index_tag"][entry] = tag[rows]  # means nothing beside an empty entry
-        tables.put(entry, index_slot=slots[rows] + 1)
-        waiting = waiting[~is_first]
+    empty = tables.index_slot.take(bucket, axis=0) == 0
+    way, nth = empty.argmax(axis=1), _nth(bucket)
+    if nth.any():  # slots of one batch that share a bucket take its empty ways in turn
+        way = (np.cumsum(empty, axis=1, dtype=np.uint8) > nth[:, None]).argmax(axis=1)
+    full: Array = np.count_nonzero(empty, axis=1) <= nth
+    entry = (bucket << _WAY_BITS) + way
+    if full.any():
+        entry, tag, slots = entry[~full], tag[~full], slots[~full]
+    tables.columns["index_tag"][entry] = tag  # means nothing beside an empty entry
+    tables.put(entry, index_slot=slots + 1)
     return full
 
 
@@ -226,8 +222,8 @@ def remove(tables: Tables, slots: Array) -> None:
 
     Like the slots, the emptied entries must not be filled in the same step.
     """
-    bucket = _bucket(tables, tables.slot_key[slots], tables.slot_part[slots])
-    row, way = np.nonzero(tables.index_slot[bucket] == (slots + 1)[:, None])
+    bucket = _bucket(tables, tables.slot_key.take(slots, axis=0), tables.slot_part.take(slots))
+    row, way = np.nonzero(tables.index_slot.take(bucket, axis=0) == (slots + 1)[:, None])
     tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
 
 
@@ -267,16 +263,14 @@ def _candidates(tables: Tables, keys: Array, part: "int | Array") -> tuple[Array
     return row, np.minimum(slot, tables.num_backed - 1, out=slot)
 
 
-def _is_first(values: Array) -> Array:
-    """Return a mask of the values that have no equal before them."""
-    ascending = np.sort(values)
-    if not (ascending[1:] == ascending[:-1]).any():  # as mostly
-        return np.ones(len(values), dtype=bool)
-    order = np.argsort(values, kind="stable")
-    ascending = values[order]
-    is_first = np.ones(len(values), dtype=bool)
-    is_first[order[1:][ascending[1:] == ascending[:-1]]] = False
-    return is_first
+def _nth(values: Array) -> Array:
+    """Return for each value how many equal ones come before it."""
+    nth, ascending = np.zeros(len(values), dtype=np.int64), np.sort(values)
+    if (ascending[1:] == ascending[:-1]).any():  # mostly not
+        order, places = np.argsort(values, kind="stable"), np.arange(len(values))
+        is_new = np.append(True, ascending[1:] != ascending[:-1])
+        nth[order] = places - np.maximum.accumulate(places * is_new)
+    return nth
 
 
 def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:

@@ -90,6 +90,8 @@ def match(
 
 def _fitting_run(tables: Tables, request: PartRequest, slots: Array) -> int:
     """Return how many leading `slots` have blocks of the requested size."""
+    if request.block_bytes is None:
+        return len(slots)
     fits = _fits(tables, request, slots)
     return len(slots) if fits.all() else int(fits.argmin())
 
@@ -319,6 +321,9 @@ def _free_pages(tables: Tables, count: int) -> list[int] | None:
 
 def _named(tables: Tables, pages: "Array | list[int]") -> Array:
     """Return every slot that `pages` name, with repetitions, without what is no slot."""
+    if len(pages) == 1:  # as most leases have
+        named = tables.page_slots[pages[0], : tables.page_count[pages[0]]]
+        return named[named < tables.num_backed].astype(np.int64)
     filled = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
     named = tables.page_slots[pages][filled]
     return named[named < tables.num_backed].astype(np.int64)

@@ -16,8 +16,6 @@ from kvray.store.arena.tables import Array, Tables
 _LOOKED_INTO = 4
 """Slabs, the emptiest, in which a writer looks for a run of FREE slots; more if it needs more."""
 
-_FEW = 32
-
 _FREE = re.escape(bytes([FREE]))
 _FIRST = np.zeros(1, dtype=np.int64)
 _CLASS_SHIFT = 48
@@ -159,10 +157,11 @@ def give_back(tables: Tables, slots: Array) -> None:
 
 def _count(tables: Tables, slots: Array, step: int) -> Array:
     """Add `step` to the counts of FREE slots for each of `slots`; return their slabs."""
-    slab_of = tables.geometry.slab_of
-    # Plain numbers cost a fraction of two calls on cold arrays.
-    found = map(slab_of, slots.tolist()) if len(slots) <= _FEW else slab_of(slots).tolist()
-    counts = Counter(found)
+    found = tables.geometry.slab_of(slots)
+    if not np.count_nonzero(found != found[:1]):  # as mostly
+        tables.add(found[:1], slab_free=step * len(slots))
+        return found[:1]
+    counts = Counter(found.tolist())
     slabs = np.array(list(counts), dtype=np.int64)
     tables.add(slabs, slab_free=step * np.array(list(counts.values()), dtype=np.int32))
     return slabs
