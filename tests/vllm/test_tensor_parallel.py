@@ -12,11 +12,14 @@ from kvray.lab.reference.replica import Replica
 from kvray.lab.vllm import MODULE
 from tests.ray.cluster import TwoNodes
 from tests.vllm.witness import BLOCK, ENVIRON, stop
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray]
 
 LENGTH = 6 * BLOCK + 5
 HIT = 6 * BLOCK
+PART_BYTES = 3 * 2 * BLOCK * 64 * 4
+"""What a rank has of a block: three layers, keys and values, one head of 64 numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +77,19 @@ def begin(name: str, tier: TwoNodes, model: Path) -> Replica:
     )
 
 
+def num_stored(tier: TwoNodes) -> int:
+    """Return how many blocks the engines' node has of the model of this module."""
+    slabs = tier.serving()[str(tier.node_dir(tier.nodes[0]))]["arena"]["slabs"]
+    return sum(one["blocks"] for one in slabs if one["block_bytes"] == PART_BYTES)
+
+
 def test_a_block_has_a_part_of_each_rank(engines: list[Replica], tier: TwoNodes) -> None:
     plain, first, second = engines
     prompt = [3 + (index * index) % 500 for index in range(LENGTH)]
-    outputs = [engine.generate([prompt], max_tokens=16)[0] for engine in (plain, first, second)]
+    outputs = []
+    for engine in (plain, first, second):
+        outputs += engine.generate([prompt], max_tokens=16)
+        if engine is first:  # each rank commits its own part, perhaps after the answer
+            wait_for(lambda: num_stored(tier) == 2 * HIT // BLOCK, "both parts of every block")
     assert [output.token_ids for output in outputs] == [outputs[0].token_ids] * 3
     assert [output.hit_tokens for output in outputs] == [0, 0, HIT]
