@@ -189,11 +189,6 @@ class ConnectorConfig(_Section):
     none: the checkpoint's"""
     verify_on_load: Literal["auto", "always", "never"] = "auto"
     """whether loads verify the checksums of blocks; auto: only loads into CPU memory"""
-    load: Literal["sync", "async"] = "sync"
-    """async: a request waits while its blocks are made ready, and others go on"""
-    park_lease_s: Seconds = Field(default=30.0, gt=0)
-    """how long a waiting request keeps its blocks after the engine last asked; a later load stops
-    the engine"""
     attach_retry_s: Seconds = Field(default=1.0, gt=0, le=60)
     """how often an engine without an arena looks for one"""
     stage_wait_s: Seconds = Field(default=0.05, ge=0, le=5)

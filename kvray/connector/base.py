@@ -105,15 +105,6 @@ def takes_offers_later() -> bool:
     return hasattr(KvCacheConnectorScheduler, "cancel_load")
 
 
-def waits_when_all_are_parked() -> bool:
-    """Whether the executor, if all requests are parked, waits for blocks that it sends elsewhere.
-
-    Source: `check_context_transfer_status(1)` in `py_executor.py`, up to the line that has layer
-    groups.
-    """
-    return not hasattr(KvCacheConnectorWorker, "register_kv_cache_layout")
-
-
 if not TYPE_CHECKING:
     _upstream = find_upstream()
     if _upstream is not None:

@@ -43,7 +43,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens after the engine's own are promised, and whether to park for them.
+        """Return how many tokens after the engine's own are promised; no request waits for them.
 
         That is the longest prefix of the prompt that is leased for every rank.
         """
@@ -53,7 +53,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return 0, False
         read = partial(self._read, request, num_computed_tokens)
         hit = self._leader.ask(request_id, read, partial(_num_taken, request)) or 0
-        return hit, hit > 0 and self._shared.loads_later
+        return hit, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Note the pages of a request, and check its promise against the engine's own request.

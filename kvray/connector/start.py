@@ -4,13 +4,8 @@ import logging
 from typing import Any
 
 from kvray.config import load_config
-from kvray.connector.base import (
-    asks_every_rank,
-    takes_offers_later,
-    waits_when_all_are_parked,
-)
+from kvray.connector.base import asks_every_rank, takes_offers_later
 from kvray.connector.model.engine_args import read_engine_args
-from kvray.connector.model.refusals import refuse_parking
 from kvray.connector.weights_watch import watch_weights
 from kvray.engine.shared_state import SharedState, shared_state_for
 
@@ -25,10 +20,7 @@ def state_for(llm_args: Any, config_path: str | None) -> SharedState:
     args = read_engine_args(
         llm_args, asks_every_rank=asks_every_rank(), takes_offers_later=takes_offers_later()
     )
-    config = load_config(config_path)
-    if config.connector.load == "async":
-        refuse_parking(llm_args, waits_for_transfers=waits_when_all_are_parked())
-    shared = shared_state_for(llm_args, args, config)
+    shared = shared_state_for(llm_args, args, load_config(config_path))
     watch_weights(shared)
     if not args.block_reuse:
         _log.warning(

@@ -89,26 +89,22 @@ class KvRayWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the requests whose blocks are read no more, and those that may be scheduled.
+        """Return the requests whose blocks are read no more; none waits for a load.
 
         Each id is returned once, after it was handed in. Raises as `wait_for_save`, after which not
         every runtime ends the engine.
         """
         ended = self._rank.read_ended(finished_gen_req_ids)
         self._stop_if_failed()
-        return ended, self._rank.parking.finished(started_loading_req_ids)
+        return ended, []
 
     def take_failed_load_requests(self) -> set[int]:
         """Return no request: a load that fails in its pass is raised, before the pass."""
         return set()
 
     def take_failed_async_load_requests(self) -> set[int]:
-        """Return parked requests that were said to be ready, and whose blocks proved wrong.
-
-        A runtime that asks takes their pages back and computes them; any other is stopped when
-        such a request comes back. Source: mooncake_store's `worker.py` on a branch of TensorRT-LLM.
-        """
-        return self._rank.parking.take_failed()
+        """Return no request: none waits for a load."""
+        return set()
 
     def shutdown(self) -> None:
         """Flush saves for a bounded time and let go of the tier. Twice is fine."""

@@ -21,7 +21,6 @@ SENTENCES = {
     DropReason.TOO_MANY: "too many saves wait",
     DropReason.TOO_SLOW: "the copy took too long",
     DropReason.SHUT_DOWN: "the connector was shut down",
-    DropReason.KEYS_LOST: "their keys did not reach this rank",
     DropReason.NO_PAGE: "the engine names no page for a block before them",
     DropReason.NO_POOL: "this rank does not have the pool that they were planned for",
     DropReason.VOID: "their pass did not get the blocks it was promised, so they may be wrong",

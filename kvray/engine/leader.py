@@ -112,7 +112,7 @@ class Leader:
                 continue
             self.states.move_to_end(report.request_id)
             if state.promise is not None:
-                plan.add_load(state, report, self.promises.take(shared, state), is_new=is_new)
+                plan.add_load(state, report, self.promises.take(state), is_new=is_new)
                 continue
             with shared.boundary.around("a save"):
                 plan.add(state, report, is_new=is_new)
@@ -200,9 +200,6 @@ class Leader:
             self.forget(request_id)
         if not self._is_closed:
             self._is_closed = True
-            self.promises.close()
-            with self.shared.boundary.around("the end"):
-                self._planner.close()
             self.finder.close()
             self._own_shared.close()
 
@@ -317,11 +314,8 @@ class Leader:
             first=first,
             end=matched.end,
             honoured=honoured,
-            is_parked=shared.loads_later,
         )
-        self.promises.keep(shared, state, promise)
-        if promise.is_parked:
-            self._planner.park(state.request_id, promise)
+        self.promises.keep(state, promise)
         return reason
 
     def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:

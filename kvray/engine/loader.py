@@ -16,7 +16,6 @@ from kvray.engine.device.gpu import Pool
 from kvray.engine.device.pool import Load, Ticket
 from kvray.engine.meta import LoadPlan
 from kvray.engine.model.cache_layout import Part
-from kvray.engine.parking import Parking
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease, Membership
@@ -44,7 +43,6 @@ class Loader:
         shared: SharedState,
         parts: Mapping[int, Sequence[Part]],
         pool: Pool,
-        parking: Parking,
         failed: list[Exception],
     ) -> None:
         """`parts`: what this rank reads, by the ranks that blocks are dealt to."""
@@ -53,7 +51,6 @@ class Loader:
             stored_by: (each, [part.request for part in each]) for stored_by, each in parts.items()
         }
         self._pool = pool
-        self._parking = parking
         self._failed = failed
         self._begun: list[_Begun] = []
 
@@ -154,15 +151,10 @@ class Loader:
         num_blocks = plan.leased_blocks
         parts, requests = self._parts[plan.stored_by]
         found = places(requests, num_blocks, first=plan.first, stop=num_blocks)
-        loads = []
         for part, (block, at) in zip(parts, found, strict=True):
             pages = plan.pages[part.group].ids()[block - plan.first :]
             here = pages >= 0
-            loads.append(Load(part, slots[at][: len(pages)][here], pages[here]))
-        is_checked = self._parking.is_checked(plan.request_id, self._place(plan))
-        if self._shared.verifies_loads and self._shared.loads_later and not is_checked:
-            arena.check(self._place(plan)[1], _slots_of(loads), verify=True)
-        yield from loads
+            yield Load(part, slots[at][: len(pages)][here], pages[here])
 
     def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
         return plan.leased.of(self._shared.args.part_rank)

@@ -1,9 +1,8 @@
 """The metadata that the leader sends to all ranks for one pass; every rank waits for it.
 
-Slots and keys do not travel. A rank reads its slots from the lease record that a load names, and
-the keys of a save from the key board (`key_board`); both lie in the node's arena. The rest is the
-page, 4 bytes a block and layer group, and if ranks are on several nodes the key, 32 bytes a saved
-block. Classes are tuples because tuples have the smallest pickles.
+Slots do not travel: a rank reads those of a load from the lease record in the node's arena. A
+block costs 4 bytes a layer group for its page, and 32 for its key if it is saved. Classes are
+tuples because tuples have the smallest pickles.
 """
 
 import struct
@@ -66,40 +65,17 @@ class LoadPlan(NamedTuple):
     stored_by: int  # ranks that the blocks' bytes are dealt to
 
 
-class KeyRun(NamedTuple):
-    """Keys on the leader's board."""
-
-    start: int
-    num_keys: int
-    check: int  # xxh3 of their bytes
-
-
 class SavePlan(NamedTuple):
     """Full blocks of one request to be copied to the tier after the pass."""
 
     request_id: int
     depth: int  # place of the first block in its prompt
-    keys: KeyRun | bytes
-    """Of the block before the first, unless that is the prompt's first, and of each block; the
-    keys themselves if ranks are on several nodes."""
+    keys: bytes
+    """Of the block before the first, unless that is the prompt's first, and of each block."""
     pages: tuple[PageIds, ...]  # for each layer group
     priorities: bytes = b""
     """Retention priorities of the blocks, one byte each; empty if they have the default."""
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
-
-
-class ParkPlan(NamedTuple):
-    """A lease whose blocks every rank makes ready while the request waits."""
-
-    request_id: int
-    leased: RankLeases
-
-
-class Board(NamedTuple):
-    """Where the leader's key board is."""
-
-    arena_id: str
-    slots: tuple[int, ...]
 
 
 class ConnectorMeta(NamedTuple):
@@ -109,9 +85,7 @@ class ConnectorMeta(NamedTuple):
     """Digest of what every rank's pool must be: the namespace without the weights' version."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
-    parks: tuple[ParkPlan, ...] = ()
     releases: tuple[Release, ...] = ()
-    board: Board | None = None  # there if saves have their keys on it
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
     replica: str = ""  # the leader's name for the replica

@@ -1,11 +1,9 @@
 """Plans one pass: promised blocks to load before it, full blocks to save after it."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvray.engine.key_board import KeyBoard, open_board
-from kvray.engine.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, ParkPlan, SavePlan
+from kvray.engine.meta import ConnectorMeta, LoadPlan, PageIds, SavePlan
 from kvray.engine.prefix_finder import PrefixFinder
 from kvray.engine.promise import Promise
 from kvray.engine.request.retention import read_priorities
@@ -13,8 +11,6 @@ from kvray.engine.request.state import RequestState
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
 from kvray.trace.reasons import DropReason
-
-_BOARD_RETRY_S = 0.1
 
 
 class PassPlanner:
@@ -24,9 +20,6 @@ class PassPlanner:
         self._finder = finder
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
-        self._parks: list[ParkPlan] = []
-        self._board: KeyBoard | None = None
-        self._retry_at = 0.0
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
         self._scheduled: set[int] = set()
@@ -36,13 +29,7 @@ class PassPlanner:
         self._shared = shared
         self._loads, self._saves = [], []
         self._scheduled.clear()
-        if self._board is not None:
-            self._board.begin_pass()
         return self
-
-    def park(self, request_id: int, promise: Promise) -> None:
-        """Have the blocks of a promise made ready by every rank, from the coming pass on."""
-        self._parks.append(ParkPlan(request_id, promise.prefix.leased()))
 
     def pin(self, request_id: int) -> None:
         """Note that the engine keeps the pages of a finished request until they were read."""
@@ -79,7 +66,7 @@ class PassPlanner:
         else:
             shared.release_prefix(promise.prefix)
         start = report.computed_position
-        if not promise.is_parked and is_sure:
+        if is_sure:
             start += taken * tokens_per_block
         with shared.boundary.around("a save"):
             self._save(state, start + report.num_scheduled_tokens)
@@ -97,28 +84,19 @@ class PassPlanner:
         if is_fenced:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in self._saves)
-        parks, self._parks = tuple(self._parks), []
         releases = tuple(shared.to_release)
-        del shared.to_release[: len(releases)]  # `Promises`' thread may add more meanwhile
+        shared.to_release.clear()
         name = shared.pool.model_name
         return ConnectorMeta(
             namespace=shared.pool.identity,
             loads=tuple(self._loads),
             saves=tuple(self._saves),
-            parks=parks,
             releases=releases,
-            board=self._board.place if self._saves and self._board is not None else None,
             is_fenced=is_fenced,
             replica=shared.pool.replica,
             model=name.name if self._loads and not name.is_given else "",
             number=shared.pool.own.number if self._saves else 0,
         )
-
-    def close(self) -> None:
-        """Give the key board back."""
-        if self._board is not None:
-            self._board.close()
-            self._board = None
 
     def _extend(self, state: RequestState, report: Any, *, is_new: bool) -> None:
         if not is_new:
@@ -153,44 +131,18 @@ class PassPlanner:
                 self._shared.figures.dropped.count(end - first, DropReason.STORE_DOWN)
                 state.num_saved = end
             return
-        board, before = self._usable_board(), 1 if first else 0
-        middle = min(end, first + max(0, board.room - before)) if board is not None else first
-        if board is not None and middle > first:
-            keys = state.keys_until(middle)[first - before :]
-            self._add_save(state, first, middle, board.publish(keys))
-        if middle < end:
-            keys = state.keys_until(end)[max(0, middle - 1) :]
-            self._add_save(state, middle, end, b"".join(keys))
-        state.num_saved = end
-        if not first and state.prefix_digest:
-            self._shared.figures.prefix_digests.note_stored(state.prefix_digest)
-
-    def _add_save(self, state: RequestState, first: int, end: int, keys: KeyRun | bytes) -> None:
-        pages = tuple(PageIds.of(group[first:end]) for group in state.pages)
-        priorities = state.priorities.of(first, end)
+        before = 1 if first else 0
         self._saves.append(
-            SavePlan(state.request_id, first, keys, pages, priorities, state.tenant_id)
-        )
-
-    def _usable_board(self) -> KeyBoard | None:
-        """Return the board in the present arena, opened if need be.
-
-        None if there is none, or if ranks on other nodes could not read it.
-        """
-        arena = self._shared.link.arena
-        if self._shared.spans_nodes:
-            return None
-        if self._board is not None and self._board.arena is not arena:
-            self._board = None  # it is gone with its arena
-        if self._board is None and arena is not None and time.monotonic() >= self._retry_at:
-            self._board = open_board(
-                arena,
-                block_bytes=self._shared.pool.part_bytes,
-                num_passes=self._shared.args.num_passes,
+            SavePlan(
+                request_id=state.request_id,
+                depth=first,
+                keys=b"".join(state.keys_until(end)[first - before :]),
+                pages=tuple(PageIds.of(group[first:end]) for group in state.pages),
+                priorities=state.priorities.of(first, end),
+                tenant_id=state.tenant_id,
             )
-            if self._board is None:
-                self._retry_at = time.monotonic() + _BOARD_RETRY_S
-        return self._board
+        )
+        state.num_saved = end
 
 
 def _pages(report: Any, num_groups: int) -> Sequence[Sequence[int]]:

@@ -46,12 +46,6 @@ class Promise:
     first: int  # blocks that the engine had itself
     end: int  # where the promised blocks end; leased blocks after it failed their checksum
     honoured: Honoured | None = None  # None: the engine takes all of an offer or nothing
-    is_parked: bool = False
-    """Whether the engine waits for the blocks before it schedules the request again."""
-    heard_at: float = 0.0
-    """When the engine last asked about a parked request, or was told that it may go on."""
-    is_given_up: bool = False
-    """Whether its leases were ended because nobody asked for too long."""
 
     @property
     def num_blocks(self) -> int:
@@ -69,18 +63,14 @@ class Promise:
     def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
         """Return how many blocks of the offer the engine counts on, and whether that is sure.
 
-        If not, it may be less. `position` is that of the first report: after all the request has if
-        it was parked, else without what it took of the offer. `is_exact`: this engine takes all of
-        an offer or nothing. LeaseExpired: the offer does not explain the position.
+        If not, it may be less. `position` is that of the first report, without what the request
+        took of the offer. `is_exact`: this engine takes all of an offer or nothing. LeaseExpired:
+        the offer does not explain the position.
         """
         blocks = position // tokens_per_block - self.first
-        if self.is_parked:
-            blocks = -(-position // tokens_per_block) - self.first
-            if blocks <= self.num_blocks:
-                return max(0, blocks), True
-        elif blocks < 0:
+        if blocks < 0:
             return 0, True  # it did not take the offer, and subtracts it all the same
-        elif blocks == 0:
+        if blocks == 0:
             before = position % tokens_per_block
             return (self.num_blocks, True) if is_exact else self._honoured(before, tokens_per_block)
         raise LeaseExpired(

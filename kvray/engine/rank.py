@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from kvray.engine.device.gpu import Pool, open_pool
-from kvray.engine.key_board import read_keys
 from kvray.engine.loader import Loader
-from kvray.engine.meta import Board, ConnectorMeta, KeyRun
+from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.engine.model.reslicing import resliced_parts
-from kvray.engine.parking import Parking
 from kvray.engine.reading import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch
-from kvray.identity.block import BlockKey, split_keys
+from kvray.identity.block import split_keys
 from kvray.store import Arena
 from kvray.trace.reasons import DropReason
 
@@ -36,7 +34,6 @@ class RankWorker:
     def __init__(self, shared: SharedState) -> None:
         """Take `shared`, which `close` gives back; touches no device."""
         self.shared = shared
-        self.parking = Parking(shared)
         self.failed: list[Exception] = []
         """Errors of loads whose bytes are not, or may not be, what was promised."""
         self.pool: Pool | None = None
@@ -79,7 +76,7 @@ class RankWorker:
             boundary=shared.boundary,
             reads=shared.pending_reads,
         )
-        self._loader = Loader(shared, parts, self.pool, self.parking, self.failed)
+        self._loader = Loader(shared, parts, self.pool, self.failed)
         self._attended = None
         self._attend()
 
@@ -115,8 +112,6 @@ class RankWorker:
             return
         shared.pool.follow(meta.replica)
         self._attend()
-        for park in meta.parks:
-            self.parking.begin(park)
         loader.load(meta.loads, stream)
         if meta.saves and shared.pool.identity:
             with shared.boundary.around("a save"):
@@ -182,7 +177,6 @@ class RankWorker:
             return
         self._is_closed = True
         self.close_pool()
-        self.parking.close()
         self.shared.pool.unregister()
         self.shared.close()
 
@@ -222,10 +216,7 @@ class RankWorker:
         """Yield a job for each run of blocks of each part that this rank stores."""
         stored = [part for part in self._parts if part.is_stored_here]
         for plan in meta.saves if stored else ():
-            keys = self._keys_of(plan.keys, meta.board)
-            if keys is None:
-                self._drop(plan.pages[0].num_blocks, DropReason.KEYS_LOST)
-                continue
+            keys = split_keys(plan.keys)
             before = len(keys) - plan.pages[0].num_blocks
             for part in stored:
                 pages = plan.pages[part.group].ids()
@@ -242,13 +233,6 @@ class RankWorker:
                         priorities=plan.priorities[start:stop],
                         counts_for=plan.tenant_id or meta.number,
                     )
-
-    def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
-        """Return the keys of a save; None if they are nowhere any more."""
-        if isinstance(keys, bytes):
-            return split_keys(keys)
-        arena = None if board is None else self.shared.link.arena_named(board.arena_id)
-        return None if arena is None or board is None else read_keys(arena, board, keys)
 
 
 def _num_saved(meta: ConnectorMeta) -> int:

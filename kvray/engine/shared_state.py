@@ -17,7 +17,7 @@ from kvray.engine.boundary import Boundary
 from kvray.engine.figures import EngineFigures
 from kvray.engine.meta import Release
 from kvray.engine.model.engine_args import EngineArgs
-from kvray.engine.promise import LeasedPrefix, Promise
+from kvray.engine.promise import LeasedPrefix
 from kvray.engine.registered_pool import RegisteredPool
 from kvray.engine.saver import PendingReads
 from kvray.errors import ConfigError
@@ -31,8 +31,8 @@ class SharedState:
     """Of one engine in this process; `shared_state_for` returns it.
 
     The engine's executor thread calls both halves, one after the other. Between them cross the
-    registered pool, which requests are parked (`parked`), and which pages saves still read
-    (`pending_reads`, which the saver's thread writes too).
+    registered pool, and which pages saves still read (`pending_reads`, which the saver's thread
+    writes too).
     """
 
     def __init__(
@@ -57,8 +57,6 @@ class SharedState:
             replica=config.connector.replica,
             tenants_check=None if tenants is None else tenants.check,
         )
-        self.parked: dict[int, Promise] = {}
-        """Parked requests -> what they wait for; the worker notes there that the engine asks."""
         self.pending_reads = PendingReads()
         self.has_ranks_away = False
         """Whether the shard has found ranks of this engine on other nodes."""
@@ -76,18 +74,9 @@ class SharedState:
         return self.pool.has_peers and self.config.connector.stage_wait_s > 0
 
     @property
-    def loads_later(self) -> bool:
-        """Whether requests are parked while their blocks are made ready."""
-        return self.config.connector.load == "async" and not self.args.holds_loads
-
-    @property
     def verifies_promises(self) -> bool:
-        """Whether blocks are checked before they are promised.
-
-        Parked ones are while they wait, held ones when the ranks copy them.
-        """
-        may_be_late = self.loads_later or self.args.holds_loads
-        return self.verifies_loads and not may_be_late
+        """Whether blocks are checked before they are promised; ranks check those that they hold."""
+        return self.verifies_loads and not self.args.holds_loads
 
     @property
     def verifies_loads(self) -> bool:

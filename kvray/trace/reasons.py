@@ -47,7 +47,6 @@ class DropReason(str, Enum):
     TOO_MANY = "too_many"
     TOO_SLOW = "too_slow"
     SHUT_DOWN = "shut_down"
-    KEYS_LOST = "keys_lost"
     NO_PAGE = "no_page"
     NO_POOL = "no_pool"
     VOID = "void"

@@ -66,7 +66,6 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         spread_setting="one node",
         asks_again=True,
         holds_loads=True,
-        num_passes=int(vllm_config.max_concurrent_batches),
         drafts_tokens=False,
         # With the one they are sent to it, and the other has calls of its own for its workers.
         weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None

@@ -35,9 +35,7 @@ class State:
     outputs: list[SchedulerOutput] = field(default_factory=list)
     metadata: list[Any] = field(default_factory=list)
     offer: tuple[int, bool] | None = None
-    is_async_load: bool = False
     is_async_save: bool = False
-    polls_to_load: int = 3
     polls_to_save: int = 1
     hold: threading.Event | None = None
     raise_in: str = ""
@@ -65,7 +63,7 @@ class Scheduler(KvCacheConnectorScheduler):
         super().__init__(llm_args)
         state.note("scheduler", threading.current_thread().name)
         self._size = llm_args.kv_cache_config.tokens_per_block
-        self._loads: dict[int, tuple[int, int, bool]] = {}
+        self._loads: dict[int, tuple[int, int]] = {}
         self._has_drafts = llm_args.speculative_config is not None
         self._num_prompt_blocks: dict[int, int] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -90,13 +88,12 @@ class Scheduler(KvCacheConnectorScheduler):
         ):
             end += self._size
         matched = end - num_computed_tokens
-        is_async = state.is_async_load and matched > 0
-        self._loads[request.request_id] = (num_computed_tokens, matched, is_async)
-        return matched, is_async
+        self._loads[request.request_id] = (num_computed_tokens, matched)
+        return matched, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         state.note("update_state_after_alloc", request.request_id, list(block_ids))
-        start, matched, _ = self._loads.pop(request.request_id, (0, 0, False))
+        start, matched = self._loads.pop(request.request_id, (0, 0))
         for index in range(start // self._size, (start + matched) // self._size):
             key = self._key(request, (index + 1) * self._size)
             self._to_load.append((request.request_id, block_ids[index], key))
@@ -143,7 +140,6 @@ class Worker(KvCacheConnectorWorker):
         state.note("worker", threading.current_thread().name)
         self._pool: torch.Tensor | None = None
         self._started: Any = None
-        self._waiting: dict[int, int] = {}
         self._saving: dict[int, int] = {}
 
     def register_forward_pass_callable(self) -> Any:
@@ -189,11 +185,10 @@ class Worker(KvCacheConnectorWorker):
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         state.note("get_finished", list(finished_gen_req_ids), list(started_loading_req_ids))
-        self._waiting |= dict.fromkeys(started_loading_req_ids, state.polls_to_load)
         self._saving |= dict.fromkeys(finished_gen_req_ids, state.polls_to_save)
         if state.hold is not None and not state.hold.is_set():
             return [], []
-        return _count_down(self._saving), _count_down(self._waiting)
+        return _count_down(self._saving), []
 
 
 def _count_down(polls: dict[int, int]) -> list[int]:

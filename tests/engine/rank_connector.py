@@ -95,7 +95,6 @@ def prepare(llm_args: Any) -> None:
     if not isinstance(state.calls, Journal):
         state.calls = Journal(journal_path(directory, mapping.rank))
     state.store = Blocks(directory / name)
-    state.polls_to_load = 1 + 2 * mapping.rank
     failing = directory / f"fail-{mapping.rank}"
     state.raise_in = failing.read_text() if failing.exists() else ""
 

@@ -114,7 +114,7 @@ def test_random_traffic_under_pressure_has_the_expected_answers(
     make_engine: MakeEngine, expected: Expected, fake: State, seed: int
 ) -> None:
     chance = random.Random(seed)
-    fake.is_async_load, fake.is_async_save = chance.random() < 0.5, chance.random() < 0.5
+    fake.is_async_save = chance.random() < 0.5
     chunked = chance.random() < 0.5
     engines = [
         make_engine(

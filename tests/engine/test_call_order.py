@@ -129,37 +129,6 @@ def test_report_leaves_out_what_is_loaded_for_this_pass(
     assert (data.computed_position, data.num_scheduled_tokens) == (0, 8)
 
 
-def test_asynchronous_load_parks_the_request_and_comes_back_without_a_second_question(
-    make_engine: MakeEngine, fake: State
-) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    fake.is_async_load = True
-    engine = bring_up(make_engine, fake)
-    fake.outputs.clear()
-    fake.metadata.clear()
-    engine.generate(make_prompt(40), max_tokens=1)
-    names = settle(engine, fake)
-    assert names == [*MATCH, *META, *["get_finished"] * 3, *LAST]
-    assert fake.outputs[0].new_requests == []
-    assert len(fake.metadata[0]["loads"]) == 2
-    data = fake.outputs[1].new_requests[0]
-    assert (data.computed_position, data.num_scheduled_tokens) == (32, 8)
-    polls = [call[2] for call in fake.calls if call[0] == "get_finished"]
-    assert polls[0] == [1]
-    assert not any(polls[1:])
-
-
-def test_others_go_on_while_a_request_is_parked(make_engine: MakeEngine, fake: State) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    fake.is_async_load, fake.hold = True, threading.Event()
-    engine = make_engine(connector=CONFIG)
-    parked = engine.submit(make_prompt(40), max_tokens=1)
-    assert engine.generate(make_prompt(20, seed=2), max_tokens=4).finish_reason == "length"
-    assert not parked.future.done()
-    fake.hold.set()
-    assert parked.result(10).hit_tokens == 32
-
-
 def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
     make_engine: MakeEngine, fake: State
 ) -> None:
@@ -191,57 +160,12 @@ def test_cancelled_request_is_freed_and_never_reported_finished(
     assert engine.cache.get_num_free_blocks() == 64
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_request_cancelled_while_it_loads_is_freed_at_once(
-    make_engine: MakeEngine, fake: State, overlap: bool
-) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    fake.is_async_load, fake.hold = True, threading.Event()
-    engine = make_engine(connector=CONFIG, overlap=overlap)
-    pending = engine.submit(make_prompt(40), max_tokens=1)
-    engine.cancel(pending)
-    assert pending.result(10).finish_reason == "cancelled"
-    assert engine.cache.get_num_free_blocks() == 64
-    fake.hold.set()
-    assert engine.generate(make_prompt(40), max_tokens=1).hit_tokens == 32
-
-
 def test_main_line_polls_for_a_save_while_it_is_idle(make_engine: MakeEngine, fake: State) -> None:
     fake.is_async_save, fake.hold = True, threading.Event()
     engine = make_engine(connector=CONFIG, num_blocks=8, runtime="main")
     engine.generate(make_prompt(60), max_tokens=1)
     fake.hold.set()
     wait_for(lambda: engine.cache.get_num_free_blocks() == 8)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_main_line_frees_a_request_cancelled_while_it_loads_when_that_has_ended(
-    make_engine: MakeEngine, fake: State, overlap: bool
-) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    fake.is_async_load, fake.hold = True, threading.Event()
-    engine = make_engine(connector=CONFIG, overlap=overlap, runtime="main")
-    pending = engine.submit(make_prompt(40), max_tokens=50)
-    wait_for(lambda: "start_load_kv" in fake.names())
-    engine.cancel(pending)
-    with pytest.raises(KVRayError, match="not ended"):
-        pending.result(0.2)
-    fake.hold.set()
-    assert pending.result(10).finish_reason == "cancelled"
-    assert engine.cache.get_num_free_blocks() == 64
-
-
-def test_main_line_starts_loads_again_while_everything_is_parked(
-    make_engine: MakeEngine, fake: State, expected: Expected
-) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    fake.is_async_load, fake.polls_to_load = True, 5
-    engine = bring_up(make_engine, fake, runtime="main")
-    output = engine.generate(make_prompt(40), max_tokens=4)
-    assert output.hit_tokens == 32
-    assert output.token_ids == expected(make_prompt(40), 4)
-    names = fake.names()
-    assert names[: names.index("wait_for_layer_load")].count("start_load_kv") == 1 + 4 + 1
 
 
 def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:
@@ -256,12 +180,10 @@ def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake
         engine.submit([1])
 
 
-def test_loading_nothing_asynchronously_ends_the_engine(
-    make_engine: MakeEngine, fake: State
-) -> None:
-    fake.offer = (0, True)
-    with pytest.raises(KVRayError, match="0 tokens asynchronously"):
-        make_engine(connector=CONFIG).generate([1, 2, 3])
+def test_loading_beside_the_passes_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:
+    fake.offer = (BLOCK, True)
+    with pytest.raises(KVRayError, match="no loads beside its passes"):
+        make_engine(connector=CONFIG).generate(make_prompt(40))
 
 
 @pytest.mark.parametrize("num_tokens", [2 * BLOCK, 40])

@@ -90,17 +90,13 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
 def test_answers_are_those_of_an_engine_alone(
     tier: Tier,
     make_engine: MakeEngine,
     expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
-    load: str,
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     for _ in range(2):
         engine = make_engine(connector=CONNECTOR, **options)
         for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=20), strict=True):
@@ -108,17 +104,13 @@ def test_answers_are_those_of_an_engine_alone(
         engine.close()
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("num_tokens", [96, 100])
 def test_a_fresh_engine_loads_all_full_blocks_but_the_last_token(
     tier: Tier,
     make_engine: MakeEngine,
     expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
     num_tokens: int,
-    load: str,
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     prompt = make_prompt(num_tokens, seed=7)
     make_engine(connector=CONNECTOR).generate(prompt, max_tokens=1)
     tier.wait_for(lambda: tier.stored() >= num_tokens // BLOCK)

@@ -60,11 +60,8 @@ def test_fresh_ranks_load_what_cold_ranks_stored(tier: Tier, expected: Expected)
 
 
 @pytest.mark.long
-def test_four_ranks_load_asynchronously_what_their_pools_forgot(
-    tier: Tier, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_ranks_load_what_their_pools_forgot(tier: Tier, expected: Expected) -> None:
     """The model has two KV heads, so two ranks hold the same bytes, each as a part of its own."""
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
     with start(4, **CHUNKED, overlap=True) as engine:
         engine.generate([PROMPTS["aligned"], TRUNK], max_tokens=1)
         tier.wait_for(lambda: tier.stored() >= 4 * (6 + 5))

@@ -64,9 +64,8 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
     with spread(nodes, "cold", monkeypatch) as cold:
         for prompt in PROMPTS:
             assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
-    for load, options in (("sync", {"overlap": True, "runtime": "main"}), ("async", {})):
-        monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
-        with spread(nodes, load, monkeypatch, **options) as fresh:
+    for name, options in (("fresh", {}), ("overlapped", {"overlap": True, "runtime": "main"})):
+        with spread(nodes, name, monkeypatch, **options) as fresh:
             outputs = fresh.generate(PROMPTS, max_tokens=8)
         assert [one.hit_tokens for one in outputs] == [
             (len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS

@@ -64,7 +64,7 @@ def engine(directory: Path) -> Iterator[ReferenceEngine]:
 def state(engine: ReferenceEngine) -> Iterator[State]:
     """The settings of the leader's half."""
     yield fake_connector.state
-    fake_connector.state.is_async_load = fake_connector.state.is_async_save = False
+    fake_connector.state.is_async_save = False
 
 
 def test_ranks_answer_as_one_does(
@@ -94,21 +94,6 @@ def test_all_workers_are_called_alike_and_the_scheduler_on_the_leader_alone(
 
     wait_for(lambda: calls(1) == calls(0))
     assert "get_finished" in calls(1)
-
-
-def test_load_has_ended_when_it_has_on_the_slowest_rank(
-    engine: ReferenceEngine, state: State, expected: Expected
-) -> None:
-    prompt = make_prompt(100, seed=3)
-    engine.generate(prompt, max_tokens=1)
-    engine.generate(make_prompt(250, seed=4), max_tokens=1)  # as many as the pool holds
-    state.is_async_load, before = True, len(state.calls)
-    output = engine.generate(prompt, max_tokens=10)
-    assert output.hit_tokens == 96
-    assert output.token_ids == expected(prompt, 10)
-    # Rank 0 says so at its first poll and rank 1, which every rank waits for, at its third.
-    names = [call[0] for call in state.calls[before:]]
-    assert names[: names.index("wait_for_layer_load")].count("get_finished") == 3
 
 
 def test_save_holds_the_blocks_on_every_rank_until_it_has_ended_on_all(

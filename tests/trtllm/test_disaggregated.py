@@ -13,7 +13,7 @@ from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK
 from tests.trtllm.test_start_up import make_halves
-from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.trtllm.version import Version
 
 PROMPTS = [list(range(at, at + 30 + at // 100)) for at in range(100, 900, 100)]
 WHOLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
@@ -50,28 +50,6 @@ def test_ranks_of_a_context_server_send_their_own_bytes(make_engine: MakeEngine)
     prefill_all(cold)
     cold.close()
     assert prefill_all(make_engine(num_ranks=2, **sending())) == WHOLE
-
-
-@on(*WITH_GROUPS)
-def test_a_context_server_may_park_requests(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
-    cold = make_engine(**sending())
-    prefill_all(cold)
-    cold.close()
-    assert prefill_all(make_engine(num_pages=48, **sending())) == WHOLE
-
-
-@on("v1_2", "v1_3rc")
-def test_parking_is_refused_where_the_executor_would_wait_for_a_transfer(
-    version: Version, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
-    for half in make_halves(version):
-        half.shutdown()
-    with pytest.raises(ConfigError, match=r"connector\.load to sync"):
-        make_halves(version, **sending())
 
 
 @pytest.mark.parametrize("overlap", [None, False])

@@ -83,15 +83,13 @@ def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
 
 
 @on(*WITH_GROUPS)
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("trouble", ["busy", "retired"])
 def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, load: str, trouble: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     cold = make_engine(shape=WINDOWED)
     cold.serve(PROMPT, max_new=9)
     cold.close()
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     warm = make_engine(shape=WINDOWED)
     warm.admission.accept = lambda _request, offer: min(offer, 3 * BLOCK)
 

@@ -26,7 +26,6 @@ ENGINES = st.fixed_dictionaries(
         "chunk": st.sampled_from([None, BLOCK, 3 * BLOCK]),
         "is_overlapped": st.booleans(),
         "has_hooks": st.booleans(),
-        "load": st.sampled_from(["sync", "async"]),
         "size": st.sampled_from([1, 2, 4]),
     }
 )
@@ -98,9 +97,8 @@ class Life:
         Where ranks share out heads, it may have another number of ranks.
         """
         self.finish()
-        self.patch.setenv("KVRAY_CONNECTOR__LOAD", options["load"])
         size = options["size"] if self.shape.num_heads else self.num_ranks
-        others = {name: value for name, value in options.items() if name not in ("load", "size")}
+        others = {name: value for name, value in options.items() if name != "size"}
         self.requests = []
         self.engine = Engine(self.version, shape=self.shape, num_ranks=size, **others)
         wait_for(lambda: self.engine.arena is not None, "joining the tier")

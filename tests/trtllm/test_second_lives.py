@@ -7,11 +7,10 @@ import pytest
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, WINDOWED, Shape
-from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.trtllm.version import WITH_GROUPS, on
 
 PROMPT = list(range(100, 140))
 FIRST_LIVES = pytest.mark.parametrize("num_tokens", [1, 40, 41, 70], ids="of_{}_tokens".format)
-LOADS = pytest.mark.parametrize("load", ["sync", "async"])
 
 
 def warm_engine(make_engine: MakeEngine, shape: Shape = FLAT, **options: Any) -> Engine:
@@ -22,17 +21,11 @@ def warm_engine(make_engine: MakeEngine, shape: Shape = FLAT, **options: Any) ->
     return make_engine(shape=shape, **options)
 
 
-@LOADS
 @FIRST_LIVES
 @pytest.mark.parametrize("chunk", [None, 2 * BLOCK], ids=["whole", "chunked"])
 def test_a_second_life_of_an_id_gets_what_it_was_promised(
-    make_engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    load: str,
-    num_tokens: int,
-    chunk: int | None,
+    make_engine: MakeEngine, num_tokens: int, chunk: int | None
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     warm = warm_engine(make_engine, chunk=chunk)
     first = warm.serve(list(range(num_tokens)), max_new=5)
     second = warm.submit([*PROMPT, *range(20)], max_new=9, request_id=first.request_id)
@@ -70,11 +63,7 @@ def test_what_a_second_life_computes_of_its_prompt_is_saved_under_its_own_keys(
     warm.serve(first.tokens, max_new=2)
 
 
-@LOADS
-def test_an_id_may_come_again_after_a_cancelled_request(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, load: str
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
+def test_an_id_may_come_again_after_a_cancelled_request(make_engine: MakeEngine) -> None:
     warm = warm_engine(make_engine)
     victim = warm.submit(list(range(50)), max_new=20)
     for _ in range(3):
@@ -83,23 +72,6 @@ def test_an_id_may_come_again_after_a_cancelled_request(
     second = warm.submit(PROMPT, max_new=5, request_id=victim.request_id)
     warm.run()
     assert second.num_hit == 36
-
-
-def test_an_id_may_come_again_while_its_first_life_is_parked(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, version: Version
-) -> None:
-    """The word that the first may go on must not be taken for one about the second."""
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
-    warm = warm_engine(make_engine)
-    monkeypatch.setattr(warm.workers[0], "get_finished", lambda saving, loading: ([], []))
-    victim = warm.submit(PROMPT)
-    warm.step()
-    warm.kill(victim)
-    monkeypatch.undo()
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
-    second = warm.submit([*PROMPT[:20], 1, 2], max_new=5, request_id=victim.request_id)
-    warm.run()
-    assert second.num_hit == 20
 
 
 @on(*WITH_GROUPS)

@@ -84,12 +84,10 @@ def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> No
 
 
 @pytest.mark.usefixtures("is_typed")
-@pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("verify", ["always", "never"])
-def test_loads_are_checked_and_parked_as_others_are(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, load: str, verify: str
+def test_loads_are_checked_as_others_are(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, verify: str
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
     make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
     assert make_engine(shape=HEADS, num_ranks=4).serve(PROMPT).num_hit == HIT

@@ -71,7 +71,6 @@ def read_engine_args(
         spread_setting="gpus_per_node",
         asks_again=False,
         holds_loads=False,
-        num_passes=1,
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,

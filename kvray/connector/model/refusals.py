@@ -48,18 +48,6 @@ def refuse_unsupported(
                 raise ConfigError(sentence)
 
 
-def refuse_parking(llm_args: Any, *, waits_for_transfers: bool) -> None:
-    """Raise ConfigError if requests are not to be parked, which kvray's configuration asks for.
-
-    `waits_for_transfers`: as `base.waits_when_all_are_parked` says.
-    """
-    if waits_for_transfers and _transfer_backend(llm_args) is not None:
-        raise ConfigError(
-            "This version of TensorRT-LLM stands still for a transfer to a generation server when"
-            " all its requests are parked; set connector.load to sync."
-        )
-
-
 def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
     """Raise ConfigError for a pool that is not the whole cache, or has other blocks than `args`.
 

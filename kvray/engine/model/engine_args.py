@@ -39,8 +39,6 @@ class EngineArgs:
     """The engine may be told to ask again later, and schedules other requests meanwhile."""
     holds_loads: bool
     """Its ranks copy and check blocks before they are promised, so the leader checks none."""
-    num_passes: int
-    """Passes that may be planned before all ranks have answered for the first of them."""
     drafts_tokens: bool
     """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
     page that was reported for an answer may belong to others by now."""

@@ -317,7 +317,7 @@ class _AllRanks:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            # Rank 0's answer: no load of the bench is parked, no save outlives its pass.
+            # Rank 0's answer: no save of the bench outlives its pass.
             answers = [getattr(worker, name)(*args) for worker in self._workers]
             return answers[0]
 

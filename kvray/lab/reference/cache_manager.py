@@ -92,11 +92,10 @@ class KVCacheManager:
         """Give every request of the batch the blocks of its coming pass.
 
         A request that begins is matched locally, then the connector is asked for more and told the
-        blocks; this happens once, and not again after an asynchronous load.
+        blocks.
         """
         for request in batch.context_requests:
-            is_loaded = self.connector is not None and self.connector.is_loaded(request)
-            if request.is_first_context_chunk and not is_loaded:
+            if request.is_first_context_chunk:
                 self._add_sequence(request)
         for request in batch.generation_requests:
             self._add_tokens(request)

@@ -1,7 +1,7 @@
 """Between executor and connector: TensorRT-LLM's `KvCacheConnectorManager` as a connector sees it.
 
-Behaviour, states and errors follow versions 1.1 to 1.3. The parts of 1.3 that a 1.2 connector can
-see (a second report after an asynchronous load, salts) are the same in both.
+Behaviour, states and errors follow versions 1.1 to 1.3, without loads beside the passes, which
+kvray has none of. Salts, which a 1.2 connector can see of 1.3, are the same in both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Requests = dict[int, LlmRequest]
 
 
 @dataclasses.dataclass(slots=True)
-class _Transfers:
-    """Requests whose blocks are saved, or loaded, beside the forward passes, by how far that is."""
+class _Saves:
+    """Requests whose blocks are saved beside the forward passes, by how far that is."""
 
     new: Requests = dataclasses.field(default_factory=dict)
     """Not handed to `get_finished` yet."""
@@ -52,10 +52,10 @@ class _Transfers:
 
 
 class KvCacheConnectorManager:
-    """Calls the connector for the executor and the cache manager, and owns the parked requests.
+    """Calls the connector for the executor and the cache manager.
 
-    Each rank has a manager. Only the leader has a scheduler, and its answers are broadcast. A load
-    or save has ended when every rank's worker says so. Without `ranks` a rank decides by itself;
+    Each rank has a manager. Only the leader has a scheduler, and its answers are broadcast. A save
+    has ended when every rank's worker says so. Without `ranks` a rank decides by itself;
     `attention_dp_rank` is its number under attention data parallelism.
     """
 
@@ -71,8 +71,7 @@ class KvCacheConnectorManager:
         self.scheduler = scheduler
         self._ranks: Ranks = ranks or SingleRank()
         self._attention_dp_rank = attention_dp_rank
-        self._saves, self._loads = _Transfers(), _Transfers()
-        self._loaded: Requests = {}
+        self._saves = _Saves()
         self._scheduler_output: SchedulerOutput | None = None
         self._reported: dict[int, tuple[int, int]] = {}
         self._external_loads: dict[int, int] = {}
@@ -83,22 +82,16 @@ class KvCacheConnectorManager:
         return bool(self._saves.new or self._saves.pending)
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Ask the leader how many tokens follow; an asynchronous load parks the request."""
+        """Ask the leader how many tokens follow; KVRayError: it wants to load them later."""
         num_tokens: int
         num_tokens, is_async = self._on_leader(
             lambda scheduler: scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         )
-        if num_tokens == 0 and is_async:
-            raise KVRayError("A connector may not load 0 tokens asynchronously.")
         if is_async:
-            self._loads.new[request.request_id] = request
+            raise KVRayError("The reference engine has no loads beside its passes.")
         self._external_loads[request.request_id] = num_tokens
         request.py_num_connector_matched_tokens = num_tokens
         return num_tokens
-
-    def is_loaded(self, request: LlmRequest) -> bool:
-        """Whether the request comes back from loading, and has its blocks."""
-        return request.request_id in self._loaded
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Tell the leader the blocks of a request that just got them."""
@@ -108,11 +101,9 @@ class KvCacheConnectorManager:
     def build_scheduler_output(
         self, batch: ScheduledRequests, block_ids_of: Callable[[LlmRequest], list[int]]
     ) -> None:
-        """Collect the coming pass without requests about to be parked and an idle owner's dummy."""
+        """Collect the coming pass without an idle owner's dummy."""
         output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
-            if request.request_id in self._loads.new:
-                continue
             is_new = request.request_id not in self._reported
             data = self._report(request, block_ids_of(request))
             data.computed_position -= self._external_loads.get(request.request_id, 0)
@@ -125,13 +116,6 @@ class KvCacheConnectorManager:
         self._external_loads = {}
         self._scheduler_output = output
 
-    def take_scheduled_requests_pending_load(self, batch: ScheduledRequests) -> None:
-        """Drop the requests that load asynchronously from the batch and park them."""
-        for request in batch.context_requests:
-            if request.request_id in self._loads.new:
-                request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-        batch.drop_context(set(self._loads.new))
-
     def handle_metadata(self) -> None:
         """Build the metadata of the pass, if there is one, and bind the worker to it."""
         output = self._scheduler_output
@@ -143,7 +127,6 @@ class KvCacheConnectorManager:
 
     def request_finished(self, request: LlmRequest, block_ids: list[int]) -> bool:
         """Return whether a save still reads the blocks of the finished request."""
-        self._loaded.pop(request.request_id, None)
         is_saving: bool = self._on_leader(
             lambda scheduler: scheduler.request_finished(request, block_ids)
         )
@@ -155,22 +138,14 @@ class KvCacheConnectorManager:
     def get_finished(self) -> list[LlmRequest]:
         """Hand new ids to the worker and take back ended ones; return the requests now saved.
 
-        Requests that every rank has loaded become schedulable again. A KeyError says that the
-        worker named an id that it was not given, or named it twice.
+        A KeyError says that the worker named an id that it was not given, or named it twice.
         """
-        saved, loaded = self.worker.get_finished(self._saves.hand_over(), self._loads.hand_over())
+        saved, _ = self.worker.get_finished(self._saves.hand_over(), [])
         self._saves.end(saved)
-        self._loads.end(loaded)
-        everywhere = self._ranks.allgather((self._saves.ended, self._loads.ended))
-        for request in self._loads.take(set.intersection(*(loads for _, loads in everywhere))):
-            if not request.is_finished:  # else it was cancelled while it loaded
-                request.state = LlmRequestState.CONTEXT_INIT
-                self._loaded[request.request_id] = request
-        return self._saves.take(set.intersection(*(saves for saves, _ in everywhere)))
+        return self._saves.take(set.intersection(*self._ranks.allgather(self._saves.ended)))
 
     def forget(self, request: LlmRequest) -> None:
         self._reported.pop(request.request_id, None)
-        self._loaded.pop(request.request_id, None)
 
     def _on_leader(self, call: Callable[[Any], T]) -> T:
         value = None if self.scheduler is None else call(self.scheduler)

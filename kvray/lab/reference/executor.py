@@ -21,7 +21,7 @@ from kvray.lab.reference.model import BlockModel
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
-_PARKED_POLL_S = 0.001
+_IDLE_POLL_S = 0.001
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -175,7 +175,6 @@ class Executor:
         if batch.batch_size:
             self._cache.prepare_resources(batch)
             if self._connector is not None:
-                self._connector.take_scheduled_requests_pending_load(batch)
                 self._connector.handle_metadata()
                 self._connector.worker.start_load_kv(None)
         elif self._connector is not None and self._follows_main:
@@ -223,10 +222,7 @@ class Executor:
         cancelled, self._cancelled = self._cancelled, set()
         for request in self._active:
             if request.request_id in cancelled and not request.is_finished:
-                if self._follows_main and request.is_parked:
-                    self._cancelled.add(request.request_id)
-                else:
-                    request.finish_by_reason("cancelled")
+                request.finish_by_reason("cancelled")
 
     def _handle_responses(self) -> None:
         ended = [request for request in self._active if request.is_finished]
@@ -257,7 +253,7 @@ class Executor:
         self._handle_cancelled()
         self._handle_responses()
         if self._active or self._awaits_saves():
-            self._intake.pause(_PARKED_POLL_S)
+            self._intake.pause(_IDLE_POLL_S)
 
     def _awaits_saves(self) -> bool:
         return self._follows_main and self._connector is not None and self._connector.is_saving

@@ -11,13 +11,12 @@ from kvray.errors import KVRayError
 
 
 class LlmRequestState(enum.Enum):
-    """The phase of a request; it is not scheduled in the two transfer states."""
+    """The phase of a request; it is not scheduled while its blocks are transferred."""
 
     CONTEXT_INIT = enum.auto()
     GENERATION_IN_PROGRESS = enum.auto()
     GENERATION_TO_COMPLETE = enum.auto()
     GENERATION_COMPLETE = enum.auto()
-    DISAGG_GENERATION_TRANS_IN_PROGRESS = enum.auto()
     DISAGG_CONTEXT_TRANS_IN_PROGRESS = enum.auto()
 
 
@@ -97,11 +96,6 @@ class LlmRequest:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def is_parked(self) -> bool:
-        """Whether it waits for an asynchronous load."""
-        return self.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-
     def set_prepopulated_prompt_len(self, num_tokens: int, tokens_per_block: int) -> None:
         """Begin the context phase after `num_tokens`, with chunks that end where a block ends.
 
@@ -163,11 +157,6 @@ class ScheduledRequests:
 
     def all_requests(self) -> list[LlmRequest]:
         return self.context_requests + self.generation_requests
-
-    def drop_context(self, request_ids: set[int]) -> None:
-        self.context_requests = [
-            request for request in self.context_requests if request.request_id not in request_ids
-        ]
 
     def count_computed(self) -> None:
         """Move every request on by the tokens that the pass has computed."""

@@ -22,7 +22,7 @@ GOOD = {
     "sizes": "arena: {capacity: 64GiB, slab: 67108864, slot_min: '65536', namespace_quota: 1.5GiB}",
     "no quota": "arena: {namespace_quota: null}",
     "quotas": "arena: {quotas: {'12ab': 2GiB}}",
-    "durations": "connector: {stage_wait_s: 0, park_lease_s: 12.5}",
+    "durations": "connector: {stage_wait_s: 0, attach_retry_s: 12.5}",
     "a list": "staging: {transports: [object_ref]}",
     "nodes": "nodes: [{label: pool=big, arena: {capacity: 8GiB}, nvme: {dir: /mnt/a}}]",
     "a whole path": "nvme: {dir: /mnt/nvme0}",

@@ -14,30 +14,23 @@ from kvray.store.arena import slabs
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request
 from tests.unit.connector.test_scheduler import flip_a_byte
-from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 FLIPPED = 3
 WHOLE, SHORTER, ENDED, LET_THROUGH = "all of it", "shorter", "ended", "let through"
 
 OUTCOMES = {
-    # (verify_on_load, pool, load) -> (flipped before the promise, flipped before the load)
-    ("always", "host", "sync"): (SHORTER, ENDED),
-    ("auto", "host", "sync"): (SHORTER, ENDED),
-    ("never", "host", "sync"): (LET_THROUGH, LET_THROUGH),
-    ("always", "device", "sync"): (SHORTER, LET_THROUGH),
-    ("auto", "device", "sync"): (LET_THROUGH, LET_THROUGH),
-    ("never", "device", "sync"): (LET_THROUGH, LET_THROUGH),
-    ("always", "host", "async"): (ENDED, ENDED),
-    ("auto", "host", "async"): (ENDED, ENDED),
-    ("never", "host", "async"): (LET_THROUGH, LET_THROUGH),
-    ("always", "device", "async"): (ENDED, LET_THROUGH),
-    ("auto", "device", "async"): (LET_THROUGH, LET_THROUGH),
-    ("never", "device", "async"): (LET_THROUGH, LET_THROUGH),
+    # (verify_on_load, pool) -> (flipped before the promise, flipped before the load)
+    ("always", "host"): (SHORTER, ENDED),
+    ("auto", "host"): (SHORTER, ENDED),
+    ("never", "host"): (LET_THROUGH, LET_THROUGH),
+    ("always", "device"): (SHORTER, LET_THROUGH),
+    ("auto", "device"): (LET_THROUGH, LET_THROUGH),
+    ("never", "device"): (LET_THROUGH, LET_THROUGH),
 }
 CASES = [
-    pytest.param(verify, pool, load, is_late, outcome, id=f"{verify}-{pool}-{load}-{moment}")
-    for (verify, pool, load), outcomes in OUTCOMES.items()
+    pytest.param(verify, pool, is_late, outcome, id=f"{verify}-{pool}-{moment}")
+    for (verify, pool), outcomes in OUTCOMES.items()
     for (is_late, moment), outcome in zip(
         ((False, "before the promise"), (True, "before the load")), outcomes, strict=True
     )
@@ -45,19 +38,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("verify", "make_pair", "load", "is_late", "outcome"), CASES, indirect=["make_pair"]
+    ("verify", "make_pair", "is_late", "outcome"), CASES, indirect=["make_pair"]
 )
 def test_a_flipped_byte_does_what_the_page_says(
     shard: Shard,
     make_pair: MakePair,
     monkeypatch: pytest.MonkeyPatch,
     verify: str,
-    load: str,
     is_late: bool,
     outcome: str,
 ) -> None:
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
     pair.flush()
@@ -137,23 +128,18 @@ def serve(pair: Pair, *, flip: bool, flip_first: bool) -> str:
     request = Request(2, PROMPT)
     request.block_ids = list(range(20, 30))
     pair.pool[request.block_ids] = -1.0
-    matched, is_parked = pair.scheduler.get_num_new_matched_tokens(request, 0)
+    matched, _ = pair.scheduler.get_num_new_matched_tokens(request, 0)
     if matched < 9 * BLOCK:
         assert matched == FLIPPED * BLOCK
         pair.scheduler.request_finished(request, [])
         return SHORTER
-    if is_parked:
-        begin_pass(pair)
-        said = pair.worker.get_finished([], [request.request_id])[1]
-        wait_for(lambda: said or said.extend(pair.worker.get_finished([], [])[1]) or said)
     if flip:
         flip_a_byte(arena_of(pair), depth=FLIPPED)
-    position = matched if is_parked else 0
     report = RequestData(
         request.request_id,
         list(PROMPT),
         list(request.block_ids),
-        position,
+        0,
         len(PROMPT) - matched,
     )
     try:

@@ -7,7 +7,6 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.engine import key_board
 from kvray.engine.meta import ConnectorMeta
 from kvray.store.arena.layout import READY
 from tests.unit.connector.conftest import MakePair, arena_of
@@ -15,17 +14,14 @@ from tests.unit.connector.pair import BLOCK, Pair, Request
 
 NUM_BLOCKS = 180
 PROMPT = list(range(NUM_BLOCKS * BLOCK))
-BOARD_KEYS = 128
 
 
 @pytest.fixture
-def pair(shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """An engine whose key board has room for `BOARD_KEYS`, and whose arena has room for more."""
-    monkeypatch.setattr(key_board, "_BOARD_BYTES", 4096)
+def pair(shard: Shard, make_pair: MakePair) -> Pair:
     return make_pair(shape=(256, 2, 2, 8))
 
 
-def test_a_pass_saves_more_blocks_than_its_key_board_has_room_for(pair: Pair) -> None:
+def test_a_pass_saves_all_blocks_of_a_long_prompt(pair: Pair) -> None:
     request = Request(1, PROMPT)
     pair.serve(request)
     pair.flush()
@@ -36,16 +32,15 @@ def test_a_pass_saves_more_blocks_than_its_key_board_has_room_for(pair: Pair) ->
     assert pair.serve(Request(2, PROMPT)) == (NUM_BLOCKS - 1) * BLOCK
 
 
-def test_only_keys_that_the_board_has_no_room_for_travel(pair: Pair) -> None:
+def test_a_saved_block_costs_its_key_and_its_page(pair: Pair) -> None:
     request = Request(1, PROMPT)
     pair.query(request)
     meta = pair.plan(request)
-    assert [len(one.pages[0].ids()) for one in meta.saves] == [BOARD_KEYS, NUM_BLOCKS - BOARD_KEYS]
     sent = len(pickle.dumps(meta)) - len(pickle.dumps(ConnectorMeta()))
-    assert sent < 4 * NUM_BLOCKS + 32 * (NUM_BLOCKS - BOARD_KEYS + 1) + 500
+    assert sent < 36 * NUM_BLOCKS + 500
 
 
-def test_requests_of_one_pass_share_the_board_and_all_are_saved(pair: Pair) -> None:
+def test_all_requests_of_one_pass_are_saved(pair: Pair) -> None:
     requests = [Request(n, PROMPT[n * 60 * BLOCK : (n + 1) * 60 * BLOCK]) for n in range(3)]
     for request in requests:
         pair.query(request)
@@ -63,16 +58,6 @@ def test_requests_of_one_pass_share_the_board_and_all_are_saved(pair: Pair) -> N
     pair.flush()
     for number, request in enumerate(requests):
         assert pair.serve(Request(10 + number, request.tokens)) == 59 * BLOCK
-
-
-def test_without_room_for_a_board_the_keys_travel(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvray.engine.pass_plan.open_board", lambda *_, **__: None)
-    assert pair.serve(Request(1, PROMPT)) == 0
-    pair.flush()
-    assert pair.totals["stored_blocks"] == NUM_BLOCKS
-    assert arena_of(pair).stats()["blocks"] == NUM_BLOCKS
 
 
 def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(
@@ -103,18 +88,10 @@ def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_no_page"] == 5
 
 
-def test_blocks_whose_keys_are_lost_are_counted(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvray.engine.rank.read_keys", lambda *_: None)
-    pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
-    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_keys_lost"] == 9
-
-
 def test_saves_that_a_defect_prevents_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.engine.rank.read_keys", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvray.engine.rank.split_keys", lambda *_: 1 / 0)
     pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvray.actors.shard.shard import Shard
 from kvray.engine.meta import (
-    Board,
     ConnectorMeta,
-    KeyRun,
     PageIds,
     RankLeases,
     Release,
@@ -77,9 +75,8 @@ def scene(shard: Shard, make_pair: MakePair) -> Scene:
     ),
     lease=st.none() | st.tuples(NUMBERS, NUMBERS),
     depth=NUMBERS,
-    keys=st.binary(max_size=64) | st.builds(KeyRun, NUMBERS, st.integers(0, 9), NUMBERS),
+    keys=st.binary(max_size=96),
     saved=PAGES,
-    has_board=st.booleans(),
     released=NUMBERS,
 )
 def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
@@ -87,9 +84,8 @@ def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
     fields: dict[str, Any],
     lease: tuple[int, int] | None,
     depth: int,
-    keys: bytes | KeyRun,
+    keys: bytes,
     saved: tuple[PageIds],
-    has_board: bool,
     released: int,
 ) -> None:
     meta = scene.meta()
@@ -103,7 +99,6 @@ def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
     told = meta._replace(
         loads=(changed,),
         saves=(SavePlan(99, depth, keys, saved),),
-        board=Board(ids[0], (0,)) if has_board else None,
         releases=(Release(0, ids[0], Lease(lease_id=released, page=5, num_slots=1, check=0)),),
     )
     before = scene.pair.pool.clone()

@@ -7,7 +7,6 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.engine.key_board import KeyBoard
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -128,7 +127,7 @@ def test_one_that_counts_on_a_promise_given_up_stops_the_engine(
     request = Request(1, PROMPT)
     pair.query(request)
     pair.scheduler.build_connector_meta(SchedulerOutput())
-    with pytest.raises(LeaseExpired, match="given up"):
+    with pytest.raises(LeaseExpired, match="earlier pass"):
         pair.scheduler.build_connector_meta(later(request, 9 * BLOCK))
 
 
@@ -259,7 +258,7 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     pair = make_pair()
     request = Request(1, PROMPT)
     pair.query(request)
-    monkeypatch.setattr(KeyBoard, "publish", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvray.engine.pass_plan.SavePlan", lambda **_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvray.breaker import Breaker
-from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.base import SchedulerOutput
 from kvray.engine import prefix_finder
 from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
@@ -307,31 +307,6 @@ def test_an_engine_that_would_never_wait_for_the_shards_is_refused(
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     with pytest.raises(ConfigError, match="2 ranks, 1 on a node"):
         make_replica(meets=False)
-
-
-def test_parked_requests_are_checked_on_every_node(
-    nodes: TwoNodes,
-    stored: SpreadReplica,
-    make_replica: MakeReplica,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
-    fresh = make_replica()
-    request = Request(2, PROMPT)
-    assert fresh.query(request) == (NUM_WANTED * BLOCK, True)
-    fresh.do(SchedulerOutput())
-    ready: list[list[int]] = [[], []]
-    started = [2]
-    deadline = time.monotonic() + 10
-    while not all(ready):
-        assert time.monotonic() < deadline
-        for rank, worker in enumerate(fresh.workers):
-            ready[rank] += worker.get_finished([], started)[1]
-        started = []
-    report = RequestData(2, list(request.tokens), list(request.block_ids), request.matched, BLOCK)
-    fresh.do(SchedulerOutput(new_requests=[report]))
-    fresh.check(request, request.matched)
-    released(nodes)
 
 
 def test_the_end_of_an_engine_ends_its_leases_on_every_node(

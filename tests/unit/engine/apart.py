@@ -44,7 +44,6 @@ ARGS = EngineArgs(
     spread_setting="",
     asks_again=True,
     holds_loads=False,
-    num_passes=2,
     drafts_tokens=False,
     weights_may_change=False,
     takes_offers_later=False,

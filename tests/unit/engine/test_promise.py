@@ -43,16 +43,9 @@ def test_without_such_a_note_all_may_have_been_taken() -> None:
     assert promise_of().taken(2 * BLOCK, BLOCK, is_exact=False) == (5, False)
 
 
-@pytest.mark.parametrize(("position", "taken"), [(0, 0), (8, 0), (9, 1), (12, 1), (28, 5)])
-def test_a_parked_request_comes_back_behind_what_it_took(position: int, taken: int) -> None:
-    promise = promise_of(is_parked=True)
-    assert promise.taken(position, BLOCK, is_exact=True) == (taken, True)
-
-
-@pytest.mark.parametrize(("position", "is_parked"), [(12, False), (32, True)])
-def test_an_engine_that_counts_on_more_is_stopped(position: int, is_parked: bool) -> None:
+def test_an_engine_that_counts_on_more_is_stopped() -> None:
     with pytest.raises(LeaseExpired, match="never promised"):
-        promise_of(is_parked=is_parked).taken(position, BLOCK, is_exact=True)
+        promise_of().taken(12, BLOCK, is_exact=True)
 
 
 def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
@@ -61,7 +54,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
     promises.check(SHARED, 8, 40)
     promises.check(SHARED, 7, 2 * BLOCK)
     promises._lost[7] = 2
-    with pytest.raises(LeaseExpired, match="park_lease_s"):
+    with pytest.raises(LeaseExpired, match="earlier pass"):
         promises.check(SHARED, 7, 3 * BLOCK)
     promises._lost[7] = 2
     promises.forget(7)
@@ -70,11 +63,11 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvray.engine.promises._LOST_MAX", 3)
-    shared = SimpleNamespace(args=ARGS, parked={})
+    shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
     promises = Promises()
     for request_id in range(5):
         state = SimpleNamespace(request_id=request_id, promise=None)
-        promises.keep(shared, state, promise_of(first=0, is_given_up=True))
+        promises.keep(state, promise_of(first=0))
     promises.settle(shared)
     promises.check(shared, 1, 40)
     with pytest.raises(LeaseExpired):
