@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 
-from kvray.node import BlockTokens, PrefixDigests, PromptNotes, RequestNotes, SpanNotes
+from kvray.node import BlockTokens, PromptNotes, RequestNotes, SpanNotes
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -38,7 +38,6 @@ class EngineFigures:
         self.stage_times = TimeHistogram()  # waits for the shard
         self.match_times = TimeHistogram()  # the scheduler's half, for each query
         self.plan_times = TimeHistogram()  # the scheduler's half, for each pass
-        self.prefix_digests = PrefixDigests()
         self.request_notes = RequestNotes()
         self.block_tokens = BlockTokens()
         self.span_notes = SpanNotes()
@@ -48,7 +47,7 @@ class EngineFigures:
     def counters(self) -> dict[str, int]:
         """Return what the shard is told: totals, how long calls took, and since when."""
         return {
-            **self.prefix_digests.counted(dict(self.totals), "miss_tokens_not_stored"),
+            **self.totals,
             **self.lease_times.counters("lease"),
             **self.stage_times.counters("stage"),
             **self.match_times.counters("match"),

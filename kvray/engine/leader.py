@@ -23,7 +23,6 @@ from kvray.engine.request.state import RequestState
 from kvray.engine.shared_state import SharedState, registered_state
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
-from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.reasons import DropReason, MissReason
 
 _log = logging.getLogger("kvray.connector")
@@ -269,10 +268,6 @@ class Leader:
             windowed=shared.pool.windowed,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
-        if asked.num_askable(size):
-            state.prefix_digest = prefix_digest(
-                asked.tokens, salt=identity.salt, lora=identity.lora, media=identity.media
-            )
         self.states[asked.request_id] = state
         if len(self.states) > _STATES_MAX:
             self._drop_oldest()

@@ -165,7 +165,6 @@ class RegisteredPool:
             rank=rank,
             namespace=own.namespace,
             counters=lambda: {**figures.counters(), **self.model_name.counters()},
-            prefix_digests=figures.prefix_digests,
             requests=figures.request_notes,
             block_tokens=figures.block_tokens,
             spans=figures.span_notes,
@@ -175,7 +174,6 @@ class RegisteredPool:
             engine_ranks=self._args.num_ranks,
             adapters=self._args.adapters,
             tenants=self._tenants_check,
-            readable=tuple(facts.own.namespace.difference(one.namespace) for one in facts.others),
             name_weights=self.name_weights,
         )
         self._link.register(registration)

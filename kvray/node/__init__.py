@@ -2,7 +2,6 @@
 
 from kvray.node.block_tokens import BlockTokens
 from kvray.node.link import NodeLink, attach
-from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.prompt_notes import PromptNotes
 from kvray.node.registrations import Registration
 from kvray.node.request_notes import RequestNotes
@@ -12,7 +11,6 @@ from kvray.node.stage_calls import StageCalls, StageReply
 __all__ = [
     "BlockTokens",
     "NodeLink",
-    "PrefixDigests",
     "PromptNotes",
     "Registration",
     "RequestNotes",

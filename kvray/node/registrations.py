@@ -5,12 +5,10 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
 from kvray.node.block_tokens import BlockTokens
-from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.prompt_notes import PromptNotes
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
@@ -32,8 +30,6 @@ class Registration:
     namespace: Namespace
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
-    prefix_digests: PrefixDigests | None = None
-    """The notes of its prompts; None if it makes none."""
     requests: RequestNotes | None = None
     """The notes of its requests; None if it makes none."""
     block_tokens: BlockTokens | None = None
@@ -52,8 +48,6 @@ class Registration:
     """How its engine reads LoRA adapters; None: it has none."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret that derives its salts; None: no secret."""
-    readable: tuple[dict[str, tuple[object, object]], ...] = ()
-    """How other namespaces differ from its own whose blocks it reads, too."""
     name_weights: Callable[[str | None], None] | None = None
     """Takes the version of the engine's weights, and renews the namespace; None: it never changes.
     Called by the thread that reports."""
@@ -71,11 +65,6 @@ class Registration:
     """The last name that the shard heard, if the replica has another now."""
     instance: str = field(default_factory=lambda: secrets.token_hex(4))
     """Tells it from others of the same name, also when it registers again."""
-
-    def is_strange(self, answer: dict[str, Any]) -> bool:
-        """Whether what was found elsewhere is in a namespace that it cannot read."""
-        difference = {name: tuple(values) for name, values in answer["difference"].items()}
-        return difference not in self.readable
 
     def rename(self, replica: str) -> None:
         """Have it registered as a rank of `replica`, with the next report."""
@@ -119,7 +108,7 @@ class Registration:
             self.spans.is_on = reply.get("traces") is True
 
     def asked_for(self) -> dict[str, object]:
-        """Take what the shard has asked to be told; not a word of it to one that may be older."""
+        """Take what the shard has asked to be told."""
         told: dict[str, object] = {}
         if self.spans is not None and self.spans.is_on:
             told["spans"] = self.spans.take()
@@ -230,8 +219,7 @@ class Registrations:
         if not registration.accepted:
             self._register(registration, timeout_s)
         namespace, weights_order = registration.namespace, registration.weights_order
-        prefix_digests, requests = registration.prefix_digests, registration.requests
-        notes = prefix_digests.waiting() if prefix_digests is not None else []
+        requests = registration.requests
         asked = requests.take() if requests is not None else []
         try:
             reply = self._socket.call(
@@ -241,7 +229,6 @@ class Registrations:
                 rank=registration.rank,
                 counters=registration.counters(),
                 weights_order=registration.weights_order,
-                openings=notes,  # so it is called on the socket
                 requests=packed(asked),
                 leaving=leaving,
                 **registration.asked_for(),
@@ -257,9 +244,6 @@ class Registrations:
         registration.heed(reply)
         if registration.prompts is not None:
             registration.prompts.heard(reply.get("sample"))
-        if prefix_digests is not None and known:
-            found = reply.get("incompatible", [])
-            prefix_digests.reported(len(notes), list(filter(registration.is_strange, found)))
         if registration.block_tokens is not None and known and not leaving:
             registration.block_tokens.hear(reply.get("describe"))
             self._describe(registration, registration.block_tokens)
@@ -323,5 +307,3 @@ class Registrations:
         registration.heed(reply)
         registration.take_name(name, reply.get("replica"))
         registration.refusal = None
-        if registration.prefix_digests is not None:
-            registration.prefix_digests.tell_again()

@@ -1,14 +1,12 @@
 """The requests of one router, from the choice of a replica to the first token; pure."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvray.routing.choice import Choice, Ranked, Reason
 from kvray.routing.outcomes import Outcomes
 from kvray.routing.standings import Standings
 from kvray.routing.survey import Survey
-from kvray.trace.routing_note import CANDIDATES_MAX, CandidateNote, Outcome, RoutingNote
 
 _DECISIONS_MAX = 4096
 """Of a request that was given up while it waited Serve does not tell; the oldest go."""
@@ -17,16 +15,13 @@ _DECISIONS_MAX = 4096
 @dataclass(slots=True, kw_only=True)
 class _Decision:
     at: float
-    wall_at: float
-    num_tokens: int
     choice: Choice | None
     survey: Survey | None
     is_told: bool
     sent_to: Ranked | None = None
     replica: str = ""
     """The one that it was sent to; empty: none yet."""
-    outcome: Outcome = "under_way"
-    first_token_s: float = 0.0
+    is_answered: bool = False
 
 
 class Decisions:
@@ -37,16 +32,10 @@ class Decisions:
     tier did not answer or the prompt was not seen, has no `Choice`.
     """
 
-    def __init__(
-        self,
-        standings: Standings,
-        outcomes: Outcomes,
-        report: Callable[[RoutingNote], None],
-    ) -> None:
-        """Keep `standings` and `outcomes` up to date; `report` hears of each change."""
+    def __init__(self, standings: Standings, outcomes: Outcomes) -> None:
+        """Keep `standings` and `outcomes` up to date."""
         self._standings = standings
         self._outcomes = outcomes
-        self._report = report
         self._under_way: OrderedDict[str, _Decision] = OrderedDict()
 
     def begin(
@@ -55,25 +44,16 @@ class Decisions:
         choice: Choice | None,
         survey: Survey | None,
         *,
-        num_tokens: int,
         now: float,
-        wall: float,
         is_told: bool,
     ) -> None:
-        """Note what was decided at `now`, which is `wall` in seconds since the epoch.
+        """Note what was decided.
 
         Serve may ask for one request in two tasks at the same time: the first decision counts.
         """
         if request in self._under_way:
             return
-        made = _Decision(
-            at=now,
-            wall_at=wall,
-            num_tokens=num_tokens,
-            choice=choice,
-            survey=survey,
-            is_told=is_told,
-        )
+        made = _Decision(at=now, choice=choice, survey=survey, is_told=is_told)
         self._under_way[request] = made
         if choice is not None and survey is not None:
             # At once: a request that is chosen for before this one is sent must know of it.
@@ -106,29 +86,22 @@ class Decisions:
                 is_told=decision.is_told,
             )
         self._outcomes.sent(_reason(decision))
-        self._report(_note(request, decision))
 
     def first_token(self, request: str, *, now: float) -> None:
         """Note that a request's first token is there."""
         decision = self._under_way.get(request)
-        if decision is None or decision.outcome != "under_way":
+        if decision is None or decision.is_answered:
             return
-        decision.outcome, decision.first_token_s = "answered", now - decision.at
+        decision.is_answered = True
         self._standings.first_token(request, now)
         sent_to = decision.sent_to
         predicted_s = None if sent_to is None else sent_to.cost.first_token_s
-        self._outcomes.first_token(decision.first_token_s, predicted_s)
-        self._report(_note(request, decision))
+        self._outcomes.first_token(now - decision.at, predicted_s)
 
     def over(self, request: str, *, now: float) -> None:
         """Note that a request has ended, or was given up. Twice is fine."""
-        decision = self._under_way.pop(request, None)
-        if decision is None:
-            return
-        self._standings.done(request, now)
-        if decision.is_told and decision.replica and decision.outcome == "under_way":
-            decision.outcome = "not_answered"
-            self._report(_note(request, decision))
+        if self._under_way.pop(request, None) is not None:
+            self._standings.done(request, now)
 
 
 def _reason(decision: _Decision) -> Reason:
@@ -138,38 +111,3 @@ def _reason(decision: _Decision) -> Reason:
     if choice.reason == "prefix" and sent_to is not choice.ranked[0]:
         return "queue"  # the best one was full
     return choice.reason
-
-
-def _note(request: str, decision: _Decision) -> RoutingNote:
-    choice, sent_to, survey = decision.choice, decision.sent_to, decision.survey
-    ranked = [] if choice is None or sent_to is None else [sent_to]
-    ranked += [one for one in choice.ranked if one is not sent_to] if ranked and choice else []
-    return RoutingNote(
-        request=request,
-        at=decision.wall_at,
-        replica=decision.replica,
-        num_tokens=decision.num_tokens,
-        prefix_digest=b"" if survey is None else survey.prefix_digest,
-        reason=_reason(decision),
-        num_candidates=len(ranked),
-        candidates=tuple(map(_candidate, ranked[:CANDIDATES_MAX])),
-        outcome=decision.outcome,
-        first_token_s=decision.first_token_s,
-    )
-
-
-def _candidate(ranked: Ranked) -> CandidateNote:
-    cost = ranked.cost
-    return CandidateNote(
-        replica=cost.replica,
-        pool_tokens=cost.pool_tokens,
-        host_tokens=cost.tokens_from("host"),
-        disk_tokens=cost.tokens_from("disk"),
-        remote_tokens=cost.tokens_from("remote"),
-        computed_tokens=cost.computed_tokens,
-        queue_s=cost.queue_s,
-        bring_s=cost.bring_s,
-        compute_s=cost.compute_s,
-        later_s=ranked.later_s,
-        crowd_s=ranked.crowd_s,
-    )

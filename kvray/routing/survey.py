@@ -55,8 +55,6 @@ class Survey:
     words: tuple[bytes, ...]
     """The first 8 bytes of the key of each full block."""
     stretches: tuple[Stretch, ...]
-    prefix_digest: bytes = b""
-    """See `kvray.trace.prefix_digest`; empty: not known."""
 
     def is_in_memory_of(self, node: str) -> bool:
         """Return whether a node has in memory all that anybody has of the prompt."""
@@ -68,8 +66,6 @@ def survey_of(
     keys: Sequence[BlockKey],
     runs: Sequence[Run],
     on_disk: Mapping[str, bytes],
-    *,
-    prefix_digest: bytes,
 ) -> Survey:
     """Return what is known of a prompt with `keys`.
 
@@ -78,14 +74,12 @@ def survey_of(
         keys: of its full blocks.
         runs: as the lookup's `locate` gives them.
         on_disk: of shards with a disk, one byte a block: 1 if it has it there only.
-        prefix_digest: of the prompt.
     """
     return Survey(
         tokens_per_block=profile.tokens_per_block,
         token_bytes=profile.block_bytes / profile.tokens_per_block,
         words=tuple(key[:_WORD_BYTES] for key in keys),
         stretches=tuple(_stretches(profile, runs, on_disk)),
-        prefix_digest=prefix_digest,
     )
 
 

@@ -88,7 +88,9 @@ class Dispatcher:
         taken, events, routed, brought = await self._hand_over(asked, deadline)
         is_over = False
         try:
-            yield taken
+            route = routed.about(taken["engine"])["kvray.route.reason"]
+            _log.debug("%s has taken a request: %s", taken["engine"], route)
+            yield {**taken, "route": route}
             while not is_over:
                 event = await _next(events, taken["engine"], deadline)
                 self._heard_at = time.monotonic()

@@ -33,6 +33,8 @@ from kvray.trace.spans import current, start_sdk
 
 REPLICA_HEADER = "x-kvray-replica"
 """In an answer: the engine that gave it, by its name in kvray."""
+ROUTE_HEADER = "x-kvray-route"
+"""In an answer: why that engine was chosen, one of `routing.choice.REASONS`."""
 
 _Text = TypeVar("_Text")
 
@@ -151,7 +153,8 @@ class Ingress:
         )
         answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
         events = self._dispatcher.answer(GenerateArgs(tokens, max_tokens, asked.cache_salt))
-        headers = {REPLICA_HEADER: (await anext(events))["engine"]}
+        taken = await anext(events)
+        headers = {REPLICA_HEADER: taken["engine"], ROUTE_HEADER: taken["route"]}
         first = await anext(events)  # so that what the engine refuses has a status of its own
         pieces = pieces_of(first, events, answer)
 

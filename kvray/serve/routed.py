@@ -11,9 +11,8 @@ from kvray.routing import Choice, Decisions
 class Routed:
     """One request; pass a new one as `kvray_routed` to `choose_replica`, and to nothing else.
 
-    Without it the router takes the first token to come when it predicted it, and `kvray explain`
-    does not know how a choice turned out. With another router than kvray's it does nothing. The
-    router may be on another event loop.
+    Without it the router takes the first token to come when it predicted it. With another router
+    than kvray's it does nothing. The router may be on another event loop.
     """
 
     def __init__(self) -> None:

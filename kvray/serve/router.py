@@ -16,7 +16,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
 from kvray.actors.routers.pools import Pools
-from kvray.actors.routers.reports import Reports
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
@@ -85,8 +84,7 @@ class KvRayRouter(RequestRouter):
         self._standings = Standings(
             pool_blocks=pool_blocks, prefill_tokens_per_s=prefill_tokens_per_s
         )
-        reports = Reports(ask, cluster_name, self._surveys.home)
-        self._decisions = Decisions(self._standings, outcomes, reports.add)
+        self._decisions = Decisions(self._standings, outcomes)
         self._pools = Pools()
         # Both end with the process, as Serve does not say when a router ends.
         MetricsThread(lambda _: figures_of(outcomes.totals() | self._pools.totals()), cluster_name)
@@ -144,9 +142,7 @@ class KvRayRouter(RequestRouter):
             request,
             choice,
             survey,
-            num_tokens=0 if tokens is None else len(tokens),
             now=now,
-            wall=time.time(),
             is_told=routed is not None,
         )
         if routed is not None:

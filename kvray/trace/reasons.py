@@ -16,7 +16,6 @@ where ranks have several."""
 EngineReason = Literal[
     "arena_busy",
     "fingerprinting",
-    "incompatible",
     "reuse_disabled",
     "skipped",
     "unaligned",

@@ -11,7 +11,6 @@ from pydantic import Field, TypeAdapter
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.trace.arrival import ARRIVALS_MAX, Arrivals
-from kvray.trace.prefix_digest import PREFIX_DIGEST_BYTES
 
 KEYS_MAX = 64
 """Keys of missing blocks in one note; of more it has a sample, evenly spaced."""
@@ -47,8 +46,6 @@ class RequestNote(NamedTuple):
     """How long the request waited for the shard."""
     lease_s: _Seconds = 0.0
     """How long the rest of its answer took."""
-    prefix_digest: bytes = b""
-    """See `kvray.trace.prefix_digest`; empty for a prompt without a full block."""
     step: _Positive = 1
     """Blocks from one of `keys` to the next."""
     keys: tuple[BlockKey, ...] = ()
@@ -78,8 +75,7 @@ def unpack(packed: object) -> RequestNote:
     try:
         *fields, keys = msgpack.unpackb(packed, use_list=False)
         note = _NOTE.validate_python((*fields, ()), strict=True)
-        are_whole = isinstance(keys, bytes) and len(keys) % KEY_BYTES == 0
-        if are_whole and len(note.prefix_digest) in (0, PREFIX_DIGEST_BYTES):
+        if isinstance(keys, bytes) and len(keys) % KEY_BYTES == 0:
             return note._replace(keys=tuple(split_keys(keys)))
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException):
         pass

@@ -68,16 +68,3 @@ def test_nobody_is_asked_for_sizes_that_nobody_has(make_engine: MakeEngine) -> N
     wait_for(lambda: pool.has_peers, "the shard's word")
     assert warm.serve(list(range(40))).num_hit == 0
     assert warm.totals["stage_calls"] == 1
-
-
-def test_a_miss_of_blocks_that_could_be_read_is_not_called_incompatible(
-    make_engine: MakeEngine,
-) -> None:
-    cold, warm = make_engine(0, num_ranks=2), make_engine(1, num_ranks=1)
-    registration = warm.workers[0]._rank.shared.pool._registration
-    hers = [warm.workers[0]._rank.shared.pool.own, cold.workers[0]._rank.shared.pool.own]
-    difference = hers[0].namespace.difference(hers[1].namespace)
-    assert set(difference) == {"part_bytes", "num_parts", "tp_layout", "layer_groups"}
-    on_the_wire = {name: list(values) for name, values in difference.items()}
-    assert not registration.is_strange({"difference": on_the_wire})
-    assert registration.is_strange({"difference": on_the_wire | {"engine": ["a", "b"]}})

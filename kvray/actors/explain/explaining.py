@@ -17,20 +17,17 @@ from kvray.actors.explain.block_states import (
     block_states,
     state_runs,
 )
-from kvray.actors.names import LOOKUP_NAME
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_shards, call, get_actor
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.errors import ConfigError, KVRayError
-from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.identity.block import KEY_BYTES
 from kvray.trace.arrival import runs_between
-from kvray.trace.routing_note import RoutingNote
 
 _ARRIVES_S = 2.5
 """How long a request may take to be reported: its engine does so once a second."""
 _POLL_S = 0.25
 _NAMESPACES_MAX = 8
-INCOMPATIBLE = "incompatible"
 
 
 def explain_requests(
@@ -85,7 +82,7 @@ def explain_prompt(
 
 
 def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
-    note, size, finding = asked.note, asked.note.tokens_per_block, asked.finding
+    note, size = asked.note, asked.note.tokens_per_block
     num_parts = asked.namespace.num_parts if asked.namespace else 1
     ranges = []
     if note.first:
@@ -107,9 +104,6 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
     if note.num_tokens > note.wanted * size:
         ranges.append(_range(note.wanted * size, note.num_tokens, "computed"))
     ours = asked.namespace
-    other = None
-    if ours is not None and finding is not None:
-        other = _incompatible(ours, finding.namespace, finding.replica)
     return {
         "request_id": note.request_id,
         "replica": asked.replica,
@@ -128,28 +122,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "ranges": ranges,
         "is_sampled": note.step > 1,
         "log_since": since,
-        "incompatible": other,
-        "routing": None if asked.routing is None else _routing(asked.routing),
         "leaving": sorted({*_leaving(answers), *([shard] if asked.is_leaving else [])}),
-    }
-
-
-def _routing(note: RoutingNote) -> dict[str, Any]:
-    """Return why a request came to its replica: what it would have cost on each, by part."""
-    costs = []
-    for one in note.candidates:
-        parts = {**one._asdict(), "first_token_s": one.queue_s + one.bring_s + one.compute_s}
-        costs.append({k: round(v, 6) if k.endswith("_s") else v for k, v in parts.items()})
-    return {
-        "request": note.request,
-        "at": note.at,
-        "reason": note.reason,
-        "replica": note.replica,
-        "outcome": note.outcome,
-        "first_token_s": round(note.first_token_s, 6) or None,
-        "predicted_s": costs[0]["first_token_s"] if costs else None,
-        "num_candidates": note.num_candidates,
-        "candidates": costs,
     }
 
 
@@ -158,9 +131,7 @@ def _reason(asked: Asked, block: BlockState) -> str:
     reason = asked.note.reason
     if reason != "not_stored":
         return reason
-    if block.state in (EVICTED, PARTIAL):
-        return block.state
-    return INCOMPATIBLE if asked.finding is not None and not asked.note.end else NEVER_STORED
+    return block.state if block.state in (EVICTED, PARTIAL) else NEVER_STORED
 
 
 def _not_known(replica: str | None, request_id: int | None, silent: Sequence[str]) -> str:
@@ -196,20 +167,15 @@ def _prompt(
     states = [block.state for block in found]
     stored = next((at for at, state in enumerate(states) if state != STORED), num_blocks)
     reason = states[stored] if stored < num_blocks else "none"
-    other = None
-    if reason == NEVER_STORED and not stored and prompt.prefix_digest:
-        lookup = get_actor(LOOKUP_NAME)
-        other = call(lookup.elsewhere, namespace, prompt.prefix_digest, timeout_s=timeout_s)
     return {
         "replica": replica,
         "namespace": namespace.digest().hex()[:8],
         "num_tokens": num_tokens,
         "tokens_per_block": size,
         "stored_tokens": stored * size,
-        "reason": INCOMPATIBLE if other else reason,
+        "reason": reason,
         "ranges": ranges,
         "log_since": max((one.since for one in answers.values()), default=0.0),
-        "incompatible": _incompatible(namespace, *other) if other else None,
         "leaving": sorted(_leaving(answers)),
     }
 
@@ -274,11 +240,3 @@ def _run_range(
         }
     places = [{"node": shard, "tier": tier} for shard, tier in block.places]
     return _range(start, stop, what, **more, places=places)
-
-
-def _incompatible(namespace: Namespace, other: Namespace, replica: str) -> dict[str, Any]:
-    return {
-        "replica": replica,
-        "namespace": other.digest().hex()[:8],
-        "difference": {name: list(both) for name, both in namespace.difference(other).items()},
-    }

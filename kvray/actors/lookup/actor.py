@@ -21,7 +21,6 @@ from kvray.actors.ray_glue.calls import create_actor, log_to_stderr
 from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metric_figures import lookup_figures
 from kvray.actors.telemetry.metrics_export import MetricsExport
-from kvray.identity.block import Namespace
 from kvray.index import Match, Run
 
 
@@ -77,12 +76,6 @@ class LookupActor:
         """Return rank -> shard for a replica."""
         with self._lock:
             return self._lookup.replica(replica, time.monotonic())
-
-    @ray.method(concurrency_group="queries")
-    def elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the most similar other namespace that stored `digest`, and its replica."""
-        with self._lock:
-            return self._lookup.elsewhere(namespace, digest)
 
     def shards(self) -> list[str]:
         """Return the shards that it knows."""

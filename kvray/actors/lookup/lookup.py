@@ -3,7 +3,7 @@
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from kvray.actors.lookup.partial_blocks import PartialBlocks
 from kvray.actors.lookup.rank_directory import RankDirectory
-from kvray.actors.lookup.stored_digests import Finding, Note, StoredDigests
 from kvray.actors.lookup.turns import Turns
 from kvray.errors import ConfigError
-from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.identity.block import KEY_BYTES
 from kvray.index import Index, Match, Run
 
 Array = npt.NDArray[Any]
@@ -28,8 +27,6 @@ _SHARDS_UNPACED = 20
 
 _PART = np.dtype("<u2")
 PART_BYTES = _PART.itemsize
-_NAMESPACES_MAX = 128
-_DIGESTS_MAX = 8192
 _PURGED_SLOTS = 100_000
 """Slots of the index that one announcement purges: some milliseconds of work."""
 
@@ -51,12 +48,12 @@ class Announcement:
     """One for each key, as `packed_parts` makes them: lists would cost as much as the index."""
     removed_keys: bytes
     removed_parts: bytes
-    prefix_digests: list[Note] = field(default_factory=list)
-    """The notes of engines since then, or, if `full`, all that the shard remembers."""
     more: bool = False
     """The list did not fit in; the next announcement continues it."""
     ranks: list[tuple[str, int]] | None = None
     """Replica and rank of all ranks registered with the shard; None: no change."""
+    namespaces: tuple[int, ...] = ()
+    """With `ranks`: the namespaces, as arenas number them, of its blocks and engines."""
     is_leaving: bool = False
     """The shard's node is to go: nothing is to be brought there for later."""
     until: tuple[str, float] | None = None
@@ -84,14 +81,12 @@ class Answer:
     """The time of the answer, by the lookup's clock."""
     took_s: float = 0.0
     """How long the lookup worked on it; 0: not known."""
-    findings: list[Finding] = field(default_factory=list)
-    """The misses among its `prefix_digests` that are stored in another namespace."""
     num_shards: int = 0
     """Shards that the lookup heard lately, the asking one included."""
     partial_keys: bytes = b""
     """Keys of partial blocks, end to end: their parts at the shard are useless."""
-    stored: tuple[int, ...] = ()
-    """Namespaces, as arenas number them, that it knows stored digests of. Older lookups lack it."""
+    namespaces: tuple[int, ...] = ()
+    """Those of all shards."""
 
 
 def packed_parts(parts: Sequence[int] | Array) -> bytes:
@@ -129,7 +124,7 @@ class Lookup:
         self._silent_s = silent_s
         self._ranks = RankDirectory()
         self._partial_blocks = PartialBlocks()
-        self._digests = StoredDigests(namespaces_max=_NAMESPACES_MAX, digests_max=_DIGESTS_MAX)
+        self._namespaces: dict[str, tuple[int, ...]] = {}
         self.epoch = secrets.token_hex(8)
         self._turns = Turns()
         self._num_resyncs = self._num_queries = self._num_queried = self._num_expired = 0
@@ -171,10 +166,9 @@ class Lookup:
             resync=False,
             now_s=now,
             pause_s=self.pause_s,
-            findings=self._digests.take(announcement.prefix_digests),
             num_shards=len(self._live),
             partial_keys=self._partial_blocks.take(shard, self.index),
-            stored=self._digests.numbers(),
+            namespaces=tuple({one for some in self._namespaces.values() for one in some}),
         )
 
     @property
@@ -196,6 +190,7 @@ class Lookup:
         shard, index = announcement.shard, self.index
         if announcement.ranks is not None:
             self._ranks.name(shard, announcement.ranks)
+            self._namespaces[shard] = announcement.namespaces
         if announcement.full:
             index.restart(shard)
         removed_parts = _unpacked(announcement.removed_parts)
@@ -232,10 +227,6 @@ class Lookup:
         self._silence(now)
         return self._ranks.replica(replica, self._live)
 
-    def elsewhere(self, namespace: Namespace, prefix_digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the most similar other namespace that stored `digest`, and its replica."""
-        return self._digests.elsewhere(namespace, prefix_digest)
-
     def shards(self) -> list[str]:
         """Return the shards that it knows."""
         return [*self._silent, *self._live]
@@ -250,6 +241,7 @@ class Lookup:
         self._leaving.discard(shard)
         self.index.drop(shard)
         self._ranks.drop(shard)
+        self._namespaces.pop(shard, None)
         self._partial_blocks.drop(shard)
         self._last.pop(shard, None)
         self._live.pop(shard, None)
@@ -269,7 +261,6 @@ class Lookup:
             "queried_blocks": self._num_queried,
             "resyncs": self._num_resyncs,
             "expired": self._num_expired,
-            "prefix_digests": len(self._digests),
             "ranks": len(self._ranks),
             "silent": sorted(self._silent),
             "leaving": sorted(self._leaving),

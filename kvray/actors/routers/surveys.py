@@ -22,7 +22,6 @@ from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import Tokens, chain_keys, pack_tokens, request_seed
 from kvray.index import Run
 from kvray.routing import Outcomes, Profile, Survey, read_profile, survey_of
-from kvray.trace.prefix_digest import prefix_digest
 
 _log = logging.getLogger("ray.serve")
 
@@ -124,13 +123,12 @@ class Surveys:
         """Return where a prompt's blocks are, as lookup and shards say."""
         if profile.namespace and lora is None:
             keys = chain_keys(packed, tokens_per_block=profile.tokens_per_block, seed=seed)
-            digest = prefix_digest(packed, salt=salt)
         else:
             asked = replica, packed.tobytes(), salt, lora
             prompt: Prompt = await self._call(self.home(replica), "prompt", *asked, until=until)
-            keys, digest = split_keys(prompt.keys), prompt.prefix_digest
+            keys = split_keys(prompt.keys)
         runs, on_disk = await self._ask_about(keys, profile, until) if keys else ([], {})
-        return survey_of(profile, keys, runs, on_disk, prefix_digest=digest)
+        return survey_of(profile, keys, runs, on_disk)
 
     async def _ask_about(
         self, keys: Sequence[BlockKey], profile: Profile, until: float
@@ -219,4 +217,4 @@ class Surveys:
 
 def _nowhere(profile: Profile) -> Survey:
     """Return that nobody has a prompt: it is the same work on every replica."""
-    return survey_of(profile, [], [], {}, prefix_digest=b"")
+    return survey_of(profile, [], [], {})

@@ -243,11 +243,6 @@ class ShardActor:
         """See `ActorRequests.on_disk`."""
         return self._shard.requests.on_disk(parts, *keys)
 
-    @ray.method(concurrency_group="routers")
-    def routed(self, notes: Sequence[Any]) -> None:
-        """Keep a router's notes on requests that it sent to this node's replicas."""
-        self._shard.requests.routed(notes)
-
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

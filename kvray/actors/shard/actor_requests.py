@@ -118,10 +118,6 @@ class ActorRequests:
         stager = self._parts.serving().stager
         return self._parts.loop.call(lambda: stager.on_disk(parts, b"".join(keys)), ANSWER_S)
 
-    def routed(self, notes: Sequence[Any]) -> None:
-        """See `RoutingLog.note`."""
-        self._parts.loop.call(lambda: self._parts.routing_log.note(notes), ANSWER_S)
-
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""
         nvme = self._parts.serving().nvme

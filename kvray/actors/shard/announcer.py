@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from kvray.actors.lookup.partitions import shares
-from kvray.actors.shard.digest_desk import DigestDesk
 from kvray.actors.shard.lookup_stream import Announce, LookupStream
 from kvray.actors.shard.tier_delta import Entries, TierDelta
 from kvray.store import ArenaOwner
@@ -32,7 +31,8 @@ class Announcer:
 
     def __init__(self, shard: str, *lookups: Announce) -> None:
         """`lookups` bring announcements to the partitions, in their order."""
-        self.desk = DigestDesk()
+        self.namespaces: frozenset[int] = frozenset()
+        """Those of all shards, as arenas number them; none, if the lookup has just started."""
         self._arena_id = ""
         self._store: NvmeStore | None = None
         # The arena's, and the disk's if there is one.
@@ -45,7 +45,7 @@ class Announcer:
                 announce,
                 partial(self._held, partition),
                 what=f"partition {partition} of the lookup" if partition else "the lookup",
-                desk=None if partition else self.desk,
+                names_ranks=not partition,
                 random=random,
             )
             for partition, announce in enumerate(lookups)
@@ -74,9 +74,12 @@ class Announcer:
             "seconds": sum(stream.telling_s for stream in self._streams),
         }
 
-    def name_ranks(self, ranks: Iterable[tuple[str, int]]) -> None:
-        """Have it announced that these (replica, rank), and no others, are registered here."""
-        self._streams[0].name_ranks(sorted(ranks))
+    def name_ranks(self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int]) -> None:
+        """Announce that these (replica, rank), and no others, are registered here.
+
+        `namespaces` are those of blocks and engines here, as arenas number them.
+        """
+        self._streams[0].name_ranks(sorted(ranks), tuple(sorted(namespaces)))
 
     @property
     def is_leaving(self) -> bool:
@@ -136,8 +139,7 @@ class Announcer:
         answers, stream.answers = stream.answers, []
         for answer in answers:
             if stream is self._streams[0]:
-                self.desk.settle(answer.findings)
-                self.desk.hear(getattr(answer, "stored", ()))
+                self.namespaces = frozenset(answer.namespaces)
             parts = np.flatnonzero(self._deltas[0].num_held).tolist()
             owner.give_up(answer.partial_keys, parts)
 

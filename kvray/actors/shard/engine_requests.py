@@ -73,7 +73,6 @@ class EngineRequests:
         replica: str,
         rank: int,
         counters: dict[str, int],
-        openings: Sequence[Any] = (),
         requests: Sequence[Any] = (),
         spans: Sequence[Any] = (),
         prompts: bytes = b"",
@@ -87,8 +86,7 @@ class EngineRequests:
         order = replicas.weights_order(replica, rank, weights_order)
         found = read_notes(spans)
         self._parts.traces.note(origin, found)
-        num_bad = self._parts.announcer.desk.note(origin, openings)
-        num_bad += self._parts.request_log.note(origin, requests) + len(spans) - len(found)
+        num_bad = self._parts.request_log.note(origin, requests) + len(spans) - len(found)
         block_bytes = replicas.block_bytes(replica)
         try:
             sample = self._parts.traffic.note(origin, block_bytes, prompts)
@@ -100,7 +98,6 @@ class EngineRequests:
             "known": True,
             "weights": order,
             "sample": sample,
-            "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
             "describe": self._generation(),
@@ -130,7 +127,7 @@ class EngineRequests:
 
     def _stored(self) -> list[int]:
         """Return the numbers of namespaces that engines have blocks of, on whichever node."""
-        return sorted(self._parts.announcer.desk.stored | self._parts.replicas.numbers())
+        return sorted(self._parts.announcer.namespaces | self._parts.replicas.numbers())
 
     def _generation(self) -> int | None:
         """Return the number of what engines were asked to tell; None: they need not."""

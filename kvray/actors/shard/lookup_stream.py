@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 from kvray.actors.lookup.lookup import Announcement, Answer, packed_parts
-from kvray.actors.shard.digest_desk import DigestDesk
 from kvray.actors.shard.tier_delta import Entries
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -37,6 +36,10 @@ _BACKOFF_S = 0.5
 _BACKOFF_MAX_S = 4.0
 
 
+_Ranks = tuple[list[tuple[str, int]], tuple[int, ...]]
+"""(replica, rank) of those that are registered, and the namespaces that are here."""
+
+
 class LookupStream:
     """One shard's announcements to one partition; no two methods run at once, but for `lag_s`.
 
@@ -52,12 +55,12 @@ class LookupStream:
         held: Callable[[], Iterable[Entries]],
         *,
         what: str = "the lookup",
-        desk: DigestDesk | None = None,
+        names_ranks: bool = False,
         random: Random,
     ) -> None:
         """`held` returns all blocks for a full announcement.
 
-        `desk` has the digests to announce; only one partition is told of those and of ranks.
+        One partition `names_ranks`: only it is told of them and of namespaces.
         """
         self.num_shards = 0
         """Live shards of the tier, as this partition said last; 0 while it does not answer."""
@@ -71,15 +74,14 @@ class LookupStream:
         self._announce = announce
         self._held = held
         self._what = what
-        self._desk = desk
         self._random = random
         self._arena_id = ""
         # (keys, parts, whether they were added); the lookup has all that came before.
         self._pending: deque[tuple[Any, Any, bool]] = deque()
         self._untold_since: float | None = None
         self._sequence = 0
-        self._ranks: list[tuple[str, int]] | None = None if desk is None else []
-        self._ranks_said: list[tuple[str, int]] | None = None
+        self._ranks: _Ranks | None = ([], ()) if names_ranks else None
+        self._ranks_said: _Ranks | None = None
         self._lookup_epoch: str | None = None
         self._is_heard = True
         # An announcement whose answer is still to come, since when, and whether it is outdated.
@@ -91,8 +93,8 @@ class LookupStream:
         self._send_at = 0.0
         self._has_to_ask = False
         self._num_failures = 0
-        # A repeated announcement still owes the lookup its end and the digests.
-        self._owes_end = self._owes_digests = False
+        # A repeated announcement still owes the lookup its end.
+        self._owes_end = False
         self._keys_max = ANNOUNCED_MAX
         # An epoch of the lookup, and by how much its clock is ahead.
         self._lookup_clock: tuple[str, float] | None = None
@@ -106,9 +108,9 @@ class LookupStream:
         """Announce everything again, of the arena of that name."""
         self._arena_id, self._lookup_epoch, self._is_outdated = arena_id, None, True
 
-    def name_ranks(self, ranks: list[tuple[str, int]]) -> None:
-        """Have these ranks announced, each (replica, rank)."""
-        self._ranks = ranks
+    def name_ranks(self, ranks: list[tuple[str, int]], namespaces: tuple[int, ...]) -> None:
+        """Have these ranks announced, each (replica, rank), and these namespaces."""
+        self._ranks = ranks, namespaces
 
     def note(self, entries: Entries, added: bool) -> None:
         """Note blocks that came or went."""
@@ -185,8 +187,6 @@ class LookupStream:
             # Only the turn was asked for, and here it is.
             self._has_to_ask = False
             self._note_all()
-        else:
-            self._owes_digests = False
         self._owes_end = announcement.more
         self._fit_to(announcement, answer.took_s)
         self._note_told()
@@ -194,7 +194,7 @@ class LookupStream:
         if not self._pending and not self._owes_end:
             self._send_at = now + answer.pause_s * self._random.uniform(0.75, 1.25)
         if announcement.ranks is not None:
-            self._ranks_said = announcement.ranks
+            self._ranks_said = announcement.ranks, announcement.namespaces
 
     def _give_up(self, error: KVRayError) -> None:
         """Announce everything again after a while: the last announcement may be lost."""
@@ -236,8 +236,7 @@ class LookupStream:
 
     def _next(self, shard_epoch: int, *, full: bool) -> Announcement:
         if full:
-            # The first piece shows how long a key takes.
-            self._owes_digests, self._keys_max = True, _FIRST_MAX
+            self._keys_max = _FIRST_MAX  # the first piece shows how long a key takes
             if not self._has_to_ask:
                 self._note_all()
             else:
@@ -257,7 +256,8 @@ class LookupStream:
             keys_of[added].extend(keys[:room].tobytes())
             parts_of[added].extend(packed_parts(parts[:room]))
             room -= min(room, len(keys))
-        is_full = self._owes_digests and not is_question
+        says_ranks = self._ranks is not None and (full or self._ranks != self._ranks_said)
+        ranks, namespaces = self._ranks if self._ranks and says_ranks else (None, ())
         return Announcement(
             shard=self._shard,
             arena_id=self._arena_id,
@@ -268,9 +268,9 @@ class LookupStream:
             added_parts=bytes(parts_of[True]),
             removed_keys=bytes(keys_of[False]),
             removed_parts=bytes(parts_of[False]),
-            prefix_digests=[] if self._desk is None else self._desk.due(full=is_full),
             more=is_question or bool(self._pending),
-            ranks=self._ranks if full or self._ranks != self._ranks_said else None,
+            ranks=ranks,
+            namespaces=namespaces,
             is_leaving=self.is_leaving,
             until=self._deadline(),
         )

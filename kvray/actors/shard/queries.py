@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvray.actors.lookup.stored_digests import Finding
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
@@ -19,9 +19,7 @@ from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.hot_prefixes import hot_prefixes
 from kvray.store.sizing import Plan
-from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.request_note import RequestNote, unpack
-from kvray.trace.routing_note import RoutingNote
 
 KEYS_MAX = 2**17  # blocks of a prompt that one question may be about
 _HOTTEST_MAX = 1000
@@ -30,16 +28,12 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request: its engine's note, and what the lookup found out since."""
+    """A request, as its engine noted it."""
 
     replica: str
     rank: int
     note: RequestNote
     namespace: Namespace | None  # of the replica; None if the shard has forgotten it
-    finding: Finding | None = None
-    """Where such a prompt was stored, if in another namespace only."""
-    routing: RoutingNote | None = None
-    """What its router noted; None if none did."""
     is_leaving: bool = False
     """Whether its node is to go."""
 
@@ -65,7 +59,6 @@ class Prompt:
 
     keys: bytes  # of its full blocks, end to end
     namespace: Namespace
-    prefix_digest: bytes
     block_bytes: int = 0  # of all parts of a block
 
 
@@ -77,27 +70,17 @@ class Queries:
 
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
         """Return the requests that `RequestLog.find` finds for these arguments."""
-
-        def find() -> list[tuple[str, int, RequestNote, RoutingNote | None]]:
-            found = self._parts.request_log.find(replica, request_id, last)
-            notes = [(name, rank, unpack(packed)) for name, rank, packed in found]
-            routed = self._parts.routing_log.find
-            return [(name, rank, note, routed(name, note)) for name, rank, note in notes]
-
-        asked = []
-        for name, rank, note, routing in self._parts.loop.call(find, ANSWER_S):
-            asked.append(
-                Asked(
-                    replica=name,
-                    rank=rank,
-                    note=note,
-                    namespace=self._parts.replicas.namespace_of(name, rank),
-                    finding=self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest),
-                    routing=routing,
-                    is_leaving=self._parts.announcer.is_leaving,
-                )
+        find = partial(self._parts.request_log.find, replica, request_id, last)
+        return [
+            Asked(
+                replica=name,
+                rank=rank,
+                note=unpack(packed),
+                namespace=self._parts.replicas.namespace_of(name, rank),
+                is_leaving=self._parts.announcer.is_leaving,
             )
-        return asked
+            for name, rank, packed in self._parts.loop.call(find, ANSWER_S)
+        ]
 
     def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
         """Return where blocks are, and when they left; only removals `before` count, if given."""
@@ -127,14 +110,9 @@ class Queries:
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
-        # An adapter or a tenant enters the digest by what only keys are made of here.
-        digest = b""
-        if len(tokens) and lora is None and reader.tenants is None:
-            digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
         return Prompt(
             keys=b"".join(keys),
             namespace=reader.namespace,
-            prefix_digest=digest,
             block_bytes=reader.part_bytes * reader.namespace.num_parts,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from kvray.trace.request_note import NOTES_MAX, unpack
 

@@ -16,7 +16,6 @@ from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.shard.pinning import PinKeeper
 from kvray.actors.shard.request_log import RequestLog
-from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
 from kvray.actors.shard.traces import Traces
@@ -57,7 +56,6 @@ class ShardParts:
     """Returns the other parts; raises while the shard does not serve."""
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
-    routing_log: RoutingLog = field(default_factory=RoutingLog)
     traces: Traces = field(default_factory=Traces)
     tenants: TenantSalts | None = None
     traffic: Traffic = field(init=False)
@@ -341,7 +339,8 @@ class Serving:
 
         A lookup that does not answer keeps the shard from announcing, but from nothing else.
         """
-        self._parts.announcer.name_ranks(self._parts.replicas.connected())
+        replicas = self._parts.replicas
+        self._parts.announcer.name_ranks(replicas.connected(), replicas.numbers())
         self._parts.announcer.name_leaving(self.drain.is_on)
         if self._sending is not None:
             if not self._sending.done():

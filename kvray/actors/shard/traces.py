@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.staging.replicas import Origin
 from kvray.trace import spans
 from kvray.trace.span_note import SpanNote
 

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.staging.replicas import Origin
 from kvray.store.sizing import (
     CPU_SHARE,
     PROMPTS_MAX,

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import UNNAMED, Namespace, namespace_id
@@ -143,6 +142,15 @@ _COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
 _INSTANCE: TypeAdapter[str] = TypeAdapter(Annotated[Name, Field(min_length=0, max_length=64)])
 _READABLE, _SUFFIX = 200, 8  # characters of a taken name, and of the instance behind it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The rank that a report is of."""
+
+    replica: str
+    rank: int
+    namespace: Namespace
 
 
 class Replicas:
@@ -392,7 +400,7 @@ def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) 
     """Refuse two layouts under one `model_key`: one of them belongs to another model.
 
     Replicas of one model may differ in tensor parallelism, and in the version of their weights.
-    They do not share blocks, which is counted and explained as `incompatible`.
+    They do not share blocks, and `kvray status` shows in what they differ.
     """
     different = replace(mine, weights=theirs.weights).difference(theirs)
     if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:

@@ -8,7 +8,6 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvray.cli.text.reasons import CAUSES, WAYS, reason
-from kvray.cli.text.routing import routing_report
 from kvray.console.tables import empty_table
 
 _TIERS = {"host": "the memory", "nvme": "the disk"}
@@ -31,8 +30,6 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
         f"The request waited {1000 * request['stage_s']:.1f} ms for the shard; the rest took"
         f" {1000 * request['lease_s']:.1f} ms."
     )
-    yield from routing_report(request["routing"])
-    yield from _difference(request["incompatible"])
     yield from _leaving(request["leaving"])
     yield request_sentence(request, now=now)
 
@@ -61,7 +58,6 @@ def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[Renderab
         f" them, namespace {prompt['namespace']}"
     )
     yield _table(_prompt_rows(prompt, now))
-    yield from _difference(prompt["incompatible"])
     yield from _leaving(prompt["leaving"])
     stored, total = prompt["stored_tokens"], prompt["num_tokens"]
     known = reason(prompt["reason"], _cause(prompt))
@@ -153,7 +149,6 @@ def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
     text: str = one["reason"].replace("_", " ")
     if one["reason"] == "never_stored":
         text += f", at least not since {clock(since, now)}"
-    if one["reason"] in ("never_stored", "incompatible"):
         text += f"; stored after that, {_places(one['places'])}" if one["places"] else ""
     elif one["places"]:
         text += f"; now {_places(one['places'])}"
@@ -208,15 +203,6 @@ def _sources(request: Mapping[str, Any]) -> str:
     if len(found) == 1:
         return f" ({next(iter(found))})"
     return f" ({', '.join(f'{count:,} {text}' for text, count in found.items())})"
-
-
-def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableType]:
-    if incompatible is None:
-        return
-    table = empty_table("field", "here", f"in replica {incompatible['replica']}", folds=True)
-    for name, both in incompatible["difference"].items():
-        table.add_row(name, *(shortened(str(value), _VALUE_MAX) for value in both))
-    yield table
 
 
 def _leaving(shards: Sequence[str]) -> Iterator[str]:

@@ -10,14 +10,12 @@ from kvray.console.tables import PlainTable
 
 _COLUMNS_MAX = 6
 _NAMES_MAX = 4
-_INCOMPATIBLE = "miss_tokens_incompatible"
 
 
 def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     """Return how the replicas' namespaces differ, and a sentence on it; None if they do not.
 
-    The table has one column for each namespace and one row for each field that differs. Replicas
-    that are gone are shown while a replica counts incompatible misses, which they may explain.
+    The table has one column for each namespace and one row for each field that differs.
     """
     namespaces = {
         digest: values for shard in shards for digest, values in shard.get("namespaces", {}).items()
@@ -39,16 +37,13 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
 
 
 def _replicas_by_namespace(shards: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return digest -> names of its replicas; those that are gone only if they may matter."""
-    ranks = ranks_of(shards)
-    all_matter = any(rank["counters"].get(_INCOMPATIBLE) for rank in ranks)
+    """Return digest -> names of its replicas; those that are gone too: their blocks are here."""
     found: dict[str, list[str]] = {}
-    for rank in ranks:
-        if rank["connected"] or all_matter:
-            names = found.setdefault(rank["namespace"], [])
-            name = rank["replica"] + ("" if rank["connected"] else " gone")
-            if name not in names:
-                names.append(name)
+    for rank in ranks_of(shards):
+        names = found.setdefault(rank["namespace"], [])
+        name = rank["replica"] + ("" if rank["connected"] else " gone")
+        if name not in names:
+            names.append(name)
     return found
 
 

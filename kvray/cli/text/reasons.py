@@ -16,7 +16,8 @@ REASONS: dict[str, Reason] = {
     "none": Reason("nothing was missed", ""),
     "never_stored": Reason(
         "no replica of this namespace has stored these blocks",
-        "Nothing is wrong if the text is new. If it was sent before, compare the token ids of both"
+        "Nothing is wrong if the text is new. If it was sent before, see in `kvray status` whether"
+        " namespaces differ, and compare the token ids of both"
         " prompts: after the first token that differs (a date, a name), nothing can match.",
     ),
     "evicted": Reason("they were stored, and had left the tier", ""),
@@ -24,11 +25,6 @@ REASONS: dict[str, Reason] = {
         "some ranks' parts of these blocks are stored, and others are not",
         "A rank could not save, or its node is gone: see `dropped` and gone ranks in `kvray"
         " status`.",
-    ),
-    "incompatible": Reason(
-        "only a replica of another namespace has stored this text, and its bytes differ",
-        "Start both replicas with the same model and engine arguments; if the difference is meant,"
-        " ignore this.",
     ),
     "not_stored": Reason(
         "no node had these blocks", "Run `kvray explain` to see what became of them."

@@ -35,7 +35,7 @@ def record_answer(
     first, wanted = asked.num_computed // size, asked.num_askable(size)
     end, hit = min(first, wanted), 0
     arrivals: Arrivals = ()
-    digest, step = b"", 1
+    step = 1
     missing: tuple[BlockKey, ...] = ()
     if state is not None and state.promise is not None:
         end, hit = state.promise.end, state.promise.num_blocks * size
@@ -51,12 +51,7 @@ def record_answer(
     if missed > 0:
         totals[f"miss_tokens_{reason}"] += missed
     if state is not None and keys:
-        arrivals, digest = state.arrivals, state.prefix_digest
-        prefix_digests = shared.figures.prefix_digests
-        if state.num_saved:
-            prefix_digests.note_stored(digest)
-        elif reason == "not_stored":
-            prefix_digests.note_missed(digest, missed)
+        arrivals = state.arrivals
         step, missing = sampled(keys, end)
     ended = time.time()
     is_new = shared.figures.request_notes.note(
@@ -72,7 +67,6 @@ def record_answer(
             arrivals=arrivals,
             stage_s=stage_s,
             lease_s=lease_s,
-            prefix_digest=digest,
             step=step,
             keys=missing,
         )

@@ -24,7 +24,6 @@ class RequestState:
     namespace: bytes = b""  # digest of the one that its keys are in
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
-    prefix_digest: bytes = b""  # digest of how the prompt begins
     block_tokens: BlockTokens | None = None
     """Is told of the tokens of its blocks; None: more than tokens enters its keys."""
     windowed: tuple[bool, ...] = (False,)

@@ -67,7 +67,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "replica": "r",
         "rank": 0,
         "counters": {"requests": 1},
-        "openings": [],
         "requests": [],
         "spans": [["load", 1, 1.0, 2.0, {"kvray.bytes": 1}]],
         "leaving": False,
@@ -196,7 +195,6 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(
         replica="r",
         rank=0,
         counters={"requests": 5},
-        openings=[[b"short", 0], [bytes(8), 0]],
         requests=[pack(RequestNote(78, 1.0, 40, 4, 0, 0, -1, "not_stored")), good],
         spans=[["unheard-of", 1, 1.0, 2.0, {}], *GOOD["report"]["spans"]],
         prompts=b"no sample",
@@ -207,7 +205,7 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(
     assert 78 not in found
     (rank,) = (one for one in shard.status()["replicas"] if one["connected"])
     assert rank["counters"] == {"requests": 5}
-    assert "4 notes of replica 'r'" in caplog.text
+    assert "3 notes of replica 'r'" in caplog.text
 
 
 def connections(path: Path) -> list[Any]:

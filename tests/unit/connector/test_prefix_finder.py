@@ -134,9 +134,6 @@ def test_a_miss_is_counted_by_what_the_shard_says(
     assert pair.query(Request(1, PROMPT)) == 0
     missed = {name: n for name, n in pair.totals.items() if name.startswith("miss_tokens_") and n}
     assert missed == {f"miss_tokens_{reason}": NUM_WANTED * BLOCK}
-    assert bool(pair.worker._rank.shared.figures.prefix_digests.waiting()) == (
-        reason == "not_stored"
-    )
 
 
 def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, make_pair: MakePair) -> None:

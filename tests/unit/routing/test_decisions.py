@@ -1,10 +1,9 @@
-"""What becomes of a router's choices: counts, notes for people, and the load of replicas."""
+"""What becomes of a router's choices: counts, and the load of replicas."""
 
 import pytest
 
 from kvray.routing import Choice, Decisions, Outcomes, Place, Standings, Survey
 from kvray.routing.cost import Stretch
-from kvray.trace.routing_note import CANDIDATES_MAX, RoutingNote
 
 NAMES = tuple(f"r{number}" for number in range(20))
 SURVEY = Survey(
@@ -12,7 +11,6 @@ SURVEY = Survey(
     token_bytes=16_384,
     words=tuple(f"{block}".encode() for block in range(32)),
     stretches=(Stretch(num_tokens=512, holders={"node-0": "host"}),),
-    prefix_digest=b"12345678",
 )
 
 
@@ -23,8 +21,7 @@ class Router:
         self.standings = Standings(pool_blocks=1000, prefill_tokens_per_s=1000.0)
         self.standings.retain(NAMES)
         self.outcomes = Outcomes()
-        self.notes: list[RoutingNote] = []
-        self.decisions = Decisions(self.standings, self.outcomes, self.notes.append)
+        self.decisions = Decisions(self.standings, self.outcomes)
 
     def choice(self, now: float) -> Choice:
         places = [
@@ -35,9 +32,7 @@ class Router:
 
     def begin(self, request: str, *, now: float = 0.0, is_told: bool = True) -> Choice:
         choice = self.choice(now)
-        self.decisions.begin(
-            request, choice, SURVEY, num_tokens=1024, now=now, wall=1e9 + now, is_told=is_told
-        )
+        self.decisions.begin(request, choice, SURVEY, now=now, is_told=is_told)
         return choice
 
     def total(self, name: str, *labels: str) -> float:
@@ -56,23 +51,10 @@ def test_a_request_is_followed_from_its_choice_to_its_first_token(router: Router
     router.decisions.sent("one", "r0", now=1.1)
     router.decisions.first_token("one", now=1.75)
     router.decisions.over("one", now=9.0)
-    sent, answered = router.notes
-    assert (sent.outcome, sent.first_token_s) == ("under_way", 0.0)
-    assert (answered.outcome, answered.first_token_s) == ("answered", 0.75)
-    assert (answered.replica, answered.reason) == ("r0", "prefix")
-    assert (answered.at, answered.num_tokens, answered.prefix_digest) == (
-        1e9 + 1,
-        1024,
-        b"12345678",
-    )
-    assert (answered.num_candidates, len(answered.candidates)) == (len(NAMES), CANDIDATES_MAX)
-    best = answered.candidates[0]
-    assert (best.replica, best.host_tokens, best.computed_tokens) == ("r0", 512, 512)
-    assert best.compute_s == pytest.approx(0.512)
     assert router.total("routed_requests_total", "prefix") == 1
     assert router.total("first_token_count_total") == 1
     assert router.total("first_token_seconds_sum_total") == pytest.approx(0.75)
-    predicted_s = best.queue_s + best.bring_s + best.compute_s
+    predicted_s = choice.ranked[0].cost.first_token_s
     assert router.total("predicted_first_token_seconds_sum_total") == pytest.approx(predicted_s)
     error_s = 0.75 - predicted_s
     assert router.total("first_token_error_seconds_sum_total") == pytest.approx(error_s)
@@ -97,7 +79,6 @@ def test_work_ends_when_it_is_due_if_nobody_tells(router: Router) -> None:
     router.choice(60.0)
     assert len(router.standings._loads["r0"]) == 0
     router.decisions.over("untold", now=61.0)
-    assert [one.outcome for one in router.notes] == ["under_way"], "how it ended is not known"
 
 
 def test_the_replica_that_took_it_has_the_work_and_the_blocks(router: Router) -> None:
@@ -105,22 +86,15 @@ def test_the_replica_that_took_it_has_the_work_and_the_blocks(router: Router) ->
     router.decisions.sent("one", "r3", now=0.0)
     loads = {name: len(load) for name, load in router.standings._loads.items()}
     assert (loads["r0"], loads["r3"]) == (0, 1)
-    (note,) = router.notes
-    assert (note.replica, note.reason) == ("r3", "queue"), "the best one was full"
-    assert note.candidates[0].replica == "r3"
-    assert len({one.replica for one in note.candidates}) == CANDIDATES_MAX
+    assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
 
 
 def test_without_a_choice_it_is_a_fallback_without_candidates(router: Router) -> None:
-    router.decisions.begin("one", None, None, num_tokens=7, now=0.0, wall=5.0, is_told=True)
+    router.decisions.begin("one", None, None, now=0.0, is_told=True)
     assert router.decisions.order("one") == []
     assert router.decisions.order("another") is None
     router.decisions.sent("one", "new", now=0.0)
     router.decisions.over("one", now=1.0)
-    assert [one.outcome for one in router.notes] == ["under_way", "not_answered"]
-    assert {(one.reason, one.candidates, one.replica) for one in router.notes} == {
-        ("fallback", (), "new")
-    }
     assert router.total("routed_requests_total", "fallback") == 1
     assert router.total("first_token_count_total") == 0
 
@@ -130,7 +104,6 @@ def test_a_choice_that_was_given_back_counts_for_nothing(router: Router) -> None
     router.decisions.over("one", now=0.1)
     router.decisions.sent("one", "r0", now=0.2)
     router.decisions.first_token("one", now=0.3)
-    assert router.notes == []
     assert router.total("routed_requests_total", "prefix") == 0
     assert len(router.standings._loads["r0"]) == 0
 
@@ -147,8 +120,6 @@ def test_of_two_decisions_for_one_request_the_first_counts(router: Router) -> No
 
 def test_of_requests_that_never_end_the_oldest_are_forgotten(router: Router) -> None:
     for number in range(5000):
-        router.decisions.begin(
-            str(number), None, None, num_tokens=1, now=0.0, wall=0.0, is_told=False
-        )
+        router.decisions.begin(str(number), None, None, now=0.0, is_told=False)
     assert router.decisions.order("0") is None
     assert router.decisions.order("4999") == []

@@ -22,7 +22,6 @@ NOTE = RequestNote(
     arrivals=(Arrival(3, "nixl", "kvray-shard-b"),),
     stage_s=0.01,
     lease_s=0.001,
-    prefix_digest=bytes(8),
     step=2,
     keys=tuple(chain(5)),
 )
@@ -39,7 +38,6 @@ def test_a_note_comes_out_as_it_went_in() -> None:
         {"wanted": -1},
         {"tokens_per_block": 0},
         {"reason": "x" * 100},
-        {"prefix_digest": b"short"},
         {"arrivals": ((1, 2),)},
         {"at": None},
         {"at": float("nan")},

@@ -13,13 +13,11 @@ from kvray.actors.lookup.lookup import (
     Lookup,
     packed_parts,
 )
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.index import Run
 from tests.examples import examples
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 
@@ -84,21 +82,13 @@ def test_what_does_not_follow_is_refused_and_changes_nothing(
     assert not lookup.announce(said(2, added=[3]), now=0.0).resync
 
 
-def test_prefix_digests_of_a_refused_announcement_are_not_taken(lookup: Lookup) -> None:
-    origin = Origin(replica="a", rank=0, namespace=NAMESPACE)
-    notes = [(origin, bytes(8), 0)]
-    assert lookup.announce(said(9, prefix_digests=notes), now=0.0).resync
-    assert lookup.status(now=0.0)["prefix_digests"] == 0
-    assert not lookup.announce(said(2, prefix_digests=notes), now=0.0).resync
-    assert lookup.status(now=0.0)["prefix_digests"] == 1
-
-
-def test_misses_that_another_namespace_has_stored_are_answered(lookup: Lookup) -> None:
-    theirs = Origin(replica="theirs", rank=0, namespace=OTHER_LAYOUT)
-    mine = Origin(replica="mine", rank=1, namespace=NAMESPACE)
-    lookup.announce(said(1, full=True, shard="b", prefix_digests=[(theirs, bytes(8), 0)]), now=0.0)
-    (finding,) = lookup.announce(said(2, prefix_digests=[(mine, bytes(8), 64)]), now=0.0).findings
-    assert (finding.origin, finding.num_tokens, finding.replica) == (mine, 64, "theirs")
+def test_each_shard_hears_of_the_namespaces_of_all(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, shard="b", ranks=[], namespaces=(7, 9)), now=0.0)
+    assert lookup.announce(said(9, ranks=[], namespaces=(5,)), now=0.0).namespaces == ()
+    answer = lookup.announce(said(2, ranks=[], namespaces=(7, 8)), now=0.0)
+    assert set(answer.namespaces) == {7, 8, 9}
+    lookup.drop("b")
+    assert set(lookup.announce(said(3), now=0.0).namespaces) == {7, 8}
 
 
 def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:

@@ -16,7 +16,6 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.index import Run
 from kvray.routing import Link, Outcomes, Stretch, Survey
-from kvray.trace.prefix_digest import prefix_digest
 from tests.ray.engine import NAMESPACE
 
 TOKENS = np.arange(100, dtype="<i4")
@@ -58,7 +57,7 @@ class Tier:
         if method == "prompt":
             if self.refusal:
                 raise ConfigError(self.refusal)
-            return Prompt(keys=b"".join(KEYS), namespace=NAMESPACE, prefix_digest=b"")
+            return Prompt(keys=b"".join(KEYS), namespace=NAMESPACE)
         return {"profile": self.profile, "locate": RUNS, "on_disk": b"\0\1\1"}[method]
 
 
@@ -93,7 +92,6 @@ def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
             Stretch(num_tokens=32, holders={"s1": "disk", "s2": "host"}),
             Stretch(num_tokens=32, holders={"s1": "disk"}),
         ),
-        prefix_digest=prefix_digest(TOKENS, salt="t"),
     )
     partition = lookup_name(partition_of(KEYS[0], 2))
     assert tier.calls[-2:] == [

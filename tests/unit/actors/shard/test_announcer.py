@@ -11,14 +11,13 @@ import pytest
 
 from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.lookup.partitions import partition_of
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
 from kvray.actors.shard import lookup_stream as stream_module
 from kvray.actors.shard.announcer import Announcer
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.eviction import choose_victims
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line
+from tests.unit.actors.small_shard import Line
 from tests.unit.store.nvme.small_store import demote, open_store
 from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
 from tests.waiting import wait_for
@@ -408,7 +407,6 @@ def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_a
     line.lookup = Crowd()
     keys = chain(10)
     store(arena, keys)
-    announcer.desk.note(THEIRS, [(DIGEST, 0)])
     tell(announcer, arena)
     assert line.matched(keys) == 0
     asked = len(line.heard)
@@ -423,7 +421,6 @@ def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_a
     said = [(each.full, len(each.added_keys) // KEY_BYTES, each.more) for each in line.heard]
     asked = [(True, 4, True), (True, 0, True), (True, 0, True)]
     assert said == [*asked, (False, 4, True), (False, 6, False)]
-    assert [len(each.prefix_digests) for each in line.heard] == [1, 1, 1, 1, 0]
 
 
 def test_a_shard_without_blocks_gives_its_turn_back_at_once(
@@ -547,14 +544,14 @@ def test_a_partition_that_does_not_answer_holds_up_no_other(two: Partitions, are
     assert two.matched(chain_of(0)) == [3, 0]
 
 
-def test_only_the_first_partition_is_told_of_ranks_and_digests(
+def test_only_the_first_partition_is_told_of_ranks_and_namespaces(
     two: Partitions, arena: Arena
 ) -> None:
-    two.announcer.name_ranks([("r", 0)])
-    two.announcer.desk.note(THEIRS, [(DIGEST, 0)])
+    two.announcer.name_ranks([("r", 0)], {9, 7})
     tell(two.announcer, arena)
-    said = [[(each.ranks, len(each.prefix_digests)) for each in one.heard] for one in two.lines]
-    assert said == [[([("r", 0)], 1)], [(None, 0)]]
+    said = [[(each.ranks, each.namespaces) for each in one.heard] for one in two.lines]
+    assert said == [[([("r", 0)], (7, 9))], [(None, ())]]
+    assert two.announcer.namespaces == {7, 9}
 
 
 def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(
@@ -632,44 +629,3 @@ def test_what_lost_its_other_part_is_evicted_first(
     within = np.arange(arena.tables.geometry.num_slots)
     victims = choose_victims(arena.tables, 3, within=within, protect=NOBODY)
     assert victims.tolist() == [slots[1], slots[0], slots[2]]
-
-
-# -- prompt-prefix digests ------------------------------------------------------------------------
-
-DIGEST = bytes(8)
-MINE = Origin(replica="mine", rank=0, namespace=NAMESPACE)
-THEIRS = Origin(replica="theirs", rank=0, namespace=OTHER_LAYOUT)
-
-
-def test_what_engines_noted_is_announced_and_the_answer_kept_for_them(
-    announcer: Announcer, arena: Arena
-) -> None:
-    announcer.desk.note(THEIRS, [(DIGEST, 0)])
-    announcer.desk.note(MINE, [(DIGEST, 64), (DIGEST, 0)])
-    tell(announcer, arena)
-    (answer,) = announcer.desk.answers("mine", 0)
-    assert (answer["num_tokens"], answer["replica"]) == (64, "theirs")
-
-
-def test_what_engines_noted_waits_for_the_next_heartbeat(
-    announcer: Announcer, arena: Arena
-) -> None:
-    tell(announcer, arena)
-    announcer.desk.note(MINE, [(DIGEST, 0)])
-    assert not announcer.collect(ArenaOwner(arena))
-
-
-def test_notes_that_a_lookup_refused_or_never_got_are_announced_again(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
-    tell(announcer, arena)
-    announcer.desk.note(THEIRS, [(DIGEST, 0)])
-    line.cut = True
-    tell(announcer, arena)
-    line.cut, line.lookup = False, Lookup()
-    tell(announcer, arena)
-    announcer.desk.note(MINE, [(DIGEST, 64)])
-    line.lookup = Lookup()
-    tell(announcer, arena)
-    tell(announcer, arena)
-    assert [answer["num_tokens"] for answer in announcer.desk.answers("mine", 0)] == [64]

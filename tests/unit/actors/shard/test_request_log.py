@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard.request_log import RequestLog
+from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from kvray.trace.request_note import NOTES_MAX, RequestNote, pack, unpack
 from tests.ray.engine import NAMESPACE

@@ -5,9 +5,9 @@ import time
 import pytest
 from opentelemetry.trace import StatusCode
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard import traces as module
 from kvray.actors.shard.traces import Traces
+from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from kvray.trace.span_note import SPAN_NOTES_MAX, SpanNote, read_notes
 from tests.unit.actors.small_shard import NAMESPACE

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard import traffic
 from kvray.actors.shard.traffic import Traffic
+from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from tests.unit.actors.small_shard import NAMESPACE, settings_for
 from tests.unit.store.sizing.prompts import sampled

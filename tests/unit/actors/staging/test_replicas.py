@@ -3,9 +3,16 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging import replicas as replicas_module
-from kvray.actors.staging.replicas import BACK_S, ENDED_MAX, ENDED_S, Reader, Replicas, read_reader
+from kvray.actors.staging.replicas import (
+    BACK_S,
+    ENDED_MAX,
+    ENDED_S,
+    Origin,
+    Reader,
+    Replicas,
+    read_reader,
+)
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import namespace_id
 from kvray.index import PARTS_MAX

@@ -52,7 +52,7 @@ def report(shard: Shard, **counters: int) -> None:
     try:
         who = {"replica": "r", "rank": 0}
         socket.call("register", timeout_s=5, namespace=MINE.to_wire(), **who)
-        socket.call("report", timeout_s=5, counters=counters, openings=[], leaving=False, **who)
+        socket.call("report", timeout_s=5, counters=counters, leaving=False, **who)
     finally:
         socket.close()
 

@@ -161,21 +161,6 @@ def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_reque
     assert exported.sums["requests_total", ()] == 5
 
 
-def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
-    exported = Exported(RankFigures("node", 0.0))
-    exported.look({"miss_tokens_not_stored": 100, "uptime_s": 10}, 10.0)
-    exported.look(
-        {"miss_tokens_not_stored": 0, "miss_tokens_incompatible": 100, "uptime_s": 12}, 12
-    )
-    for now in range(13, 30):
-        exported.look(
-            {"miss_tokens_not_stored": 7, "miss_tokens_incompatible": 100, "uptime_s": now}, now
-        )
-
-    assert exported.sums[MISS] == 7
-    assert exported.sums["miss_tokens_total", ("incompatible",)] == 100
-
-
 def test_ranks_beyond_a_number_share_their_labels() -> None:
     figures = RankFigures("node", 0.0)
     ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]

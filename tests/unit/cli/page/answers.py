@@ -115,8 +115,6 @@ def requests(at: float = NOW) -> dict[str, Any]:
         "lease_s": 0.0004,
         "is_sampled": False,
         "log_since": at - 7200,
-        "incompatible": None,
-        "routing": None,
         "leaving": [],
         "ranges": ranges,
     }

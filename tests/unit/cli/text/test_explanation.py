@@ -44,8 +44,6 @@ def request(**changes: Any) -> dict[str, Any]:
         "lease_s": 0.0004,
         "is_sampled": False,
         "log_since": NOW - 7200,
-        "incompatible": None,
-        "routing": None,
         "leaving": [],
         "ranges": [
             {
@@ -92,20 +90,6 @@ def test_what_was_never_stored_is_so_as_far_as_is_remembered() -> None:
     assert "0 of 320 tokens were hits" in text
 
 
-def test_fields_in_which_namespaces_differ_are_shown() -> None:
-    other = {
-        "replica": "two",
-        "namespace": "00000000",
-        "difference": {"tp_layout": ["tp1", "tp2"], "overrides": ["x" * 100, ""]},
-    }
-    missed = {"start": 0, "stop": 304, "what": "miss", "reason": "incompatible", "places": []}
-    one = request(reason="incompatible", incompatible=other, ranges=[missed])
-    text = shown(request_report(one, now=NOW))
-    assert "tp_layout" in text
-    assert "in replica two" in text
-    assert "x" * 61 not in text
-
-
 def test_a_request_that_had_nothing_to_miss_says_why() -> None:
     one = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
     assert "the request has no keys" in shown(request_report(one, now=NOW))
@@ -126,7 +110,6 @@ def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
         "stored_tokens": 160,
         "reason": "never_stored",
         "log_since": NOW - 100,
-        "incompatible": None,
         "leaving": ["kvray-shard-a"],
         "ranges": [
             {
