@@ -5,7 +5,6 @@ shard they are older than the shard's. The counter `uptime_s` tells which of the
 """
 
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,6 @@ _LABELLED_MAX = 128
 OTHER = "other"
 _OTHERS = OTHER, "0"
 _NAME_MAX = 64
-_SETTLE_S = 6.0
-"""A `not_stored` miss may get another reason some reports later."""
 _SLACK_S = 3.0
 """By how much a rank's `uptime_s` is behind: reports come once a second."""
 
@@ -51,7 +48,6 @@ _SERIES: Mapping[str, Series] = {
     },
 }
 """A rank's counter -> its metric and the labels beside the rank's."""
-_UNSETTLED: Series = ("miss_tokens_total", ("not_stored",))
 _BOUNDS_NS = (*(float(2**bits) for bits in range(15, 33)), float("inf"))
 """Where the buckets of `kvray.engine.figures` end."""
 _BUCKET = re.compile(rf"({'|'.join(LATENCIES)})_ns_below_(\d{{1,19}}|inf)")
@@ -62,7 +58,6 @@ class _Seen:
     life: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     counted_before: bool = False
-    unsettled: deque[tuple[float, float]] = field(default_factory=deque)
 
 
 class RankFigures:
@@ -113,21 +108,8 @@ class RankFigures:
                 seen.counted_before = counters.get("uptime_s", 0) > age_s
             elif counters.get("uptime_s", 0) < seen.counters.get("uptime_s", 0):
                 seen.life += 1
-                seen.unsettled.clear()
             seen.counters = counters
-        totals = totals_of(seen.counters)
-        if _UNSETTLED in totals:
-            totals[_UNSETTLED] = self._settled(seen, totals[_UNSETTLED], now)
-        return totals
-
-    def _settled(self, seen: _Seen, total: float, now: float) -> float:
-        """Return the least total of the last `_SETTLE_S`: it will not fall again."""
-        if not seen.unsettled and not seen.counted_before:
-            seen.unsettled.append((now, 0.0))
-        seen.unsettled.append((now, total))
-        while len(seen.unsettled) > 1 and seen.unsettled[1][0] <= now - _SETTLE_S:
-            seen.unsettled.popleft()
-        return min(value for _, value in seen.unsettled)
+        return totals_of(seen.counters)
 
     def _labels_of(self, key: RankKey) -> tuple[str, str]:
         labels = self._labels.get(key)

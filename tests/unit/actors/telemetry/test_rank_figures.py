@@ -1,4 +1,4 @@
-"""A rank's counters become totals of metrics, told apart by lives, and settled."""
+"""A rank's counters become totals of metrics, told apart by lives."""
 
 import math
 from typing import Any
@@ -10,7 +10,6 @@ from kvray.engine.figures import DropReason, TimeHistogram
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"
 HIT = "hit_tokens_total"
-MISS: Series = ("miss_tokens_total", ("not_stored",))
 
 
 RANK = ("node", "r", "0")
