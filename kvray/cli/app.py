@@ -22,7 +22,6 @@ from kvray.cli.help import Command, Group
 from kvray.cli.logs import logs
 from kvray.cli.ls import ls
 from kvray.cli.nodes import drain, warm
-from kvray.cli.pin import pin
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
@@ -45,7 +44,6 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         warm,
         clear,
         prefetch,
-        pin,
         sweep,
         connector_config,
         config_app,

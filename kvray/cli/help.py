@@ -36,11 +36,6 @@ _EXAMPLES: dict[str, _Examples] = {
             "kvray prefetch prompt.json --replica replica-0",
         ),
     ),
-    "pin": (
-        ("Have a system prompt stay for an hour", "kvray pin system_prompt.json --for 1h"),
-        ("See what is pinned, where, and for how long", "kvray pin"),
-        ("End it before its time", "kvray pin --remove system_prompt"),
-    ),
     "sweep": (
         ("See the arenas, their owners and their users", "kvray sweep --dry-run"),
         ("Remove the arenas without owner and users", "kvray sweep"),

@@ -91,8 +91,6 @@ def _print(found: dict[str, Any]) -> None:
         warm_up = shard.get("warm_up")
         if warm_up is not None and (warm_up["state"] != "done" or warm_up["blocks"]):
             console.print(warm_up_sentence(shard["shard"], warm_up), soft_wrap=True)
-        if (pinned := shard.get("pinned", {})).get("pins"):
-            console.print(f"{shard['shard']}: {pinned_sentence(pinned)}", soft_wrap=True)
         for remark in shard.get("nvme", {}).get("remarks", ()):
             console.print(f"{shard['shard']}: {remark}", soft_wrap=True)
     if between := node_links(found):
@@ -116,13 +114,6 @@ def _print(found: dict[str, Any]) -> None:
     else:
         console.print("No replica has registered yet.")
     console.print("Watch it in a browser: `kvray dashboard serve`.")
-
-
-def pinned_sentence(pinned: Mapping[str, Any]) -> str:
-    """Return how much a shard keeps for pins."""
-    pins = _count(pinned["pins"], "pin")
-    kept, most = format_size(pinned["bytes"]), format_size(pinned["bytes_max"])
-    return f"{pins} keep {kept} of the {most} that pins may; see `kvray pin`."
 
 
 def state_text(shard: Mapping[str, Any]) -> str:

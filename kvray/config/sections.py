@@ -168,15 +168,6 @@ class CopiesConfig(_Section):
     """most bytes a second of hot blocks that a node gives to others before they ask for them"""
 
 
-class PinsConfig(_Section):
-    """Prompts that must stay; see `kvray pin`."""
-
-    share: float = Field(default=0.1, ge=0, le=0.5)
-    """most of a node's arena for the blocks of all pins, as a share"""
-    owner_share: float = Field(default=0.1, ge=0, le=0.5)
-    """the same for the pins of one owner"""
-
-
 class ConnectorConfig(_Section):
     """One replica's connector inside TensorRT-LLM."""
 
@@ -281,7 +272,6 @@ class KVRayConfig(_Section):
     staging: StagingConfig = StagingConfig()
     warm_up: WarmUpConfig = WarmUpConfig()
     copies: CopiesConfig = CopiesConfig()
-    pins: PinsConfig = PinsConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()

@@ -24,7 +24,6 @@ from kvray.actors.ray_glue.calls import (
 )
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.lookup_line import LookupLine
-from kvray.actors.shard.pinning import Pin
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
@@ -158,26 +157,6 @@ class ShardActor:
     def warming(self) -> dict[str, Any] | None:
         """See `WarmUp.status`."""
         return self._shard.requests.warming()
-
-    @ray.method(concurrency_group="people")
-    def check_pin(self, pin: Pin) -> float:
-        """See `PinKeeper.check`."""
-        return self._shard.requests.check_pin(pin)
-
-    @ray.method(concurrency_group="people")
-    def pin(self, pin: Pin) -> None:
-        """See `PinKeeper.take`."""
-        self._shard.requests.pin(pin)
-
-    @ray.method(concurrency_group="people")
-    def unpin(self, name: str) -> None:
-        """See `PinKeeper.remove`."""
-        self._shard.requests.unpin(name)
-
-    @ray.method(concurrency_group="leases")
-    def pins(self, known: Mapping[str, float]) -> list[Pin]:
-        """See `Pins.beyond`."""
-        return self._shard.requests.pins(known)
 
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:

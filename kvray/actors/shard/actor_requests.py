@@ -10,7 +10,6 @@ from typing import Any
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.giving import WarmUpOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.pinning import Pin
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
@@ -198,26 +197,6 @@ class ActorRequests:
     def warming(self) -> dict[str, Any] | None:
         """See `WarmUp.status`."""
         return self._parts.serving().warm_up.status()
-
-    def check_pin(self, pin: Pin) -> float:
-        """See `PinKeeper.check`."""
-        pins = self._parts.serving().pins
-        return self._parts.loop.call(lambda: pins.check(pin), ANSWER_S)
-
-    def pin(self, pin: Pin) -> None:
-        """See `PinKeeper.take`."""
-        pins = self._parts.serving().pins
-        self._parts.loop.call(lambda: pins.take([pin]), ANSWER_S)
-
-    def unpin(self, name: str) -> None:
-        """See `PinKeeper.remove`."""
-        pins = self._parts.serving().pins
-        self._parts.loop.call(lambda: pins.remove(name), ANSWER_S)
-
-    def pins(self, known: Mapping[str, float]) -> list[Pin]:
-        """See `PinKeeper.beyond`."""
-        pins = self._parts.serving().pins
-        return self._parts.loop.call(lambda: pins.beyond(known), ANSWER_S)
 
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

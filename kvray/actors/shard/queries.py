@@ -66,7 +66,6 @@ class Prompt:
     keys: bytes  # of its full blocks, end to end
     namespace: Namespace
     prefix_digest: bytes
-    block_bytes: int = 0  # of all parts of a block
 
 
 class Queries:
@@ -131,12 +130,7 @@ class Queries:
         digest = b""
         if len(tokens) and lora is None and reader.tenants is None:
             digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
-        return Prompt(
-            keys=b"".join(keys),
-            namespace=reader.namespace,
-            prefix_digest=digest,
-            block_bytes=reader.part_bytes * reader.namespace.num_parts,
-        )
+        return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
 
     def sizing_plan(self) -> Plan:
         """Return what a curve of this node's prompts is drawn from at this moment."""

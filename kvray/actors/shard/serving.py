@@ -14,7 +14,6 @@ from kvray.actors.shard.giving import Copies, Drain, Giver, WarmUp
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
-from kvray.actors.shard.pinning import PinKeeper
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
@@ -119,20 +118,12 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
-        self.pins = PinKeeper(
-            owner.arena,
-            settings.directory,
-            settings.pins,
-            self._peers,
-            renew_s=settings.arena.lease_warn_s / 2,
-        )
         self.giver = Giver(
             parts.name,
             owner,
             self.retention,
             self._peers,
             lambda: self.nvme,
-            pinned=lambda: self.pins.slots,
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(self.giver)
@@ -162,7 +153,6 @@ class Serving:
             await self.drain.close()
             await self.copies.close()
             await self.stager.close()
-            await self.pins.close()
         finally:
             if self.events is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.events.close)
@@ -192,7 +182,6 @@ class Serving:
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
             "traffic": self._parts.traffic.status(),
-            "pinned": self.pins.status(),
             "copies": self.copies.status(),
         }
         if self.disk is not None:
@@ -243,7 +232,6 @@ class Serving:
         self._parts.traffic.step(now)
         num_shards = self._parts.announcer.num_shards
         self._peers.tick(now, num_shards=num_shards)
-        self.pins.tick(now, num_shards=num_shards)
         if not self.drain.is_on:
             self.copies.tick(now, num_shards=num_shards)
         if self._announce(is_due=self._is_due):

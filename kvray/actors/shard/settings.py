@@ -10,7 +10,6 @@ from kvray.config import (
     ArenaConfig,
     CopiesConfig,
     KVRayConfig,
-    PinsConfig,
     ShardConfig,
     StagingConfig,
     WarmUpConfig,
@@ -33,7 +32,6 @@ class ShardSettings:
     staging: StagingConfig = field(default_factory=StagingConfig)
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     copies: CopiesConfig = field(default_factory=CopiesConfig)
-    pins: PinsConfig = field(default_factory=PinsConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
@@ -54,7 +52,6 @@ class ShardSettings:
             staging=config.staging,
             warm_up=config.warm_up,
             copies=config.copies,
-            pins=config.pins,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),
             admission=config.nvme.admission,

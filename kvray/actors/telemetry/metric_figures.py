@@ -39,7 +39,6 @@ _SHARD: _Rows = {
     ("holders", ()): "arena.holders",
     ("repairs_total", ()): "arena.repairs",
     ("over_quota_blocks_total", ()): "arena.over_quota",
-    ("pinned_bytes", ()): "pinned.bytes",
     ("copied_bytes", ()): "copies.extra_bytes",
     ("announcement_lag_seconds", ()): "announcements.lag_s",
     ("announcements_total", ()): "announcements.announcements",

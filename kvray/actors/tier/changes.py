@@ -60,7 +60,6 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "staging.*": Effect.SHARD,
     "warm_up.*": Effect.SHARD,
     "copies.*": Effect.SHARD,
-    "pins.*": Effect.SHARD,
     "nodes": Effect.AS_NAMED,
     "security.*": Effect.SHARD,
     "tracing.*": Effect.SHARD,

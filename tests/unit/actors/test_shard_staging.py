@@ -108,7 +108,6 @@ def make_tier(names: str = "ab", **changes: Any) -> Iterator[Tier]:
             stack.callback(sweep, parent / name)
             stack.callback(shard.stop, retire=False, timeout_s=10)
             wait_until_serving(shard)
-            answers[f"{shard.name}.pins"] = shard.requests.pins
             answers[f"{shard.name}.room"] = shard.requests.room
             answers[f"{shard.name}.room_for_copies"] = shard.requests.room_for_copies
         nodes = Nodes({name: open_arena(parent / name) for name in shards})

@@ -51,16 +51,14 @@ class Giver:
         peers: Peers,
         nvme: Callable[[], NvmeTier | None],
         *,
-        pinned: Callable[[], Array],
         num_partitions: int,
     ) -> None:
-        """Give blocks of memory and disk; those in the slots `pinned` are the hottest."""
+        """Give blocks of memory and disk."""
         self.shard = shard
         self.peers = peers
         self._owner = owner
         self._retention = retention
         self._nvme = nvme
-        self._pinned = pinned
         self._num_partitions = num_partitions
 
     async def targets(self) -> list[str]:
@@ -73,7 +71,7 @@ class Giver:
         It ranks all blocks: not for the event loop's thread.
         """
         arena, nvme = self._owner.arena.tables, self._nvme()
-        tiers = [(arena, hottest_first(arena, self._rank))]
+        tiers = [(arena, hottest_first(arena, self._retention.rank))]
         if nvme is not None:
             store = nvme.store.tables
             slots = hottest_first(store, self._retention.rank_below)
@@ -91,10 +89,6 @@ class Giver:
             rows.append(offered(tables, slots[:_OFFER_BLOCKS], on_disk=tables is not arena))
         offer = np.concatenate(rows)[:_OFFER_BLOCKS]
         return offer[np.cumsum(offer["num_bytes"]) <= num_bytes]
-
-    def _rank(self, slots: Array) -> Array:
-        is_pinned = np.isin(slots, self._pinned())
-        return np.where(is_pinned, np.inf, self._retention.rank(slots))
 
     async def held(self, tables: Tables, slots: Array, shards: frozenset[str]) -> Array:
         """Return a mask of the blocks that one of the `shards` has."""
