@@ -75,7 +75,6 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
         "holders": "processes attached to the arena",
         "draining": "1 while the node is to go, else 0",
         "drain_left_bytes": "bytes that the node is still to give to others before it goes",
-        "pinned_bytes": "bytes of blocks that pins keep in memory",
         "copied_bytes": "bytes of blocks that are extra: another node has them too",
         "announcement_lag_seconds": "age of the oldest change that the lookup was not told of",
         "nvme_write_budget_bytes": "bytes that may be written to disk now; none without a budget",
@@ -104,7 +103,6 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     ("counter", ("node",)): {
         "demoted_blocks": "blocks written from memory to disk",
         "promoted_blocks": "blocks read from disk into memory",
-        "warm_up_bytes": "bytes that came in warm-ups, before anybody asked for them",
         "refused_blocks": "blocks that left memory and were not worth a write",
         "over_quota_blocks": "blocks evicted because their namespace was over its quota",
         "repairs": "repairs of the arena's tables after a process died in them",

@@ -19,7 +19,7 @@ def clear(
 ) -> None:
     """Evict every block of every node, from memory and disk.
 
-    The tier goes on. Blocks that an engine is reading stay, and pinned ones do. Use it to measure
+    The tier goes on. Blocks that an engine is reading stay. Use it to measure
     with an empty tier, or to delete data. Correct answers never need it.
     """
     with boundary(verbose=verbose) as interrupts:

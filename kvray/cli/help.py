@@ -25,21 +25,12 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 60"),
         ("It stays after all", "kvray drain 3bcd88969b3d --cancel"),
     ),
-    "warm": (
-        ("Give a new node what others use most", "kvray warm 3bcd88969b3d"),
-        ("Do so for the nodes of a replica", "kvray warm --replica replica-0 --deadline 20"),
-    ),
     "clear": (("Ask no question, in a script", "kvray clear -c kvray.yaml --yes"),),
     "prefetch": (
         (
             "Bring a prompt to the node of replica-0",
             "kvray prefetch prompt.json --replica replica-0",
         ),
-    ),
-    "pin": (
-        ("Have a system prompt stay for an hour", "kvray pin system_prompt.json --for 1h"),
-        ("See what is pinned, where, and for how long", "kvray pin"),
-        ("End it before its time", "kvray pin --remove system_prompt"),
     ),
     "sweep": (
         ("See the arenas, their owners and their users", "kvray sweep --dry-run"),

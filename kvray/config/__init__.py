@@ -15,10 +15,8 @@ from kvray.config.sections import (
     ArenaConfig,
     CopiesConfig,
     KVRayConfig,
-    PinsConfig,
     ShardConfig,
     StagingConfig,
-    WarmUpConfig,
 )
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
@@ -40,12 +38,10 @@ __all__ = [
     "CopiesConfig",
     "Effective",
     "KVRayConfig",
-    "PinsConfig",
     "Setting",
     "SettingRow",
     "ShardConfig",
     "StagingConfig",
-    "WarmUpConfig",
     "cache_dir",
     "config_on_node",
     "effective_settings",

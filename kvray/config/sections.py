@@ -148,15 +148,6 @@ class StagingConfig(_Section):
     """most bytes on their way to one node at once"""
 
 
-class WarmUpConfig(_Section):
-    """What a node or replica that joins is given before it is asked for; see docs/launch.md."""
-
-    share: float = Field(default=0.5, ge=0, le=1)
-    """most of a node's arena that a warm-up fills, if so much is free; 0: no warm-up"""
-    deadline_s: Seconds = Field(default=30.0, gt=0, le=3600)
-    """longest time for a warm-up; kvray.serve keeps a new replica so long from being ready"""
-
-
 class CopiesConfig(_Section):
     """Blocks that several nodes have in memory."""
 
@@ -164,17 +155,6 @@ class CopiesConfig(_Section):
     """share of a node's arena beyond which its copies of others' blocks go before all else"""
     idle_s: Seconds = Field(default=60.0, gt=0)
     """how long a copy may be unused before it goes before all else"""
-    bytes_per_s: Size = 64 * 2**20
-    """most bytes a second of hot blocks that a node gives to others before they ask for them"""
-
-
-class PinsConfig(_Section):
-    """Prompts that must stay; see `kvray pin`."""
-
-    share: float = Field(default=0.1, ge=0, le=0.5)
-    """most of a node's arena for the blocks of all pins, as a share"""
-    owner_share: float = Field(default=0.1, ge=0, le=0.5)
-    """the same for the pins of one owner"""
 
 
 class ConnectorConfig(_Section):
@@ -274,9 +254,7 @@ class KVRayConfig(_Section):
     shard: ShardConfig = ShardConfig()
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
-    warm_up: WarmUpConfig = WarmUpConfig()
     copies: CopiesConfig = CopiesConfig()
-    pins: PinsConfig = PinsConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()

@@ -25,8 +25,6 @@ NOTE_FILE = "owner.json"
 """Names the owner for people; it counts only if the lock confirms it."""
 EVENTS_FILE = "events.sqlite"
 """What `DescribedBlocks` keeps; SQLite has more files of that name and an ending."""
-PINS_FILE = "pins"
-"""The pins of the node; its next version has an ending until it is complete."""
 _RETRY_S = 0.1
 
 
@@ -115,7 +113,7 @@ def remove_files(directory: Path) -> None:
     with contextlib.suppress(OSError):
         retire_file(directory / ARENA_FILE)
     remove_leftovers(directory)
-    for name in (SOCKET_FILE, NOTE_FILE, PINS_FILE, f"{PINS_FILE}.new", OWNER_FILE):
+    for name in (SOCKET_FILE, NOTE_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)
     remove_events(directory)
     with contextlib.suppress(OSError):

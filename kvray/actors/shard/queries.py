@@ -59,7 +59,6 @@ class Prompt:
 
     keys: bytes  # of its full blocks, end to end
     namespace: Namespace
-    block_bytes: int = 0  # of all parts of a block
 
 
 class Queries:
@@ -110,11 +109,7 @@ class Queries:
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
-        return Prompt(
-            keys=b"".join(keys),
-            namespace=reader.namespace,
-            block_bytes=reader.part_bytes * reader.namespace.num_parts,
-        )
+        return Prompt(keys=b"".join(keys), namespace=reader.namespace)
 
     def sizing_plan(self) -> Plan:
         """Return what a curve of this node's prompts is drawn from at this moment."""

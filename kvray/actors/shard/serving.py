@@ -10,11 +10,10 @@ from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Copies, Drain, Giver, WarmUp
+from kvray.actors.shard.giving import Copies, Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
-from kvray.actors.shard.pinning import PinKeeper
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
@@ -117,30 +116,15 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
-        self.pins = PinKeeper(
-            owner.arena,
-            settings.directory,
-            settings.pins,
-            self._peers,
-            renew_s=settings.arena.lease_warn_s / 2,
-        )
         self.giver = Giver(
             parts.name,
             owner,
             self.retention,
             self._peers,
             lambda: self.nvme,
-            pinned=lambda: self.pins.slots,
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(self.giver)
-        self.warm_up = WarmUp(
-            self.giver,
-            owner,
-            lambda: self.nvme,
-            settings.warm_up,
-            free_target=settings.arena.free_target,
-        )
         self.copies = Copies(self.giver, owner, self.retention, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
@@ -156,11 +140,9 @@ class Serving:
     async def close(self) -> None:
         """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
-            await self.warm_up.close()
             await self.drain.close()
             await self.copies.close()
             await self.stager.close()
-            await self.pins.close()
         finally:
             if self.events is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.events.close)
@@ -190,7 +172,6 @@ class Serving:
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
             "traffic": self._parts.traffic.status(),
-            "pinned": self.pins.status(),
             "copies": self.copies.status(),
         }
         if self.disk is not None:
@@ -199,8 +180,6 @@ class Serving:
             figures["events"] = self.events.status()
         if (drain := self.drain.status()) is not None:
             figures["drain"] = drain
-        if (warm_up := self.warm_up.status()) is not None:
-            figures["warm_up"] = warm_up
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures
@@ -231,8 +210,6 @@ class Serving:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
-            if not self.drain.is_on:
-                self.warm_up.look(self._parts.replicas.parts_read())
         self._audit(now)
         self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:
@@ -241,7 +218,6 @@ class Serving:
         self._parts.traffic.step(now)
         num_shards = self._parts.announcer.num_shards
         self._peers.tick(now, num_shards=num_shards)
-        self.pins.tick(now, num_shards=num_shards)
         if not self.drain.is_on:
             self.copies.tick(now, num_shards=num_shards)
         if self._announce(is_due=self._is_due):

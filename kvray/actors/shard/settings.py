@@ -10,10 +10,8 @@ from kvray.config import (
     ArenaConfig,
     CopiesConfig,
     KVRayConfig,
-    PinsConfig,
     ShardConfig,
     StagingConfig,
-    WarmUpConfig,
 )
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
@@ -31,9 +29,7 @@ class ShardSettings:
     arena: ArenaConfig
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
-    warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     copies: CopiesConfig = field(default_factory=CopiesConfig)
-    pins: PinsConfig = field(default_factory=PinsConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
@@ -52,9 +48,7 @@ class ShardSettings:
             arena=config.arena,
             shard=config.shard,
             staging=config.staging,
-            warm_up=config.warm_up,
             copies=config.copies,
-            pins=config.pins,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),
             admission=config.nvme.admission,

@@ -80,6 +80,7 @@ class Drain:
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
+        self._task = None  # what it was cut off in would keep the arena mapped
 
     def status(self) -> dict[str, Any] | None:
         """Return how far it is; None: the node is to stay."""
@@ -191,7 +192,7 @@ class Drain:
 
     def _is_settled(self, tables: Tables, slots: Array) -> Array:
         settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
-        return np.isin(_names(tables, slots), settled)
+        return np.isin(names_of(tables, slots), settled)
 
     async def _tell_uses(self, tables: Tables, slots: Array, target: str) -> None:
         """Have a target count a use of those of `slots` that it has, the hottest last."""
@@ -216,7 +217,7 @@ class Drain:
             self._budget -= num_here
             if gift.message:
                 self._figures["message"] = gift.message
-            self._settled.append(_names(tables, np.concatenate((batch[held], gift.slots))))
+            self._settled.append(names_of(tables, np.concatenate((batch[held], gift.slots))))
             self._figures["moved_blocks"] += len(gift.slots)
             self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
@@ -225,7 +226,3 @@ class Drain:
 
 def _soonest(orders: dict[str, float | None]) -> float | None:
     return min((until for until in orders.values() if until is not None), default=None)
-
-
-def _names(tables: Tables, slots: Array) -> Array:
-    return names_of(tables.slot_key[slots, 0], tables.slot_part[slots])
