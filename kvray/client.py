@@ -22,8 +22,6 @@ from kvray.index import Match
 from kvray.trace.arrival import Source
 from kvray.trace.spans import span, traceparent
 
-_TRACED = "traced_prefetch"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
@@ -143,7 +141,6 @@ class Client:
         """
         packed = pack_tokens(tokens).tobytes()
         prompt = replica, packed, salt, lora, [(item.position, item.digest) for item in media]
-        request = traceparent()
         with tier_named(self.cluster_name), span("prefetch", {"kvray.replica": replica}) as made:
             lookup = get_actor(LOOKUP_NAME)
             shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
@@ -152,12 +149,8 @@ class Client:
                     f"No replica {replica!r:.80} has registered; `kvray status` shows those that"
                     " have."
                 )
-            actors = {shard: get_actor(shard) for shard in shards}
-            trace, method, more = traceparent(), "prefetch", tuple[str, ...]()
-            if trace and all(hasattr(actor, _TRACED) for actor in actors.values()):
-                method, more = _TRACED, (trace, request)  # a shard of an older version has none
-            methods = {shard: getattr(actor, method) for shard, actor in actors.items()}
-            answers = ask_all(methods, self._timeout_s, *more, *prompt)
+            methods = {shard: get_actor(shard).prefetch for shard in shards}
+            answers = ask_all(methods, self._timeout_s, *prompt, traceparent())
             for answer in answers.values():
                 if isinstance(answer, KVRayError):
                     raise answer

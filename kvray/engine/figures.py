@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 
-from kvray.node import BlockTokens, PromptNotes, RequestNotes, SpanNotes
+from kvray.node import BlockTokens, PromptNotes, RequestNotes
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -40,7 +40,6 @@ class EngineFigures:
         self.plan_times = TimeHistogram()  # the scheduler's half, for each pass
         self.request_notes = RequestNotes()
         self.block_tokens = BlockTokens()
-        self.span_notes = SpanNotes()
         self.prompts = PromptNotes()
         self._began_at = time.monotonic()
 

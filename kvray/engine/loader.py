@@ -6,7 +6,6 @@ trust that the lease held all the while. On the host it runs before the pass, on
 copies, before anything of their pass is returned or saved.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease, Membership
 from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
-from kvray.trace.span_note import SpanNote
 
 
 class _Begun(NamedTuple):
@@ -30,9 +28,7 @@ class _Begun(NamedTuple):
     lease: Lease
     holder: Membership  # who had the lease before the first copy
     slots: Array  # what is copied
-    num_bytes: int
     ticket: Ticket
-    at: float  # when the copies were begun, in seconds since the epoch
 
 
 class Loader:
@@ -70,16 +66,14 @@ class Loader:
         A pass waits for its copies itself, so this is hardly ever waited for.
         """
         while self._begun:
-            one, failed = self._begun.pop(), ""
+            one = self._begun.pop()
             try:
                 one.ticket.wait()
                 self._check(one)
             except Exception as error:  # noqa: BLE001 - a failed check is a failed load
                 self._failed.append(error)
-                failed = type(error).__name__
             finally:
                 self._shared.release_leases(one.arena, one.lease)
-            self._note(one, failed)
 
     def close(self) -> None:
         """End the leases of what was begun; no pass will use it. Twice is fine."""
@@ -98,7 +92,7 @@ class Loader:
             )
             self._failed.append(error)
             return
-        at, ready = time.time(), list[tuple[LoadPlan, Membership, list[Load]]]()
+        ready = list[tuple[LoadPlan, Membership, list[Load]]]()
         for plan in plans:
             try:
                 holder = arena.holder_of(self._place(plan)[1])
@@ -114,10 +108,8 @@ class Loader:
                 self._fail(arena, plan, error)
             return
         for plan, holder, each in ready:
-            num_bytes = sum(len(load.slots) * load.part.block_bytes for load in each)
             lease = self._place(plan)[1]
-            begun = _Begun(plan, arena, lease, holder, _slots_of(each), num_bytes, ticket, at)
-            self._begun.append(begun)
+            self._begun.append(_Begun(plan, arena, lease, holder, _slots_of(each), ticket))
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
     def _fail(self, arena: Arena, plan: LoadPlan, error: Exception) -> None:
@@ -133,17 +125,6 @@ class Loader:
             )
         verify = self._pool.is_host and self._shared.verifies_loads
         one.arena.check(one.lease, one.slots, verify=verify)
-
-    def _note(self, one: _Begun, error: str) -> None:
-        notes = self._shared.figures.span_notes
-        if notes.is_on:
-            loaded: dict[str, int | float | str] = {
-                "kvray.blocks": one.plan.pages[0].num_blocks,
-                "kvray.bytes": one.num_bytes,
-            }
-            notes.note(
-                SpanNote("load", one.plan.request_id, one.at, time.time(), loaded, error=error)
-            )
 
     def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
         """Yield what to copy of each part; blocks behind a window have no page."""

@@ -167,7 +167,6 @@ class RegisteredPool:
             counters=lambda: {**figures.counters(), **self.model_name.counters()},
             requests=figures.request_notes,
             block_tokens=figures.block_tokens,
-            spans=figures.span_notes,
             prompts=figures.prompts,
             part_requests=tuple(part_requests),
             num_ranks=num_ranks or self._args.num_parts_ranks,

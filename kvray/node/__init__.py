@@ -5,7 +5,6 @@ from kvray.node.link import NodeLink, attach
 from kvray.node.prompt_notes import PromptNotes
 from kvray.node.registrations import Registration
 from kvray.node.request_notes import RequestNotes
-from kvray.node.span_notes import SpanNotes
 from kvray.node.stage_calls import StageCalls, StageReply
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "PromptNotes",
     "Registration",
     "RequestNotes",
-    "SpanNotes",
     "StageCalls",
     "StageReply",
     "attach",

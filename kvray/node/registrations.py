@@ -12,7 +12,6 @@ from kvray.node.block_tokens import BlockTokens
 from kvray.node.prompt_notes import PromptNotes
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
-from kvray.node.span_notes import SpanNotes
 from kvray.store import Membership, PartRequest
 
 _log = logging.getLogger("kvray.node")
@@ -34,8 +33,6 @@ class Registration:
     """The notes of its requests; None if it makes none."""
     block_tokens: BlockTokens | None = None
     """The tokens of its blocks; None if it knows none."""
-    spans: SpanNotes | None = None
-    """The notes on what took time for them; None if it makes none."""
     prompts: PromptNotes | None = None
     """The prompts of which its shard gets a sample; None if it has none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
@@ -104,17 +101,11 @@ class Registration:
             self.name_weights(version)
         stored = reply.get("stored")
         self.stored = frozenset(stored) if isinstance(stored, list) else frozenset()
-        if self.spans is not None:
-            self.spans.is_on = reply.get("traces") is True
 
     def asked_for(self) -> dict[str, object]:
         """Take what the shard has asked to be told."""
-        told: dict[str, object] = {}
-        if self.spans is not None and self.spans.is_on:
-            told["spans"] = self.spans.take()
-        if self.prompts is not None and (prompts := self.prompts.take()) is not None:
-            told["prompts"] = prompts.pack()
-        return told
+        prompts = None if self.prompts is None else self.prompts.take()
+        return {} if prompts is None else {"prompts": prompts.pack()}
 
     @property
     def accepted(self) -> bool:

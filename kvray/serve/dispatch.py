@@ -149,7 +149,7 @@ class Dispatcher:
                     route.set_attributes({"kvray.replica": name, **routed.about(name)})
                 is_here = choice.replica_id in routed.here
                 brought = _HERE if is_here else None
-                if not is_here or traceparent():  # that shard knows the trace by the prefetch
+                if not is_here:
                     found = await self._prefetcher.bring(asked.tokens, name, asked.salt)
                     brought = found or brought
                 routed.sent(choice.replica_id)

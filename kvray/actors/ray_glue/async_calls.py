@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from kvray.actors.ray_glue.calls import get_actor, mapped_errors, traced
+from kvray.actors.ray_glue.calls import get_actor, mapped_errors
 from kvray.errors import ShardUnavailable
 
 _SEARCHES_MAX = 4
@@ -35,7 +35,7 @@ class ActorCalls:
                 if len(self._handles) > _HANDLES_MAX:
                     del self._handles[next(iter(self._handles))]
             with mapped_errors():
-                answer = traced(self._handles[actor], method)(*args).future()
+                answer = getattr(self._handles[actor], method).remote(*args).future()
                 left_s = deadline - loop.time()
                 return await _in_time(asyncio.wrap_future(answer), left_s, actor)
         except ShardUnavailable:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import ray
@@ -24,7 +23,6 @@ from kvray.actors.names import (
 )
 from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
-from kvray.trace.spans import traceparent
 
 HEAD_RESOURCE = "node:__internal_head__"
 """Of Ray's head: lookup and supervisor run there, and no other node takes them along."""
@@ -121,16 +119,6 @@ def get_actor(name: str) -> Any:
             f"The tier {tier!r} has no actor {name} in this Ray cluster; {fix}start the tier with"
             " `kvray up`."
         ) from None
-
-
-def traced(actor: Any, method: str) -> Callable[..., Any]:
-    """Return what calls a method, and takes the trace of this context along if the actor can.
-
-    An actor of an older version cannot, nor can a method without a `traced_` one beside it.
-    """
-    trace = traceparent()
-    below = getattr(actor, f"traced_{method}", None) if trace else None
-    return getattr(actor, method).remote if below is None else partial(below.remote, trace)
 
 
 @mapped_errors()

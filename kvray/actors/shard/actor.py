@@ -178,17 +178,12 @@ class ShardActor:
         salt: str | int | None = None,
         lora: str | None = None,
         media: Sequence[tuple[int, bytes]] = (),
+        trace: str = "",
     ) -> dict[str, Any]:
-        """See `ActorRequests.prefetch`."""
-        return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
-
-    @ray.method(concurrency_group="prefetch")
-    def traced_prefetch(self, trace: str, request: str, *prompt: Any) -> dict[str, Any]:
-        """As `prefetch`, below the span `trace`; what the engine does is below `request`."""
-        replica, tokens, salt, lora, media = prompt
+        """See `ActorRequests.prefetch`; its spans are below `trace`."""
         marks = {"salt": salt, "lora": lora, "media": media}
         with under(trace):
-            return self._shard.requests.prefetch(replica, tokens, trace=request, **marks)
+            return self._shard.requests.prefetch(replica, tokens, **marks)
 
     @ray.method(concurrency_group="routers")
     def profile(self, replica: str) -> dict[str, Any]:
@@ -202,25 +197,15 @@ class ShardActor:
 
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
-        self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
+        self, trace: str, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`; the keys are end to end, `in_pieces`."""
-        return self._shard.requests.stage_ranks(replica, ranks, wait_s, *request)
-
-    @ray.method(concurrency_group="disk")
-    def promote(self, *order: Any) -> int:
-        """See `ActorRequests.promote`; an order that is `packed`, or itself."""
-        return self._shard.requests.promote(unpacked(*order))
-
-    @ray.method(concurrency_group="ranks")
-    def traced_stage_ranks(self, trace: str, *request: Any) -> dict[str, Any]:
-        """As `stage_ranks`, below a span."""
         with under(trace):
-            return self._shard.requests.stage_ranks(*request)
+            return self._shard.requests.stage_ranks(replica, ranks, wait_s, *request)
 
     @ray.method(concurrency_group="disk")
-    def traced_promote(self, trace: str, *order: Any) -> int:
-        """As `promote`, below a span."""
+    def promote(self, trace: str, *order: Any) -> int:
+        """See `ActorRequests.promote`; an order that is `packed`, or itself."""
         with under(trace):
             return self._shard.requests.promote(unpacked(*order))
 

@@ -4,14 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
-from kvray.actors.shard.traces import outcome_of
 from kvray.errors import ShardUnavailable
 from kvray.store.arena import slabs
 from kvray.trace.arrival import runs_between, source_of
@@ -28,13 +26,10 @@ class ActorRequests:
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
 
-    def prefetch(
-        self, replica: str, tokens: bytes, *, trace: str = "", **marks: Any
-    ) -> dict[str, Any]:
+    def prefetch(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        `marks` are salt, lora and media, as for `prompt_keys`; `trace` names the span that the
-        request belongs to. Returns num_tokens and num_blocks
+        `marks` are salt, lora and media, as for `prompt_keys`. Returns num_tokens and num_blocks
         that lead and are here now for all ranks, staged_tokens that were not here before, sources,
         [stop, source] each, of the tokens up to there, and the reason why it is not more.
         ConfigError: no rank of `replica` has registered here.
@@ -45,10 +40,6 @@ class ActorRequests:
             nothing = {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0}
             return {**nothing, "sources": [], "reason": "none"}
         size = reader.tokens_per_block
-        num_askable = (len(tokens) // 4 - 1) // size  # its engine computes the last token itself
-        if trace and num_askable:
-            expect = partial(self._parts.traces.expect, replica, keys[num_askable - 1], trace)
-            self._parts.loop.post(expect)
         found = self._parts.loop.wait(
             self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
             self._parts.settings.staging.deadline_s + ANSWER_S,
@@ -170,7 +161,8 @@ class ActorRequests:
         with span("stage", about) as made:
             work = stager.stage_here(replica, ranks, wait_s, *request)
             staged = self._parts.loop.wait(work, wait_s + ANSWER_S)
-            made.set_attributes(outcome_of(staged))
+            made.set_attribute("kvray.blocks", staged["num_blocks"])
+            made.set_attribute("kvray.miss.reason", staged["reason"])
         return staged
 
     def lease_ranks(

@@ -8,12 +8,9 @@ from typing import Any
 from kvray import __version__
 from kvray.actors.shard.engine_server import Handler
 from kvray.actors.shard.serving import ShardParts
-from kvray.actors.shard.traces import outcome_of
 from kvray.actors.staging.replicas import read_reader
 from kvray.errors import ConfigError, ShardUnavailable
-from kvray.identity.block import KEY_BYTES, Namespace, namespace_id
-from kvray.trace.span_note import read_notes
-from kvray.trace.spans import is_on, span, under
+from kvray.identity.block import Namespace, namespace_id
 
 _log = logging.getLogger("kvray.shard")
 
@@ -64,7 +61,6 @@ class EngineRequests:
             "replica": replica,
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
-            "traces": is_on(),
         }
 
     def _report(
@@ -74,7 +70,6 @@ class EngineRequests:
         rank: int,
         counters: dict[str, int],
         requests: Sequence[Any] = (),
-        spans: Sequence[Any] = (),
         prompts: bytes = b"",
         leaving: bool = False,
         weights_order: str = "",
@@ -84,9 +79,7 @@ class EngineRequests:
         if origin is None:
             return {"known": False}
         order = replicas.weights_order(replica, rank, weights_order)
-        found = read_notes(spans)
-        self._parts.traces.note(origin, found)
-        num_bad = self._parts.request_log.note(origin, requests) + len(spans) - len(found)
+        num_bad = self._parts.request_log.note(origin, requests)
         block_bytes = replicas.block_bytes(replica)
         try:
             sample = self._parts.traffic.note(origin, block_bytes, prompts)
@@ -101,7 +94,6 @@ class EngineRequests:
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
             "describe": self._generation(),
-            "traces": is_on(),
         }
 
     def _describe(
@@ -145,10 +137,4 @@ class EngineRequests:
     async def _stage(
         self, connection: int, replica: str, keys: bytes, **request: Any
     ) -> dict[str, Any]:
-        stager = self._parts.serving().stager
-        about = {"kvray.shard": self._parts.name, "kvray.replica": replica}
-        trace = self._parts.traces.of_prompt(replica, keys[-KEY_BYTES:])
-        with under(trace), span("stage", about) as made:
-            staged = await stager.stage(replica, keys=keys, **request)
-            made.set_attributes(outcome_of(staged))
-        return staged
+        return await self._parts.serving().stager.stage(replica, keys=keys, **request)

@@ -17,7 +17,6 @@ from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
-from kvray.actors.shard.traces import Traces
 from kvray.actors.shard.traffic import Traffic
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.peers import Peers
@@ -55,7 +54,6 @@ class ShardParts:
     """Returns the other parts; raises while the shard does not serve."""
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
-    traces: Traces = field(default_factory=Traces)
     tenants: TenantSalts | None = None
     traffic: Traffic = field(init=False)
 

@@ -23,7 +23,7 @@ from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey, head_number
 from kvray.index import Run
 from kvray.trace.arrival import HERE, NVME, Arrivals, arrivals_of
-from kvray.trace.spans import past_span
+from kvray.trace.spans import past_span, traceparent
 
 _log = logging.getLogger("kvray.shard")
 
@@ -251,6 +251,7 @@ class Fetcher:
             self._peers.call(
                 shard,
                 "promote",
+                traceparent(),
                 *packed(FetchOrder(spans=tuple(theirs), deadline_s=left_s)),
                 work_s=left_s,
             )

@@ -11,6 +11,7 @@ from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.stager import Staged
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.trace.reasons import StageReason
+from kvray.trace.spans import traceparent
 
 _log = logging.getLogger("kvray.shard")
 
@@ -64,7 +65,14 @@ class RanksAway:
         try:
             staged = await self._within(
                 self._peers.call(
-                    shard, "stage_ranks", replica, ranks, work_s, *request, work_s=work_s
+                    shard,
+                    "stage_ranks",
+                    traceparent(),
+                    replica,
+                    ranks,
+                    work_s,
+                    *request,
+                    work_s=work_s,
                 ),
                 time.monotonic() + wait_s,
             )

@@ -12,7 +12,6 @@ from kvray.identity.block import BlockKey
 from kvray.trace.arrival import Arrivals, runs_between
 from kvray.trace.reasons import MissReason
 from kvray.trace.request_note import RequestNote, sampled
-from kvray.trace.span_note import SpanNote
 
 
 def record_answer(
@@ -53,11 +52,10 @@ def record_answer(
     if state is not None and keys:
         arrivals = state.arrivals
         step, missing = sampled(keys, end)
-    ended = time.time()
-    is_new = shared.figures.request_notes.note(
+    shared.figures.request_notes.note(
         RequestNote(
             request_id=asked.request_id,
-            at=ended,
+            at=time.time(),
             num_tokens=len(asked.tokens),
             tokens_per_block=size,
             first=first,
@@ -71,19 +69,6 @@ def record_answer(
             keys=missing,
         )
     )
-    if shared.figures.span_notes.is_on and is_new and keys:
-        promised: dict[str, int | float | str] = {
-            "kvray.tokens.prompt": len(asked.tokens),
-            "kvray.tokens.pool": asked.num_computed,
-            "kvray.tokens.promised": hit,
-            "kvray.tokens.missed": max(0, missed),
-            "kvray.miss.reason": reason if missed > 0 else "none",
-            "kvray.stage_s": stage_s,
-        }
-        began, key = ended - stage_s - lease_s, keys[-1]
-        shared.figures.span_notes.note(
-            SpanNote("promise", asked.request_id, began, ended, promised, key)
-        )
 
 
 def record_bypassed(shared: SharedState, request_id: int) -> None:

@@ -69,7 +69,6 @@ class Case:
     """That many times fewer passes are measured."""
     is_stored: bool = True
     verify: bool = False
-    is_traced: bool = False
     """Whether the engine notes what its shard makes spans of."""
     is_published: bool = False
     """Whether the engine tells its shard the tokens of its blocks, for KV events."""
@@ -92,7 +91,6 @@ CASES = (
         share=5,
     ),
     *(Case(name=f"leader_tp{n}", title=f"{_ALL}, {n} ranks", num_ranks=n) for n in (2, 4, 8)),
-    Case(name="leader_traced", title=f"{_ALL}, traced", is_traced=True),
     Case(name="leader_published", title=f"{_ALL}, with KV events", is_published=True),
     Case(name="leader_verified", title=f"{_ALL}, verified", verify=True),
     Case(
@@ -221,7 +219,6 @@ def _take(case: Case, tier: ConnectorTier, num_requests: int, runner: Runner) ->
             num_ranks=case.num_ranks,
             num_blocks=_num_blocks(case.num_tokens, case.batch),
             verify=case.verify,
-            is_traced=case.is_traced,
             is_published=case.is_published,
         ) as engine,
         tier.beside(case.neighbour) if case.neighbour else nullcontext(),

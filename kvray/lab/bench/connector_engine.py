@@ -151,7 +151,6 @@ class BenchEngine:
         num_ranks: int,
         num_blocks: int,
         verify: bool = False,
-        is_traced: bool = False,
         is_published: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
@@ -162,7 +161,6 @@ class BenchEngine:
             num_ranks: ranks that each hold a part of every block.
             num_blocks: blocks in its pool; the connector is asked for all others.
             verify: whether blocks are checked before they are promised.
-            is_traced: whether it notes what takes time, as for a shard with an SDK.
             is_published: whether it tells the tokens of its blocks, as to a shard with KV events.
             chunk_tokens: the longest piece of a prompt in one pass; None: all of it.
         """
@@ -188,8 +186,6 @@ class BenchEngine:
         args = [_args_of(rank, num_ranks) for rank in range(num_ranks)]
         self._scheduler: Any = scheduler_class(args[0])
         self._workers = [worker_class(one) for one in args]
-        for half in (self._scheduler, *self._workers):
-            half._shared.figures.span_notes.is_on = is_traced
         for rank, worker in enumerate(self._workers):
             worker.register_kv_caches(torch.zeros_like(pool) if rank else pool)
         self._link = tier.attach()

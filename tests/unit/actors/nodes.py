@@ -153,7 +153,7 @@ class Nodes:
             return self.replica(*args)
         if (there := self.rank_stagers.get(actor)) is not None:
             if method == "stage_ranks":
-                return await there.stage_here(*args)
+                return await there.stage_here(*args[1:])
             leases = there.leases
             return leases.lease(*args) if method == "lease_ranks" else leases.release(*args)
         assert method == "fetch", (actor, method)

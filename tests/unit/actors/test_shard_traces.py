@@ -10,14 +10,13 @@ from kvray.trace import spans
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.actors.test_shard_staging import MINE, Tier, known, tier
 from tests.unit.store.small_arena import store
-from tests.unit.tracing import CALLER, TRACEPARENT, Spans, id_of, parent_of, sdk, trace_of
+from tests.unit.tracing import CALLER, TRACEPARENT, Spans, id_of, parent_of, sdk
 from tests.waiting import wait_for
 
 __all__ = ["sdk", "tier"]
 
 SIZE = NAMESPACE.tokens_per_block
 PROMPT = np.arange(5 * SIZE + 1, dtype="<i4")
-REQUEST = f"00-{'2' * 32}-{CALLER}-01"
 
 
 def keys_of(tokens: np.ndarray) -> list[bytes]:
@@ -34,7 +33,7 @@ def store_far(tier: Tier) -> None:
 def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk: Spans, tier: Tier) -> None:
     store_far(tier)
     with spans.under(TRACEPARENT):
-        tier.a.requests.prefetch("r", PROMPT.tobytes(), trace=REQUEST)
+        tier.a.requests.prefetch("r", PROMPT.tobytes())
     lookup, fetch = sdk.one("lookup"), sdk.one("fetch")
     assert (parent_of(lookup), parent_of(fetch)) == (CALLER, CALLER)
     assert lookup.attributes["kvray.blocks"] == lookup.attributes["kvray.blocks.asked"] == 5
@@ -48,25 +47,6 @@ def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk: Spans, tier: 
         "kvray.bytes": 5 * MINE.part_bytes,
     }
     assert lookup.end_time <= fetch.start_time <= fetch.end_time
-
-
-def test_what_the_engine_asks_for_and_does_is_part_of_the_prefetched_prompts_trace(
-    sdk: Spans, tier: Tier
-) -> None:
-    told = tier.ask("report", counters={})
-    assert told["traces"] is True
-    tier.a.requests.prefetch("r", PROMPT.tobytes(), trace=REQUEST)  # in vain, so far
-    store_far(tier)
-    keys = keys_of(PROMPT)
-    assert tier.stage(keys)["num_blocks"] == 5
-    stage = sdk.one("stage")
-    assert (trace_of(stage), parent_of(stage)) == ("2" * 32, CALLER)
-    assert {parent_of(sdk.one(name)) for name in ("lookup", "fetch")} == {id_of(stage)}
-    assert stage.attributes["kvray.miss.reason"] == "none"
-    times = (stage.end_time / 1e9, stage.end_time / 1e9 + 1)
-    notes = [["promise", 7, *times, {}, keys[-1]], ["load", 7, *times, {"kvray.bytes": 5}]]
-    tier.ask("report", counters={}, spans=notes)
-    assert {trace_of(sdk.one(name)) for name in ("promise", "load")} == {"2" * 32}
 
 
 def test_prompts_without_a_trace_make_no_span(sdk: Spans, tier: Tier) -> None:

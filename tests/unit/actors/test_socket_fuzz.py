@@ -68,7 +68,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "rank": 0,
         "counters": {"requests": 1},
         "requests": [],
-        "spans": [["load", 1, 1.0, 2.0, {"kvray.bytes": 1}]],
         "leaving": False,
     },
     "describe": {"replica": "r", "rank": 0, "chains": []},
@@ -196,7 +195,6 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(
         rank=0,
         counters={"requests": 5},
         requests=[pack(RequestNote(78, 1.0, 40, 4, 0, 0, -1, "not_stored")), good],
-        spans=[["unheard-of", 1, 1.0, 2.0, {}], *GOOD["report"]["spans"]],
         prompts=b"no sample",
     )
     assert answer["known"] is True
@@ -205,7 +203,7 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(
     assert 78 not in found
     (rank,) = (one for one in shard.status()["replicas"] if one["connected"])
     assert rank["counters"] == {"requests": 5}
-    assert "3 notes of replica 'r'" in caplog.text
+    assert "2 notes of replica 'r'" in caplog.text
 
 
 def connections(path: Path) -> list[Any]:

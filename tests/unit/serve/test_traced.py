@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from kvray.client import Prefetched
-from kvray.serve.dispatch import Dispatcher, GenerateArgs
+from kvray.serve.dispatch import Dispatcher
 from kvray.serve.protocol import RequestError
 from kvray.serve.traced import TracedRequests
 from kvray.trace import spans
@@ -150,24 +150,6 @@ def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> None:
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR
     assert ingress.attributes["error.type"] == "disconnected"
-
-
-def test_a_traced_prompt_that_is_there_already_is_prefetched_so_that_its_shard_knows(
-    sdk: Spans,
-) -> None:
-    handle = Handle([*TOKENS, ENDING], [*TOKENS, ENDING])
-    handle.here = ["a", "b"]
-    assert post(app_with(dispatcher(handle))) == 200
-    assert "bring to engine-a" in handle.log
-
-    async def untraced() -> None:
-        async for _ in dispatcher(handle).answer(GenerateArgs(*ASKED)):
-            pass
-
-    asyncio.run(untraced())
-    assert "bring to engine-b" not in handle.log
-    assert handle.traces[1] == ""
-    assert all(one.context.trace_id == int(TRACE, 16) for one in sdk.named("route"))
 
 
 def test_without_an_sdk_a_request_is_answered_as_ever() -> None:

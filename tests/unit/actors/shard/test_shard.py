@@ -359,8 +359,8 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         with pytest.raises(ConfigError):
             call(engine, op, **fields)
     told = call(engine, "report", replica="one", rank=0, counters={"hits": 1})
-    shown = {name: told[name] for name in ("ok", "known", "peers", "traces")}
-    expected = {"ok": True, "known": True, "peers": False, "traces": False}
+    shown = {name: told[name] for name in ("ok", "known", "peers")}
+    expected = {"ok": True, "known": True, "peers": False}
     assert shown == expected
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
 
