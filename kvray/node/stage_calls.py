@@ -101,8 +101,7 @@ class StageCalls:
                 verify_from=verify_from,
                 token=token,
                 unread=unread,
-                # An older shard, which does not know it, has not said that there are such blocks.
-                **({} if stored_by is None else {"stored_by": stored_by}),
+                stored_by=stored_by,
             )
             staged = _read(reply, num_keys=len(asked))
         except (KVRayError, *_OF_ANOTHER_KIND) as error:

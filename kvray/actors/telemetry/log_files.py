@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 _FORM = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) kvray\S* (?:([\w.-]+)/)?(kvray-[\w-]+):? (.*)"
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) kvray\S* ([\w.-]+)/(kvray-[\w-]+):? (.*)"
 )
-"""The form of `log_lines.Lines`; a part of an older version names no tier."""
+"""The form of `log_lines.Lines`."""
 _MARK = re.compile(r":(actor_name|job_id|task_name):")  # Ray's own, for its dashboard
 _FILES = "worker-*.err*"  # with those that Ray has rotated, `worker-ID.err.1`
 _READ_MAX = 2**20
@@ -38,7 +38,7 @@ class LogFiles:
     def __init__(self, directory: Path, *, tier: str, parts: Set[str]) -> None:
         """Look for actors named `parts` of the tier of that name."""
         self._directory = directory
-        self._tiers = tier, ""
+        self._tier = tier
         self._parts = parts
         # Inode -> how far it has been read, and its last entry: Ray renames a file that is full.
         self._places: dict[int, tuple[int, LogEntry | None]] = {}
@@ -60,7 +60,7 @@ class LogFiles:
                 last = entries[-1] if entries else last
                 self._places[status.st_ino] = offset + len(whole + newline), last
                 found += entries
-        wanted = (one for one in found if one.part in self._parts and one.tier in self._tiers)
+        wanted = (one for one in found if one.part in self._parts and one.tier == self._tier)
         return sorted(wanted, key=lambda one: one.time_s)
 
 
@@ -75,7 +75,7 @@ def parse(text: str, before: LogEntry | None = None) -> Iterator[LogEntry]:
         if found := _FORM.fullmatch(line):
             if entry is not None and lines:
                 yield replace(entry, text="\n".join(lines))
-            moment, level, tier, part, sentence = found.groups(default="")
+            moment, level, tier, part, sentence = found.groups()
             time_s = datetime.strptime(moment, "%Y-%m-%d %H:%M:%S,%f").timestamp()
             entry, lines = LogEntry(time_s=time_s, level=level, tier=tier, part=part), [sentence]
         elif entry is not None and line and len(lines) < _LINES_MAX and not _MARK.match(line):

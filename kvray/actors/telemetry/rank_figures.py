@@ -144,7 +144,7 @@ def _latencies(counters: Mapping[str, int]) -> dict[Series, float]:
     for name, value in counters.items():
         if match := _BUCKET.fullmatch(name):
             buckets = found.setdefault(match[1], dict.fromkeys(_BOUNDS_NS, 0))
-            # One of other bounds, from an engine of another version, is in the next larger one.
+            # A bound that is none of these counts in the next larger one.
             buckets[min(one for one in _BOUNDS_NS if one >= float(match[2]))] += value
     totals: dict[Series, float] = {}
     for noun, buckets in found.items():

@@ -120,7 +120,7 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
 
 
 def _why_not(totals: Mapping[str, int]) -> str:
-    """Return ": 3 too_slow, 2 no_room", for example; empty for engines of older versions."""
+    """Return ": 3 too_slow, 2 no_room", for example."""
     prefix = "dropped_blocks_"
     found = sorted((-count, name) for name, count in totals.items() if name.startswith(prefix))
     reasons = ", ".join(f"{-count} {name.removeprefix(prefix)}" for count, name in found if count)

@@ -184,8 +184,8 @@ class SideFile:
         if byte in self._own:
             return os.getpid()
         pid = self._other(byte)
-        if pid is None or pid > 0:  # a record lock's owner, of an earlier version
-            return pid
+        if pid is None:
+            return None
         return min(self.lockers().get(byte, {0}))
 
     def lockers(self, *pids: int) -> dict[int, set[int]]:

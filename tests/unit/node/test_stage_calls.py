@@ -78,6 +78,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
             "tokens_per_s": 1000.0,
             "verify_from": None,
             "unread": [],
+            "stored_by": None,
         }
     ]
 

@@ -62,12 +62,6 @@ def test_the_lines_of_an_entry_are_bounded() -> None:
     assert entry.text.count("\n") < 200
 
 
-def test_a_part_of_an_older_version_names_no_tier(tmp_path: Path) -> None:
-    old = f"2023-11-14 22:13:20,250 WARNING kvray.mover {MOVER}: slow\n"
-    append(tmp_path / "worker-a.err", old)
-    assert texts(files(tmp_path).read()) == ["slow"]
-
-
 def test_files_are_merged_by_time_without_other_parts_and_tiers(tmp_path: Path) -> None:
     append(tmp_path / "worker-a.err", START, line("first"), line("third", at=2.0))
     append(tmp_path / "worker-b.err", line("second", at=1.5, part=MOVER))

@@ -104,7 +104,7 @@ def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None
     assert totals["lease_seconds_sum_total", ()] == 100.001081
 
 
-def test_a_bound_of_another_version_counts_in_the_next_one() -> None:
+def test_a_bound_that_is_none_of_ours_counts_in_the_next_one() -> None:
     totals = totals_of({"stage_ns_below_100000": 2, "stage_us_sum": 150})
 
     assert totals["stage_seconds_bucket_total", (f"{2**17 / 1e9:.9f}",)] == 2
