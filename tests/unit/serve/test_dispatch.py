@@ -148,7 +148,8 @@ async def listen(asked: Dispatcher) -> list[Any]:
 
 
 def taken(name: str) -> dict[str, str]:
-    return {"engine": f"engine-{name}"}
+    """Return what the ingress is told of an engine that has taken a request."""
+    return {"engine": f"engine-{name}", "route": "fallback"}
 
 
 def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there() -> None:
