@@ -32,8 +32,7 @@ from kvray.cli.top import top
 from kvray.cli.up import up
 from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
-from kvray.console.boundary import EXIT_ERROR
-from kvray.console.output import Output, OutputLost
+from kvray.console.output import EXIT_ERROR, Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Run a tier": (

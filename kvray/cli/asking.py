@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvray.config import load_config
-from kvray.console.boundary import stdout_kept
 from kvray.console.interrupts import Interrupts
-from kvray.console.tables import visible
+from kvray.console.output import stdout_kept, visible
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvray.console.boundary import boundary
 from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.tables import printer
+from kvray.console.output import boundary, printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from kvray.config import load_config
-from kvray.console.boundary import boundary, stdout_kept
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.output import boundary, stdout_kept
 
 
 def clear(

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.output import boundary
 from kvray.errors import ConfigError
 
 MODULE = "kvray.connector"

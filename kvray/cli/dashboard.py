@@ -8,8 +8,8 @@ import yaml
 
 from kvray.cli.page import serve
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.output import boundary
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.errors import ConfigError
 

@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from kvray.config import parse_size
-from kvray.console.boundary import boundary
 from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.picture import PlotOption, check_plot
-from kvray.console.tables import printer
+from kvray.console.output import PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1

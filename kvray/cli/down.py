@@ -5,10 +5,9 @@ from typing import Annotated
 import typer
 
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.output import boundary, printer
 from kvray.console.progress import LaunchProgress
-from kvray.console.tables import printer
 from kvray.errors import ShardUnavailable
 
 

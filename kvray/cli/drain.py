@@ -8,10 +8,9 @@ import typer
 
 from kvray.cli.asking import open_client
 from kvray.cli.text.drain import drain_sentence
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.output import boundary, printer
 from kvray.console.progress import LaunchProgress
-from kvray.console.tables import printer
 from kvray.errors import ShardUnavailable
 
 _POLL_S = 0.5

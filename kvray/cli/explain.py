@@ -13,9 +13,8 @@ from kvray.cli.text.explanation import (
     requests_sentence,
     requests_table,
 )
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import printer
+from kvray.console.output import boundary, printer
 from kvray.errors import ConfigError
 
 _LAST_MAX = 200

@@ -6,8 +6,8 @@ from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size
 from kvray.console.interrupts import Interrupts
+from kvray.console.output import printer
 from kvray.console.progress import LaunchProgress
-from kvray.console.tables import printer
 
 if TYPE_CHECKING:
     from kvray.actors.tier.changes import Plan

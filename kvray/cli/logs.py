@@ -10,9 +10,8 @@ import typer
 
 from kvray.actors.names import KINDS, PART_PREFIX
 from kvray.cli.asking import open_client
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
-from kvray.console.tables import printer
+from kvray.console.output import boundary, printer
 
 if TYPE_CHECKING:
     from kvray.actors.telemetry.log_files import LogEntry

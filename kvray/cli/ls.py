@@ -10,9 +10,8 @@ from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.explanation import node_of, shortened
 from kvray.cli.text.hits import tier_share
 from kvray.config import format_size
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 
 _MODEL_MAX = 40
 

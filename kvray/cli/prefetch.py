@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvray.cli.asking import open_client, read_tokens
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.output import boundary
 
 
 def prefetch(

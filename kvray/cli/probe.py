@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.output import boundary
 from kvray.errors import ShardUnavailable
 
 EXIT_NOT_SERVING = 1
@@ -25,7 +25,7 @@ def probe(
     need no such probe: they serve on without a shard.
     """
     with boundary(verbose=verbose):
-        from kvray.node.shard_socket import ShardSocket
+        from kvray.node.stage_calls import ShardSocket
 
         shard = ShardSocket(load_config(config).node_dir)
         try:

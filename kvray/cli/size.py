@@ -7,10 +7,8 @@ import typer
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_table, sizing_title
 from kvray.config import parse_size
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.picture import PlotOption, check_plot, write_picture
-from kvray.console.tables import printer
+from kvray.console.output import PlotOption, boundary, check_plot, printer, write_picture
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

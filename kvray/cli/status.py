@@ -25,9 +25,8 @@ from kvray.cli.text.sizing import sizing_line
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.cli.text.unnamed import unnamed_sentences
 from kvray.config import format_size
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 from kvray.trace.reasons import MISS_PREFIX
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")

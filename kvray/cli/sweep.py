@@ -11,9 +11,8 @@ import typer
 from kvray.cli.asking import show_answer
 from kvray.cli.text.explanation import age_text
 from kvray.config import format_size, load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from rich.live import Live
 from kvray.cli.asking import open_client
 from kvray.cli.text.rates import History
 from kvray.cli.text.top_view import view
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
-from kvray.console.tables import printer
+from kvray.console.output import boundary, printer
 from kvray.errors import KVRayError
 
 if TYPE_CHECKING:

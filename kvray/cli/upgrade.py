@@ -6,7 +6,6 @@ import typer
 
 from kvray.cli.launching import carry_out, show_plan
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import (
     AddressOption,
     ConfigOption,
@@ -14,6 +13,7 @@ from kvray.console.options import (
     RecreateOption,
     VerboseOption,
 )
+from kvray.console.output import boundary
 from kvray.errors import ShardUnavailable
 
 

@@ -10,10 +10,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from kvray.config import KVRayConfig, format_size, load_config
-from kvray.console.boundary import boundary
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 from kvray.errors import ShardUnavailable
 
 EXIT_CORRUPT = 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvray.connector.request.identity import Regularity, identify, prompt_len_of
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
-from kvray.engine.model.media_tokens import MediaTokens
+from kvray.engine.model.checkpoint import MediaTokens
 from kvray.engine.request.identity import AskedRequest, Identity, Tenancy
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.request.fields import NO_REQUEST, id_of, only_generates
+from kvray.connector.request.identity import NO_REQUEST, id_of, only_generates
 from kvray.connector.request_identifier import RequestIdentifier
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader

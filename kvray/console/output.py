@@ -1,9 +1,31 @@
-"""The standard output of commands; a failed write is an error of ours."""
+"""The standard output of commands; a failed write is an error of ours.
 
+Pictures of commands: checked before anything is measured, and written at the end.
+
+The console of every command, and the form of every table that one prints.
+
+The outer edge of a command: errors become one sentence and an exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import os
-from typing import Any, TextIO
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from kvray.errors import KVRayError
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvray.console.interrupts import Interrupts
+from kvray.errors import ConfigError, KVRayError
 
 _EXIT_PIPE = 141
 """The status of a process that SIGPIPE ended, as other tools end here."""
@@ -58,3 +80,145 @@ class Output:
         if isinstance(error, BrokenPipeError):
             return SystemExit(_EXIT_PIPE)
         return OutputLost(f"stdout cannot be written: {error.strerror}.")
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOTS_PER_INCH = 120
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png", help="Also draw the figures into this file."),
+]
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a `--plot` now that would fail at the end."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; run `pip install 'kvray[bench]'`.")
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot writes a PNG, not {path.name}; give a name that ends in .png.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no directory {path.parent} for --plot; make it first.")
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)  # needs no screen
+    try:
+        figure.savefig(path, dpi=_DOTS_PER_INCH, format="png")
+    except OSError as error:
+        raise ConfigError(f"The plot {path} cannot be written ({error.strerror}).") from None
+
+
+_WHOLE_LINES = 100_000
+"""Columns of what is no terminal: a file or another program gets each line whole."""
+
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that control a terminal, turn the line around, or cannot be written."""
+
+
+def printer(*, is_error: bool = False, soft_wrap: bool = False) -> Console:
+    """Return a console for stdout, or stderr, which prints every text as it is.
+
+    It knows no markup: names of models, replicas and counters come from others. A part that has a
+    style is a `rich.text.Text`. With `soft_wrap` the terminal breaks its lines.
+    """
+    stream = sys.stderr if is_error else sys.stdout
+    width = None if stream.isatty() else _WHOLE_LINES
+    return Console(
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=soft_wrap,
+        width=width,
+        file=stream,
+    )
+
+
+def visible(told: Any) -> Any:
+    """Return what others told, plain data, with control characters in its texts written out."""
+    if isinstance(told, str):
+        return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], told)
+    if isinstance(told, Mapping):
+        return {visible(key): visible(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [visible(one) for one in told]
+    return told
+
+
+class PlainTable(Table):
+    """A table whose texts are printed as they are, on any console."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Add a row, as `Table` does."""
+        super().add_row(*(Text(one) if isinstance(one, str) else one for one in cells), **options)
+
+    def add_column(self, header: Any = "", *others: Any, **options: Any) -> None:
+        """Add a column, as `Table` does."""
+        super().add_column(Text(header) if isinstance(header, str) else header, *others, **options)
+
+
+def empty_table(
+    *columns: str, numbers: Sequence[str] = (), title: str | None = None, folds: bool = False
+) -> PlainTable:
+    """Return a table with `columns`, and then `numbers`, which stand right.
+
+    Too wide a table cuts its numbers short first; with `folds` its columns take several lines.
+    """
+    heading = None if title is None else Text(title, style="table.title")
+    table = PlainTable(title=heading, title_justify="left", box=box.SIMPLE, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=not folds)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@contextlib.contextmanager
+def stdout_kept() -> Iterator[None]:
+    """Send to stderr what Ray prints meanwhile, such as the death of a node."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _require_directory() -> None:
+    """Refuse to work without a working directory, where every relative path would fail."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("The working directory was removed; change to one that exists.") from None
+
+
+@contextlib.contextmanager
+def boundary(*, verbose: bool) -> Iterator[Interrupts]:
+    """Run a command's body.
+
+    Raises:
+        typer.Exit: with `EXIT_ERROR` after an error of ours. Its message went to stderr, or its
+            traceback with `verbose`. With `EXIT_INTERRUPTED` after Ctrl-C or SIGTERM.
+    """
+    interrupts = Interrupts()
+    try:
+        with interrupts.caught():
+            _require_directory()
+            yield interrupts
+    except KVRayError as error:
+        if verbose:
+            Console(stderr=True).print_exception()
+        else:
+            print(f"kvray: {visible(' '.join(str(error).split()))}", file=sys.stderr)  # in one line
+        raise typer.Exit(EXIT_ERROR) from None
+    except KeyboardInterrupt:
+        if verbose:
+            Console(stderr=True).print_exception()
+        else:
+            print("kvray: interrupted.", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

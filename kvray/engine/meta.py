@@ -3,14 +3,19 @@
 Slots do not travel: a rank reads those of a load from the lease record in the node's arena. A
 block costs 4 bytes a layer group for its page, and 32 for its key if it is saved. Classes are
 tuples because tuples have the smallest pickles.
+
+A promise: matched tokens that the engine counts on, and the leases that keep it; pure.
 """
 
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from kvray.store import Lease
+from kvray.errors import LeaseExpired
+from kvray.store import Arena, Held, Lease
 from kvray.store.arena.tables import Array
 
 
@@ -93,3 +98,88 @@ class ConnectorMeta(NamedTuple):
     """With loads, the fingerprint in `namespace`, which a rank may not know yet."""
     number: int = 0
     """With saves, the number by which arenas know their namespace, weights' version included."""
+
+
+Honoured = Callable[[], object]
+"""Returns how many tokens of an offer the engine took; what is no whole number says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedPrefix:
+    """Blocks of a prompt from its root; whoever has it ends its leases."""
+
+    arena: Arena  # the leader's
+    held: Held  # leases there, for its ranks on this node in their order
+    stored_by: int  # ranks that its blocks' bytes are dealt to
+    away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)
+    """Rank on another node -> its arena and its lease there, of as many blocks."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are leased."""
+        return self.held.num_blocks
+
+    def leased(self) -> RankLeases:
+        """Return the leases as the ranks are told of them."""
+        here = self.arena.arena_id
+        if not self.away:
+            return RankLeases((here,), self.held.leases)
+        num_ranks = len(self.held.leases) + len(self.away)
+        own = iter(self.held.leases)
+        places = [self.away.get(rank) or (here, next(own)) for rank in range(num_ranks)]
+        arena_ids, leases = zip(*places, strict=True)
+        return RankLeases(arena_ids, leases)
+
+
+@dataclass(slots=True, kw_only=True)
+class Promise:
+    """Matched tokens that the leader has offered to the engine and holds in leases."""
+
+    prefix: LeasedPrefix  # the whole of it, from its root
+    first: int  # blocks that the engine had itself
+    end: int  # where the promised blocks end; leased blocks after it failed their checksum
+    honoured: Honoured | None = None  # None: the engine takes all of an offer or nothing
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks were offered."""
+        return self.end - self.first
+
+    def cancel(self, start: int, end: int, tokens_per_block: int) -> None:
+        """Keep less: the engine will not use the tokens from `start` to `end`."""
+        if end >= self.end * tokens_per_block:
+            self.end = min(self.end, max(self.first, -(-start // tokens_per_block)))
+        elif start <= self.first * tokens_per_block:
+            # A block that is handed back in part is loaded whole.
+            self.first = max(self.first, end // tokens_per_block)
+
+    def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
+        """Return how many blocks of the offer the engine counts on, and whether that is sure.
+
+        If not, it may be less. `position` is that of the first report, without what the request
+        took of the offer. `is_exact`: this engine takes all of an offer or nothing. LeaseExpired:
+        the offer does not explain the position.
+        """
+        blocks = position // tokens_per_block - self.first
+        if blocks < 0:
+            return 0, True  # it did not take the offer, and subtracts it all the same
+        if blocks == 0:
+            before = position % tokens_per_block
+            return (self.num_blocks, True) if is_exact else self._honoured(before, tokens_per_block)
+        raise LeaseExpired(
+            f"The engine counts on {blocks} blocks after its own {self.first} that were never"
+            " promised to it; it must not go on with them."
+        )
+
+    def _honoured(self, before: int, tokens_per_block: int) -> tuple[int, bool]:
+        """Return what a cache manager that may take less says that it took.
+
+        The first block may be one of which the engine has `before` tokens itself.
+        """
+        noted = None if self.honoured is None else self.honoured()
+        if not isinstance(noted, int) or isinstance(noted, bool):
+            return self.num_blocks, False
+        if noted <= 0:
+            return 0, True
+        blocks = min(-(-(before + noted) // tokens_per_block), self.num_blocks)
+        return blocks, before == 0 and noted == blocks * tokens_per_block

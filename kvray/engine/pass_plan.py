@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvray.engine.meta import ConnectorMeta, LoadPlan, PageIds, SavePlan
+from kvray.engine.meta import ConnectorMeta, LoadPlan, PageIds, Promise, SavePlan
 from kvray.engine.prefix_finder import PrefixFinder
-from kvray.engine.promise import Promise
-from kvray.engine.request.retention import read_priorities
-from kvray.engine.request.state import RequestState
+from kvray.engine.request.state import RequestState, read_priorities
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
 from kvray.trace.reasons import DropReason

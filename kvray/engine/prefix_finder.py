@@ -10,26 +10,199 @@ prompt that several nodes get at once is soon stored by one of them.
 
 The ranks of one engine may be on several nodes. Then nothing is promised without the shard, which
 has every other node lease the same blocks in its ranks' names: the leader cannot look there.
+
+Leases the prefix of a prompt that is here for every rank, and sound.
+
+Staging that nobody waits for: the engine asks again about the request, and schedules others.
+
+For engines that take "ask again" for an answer. Each call has a deadline, and a thread of its own
+out of a few; with all of them busy a call waits for its turn, which counts as part of its time.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from time import monotonic, perf_counter_ns
 from typing import Any, NamedTuple
 
-from kvray.engine.late_stages import LateReply, LateStages
-from kvray.engine.matching import Matched, lease_exactly, match
-from kvray.engine.promise import LeasedPrefix
-from kvray.engine.reading import Reading
+from kvray.engine.meta import LeasedPrefix
+from kvray.engine.registered_pool import Reading
 from kvray.engine.request.identity import AskedRequest
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import StageCalls, StageReply
+from kvray.store import Arena, Held, Lease, PartRequest
+from kvray.store.arena import lease
 from kvray.trace.arrival import Arrivals, joined
 from kvray.trace.reasons import MissReason
+
+_THREADS = 4
+
+Stage = Callable[[StageCalls], StageReply]
+"""One call to the shard; raises nothing of the shard's."""
+
+
+class LateReply(NamedTuple):
+    """A reply of the shard."""
+
+    reply: StageReply
+    began: float  # when it was asked
+    have: int  # leading blocks that were here then
+
+
+class LateStages:
+    """The calls of one leader; used by the engine's executor thread.
+
+    What crosses threads: the calls, and their replies through futures. Each thread has connections
+    of its own, which `close` hangs up; a call under way ends by its deadline.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._local = threading.local()
+        self._calls: list[StageCalls] = []
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-stage")
+        self._asked: dict[int, tuple[Future[StageReply], float, int]] = {}
+
+    def begin(self, request_id: int, stage: Stage, *, now: float, have: int) -> None:
+        """Have the shard asked for a request; `take` has the reply, with `now` and `have`."""
+        self._asked[request_id] = self._threads.submit(self._do, stage), now, have
+
+    def is_pending(self, request_id: int) -> bool:
+        """Whether a request has been asked for and has no reply yet."""
+        asked = self._asked.get(request_id)
+        return asked is not None and not asked[0].done()
+
+    def take(self, request_id: int) -> LateReply | None:
+        """Return the reply, once; None: the request has not been asked for."""
+        if request_id not in self._asked:
+            return None
+        reply, began, have = self._asked.pop(request_id)
+        return LateReply(reply.result(), began, have)
+
+    def forget(self, request_id: int) -> None:
+        """Drop a request's call, if it has not begun, or its reply."""
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked[0].cancel()
+
+    def close(self) -> None:
+        """End the threads; nobody waits for the calls that are under way. Twice is fine."""
+        for asked, *_ in self._asked.values():
+            asked.cancel()
+        for calls in self._calls:
+            calls.interrupt()
+        self._threads.shutdown()
+        for calls in self._calls:
+            calls.close()
+
+    def _do(self, stage: Stage) -> StageReply:
+        calls = getattr(self._local, "calls", None)
+        if calls is None:
+            calls = self._local.calls = StageCalls(self._directory)
+            self._calls.append(calls)
+        return stage(calls)
+
+
+_COUNTED_ON_S = 1.0
+"""Longest try for the lock where the alternative is the engine's end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """A leased prefix."""
+
+    prefix: LeasedPrefix
+    end: int  # where its sound blocks end
+    arrivals: Arrivals = ()
+    """How its blocks came to this node, as far as they were not here."""
+
+
+def match(
+    shared: SharedState,
+    reading: Reading,
+    keys: list[BlockKey],
+    first: int,
+    *,
+    sound: int = 0,
+    away: Mapping[int, tuple[str, Lease]] | None = None,
+) -> tuple[Matched | None, MissReason]:
+    """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
+
+    Blocks before `first` are the engine's own, those before `sound` in another lease that is still
+    held; neither are checked. `away` has the leases of ranks on other nodes.
+    """
+    arena = shared.link.arena
+    if arena is None:
+        return None, "store_down"
+    away = away or {}
+    readers = [parts for rank, parts in enumerate(reading.part_requests) if rank not in away]
+    began_ns = perf_counter_ns()
+    held = arena.lease_for(keys, readers)
+    shared.figures.lease_times.observe(perf_counter_ns() - began_ns)
+    if held is None:
+        return None, "arena_busy"
+    if not held.num_blocks:
+        return None, "not_stored"
+    end, start = held.num_blocks, max(first, sound)
+    try:
+        if end > start and shared.verifies_promises:
+            end = start + _sound_run(shared, arena, held, readers, start)
+    except BaseException:
+        shared.release_leases(arena, *held.leases)
+        raise
+    prefix = LeasedPrefix(arena=arena, held=held, stored_by=reading.stored_by, away=away)
+    return Matched(prefix=prefix, end=end), "corrupt" if end < held.num_blocks else "not_stored"
+
+
+def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> LeasedPrefix | None:
+    """Lease all of `keys`, the engine's own, again; None if they are not all here any more.
+
+    A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
+    engine counts on them, so a busy arena is tried for longer than for a promise.
+    """
+    deadline, held, own = monotonic() + _COUNTED_ON_S, None, shared.pool.own
+    while held is None and monotonic() < deadline:
+        held = arena.lease_for(keys, own.part_requests, is_counted_on=True)
+    if held is not None and held.num_blocks < len(keys):
+        shared.release_leases(arena, *held.leases)
+        return None
+    if held is None:
+        return None
+    return LeasedPrefix(arena=arena, held=held, stored_by=own.stored_by)
+
+
+def _sound_run(
+    shared: SharedState,
+    arena: Arena,
+    held: Held,
+    readers: Sequence[Sequence[PartRequest]],
+    first: int,
+) -> int:
+    """Return how many blocks from `first` on are sound in every part of every rank.
+
+    Without its whole window a shorter prefix is of no use, so then it is all or nothing.
+    """
+    run, seen = held.num_blocks - first, set[PartRequest]()
+    for one, slots, requests in zip(held.leases, held.slots, readers, strict=True):
+        found = lease.places(requests, held.num_blocks, first=first, stop=held.num_blocks)
+        for request, (block, places) in zip(requests, found, strict=True):
+            if request in seen:
+                continue  # several ranks read the same slots
+            seen.add(request)
+            sound = arena.sound(one, places, slots_known=slots)
+            if 0 in sound.tobytes():
+                end = block - first + int(sound.argmin())
+                run = 0 if shared.pool.has_windows else min(run, end)
+    return run
+
 
 _log = logging.getLogger("kvray.connector")
 

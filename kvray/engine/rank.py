@@ -16,7 +16,7 @@ from kvray.engine.loader import Loader
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.engine.model.reslicing import resliced_parts
-from kvray.engine.reading import other_sizes
+from kvray.engine.registered_pool import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch

@@ -28,10 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from kvray.engine.boundary import Boundary
 from kvray.engine.device.gpu import Pool
 from kvray.engine.device.pool import Ticket
-from kvray.engine.figures import EngineFigures
+from kvray.engine.figures import Boundary, EngineFigures
 from kvray.engine.model.cache_layout import Part
 from kvray.identity.block import BlockKey
 from kvray.node import NodeLink

@@ -13,11 +13,9 @@ from typing import Any
 
 from kvray import node
 from kvray.config import KVRayConfig
-from kvray.engine.boundary import Boundary
-from kvray.engine.figures import EngineFigures
-from kvray.engine.meta import Release
+from kvray.engine.figures import Boundary, EngineFigures
+from kvray.engine.meta import LeasedPrefix, Release
 from kvray.engine.model.engine_args import EngineArgs
-from kvray.engine.promise import LeasedPrefix
 from kvray.engine.registered_pool import RegisteredPool
 from kvray.engine.saver import PendingReads
 from kvray.errors import ConfigError

@@ -4,10 +4,13 @@ docs/kv_events.md has the shapes, which differ by version. An engine tells of pa
 each attention window, and of each rank for itself; a router wants full blocks, of the widest
 window, that some rank has. Prompts with a salt, an adapter or media stay inside, as the engine
 tells of them: no router could find them by their tokens.
+
+The batches that a publisher has sent, numbered, the latest kept for replay; pure.
 """
 
 import json
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,3 +275,38 @@ def _is_plain(block: Mapping[str, Any]) -> bool:
     extras = (one.get("token_extra_id") for one in block["tokens"] if isinstance(one, Mapping))
     is_salted = block.get("cache_salt") is not None
     return not (is_salted or block.get("lora_id") or block.get("mm_keys") or any(extras))
+
+
+class EventLog:
+    """Of one publisher; batches are packed."""
+
+    def __init__(self, first: int, *, batches_max: int, bytes_max: int) -> None:
+        """Number batches from `first` on.
+
+        A publisher that starts again begins above its last number: what is below the number that a
+        subscriber has seen is nothing new to it.
+        """
+        self._batches: deque[bytes] = deque()
+        self._bytes = 0
+        self._batches_max = batches_max
+        self._bytes_max = bytes_max
+        self.oldest = first
+        """The first number that is kept, or the next one."""
+
+    @property
+    def last(self) -> int:
+        """The number of the latest batch; before the first one, the number below it."""
+        return self.oldest + len(self._batches) - 1
+
+    def add(self, payload: bytes) -> int:
+        """Keep a batch and return its number; the oldest go beyond the bounds."""
+        self._batches.append(payload)
+        self._bytes += len(payload)
+        while len(self._batches) > self._batches_max or self._bytes > self._bytes_max:
+            self._bytes -= len(self._batches.popleft())
+            self.oldest += 1
+        return self.last
+
+    def __getitem__(self, number: int) -> bytes:
+        """Return the batch of a number from `oldest` to `last`."""
+        return self._batches[number - self.oldest]

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvray.errors import ConfigError, TransferError
-from kvray.events.log import EventLog
 from kvray.events.message import (
     END,
     AllBlocksCleared,
@@ -39,6 +38,7 @@ from kvray.events.message import (
     pack_sequence,
     unpack_sequence,
 )
+from kvray.events.native import EventLog
 from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
 
 BATCH_BLOCKS = 128

@@ -1,9 +1,12 @@
-"""The name of a block: its key, and the namespace that seeds the keys."""
+"""The name of a block: its key, and the namespace that seeds the keys.
+
+Which parts of a block have the bytes of a rank, if engines of other sizes have stored it.
+"""
 
 import hashlib
 import operator
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NewType
 
@@ -126,3 +129,27 @@ class Namespace:
     def from_wire(cls, values: Mapping[str, object]) -> "Namespace":
         """Return the namespace of `to_wire`'s mapping; TypeError: a field is missing or unknown."""
         return cls(**values)  # type: ignore[arg-type]
+
+
+def readable_ranks(rank: int, num_ranks: int, stored_by: int) -> range:
+    """Return the ranks, among `stored_by`, whose bytes `rank` among `num_ranks` reads.
+
+    One of the two numbers is a multiple of the other.
+    """
+    if stored_by < num_ranks:
+        wide = rank * stored_by // num_ranks
+        return range(wide, wide + 1)
+    ratio = stored_by // num_ranks
+    return range(rank * ratio, (rank + 1) * ratio)
+
+
+def readable_parts(parts: Sequence[int], num_ranks: int, stored_by: int) -> list[int]:
+    """Return the parts, of a block of `stored_by` ranks, with the bytes of a rank's own `parts`.
+
+    Parts are numbered layer group by layer group, and in each by rank.
+    """
+    return [
+        part // num_ranks * stored_by + other
+        for part in parts
+        for other in readable_ranks(part % num_ranks, num_ranks, stored_by)
+    ]

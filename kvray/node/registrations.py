@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
-from kvray.node.block_tokens import BlockTokens
-from kvray.node.prompt_notes import PromptNotes
-from kvray.node.request_notes import RequestNotes, packed
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.request_notes import BlockTokens, PromptNotes, RequestNotes, packed
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Membership, PartRequest
 
 _log = logging.getLogger("kvray.node")

@@ -5,13 +5,20 @@ what its pool has, `Decisions` follows each request to its first token.
 """
 
 from kvray.routing.choice import Choice, Ranked, Reason, choose
-from kvray.routing.cost import Bring, Candidate, Cost, Link, Rates, Stretch, predict
-from kvray.routing.decisions import Decisions
-from kvray.routing.load import Load
-from kvray.routing.lru import Lru
-from kvray.routing.outcomes import Outcomes
-from kvray.routing.prefill_speed import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
-from kvray.routing.standings import Place, PoolMatch, Standings
+from kvray.routing.cost import (
+    PREFILL_STAT,
+    SLOWDOWN_STAT,
+    Bring,
+    Candidate,
+    Cost,
+    Link,
+    PrefillSpeed,
+    Rates,
+    Stretch,
+    predict,
+)
+from kvray.routing.decisions import Decisions, Outcomes
+from kvray.routing.standings import Load, Lru, Place, PoolMatch, Standings
 from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvray.routing.cost import Cost
-from kvray.routing.load import RECENT_S
+
+RECENT_S = 30.0
+"""After this time a piece of work counts for 1/e of itself."""
 
 Reason = Literal["prefix", "queue", "fallback"]
 """`prefix`: nowhere is the prompt less work. `queue`: somewhere it is, but others wait there, or

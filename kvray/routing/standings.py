@@ -1,18 +1,148 @@
-"""What a router knows of each replica, and which of them a prompt goes to; pure."""
+"""What a router knows of each replica, and which of them a prompt goes to; pure.
+
+The blocks of the prompts that a replica has under way; pure.
+
+A bounded set of blocks, the least recently used one out first; pure.
+
+The work that one replica has and had, as its router knows it; pure.
+"""
+
+from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Generic, TypeVar
 
-from kvray.routing.choice import Choice, choose
-from kvray.routing.coming import Coming
+from kvray.routing.choice import RECENT_S, Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
-from kvray.routing.load import Load
-from kvray.routing.lru import Lru
 from kvray.routing.survey import Survey
+
+_Block = TypeVar("_Block", bound=Hashable)
+_LATE = 0.25
+"""Of the time that a request has run, what it still takes at least: predictions are often wrong,
+and a replica where one hangs must not look idle."""
+
+
+class Load:
+    """Predicted work that was routed to a replica: what waits, and what lately came.
+
+    A router sees a request's first token, and not when an engine began with it. The oldest request
+    is taken to run since the first token of the one before.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, float] = {}
+        self._waiting_s = 0.0
+        self._began_at = 0.0
+        """When the oldest of `_waiting` began to run."""
+        self._recent_s = 0.0
+        self._recent_at = 0.0
+
+    def __len__(self) -> int:
+        """Return how many requests have no first token yet."""
+        return len(self._waiting)
+
+    def queue_s(self, now: float) -> float:
+        """Return how long a request that comes now waits for the others."""
+        if not self._waiting:
+            return 0.0
+        oldest_s, ran_s = next(iter(self._waiting.values())), now - self._began_at
+        left_s = min(oldest_s, max(oldest_s - ran_s, _LATE * ran_s))
+        return max(0.0, self._waiting_s - oldest_s + left_s)
+
+    def utilization(self, now: float) -> float:
+        """Return the work that lately came for each second, older work counting less."""
+        return self._recent_s * math.exp((self._recent_at - now) / RECENT_S) / RECENT_S
+
+    def routed(self, request: Hashable, work_s: float, now: float) -> None:
+        """Note a request that goes to this replica."""
+        if not self._waiting:
+            self._began_at = now
+        self._waiting[request] = work_s
+        self._waiting_s += work_s
+        self._recent_s = self.utilization(now) * RECENT_S + work_s
+        self._recent_at = now
+
+    def done(self, request: Hashable, now: float) -> None:
+        """Note a request's first token, or its failure; an unknown request is nobody's."""
+        if request not in self._waiting:
+            return
+        if request == next(iter(self._waiting)):
+            self._began_at = now
+        work_s = self._waiting.pop(request)
+        # Sums of floats drift; an empty queue is 0.
+        self._waiting_s = self._waiting_s - work_s if self._waiting else 0.0
+
+
+class Lru(Generic[_Block]):
+    """The blocks of prompts, those of the oldest first out, and leaves before their parents.
+
+    Engines evict so. They say little of their pools, but one of known size is easy to guess.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        # Oldest first.
+        self._blocks: OrderedDict[_Block, None] = OrderedDict()
+
+    def __contains__(self, block: _Block) -> bool:
+        return block in self._blocks
+
+    def leading(self, blocks: Sequence[_Block]) -> int:
+        """Return how many of a prompt's leading blocks are here.
+
+        No block is here without its parents, which were used whenever it was, and after it.
+        """
+        return leading(blocks, self._blocks)
+
+    def use(self, blocks: Sequence[_Block]) -> list[_Block]:
+        """Note that a prompt uses these blocks; return the blocks that went for them.
+
+        Of a prompt that is too large, the leading blocks stay.
+        """
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        count = len(self._blocks) - self._num_blocks
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]
+
+
+def leading(blocks: Sequence[_Block], held: Container[_Block]) -> int:
+    """Return how many leading blocks are held; none is without those before it."""
+    if not blocks or blocks[0] not in held:
+        return 0  # which is most often so
+    return bisect_left(range(len(blocks)), True, key=lambda at: blocks[at] not in held)
+
+
+class Coming(Generic[_Block]):
+    """What an engine's pool has or will have before it comes to a prompt that is sent now.
+
+    Its events tell of a block after it is computed, and it keeps those of prompts under way.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: Counter[_Block] = Counter()
+
+    def leading(self, blocks: Sequence[_Block]) -> int:
+        """Return how many of a prompt's leading blocks are here."""
+        return leading(blocks, self._blocks)
+
+    def add(self, blocks: Sequence[_Block]) -> None:
+        """Note a prompt that is sent."""
+        self._blocks.update(blocks)
+
+    def remove(self, blocks: Sequence[_Block]) -> None:
+        """Note its end."""
+        for block in blocks:
+            self._blocks[block] -= 1
+            if not self._blocks[block]:
+                del self._blocks[block]
+
 
 _HOST = Link(bytes_per_s=10e9)
 """From a node's memory into an engine's pool; far above any rate of computing."""

@@ -22,14 +22,18 @@ from kvray.store.arena.tables import Array
 from kvray.store.machine.access import Access
 from kvray.tensor_cache import layout
 from kvray.tensor_cache.blocks import ArenaBlocks, Source
-from kvray.tensor_cache.counters import CacheCounters
 from kvray.tensor_cache.layout import KV, Heads
-from kvray.tensor_cache.lifetime import Lifetime
+from kvray.tensor_cache.lifetime import CacheCounters, Lifetime
 from kvray.tensor_cache.metadata import TensorMetadata
-from kvray.tensor_cache.names import claim_name, release_name
-from kvray.tensor_cache.prompt import Mask, MaskedPrompt, Tokens, read_prompt
-from kvray.tensor_cache.staging import Staging
-from kvray.tensor_cache.store_queue import StoreQueue
+from kvray.tensor_cache.prompt import (
+    Mask,
+    MaskedPrompt,
+    Tokens,
+    claim_name,
+    read_prompt,
+    release_name,
+)
+from kvray.tensor_cache.staging import Staging, StoreQueue
 from kvray.trace.arrival import Arrivals
 
 _log = logging.getLogger("kvray.tensor_cache")

@@ -1,6 +1,11 @@
-"""A prompt as a caller gives it: the keys of its full blocks, and where its mask begins."""
+"""A prompt as a caller gives it: the keys of its full blocks, and where its mask begins.
 
+The names under which the caches of this process report; each is unique in its place.
+"""
+
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,3 +85,27 @@ def _num_masked(mask: Mask, num_tokens: int) -> int:
             " has a True before a False."
         )
     return num_masked
+
+
+Place = tuple[Path, int]
+"""Directory of the tier, and rank."""
+
+_taken: set[tuple[Place, str]] = set()
+_lock = threading.Lock()
+
+
+def claim_name(place: Place, name: str) -> str:
+    """Return `name`, with a number behind it if another cache here reports under it."""
+    with _lock:
+        unique, number = name, 1
+        while (place, unique) in _taken:
+            number += 1
+            unique = f"{name}.{number}"
+        _taken.add((place, unique))
+        return unique
+
+
+def release_name(place: Place, name: str) -> None:
+    """Let another cache have the name."""
+    with _lock:
+        _taken.discard((place, name))

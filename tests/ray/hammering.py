@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kvray.identity.block import BlockKey
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import PATIENT_S, chain, store

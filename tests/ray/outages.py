@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from kvray.errors import ShardUnavailable
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 
 _POLL_S = 0.01
 _ANSWER_S = 5.0

@@ -17,7 +17,7 @@ from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import Network, why_impossible
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY

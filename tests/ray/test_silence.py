@@ -17,7 +17,7 @@ import pytest
 from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes
 from tests.unit.actors.small_shard import NAMESPACE

@@ -17,7 +17,7 @@ from kvray.actors.tier.local_ray import read_address
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
-from kvray.identity.secret_file import read_secret
+from kvray.identity.tenant import read_secret
 from kvray.lab.replay.reading import read_trace
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from tests.examples import examples

@@ -18,7 +18,7 @@ from kvray.actors.ray_glue.calls import ask, list_actors
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import frame
-from kvray.identity.secret_file import read_secret
+from kvray.identity.tenant import read_secret
 
 _ASK_S = 6.0
 _NONCE_BYTES = 32

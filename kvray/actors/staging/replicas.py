@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.block import Namespace, namespace_id
-from kvray.identity.parts import readable_parts
+from kvray.identity.block import Namespace, namespace_id, readable_parts
 from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 

@@ -8,7 +8,7 @@ import typer
 from kvray.cli.bench.running import QuickOption, run_bench
 from kvray.cli.bench.serving import router, serve
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.picture import PlotOption
+from kvray.console.output import PlotOption
 
 RepeatOption = Annotated[
     int | None,

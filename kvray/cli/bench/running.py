@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvray.console.boundary import boundary
-from kvray.console.picture import check_plot
+from kvray.console.output import boundary, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.bench.report import Report

@@ -7,7 +7,7 @@ import typer
 
 from kvray.cli.bench.running import QuickOption, run_bench
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.picture import PlotOption
+from kvray.console.output import PlotOption
 
 
 def router(

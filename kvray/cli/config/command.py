@@ -8,7 +8,6 @@ import typer
 from kvray.cli.asking import show_answer
 from kvray.cli.config.fit import fit
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
-from kvray.console.boundary import boundary
 from kvray.console.options import (
     AddressOption,
     ConfigOption,
@@ -17,7 +16,7 @@ from kvray.console.options import (
     VerboseOption,
     parse_labels,
 )
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 
 config_app = typer.Typer(
     name="config",

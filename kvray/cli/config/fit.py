@@ -18,7 +18,6 @@ from kvray.config import (
     ray_memory_threshold,
     read_effective,
 )
-from kvray.console.boundary import boundary
 from kvray.console.options import (
     ConfigOption,
     JsonOption,
@@ -26,7 +25,7 @@ from kvray.console.options import (
     VerboseOption,
     parse_labels,
 )
-from kvray.console.tables import empty_table, printer
+from kvray.console.output import boundary, empty_table, printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

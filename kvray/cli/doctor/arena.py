@@ -20,7 +20,7 @@ from kvray import __version__
 from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import CapacityError, KVRayError, ShardUnavailable
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine import lockers

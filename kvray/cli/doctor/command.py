@@ -16,10 +16,9 @@ from kvray.cli.doctor.hits import hit_findings
 from kvray.cli.doctor.tier import tier_findings
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
-from kvray.console.boundary import EXIT_ERROR, boundary, stdout_kept
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.tables import printer, visible
+from kvray.console.output import EXIT_ERROR, boundary, printer, stdout_kept, visible
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}

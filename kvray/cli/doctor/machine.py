@@ -13,7 +13,7 @@ from kvray import __version__
 from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import ConfigError
-from kvray.identity.secret_file import read_secret
+from kvray.identity.tenant import read_secret
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.cgroup import limiting_cgroups
 from kvray.transport.nixl import has_rdma

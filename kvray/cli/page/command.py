@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvray.config import load_config
-from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.output import boundary
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvray.config import KVRayConfig
 from kvray.identity.block import frame
-from kvray.identity.secret_file import read_secret
+from kvray.identity.tenant import read_secret
 
 
 class Gate:

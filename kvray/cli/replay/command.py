@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from kvray.cli.replay import fleet as fleets
-from kvray.console.boundary import boundary
 from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.picture import PlotOption, check_plot, write_picture
-from kvray.console.tables import printer
+from kvray.console.output import PlotOption, boundary, check_plot, printer, write_picture
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

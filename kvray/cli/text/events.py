@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 
 def events_report(shards: Sequence[Mapping[str, Any]]) -> list[Table | str]:

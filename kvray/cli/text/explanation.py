@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from kvray.cli.text.reasons import CAUSES, WAYS, reason
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 _TIERS = {"host": "the memory", "nvme": "the disk"}
 _PLACES = {"host": "in the memory", "nvme": "on the disk"}

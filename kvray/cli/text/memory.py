@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from kvray.config import format_size
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 
 def node_name(shard: dict[str, Any]) -> str:

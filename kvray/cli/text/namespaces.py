@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from kvray.cli.text.hits import ranks_of
-from kvray.console.tables import PlainTable
+from kvray.console.output import PlainTable
 
 _COLUMNS_MAX = 6
 _NAMES_MAX = 4

@@ -8,7 +8,7 @@ from rich.table import Table
 from kvray.actors.tier.sizing import WORTH_SHARE, found_with
 from kvray.cli.text.explanation import shortened
 from kvray.config import format_size
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 _MODEL_MAX = 40
 _TOO_LITTLE = (

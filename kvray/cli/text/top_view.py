@@ -12,7 +12,7 @@ from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_senten
 from kvray.cli.text.memory import node_name
 from kvray.cli.text.rates import History, NodeRates, ReplicaRates
 from kvray.config import format_size
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 _BAR = 20
 _REASONS_MAX = 3

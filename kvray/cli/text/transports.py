@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvray.config import format_size
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 
 _MOVER_PREFIX = "kvray-mover-"
 

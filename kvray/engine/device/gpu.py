@@ -30,19 +30,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvray.engine.device.cuda_device import CudaDevice, Event
-from kvray.engine.device.pieces import (
+from kvray.engine.device.pool import HostPool, Load, PinnedArena, Ticket
+from kvray.engine.device.stages import (
+    BEFORE_ALL,
     HostMemory,
     Pieces,
     Place,
+    Stages,
     addresses,
     concatenate,
     join,
     of_size,
     places_of,
 )
-from kvray.engine.device.pinned import PinnedArena
-from kvray.engine.device.pool import HostPool, Load, Ticket
-from kvray.engine.device.stages import BEFORE_ALL, Stages
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.errors import LayoutMismatch, TierError
 from kvray.store import Arena

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
-from kvray.identity.parts import readable_ranks
+from kvray.identity.block import readable_ranks
 
 _SIZES = (1, 2, 4, 8)
 _PLAIN_DTYPES = frozenset(("float16", "bfloat16", "float32"))

@@ -1,15 +1,67 @@
-"""The leader's record of a request between its first query and its end; pure."""
+"""The leader's record of a request between its first query and its end; pure.
+
+What one pass of an engine has that is new about one request.
+
+Reads what an engine says of how long blocks are to be kept: retention priorities, 0 to 100.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvray.engine.promise import Promise
-from kvray.engine.request.retention import Priorities
+import numpy as np
+
+from kvray.engine.meta import Promise
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_packed, pack
 from kvray.node import BlockTokens
+from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
+
+_DEFAULT = bytes([DEFAULT_PRIORITY])
+
+
+def read_priorities(report: Any) -> bytes:
+    """Return the priorities of a report's new pages, one byte each; empty where it has none.
+
+    What is out of range is taken for the nearest that is not; what are no numbers says nothing.
+
+    Source: `RequestData.priorities`, a list as long as `new_block_ids`, or None for requests
+    without a `KvCacheRetentionConfig`; older versions have no such field.
+    """
+    asked = getattr(report, "priorities", None)
+    if not isinstance(asked, list | tuple):
+        return b""
+    try:
+        numbers = np.array(asked, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return b""
+    return numbers.clip(0, PRIORITY_MAX).astype(np.uint8).tobytes() if numbers.ndim == 1 else b""
+
+
+class Priorities:
+    """Priorities of one request's blocks, in prompt order; unnamed blocks have the default."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known = bytearray()
+
+    def extend(self, more: bytes, *, at: int, count: int) -> None:
+        """Note those of `count` blocks from the place `at` on; `more` may have too many or few."""
+        if more:
+            self._known += _DEFAULT * (at - len(self._known)) + more[:count]
+
+    def of(self, first: int, end: int) -> bytes:
+        """Return those of the blocks from `first` to `end`; empty if all have the default."""
+        found = bytes(self._known[first:end])
+        return found.ljust(end - first, _DEFAULT) if found.strip(_DEFAULT) else b""
+
+    def are_raised(self, end: int) -> bool:
+        """Whether one of the first `end` is to be kept longer than if nothing were said of it."""
+        return max(self._known[:end], default=0) > DEFAULT_PRIORITY
+
 
 NO_PAGE = -1
 
@@ -173,3 +225,18 @@ class RequestState:
         if self.block_tokens is not None:
             self.block_tokens.note(self.keys, first, packed)
         self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """For engines without such a record of their own; fields as in TensorRT-LLM's `RequestData`."""
+
+    request_id: int
+    new_tokens: list[int]  # since the last report; the first has all of them
+    new_block_ids: list[int]  # likewise
+    computed_position: int
+    """Where the pass begins, without the tokens that were promised for this very pass."""
+    num_scheduled_tokens: int
+    is_new: bool  # whether it is the first since the request was asked about
+    priorities: None = None
+    new_block_ids_by_layer_group: None = None

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from kvray.console.picture import write_picture
+from kvray.console.output import write_picture
 from kvray.lab.bench.lookup_scale import measured, told_s
 
 NODES = 100, 300, 1_000, 3_000, 10_000

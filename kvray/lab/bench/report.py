@@ -15,8 +15,7 @@ from rich import box
 from rich.table import Table
 
 from kvray import __version__
-from kvray.console.picture import write_picture
-from kvray.console.tables import printer
+from kvray.console.output import printer, write_picture
 from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 from kvray.lab.bench.targets import is_met
 

@@ -17,8 +17,8 @@ from rich.progress import Progress, TaskID
 
 from kvray.config import parse_size
 from kvray.console.interrupts import Interrupts
+from kvray.console.output import printer
 from kvray.console.progress import counting_progress
-from kvray.console.tables import printer
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation

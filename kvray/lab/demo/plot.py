@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kvray.console.picture import write_picture
+from kvray.console.output import write_picture
 from kvray.lab.demo.phases import PHASES
 from kvray.lab.demo.record import Record
 from kvray.lab.demo.report import duration

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 from kvray.lab.replay.curve_check import PROMPTS_PER_S, CurveCheck
 from kvray.lab.replay.report import percent
 from kvray.store.sizing import CPU_SHARE

@@ -14,7 +14,7 @@ from kvray.actors.shard import shard as shard_module
 from kvray.actors.shard.shard import Shard
 from kvray.errors import CapacityError
 from kvray.node.link import NodeLink, attach
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE
 from tests.unit.actors.conftest import StartShard

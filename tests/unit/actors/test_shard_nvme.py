@@ -14,7 +14,7 @@ import pytest
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
 from kvray.identity.block import BlockKey
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.file import ARENA_FILE
 from tests.unit.actors.small_shard import (
     NAMESPACE,

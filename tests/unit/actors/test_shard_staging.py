@@ -19,7 +19,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import ArenaOwner
 from tests.unit.actors.nodes import SETTINGS, Nodes
 from tests.unit.actors.small_shard import (

@@ -18,7 +18,7 @@ from kvray import wire
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.shard import Shard
 from kvray.errors import KVRayError
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.trace.request_note import RequestNote, pack
 from tests.examples import examples

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.trace.request_note import RequestNote, pack
 from tests.unit.actors.small_shard import NAMESPACE, WAIT_S
 

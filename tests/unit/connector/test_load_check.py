@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.engine.device.pieces import Pieces
+from kvray.engine.device.stages import Pieces
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena

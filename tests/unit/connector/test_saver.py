@@ -18,9 +18,8 @@ from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine import saver as saver_module
-from kvray.engine.boundary import Boundary
 from kvray.engine.device.pool import HostPool, Ticket
-from kvray.engine.figures import EngineFigures
+from kvray.engine.figures import Boundary, EngineFigures
 from kvray.engine.model.cache_layout import LayerRange, Part, Region
 from kvray.engine.saver import Job, PendingReads, Saver
 from kvray.errors import TierError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvray.connector.weights_watch import REPLACING, watch_weights
+from kvray.connector.start import REPLACING, watch_weights
 
 
 class Engine:

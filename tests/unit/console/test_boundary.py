@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.console.boundary import stdout_kept
+from kvray.console.output import stdout_kept
 
 
 def test_what_others_print_meanwhile_is_no_part_of_the_answer(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import kvray
 from kvray.cli.asking import show_answer
-from kvray.console.tables import empty_table, printer, visible
+from kvray.console.output import empty_table, printer, visible
 
 NAME = "[/bold][red]x[link=http://h]:smile:"
 

@@ -16,7 +16,7 @@ from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
 from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.request.identity import AskedRequest, Identity
-from kvray.engine.request.report import PassReport
+from kvray.engine.request.state import PassReport
 from kvray.engine.shared_state import SharedState, shared_state_for
 
 BLOCK = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.engine.prefill_rate import PrefillRate
+from kvray.engine.leader import PrefillRate
 
 
 def run(rate: PrefillRate, *passes: tuple[set[int], int, float], at: float = 100.0) -> float:

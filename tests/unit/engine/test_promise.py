@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvray.engine.promise import Promise
+from kvray.engine.meta import Promise
 from kvray.engine.promises import Promises
 from kvray.errors import LeaseExpired
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.engine.request.report import PassReport
+from kvray.engine.request.state import PassReport
 from kvray.errors import ShardUnavailable
 from kvray.node import link as link_module
 from kvray.node.registrations import Registrations

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvray.errors import TransferError
-from kvray.events import http_drain
-from kvray.events.http_drain import HttpDrain
+from kvray.events import pool_feed as http_drain
+from kvray.events.pool_feed import HttpDrain
 
 
 class Server(ThreadingHTTPServer):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.events.log import EventLog
+from kvray.events.native import EventLog
 
 
 @given(

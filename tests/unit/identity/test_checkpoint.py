@@ -6,8 +6,7 @@ import pytest
 
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
-from kvray.identity.checkpoint import Progress
-from kvray.identity.fingerprint import fingerprint_model
+from kvray.identity.fingerprint import Progress, fingerprint_model
 from tests.unit.identity.checkpoints import (
     GOLDEN,
     of,

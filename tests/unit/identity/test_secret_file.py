@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.identity.secret_file import read_secret
+from kvray.identity.tenant import read_secret
 
 
 def write(path: Path, text: bytes, mode: int = 0o600) -> Path:

@@ -112,7 +112,7 @@ def test_what_could_not_be_told_is_told_with_the_next_prompt():
 
 
 def test_of_too_much_no_more_is_noted_until_some_is_taken(monkeypatch):
-    monkeypatch.setattr(block_tokens, "_WAITING_MAX", 40)
+    monkeypatch.setattr(block_tokens, "_TOKEN_BYTES_MAX", 40)
     tokens = asked()
     for at in range(10):
         note(tokens, at, at + 100)

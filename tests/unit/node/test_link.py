@@ -16,9 +16,9 @@ from kvray.actors.shard.shard import Shard
 from kvray.engine import rank as rank_module
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.identity.block import Namespace
-from kvray.node import NodeLink, Registration, attach, deferred
+from kvray.node import NodeLink, Registration, attach
 from kvray.node import link as link_module
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, PartRequest
 from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
@@ -566,7 +566,7 @@ def test_what_is_deferred_is_bounded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
-    monkeypatch.setattr(deferred, "_WAITING_MAX", 2)
+    monkeypatch.setattr(link_module, "_WAITING_MAX", 2)
     start_shard()
     link = make_link()
     for _ in range(9):

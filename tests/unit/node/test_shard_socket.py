@@ -11,8 +11,8 @@ import pytest
 
 from kvray import wire
 from kvray.errors import ShardUnavailable, TransferError
-from kvray.node import shard_socket as shard_socket_module
-from kvray.node.shard_socket import ShardSocket
+from kvray.node import stage_calls as shard_socket_module
+from kvray.node.stage_calls import ShardSocket
 from tests.unit.node.conftest import StartShard
 from tests.unit.node.peer import Peer, echo, request_on
 from tests.waiting import HANG_S

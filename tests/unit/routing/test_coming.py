@@ -1,6 +1,6 @@
 """The blocks of prompts under way."""
 
-from kvray.routing.coming import Coming
+from kvray.routing.standings import Coming
 
 
 def test_blocks_are_here_while_a_prompt_with_them_is_under_way() -> None:

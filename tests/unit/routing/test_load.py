@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.routing import Load
-from kvray.routing.load import RECENT_S
+from kvray.routing.standings import RECENT_S
 
 
 def test_an_idle_replica_has_no_queue() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.routing.prefill_speed import PrefillSpeed
+from kvray.routing.cost import PrefillSpeed
 
 
 def test_newer_answers_count_more() -> None:

@@ -14,8 +14,7 @@ from rich import box
 from rich.table import Table
 
 from kvray import __version__
-from kvray.console.picture import write_picture
-from kvray.console.tables import printer
+from kvray.console.output import printer, write_picture
 from kvray.lab.bench.serving.figures import Figures, Round, over_rounds, ratios, round_figures
 from kvray.lab.bench.targets import is_met
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from kvray.console.tables import empty_table
+from kvray.console.output import empty_table
 from kvray.lab.replay.fleet.comparison import ONE, FleetComparison
 from kvray.lab.replay.fleet.results import FleetOutcome
 from kvray.lab.replay.report import machine_figures, percent, print_trace, trace_figures

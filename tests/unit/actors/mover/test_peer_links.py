@@ -14,7 +14,7 @@ from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
 from kvray.actors.mover.peer_links import PeerLinks
 from kvray.errors import ShardUnavailable, TransferTimeout
 from kvray.store import Arena
-from kvray.transport import opening
+from kvray.transport import transport as opening
 from kvray.transport.nixl import NixlTransport
 from kvray.transport.transport import Array
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span

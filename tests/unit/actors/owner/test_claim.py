@@ -14,7 +14,7 @@ from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
 from kvray.actors.owner.ownership import NOTE_FILE
 from kvray.actors.shard.shard import Shard
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
 from tests.unit.actors.conftest import StartShard

@@ -21,7 +21,7 @@ from kvray.actors.shard import engine_server
 from kvray.actors.shard.shard import Shard
 from kvray.actors.staging import replicas as replicas_module
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import ArenaOwner, ArenaSpec
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.layout import RUN_SLOTS

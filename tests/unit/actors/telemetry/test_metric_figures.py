@@ -16,7 +16,7 @@ from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metric_figures import ShardFigures, lookup_figures, mover_figures
 from kvray.actors.telemetry.part_counts import PartCounts
 from kvray.metrics import METRICS, PREFIX
-from kvray.node.shard_socket import ShardSocket
+from kvray.node.stage_calls import ShardSocket
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,

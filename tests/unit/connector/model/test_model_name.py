@@ -20,7 +20,7 @@ from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model import model_name
 from kvray.engine.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.checkpoint import Progress
+from kvray.identity.fingerprint import Progress
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for

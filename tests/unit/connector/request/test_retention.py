@@ -11,7 +11,7 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.meta import ConnectorMeta, SavePlan
-from kvray.engine.request.retention import Priorities, read_priorities
+from kvray.engine.request.state import Priorities, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.store.arena import key_index

@@ -5,7 +5,7 @@ import ctypes
 from typing import Any
 
 from kvray.engine.device.cuda_device import SINGLE
-from kvray.engine.device.pieces import Pieces
+from kvray.engine.device.stages import Pieces
 from kvray.store.arena.tables import Array
 
 

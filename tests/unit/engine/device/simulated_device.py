@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from kvray.engine.device.cuda_device import SINGLE
-from kvray.engine.device.pieces import Pieces
+from kvray.engine.device.stages import Pieces
 from kvray.store.arena.tables import Array
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.engine.device import cuda_driver
-from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
-from kvray.engine.device.cuda_driver import CudaDriver
-from kvray.engine.device.pieces import Pieces
+from kvray.engine.device import cuda_device
+from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice, CudaDriver
+from kvray.engine.device.stages import Pieces
 from kvray.errors import TierError
 
 STREAM = 0x5EED_0000_0001
@@ -119,7 +118,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         assert name == "libcuda.so.1"
         return made.library()
 
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", load)
     return made
 
 
@@ -156,8 +155,8 @@ def test_a_batch_is_one_call_with_one_set_of_attributes(
 
 
 def test_attributes_have_the_layout_of_the_header() -> None:
-    assert ctypes.sizeof(cuda_driver._Attributes) == ctypes.sizeof(Attributes) == 24
-    assert cuda_driver._Attributes.flags.offset == 20
+    assert ctypes.sizeof(cuda_device._Attributes) == ctypes.sizeof(Attributes) == 24
+    assert cuda_device._Attributes.flags.offset == 20
 
 
 def test_errors_have_the_names_that_the_driver_gives_them(driver: Driver) -> None:
@@ -233,6 +232,6 @@ def test_a_missing_driver_is_an_error_that_names_it(
     def refuse(name: str) -> None:
         raise OSError(2, "no such file")
 
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", refuse)
     with pytest.raises(TierError, match="CUDA driver"):
         copy(cuda(), copies[2])

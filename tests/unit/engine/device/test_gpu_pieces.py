@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.device.pieces import Pieces, concatenate, join, of_size
+from kvray.engine.device.stages import Pieces, concatenate, join, of_size
 
 BASE, CHUNK = 4096, 64
 

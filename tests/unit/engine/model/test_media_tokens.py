@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvray.engine.model.media_tokens import read_media_tokens
+from kvray.engine.model.checkpoint import read_media_tokens
 
 LLAVA = {"image_token_index": 32_000, "vision_config": {"depth": 2}}
 QWEN_OMNI = {
