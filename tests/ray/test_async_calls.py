@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import current_namespace, list_actors, tier_named
+from kvray.actors.ray_glue.calls import ActorCalls, current_namespace, list_actors, tier_named
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
@@ -114,7 +113,7 @@ def test_while_ray_tells_of_no_actor_few_threads_ask(
         time.sleep(0.5)
         raise ShardUnavailable("Ray's head is back.")
 
-    monkeypatch.setattr("kvray.actors.ray_glue.async_calls.get_actor", hang)
+    monkeypatch.setattr("kvray.actors.ray_glue.calls.get_actor", hang)
 
     async def scene() -> None:
         call = ActorCalls()

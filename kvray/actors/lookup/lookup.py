@@ -1,20 +1,142 @@
-"""The lookup: knows which shards hold which blocks, from their announcements."""
+"""The lookup: knows which shards hold which blocks, from their announcements.
+
+Maps ranks to the shards that they are registered with.
+
+Turns to announce everything: a few shards at a time; the others hear when to ask.
+
+Partial blocks: queued for the shards that hold the remaining parts, until they announce.
+"""
 
 import secrets
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvray.actors.lookup.partial_blocks import PartialBlocks
-from kvray.actors.lookup.rank_directory import RankDirectory
-from kvray.actors.lookup.turns import Turns
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES
-from kvray.index import Index, Match, Run
+from kvray.index import Index, Loss, Match, Run
+
+QUEUED_MAX = 65_536  # keys queued for one shard; the oldest of more are dropped
+
+HANDED_MAX = 4096  # keys in one answer
+
+
+class PartialBlocks:
+    """The queue of each shard; it is advice, so a lost answer does no harm."""
+
+    def __init__(self) -> None:
+        # Shard -> keys with their lost parts, the oldest first.
+        self._queues: dict[str, deque[tuple[bytes, int]]] = {}
+
+    def note(self, losses: list[Loss]) -> None:
+        """Queue losses for the shards that hold the remaining parts."""
+        for loss in losses:
+            starts = range(0, len(loss.keys) if loss.shards else 0, KEY_BYTES)
+            lost = [(loss.keys[at : at + KEY_BYTES], loss.parts) for at in starts]
+            for shard in loss.shards:
+                self._queues.setdefault(shard, deque(maxlen=QUEUED_MAX)).extend(lost)
+
+    def take(self, shard: str, index: Index) -> bytes:
+        """Take the keys of blocks that `shard` should evict first.
+
+        Blocks whose parts were stored again are left out.
+        """
+        queue = self._queues.pop(shard, deque())
+        taken = [queue.popleft() for _ in range(min(len(queue), HANDED_MAX))]
+        if queue:
+            self._queues[shard] = queue
+        return b"".join(
+            index.still_lost(b"".join(key for key, _ in same), parts)
+            for parts, same in groupby(taken, itemgetter(1))
+        )
+
+    def drop(self, shard: str) -> None:
+        """Drop the queue of `shard`."""
+        self._queues.pop(shard, None)
+
+
+TURNS = 32
+"""Shards at once: while some make their next pieces, the lookup works on those of others. The turn
+of a shard with few blocks takes some 0.15 s, most of it pauses."""
+TURN_S = 5.0
+"""A turn ends after so long a silence of its shard, which may have died."""
+_ASKS_PER_S = 200
+"""Requests for a turn by all shards together, however many wait: a small load for the lookup."""
+_WAIT_MIN_S = 0.5
+
+
+class Turns:
+    """The turns that the lookup gives; pure. Without turns all shards would announce at once."""
+
+    def __init__(self) -> None:
+        # Shard -> when its turn runs out.
+        self._taken: dict[str, float] = {}
+        # When the last of those that wait is to ask.
+        self._last_ask = float("-inf")
+
+    def take(self, shard: str, now: float) -> float:
+        """Give `shard` a turn if one is free; return 0, or the seconds until it is to ask again."""
+        wait_s = self.wait_s(shard, now)
+        if not wait_s:
+            self._taken[shard] = now + TURN_S
+        return wait_s
+
+    def wait_s(self, shard: str, now: float) -> float:
+        """Return the seconds until `shard` is to ask, one shard after the other; 0: at once."""
+        self._taken = {one: until for one, until in self._taken.items() if until > now}
+        if shard in self._taken or len(self._taken) < TURNS:
+            return 0.0
+        self._last_ask = max(self._last_ask + 1 / _ASKS_PER_S, now + _WAIT_MIN_S)
+        return self._last_ask - now
+
+    def go_on(self, shard: str, now: float, *, more: bool) -> None:
+        """Note an announcement of `shard`, and whether `more` of it follows."""
+        if not more:
+            self._taken.pop(shard, None)
+        elif shard in self._taken:
+            self._taken[shard] = now + TURN_S
+
+
+RANKS_MAX = 4096  # ranks kept of one shard: far more than a node has
+
+
+class RankDirectory:
+    """Replica and rank -> shard. Of two shards that name a rank the later one counts."""
+
+    def __init__(self) -> None:
+        # Shard -> (replica, rank) -> number of the change that named it.
+        self._ranks: dict[str, dict[tuple[str, int], int]] = {}
+        self._changes = 0
+
+    def __len__(self) -> int:
+        return sum(len(ranks) for ranks in self._ranks.values())
+
+    def name(self, shard: str, ranks: Iterable[tuple[str, int]]) -> None:
+        """Take all the ranks that are registered with `shard`."""
+        named = set(islice(ranks, RANKS_MAX))
+        self._changes += 1
+        before = self._ranks.get(shard, {})
+        self._ranks[shard] = {rank: before.get(rank, self._changes) for rank in named}
+
+    def drop(self, shard: str) -> None:
+        """Forget the ranks of `shard`."""
+        self._ranks.pop(shard, None)
+
+    def replica(self, replica: str, shards: Iterable[str]) -> dict[int, str]:
+        """Return rank -> shard of the ranks of `replica`, as far as `shards` name them."""
+        newest: dict[int, tuple[int, str]] = {}
+        for shard in shards:
+            for (name, rank), change in self._ranks.get(shard, {}).items():
+                if name == replica:
+                    newest[rank] = max(newest.get(rank, (-1, "")), (change, shard))
+        return {rank: shard for rank, (_, shard) in sorted(newest.items())}
+
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvray.errors import ConfigError
 from kvray.store.arena.file import ARENA_FILE, lock_path
-from kvray.store.arena.retirement import retire_file
+from kvray.store.arena.owner import retire_file
 from kvray.store.machine.access import Access
 from kvray.store.machine.access import is_own as is_own_directory
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile

@@ -14,8 +14,8 @@ from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import tier_named
-from kvray.actors.shard.queries import Prompt
-from kvray.actors.staging.ask import Ask
+from kvray.actors.shard.actor_requests import Prompt
+from kvray.actors.staging.peers import Ask
 from kvray.breaker import Breaker
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import BlockKey, split_keys

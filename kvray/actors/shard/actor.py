@@ -1,4 +1,7 @@
-"""The Ray actor around a shard."""
+"""The Ray actor around a shard.
+
+A shard's way to one partition of the lookup: one announcement at a time, an answer whenever.
+"""
 
 import contextlib
 import os
@@ -6,25 +9,28 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
-from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
+from kvray.actors.lookup.lookup import Announcement, Answer
+from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_name, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
-from kvray.actors.ray_glue.arguments import unpacked
-from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.ray_glue.arguments import packed, unpacked
 from kvray.actors.ray_glue.calls import (
+    ActorCalls,
     Nudge,
     create_actor,
+    get_actor,
     kill_actor,
     log_to_stderr,
+    mapped_errors,
     node_labels,
 )
 from kvray.actors.ray_glue.private import available_resources
-from kvray.actors.shard.lookup_line import LookupLine
-from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
+from kvray.actors.shard.actor_requests import Asked, Prompt, Whereabouts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.actors.telemetry.figures import Figures
@@ -37,6 +43,36 @@ from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.sizing import Plan
 from kvray.trace.spans import start_sdk, under
+
+
+class LookupLine:
+    """Brings announcements to a partition; for one thread at a time."""
+
+    def __init__(self, partition: int = 0) -> None:
+        self._name = lookup_name(partition)
+        self._lookup: Any = None
+        self._under_way: tuple[Announcement, Future[Answer]] | None = None
+
+    def announce(self, announcement: Announcement) -> Answer | None:
+        """See `Announce`; raises KVRayError if the announcement is lost, or was refused."""
+        try:
+            if self._lookup is None:
+                self._lookup = get_actor(self._name)
+            with mapped_errors():
+                if self._under_way is None or self._under_way[0] is not announcement:
+                    # In pieces: as one argument it would go through Ray's object store.
+                    answer = self._lookup.announce.remote(*packed(announcement)).future()
+                    self._under_way = announcement, answer
+                if not self._under_way[1].done():
+                    return None
+                answer = self._under_way[1].result()
+        except KVRayError:
+            # It may have been recreated, under the same name.
+            self._lookup = self._under_way = None
+            raise
+        self._under_way = None
+        return answer
+
 
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvray.actors.shard.adoption import StoppedHolder
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
 from kvray.actors.shard.giving import Copies, Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
-from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
-from kvray.actors.shard.stopped import StoppedHolder
-from kvray.actors.shard.traffic import Traffic
-from kvray.actors.staging.ask import Ask
-from kvray.actors.staging.peers import Peers
+from kvray.actors.shard.traffic import RequestLog, Traffic
+from kvray.actors.staging.peers import Ask, Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Stager

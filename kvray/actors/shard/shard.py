@@ -14,17 +14,15 @@ from typing import Any
 
 from kvray.actors.owner.claim import Claim
 from kvray.actors.owner.ownership import let_in, remove_files, sweep
-from kvray.actors.shard.actor_requests import ActorRequests
+from kvray.actors.shard.actor_requests import ActorRequests, Queries
 from kvray.actors.shard.adoption import open_arena
-from kvray.actors.shard.announcer import Announcer
+from kvray.actors.shard.announcer import Announce, Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.engine_server import EngineServer, check_path
-from kvray.actors.shard.lookup_stream import Announce
 from kvray.actors.shard.loop_thread import LoopThread, pause
-from kvray.actors.shard.queries import Queries
 from kvray.actors.shard.serving import Serving, ShardParts
 from kvray.actors.shard.settings import ShardSettings
-from kvray.actors.staging.ask import Ask, ask_nobody
+from kvray.actors.staging.peers import Ask, ask_nobody
 from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.tenant import TenantSalts
 from kvray.store import Arena, ArenaOwner

@@ -1,21 +1,103 @@
-"""The other actors as one shard sees them: which may be asked, how fast, how they failed."""
+"""The other actors as one shard sees them: which may be asked, how fast, how they failed.
+
+The type of calls to other actors; imports no Ray.
+
+Measured rates of the sources of blocks; pure.
+"""
 
 import asyncio
 import bisect
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, is_lookup
 from kvray.actors.ray_glue.arguments import packed
-from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.plan import Peer
-from kvray.actors.staging.rates import Rates
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError, ShardUnavailable, TransferError
+
+_WEIGHT = 0.3  # weight of the newest measurement
+_SMALL = 2**20
+"""A fetch below this many bytes measures the latency, one above it the rate."""
+_FORGET_S = 30.0
+"""Older measurements do not count, or a node once found slow would never be tried again."""
+_RATES_MAX = 1024
+
+
+@dataclass(slots=True)
+class Rate:
+    """The measurements of one source, by the transport that it used last."""
+
+    transport: str
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    """None: no fetch was large enough to measure it."""
+    at: float = 0.0
+
+
+class Rates:
+    """The rates of all sources; of too many the one that was used longest ago goes."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, Rate] = {}
+
+    def note(self, source: str, report: SourceReport, *, now: float) -> None:
+        """Take the measurement of a fetch that brought blocks."""
+        if report.num_bytes <= 0 or report.seconds <= 0:
+            return
+        rate = self._rates.pop(source, None)
+        if rate is None or rate.transport != report.transport:
+            rate = Rate(report.transport)
+        if report.num_bytes < _SMALL:
+            rate.latency_s = _blend(rate.latency_s or None, report.seconds)
+        else:
+            moving_s = max(report.seconds - rate.latency_s, report.seconds / 2)
+            rate.bytes_per_s = _blend(rate.bytes_per_s, report.num_bytes / moving_s)
+        rate.at = now
+        self._rates[source] = rate
+        if len(self._rates) > _RATES_MAX:
+            del self._rates[next(iter(self._rates))]
+
+    def retain(self, sources: Container[str]) -> None:
+        """Forget all rates but those of `sources`."""
+        self._rates = {name: rate for name, rate in self._rates.items() if name in sources}
+
+    def peer(self, source: str, now: float, *, has_failed: bool = False) -> Peer:
+        """Return a source as the planner sees it; a measurement that is too old does not count."""
+        rate = self._rates.get(source)
+        if rate is None or now - rate.at > _FORGET_S:
+            return Peer(has_failed=has_failed)
+        return Peer(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s, has_failed=has_failed)
+
+    def latest(self) -> dict[str, Rate]:
+        """Return the rate of each source, however old; from any thread."""
+        return dict(self._rates)
+
+
+def _blend(before: float | None, measured: float) -> float:
+    return measured if before is None else before + _WEIGHT * (measured - before)
+
+
+class Ask(Protocol):
+    """Calls a method of a named actor in another process."""
+
+    async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """Return the method's answer, or raise its KVRayError.
+
+        ShardUnavailable: no answer within `timeout_s`, or there is no such actor.
+        """
+        ...
+
+
+async def ask_nobody(actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+    """Fail: the `Ask` of a shard without Ray."""
+    raise ShardUnavailable(f"{actor} cannot be called: this shard was started without Ray.")
+
 
 _HOMES_S = 2.0  # how long the whereabouts of a replica's ranks count
 _HOMES_MAX = 1024

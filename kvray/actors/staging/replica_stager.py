@@ -17,12 +17,18 @@ from pydantic import Field, TypeAdapter
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Prefix
-from kvray.actors.staging.rank_leases import RankLeases
-from kvray.actors.staging.ranks_away import RanksAway
-from kvray.actors.staging.replicas import Reader, Replicas
+from kvray.actors.staging.ranks_away import RankLeases, RanksAway, Verifier
+from kvray.actors.staging.replicas import (
+    Count,
+    Name,
+    Positive,
+    Reader,
+    Replicas,
+    Seconds,
+    checked,
+    keys_of,
+)
 from kvray.actors.staging.stager import Staged, Stager
-from kvray.actors.staging.verifier import Verifier
-from kvray.actors.staging.wire_values import Count, Name, Positive, Seconds, checked, keys_of
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey

@@ -25,10 +25,9 @@ from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.private import draining_nodes, unused_nodes
 from kvray.actors.shard.actor import create_shard
-from kvray.actors.supervisor.idle import IdleNodes
-from kvray.actors.supervisor.watch import Pings, Share, Silences, reachable
+from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, reachable
+from kvray.actors.telemetry.figures import PartCounts
 from kvray.actors.telemetry.metrics_export import MetricsExport
-from kvray.actors.telemetry.part_counts import PartCounts
 from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import KVRayError
 

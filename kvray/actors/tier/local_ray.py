@@ -28,7 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from kvray.actors.owner.ownership import is_own
-from kvray.actors.tier.patience import Patience
+from kvray.actors.tier.rollout import Patience
 from kvray.config import without_settings
 from kvray.errors import ConfigError
 

@@ -23,8 +23,7 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import check_costs
-from kvray.actors.tier.patience import Patience
-from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
+from kvray.actors.tier.rollout import SILENT, Observer, Patience, Rollout, carry_out, look
 from kvray.actors.tier.sizing import combined
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable

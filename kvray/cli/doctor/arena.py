@@ -25,9 +25,8 @@ from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine import lockers
 from kvray.store.machine.access import Access
-from kvray.store.machine.capacity import read_mount
+from kvray.store.machine.capacity import mount_of, read_mount
 from kvray.store.machine.fit import enlarged, remount_command
-from kvray.store.machine.mounts import mount_of
 from kvray.store.machine.side_file import ARENA_BYTE
 
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs")

@@ -15,7 +15,7 @@ from kvray.config import KVRayConfig, format_size
 from kvray.errors import ConfigError
 from kvray.identity.tenant import read_secret
 from kvray.store.arena.file import ARENA_FILE
-from kvray.store.machine.cgroup import limiting_cgroups
+from kvray.store.machine.capacity import limiting_cgroups
 from kvray.transport.nixl import has_rdma
 
 _PACKAGES = ("ray", "torch", "msgpack", "numpy", "xxhash", "nixl", "tensorrt_llm")

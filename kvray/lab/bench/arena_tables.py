@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from kvray.actors.shard.tier_delta import TierDelta
+from kvray.actors.shard.announcer import TierDelta
 from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey

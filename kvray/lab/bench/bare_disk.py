@@ -16,8 +16,8 @@ from kvray.config import format_size
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.bench.runner import Duration, median_s, timed
 from kvray.store.arena.tables import Array
-from kvray.store.machine.mounts import mount_of
-from kvray.store.nvme.io_threads import IoThreads
+from kvray.store.machine.capacity import mount_of
+from kvray.store.nvme.transfers import IoThreads
 
 _TRIES = 3
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")

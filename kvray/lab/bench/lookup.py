@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 
 from kvray.actors.lookup.lookup import PART_BYTES, Announcement, Lookup
-from kvray.actors.shard.lookup_stream import ANNOUNCED_MAX
+from kvray.actors.shard.announcer import ANNOUNCED_MAX
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES
 from kvray.lab.bench.report import Report, Row, cores, time_rows, value_row

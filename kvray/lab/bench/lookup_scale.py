@@ -20,9 +20,8 @@ import numpy as np
 
 from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as announcer_module
-from kvray.actors.shard import lookup_stream as stream_module
-from kvray.actors.shard.announcer import Announcer
-from kvray.actors.shard.tier_delta import Entries
+from kvray.actors.shard import announcer as stream_module
+from kvray.actors.shard.announcer import Announcer, Entries
 from kvray.index import PARTS_MAX, Index
 
 CALL_S = 0.0005

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from kvray.actors.tier.local_ray import OVERWHELMED
-from kvray.actors.tier.patience import Patience
+from kvray.actors.tier.rollout import Patience
 from kvray.errors import ConfigError
 
 _STILL_S = 90.0

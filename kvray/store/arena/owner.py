@@ -1,8 +1,15 @@
-"""The owner's part in an arena: adopt it, keep it in order, tell what changed, end it."""
+"""The owner's part in an arena: adopt it, keep it in order, tell what changed, end it.
 
+Ends the file in an arena's place, even if this code cannot map it.
+"""
+
+import contextlib
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +20,7 @@ from kvray.store.arena import file as arena_file
 from kvray.store.arena.arena import Arena
 from kvray.store.arena.eviction import Rank
 from kvray.store.arena.file import ARENA_FILE
-from kvray.store.arena.layout import LIMBO, READY, RETIRED
+from kvray.store.arena.layout import LIMBO, MAGIC, READY, RETIRED
 from kvray.store.arena.quotas import excess, set_quotas
 from kvray.store.arena.room_ahead import EVICT_BATCH, RoomAhead
 from kvray.store.arena.tables import Array, Tables
@@ -257,3 +264,34 @@ class ArenaOwner:
         tables.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
         # In the same section, so that nobody finds them gone before the history says why.
         self.history.note(tables.slot_key[going, 0], gone.HOST, causes, now=time.time())
+
+
+STATE_BYTES = slice(12, 16)
+"""Place of an arena's state in the file, in every version of the format."""
+
+
+def retire_file(path: Path) -> None:
+    """Have the processes that map the arena at `path` leave it, then unlink it.
+
+    An arena of any format, even with a torn header behind the magic, is marked RETIRED, and those
+    who map it look for its successor. Their mappings stay: the file is never truncated. Any other
+    file is only unlinked.
+
+    Raises:
+        OSError: it cannot be unlinked; it is a directory, for example.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        _mark_retired(path)
+    path.unlink(missing_ok=True)
+
+
+def _mark_retired(path: Path) -> None:
+    # Follows no link, and does not wait at a FIFO.
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        # Mapped, because hugetlbfs knows no write.
+        with mmap.mmap(fd, 0) as mapping:
+            if mapping[: len(MAGIC)] == MAGIC and len(mapping) >= STATE_BYTES.stop:
+                mapping[STATE_BYTES] = RETIRED.to_bytes(4, "little")
+    finally:
+        os.close(fd)

@@ -1,15 +1,166 @@
-"""Whether an arena fits into mount, cgroups and machine beside Ray; the arithmetic in words."""
+"""Whether an arena fits into mount, cgroups and machine beside Ray; the arithmetic in words.
+
+The memory that this process's cgroups leave: its own, and those around it.
+
+The mounts that this process sees, as /proc/self/mountinfo lists them.
+"""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
 from kvray.errors import CapacityError
-from kvray.store.machine.cgroup import Cgroup, limiting_cgroups
-from kvray.store.machine.mounts import mount_of
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """One mounted file system."""
+
+    point: Path
+    kind: str
+    """Such as "tmpfs" or "hugetlbfs"."""
+    device: str
+    """Major and minor number, as in "0:23"."""
+    root: str
+    """The directory of the file system that is seen at `point`."""
+    options: tuple[str, ...]
+    """Those of the file system, not of this mount of it."""
+
+
+def mounts(text: str | None = None) -> list[Mount]:
+    """Return the mounts of `text`, or the kernel's; later ones lie over earlier ones."""
+    lines = (_MOUNTINFO.read_text() if text is None else text).splitlines()
+    return [_parse(line) for line in lines]
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Return the mount that holds the existing `path`; None if the kernel does not list it."""
+    number = os.stat(path).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    path = path.resolve()
+    holding = [
+        mount
+        for mount in mounts()
+        if mount.device == device and (mount.point == path or mount.point in path.parents)
+    ]
+    return max(holding, key=lambda mount: len(mount.point.parts), default=None)
+
+
+def _parse(line: str) -> Mount:
+    before, _, after = line.partition(" - ")
+    fields, (kind, _, options) = before.split(), after.split(" ", 2)
+    return Mount(
+        point=Path(_plain(fields[4])),
+        kind=kind,
+        device=fields[2],
+        root=_plain(fields[3]),
+        options=tuple(options.split(",")),
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a path without the kernel's escapes for blanks and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name)
+
+
+_SELF = Path("/proc/self/cgroup")
+_UNLIMITED = 2**62
+"""Version 1 writes a number near 2^63 where there is no limit."""
+_FIGURES = {
+    "cgroup2": ("memory.max", "memory.current", "inactive_file", "active_file"),
+    "cgroup": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
+    ),
+}
+"""Version 2, then 1: files of limit and usage; page cache in memory.stat, idle and in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cgroup:
+    """One cgroup with a memory limit; sizes in bytes."""
+
+    path: Path
+    is_root: bool
+    """Whether it is the outermost that this process sees: in a container, the container's."""
+    limit: int
+    usage: int
+    idle_cache: int
+    active_cache: int
+
+    @property
+    def left(self) -> int:
+        """Bytes until the limit, for which the kernel gives idle page cache up."""
+        return max(0, self.limit - self.usage + self.idle_cache)
+
+
+def limiting_cgroups(
+    membership: str | None = None, listed: list[Mount] | None = None
+) -> list[Cgroup]:
+    """Return the cgroups with a memory limit that hold this process, the innermost first.
+
+    `membership` is as in /proc/self/cgroup, `listed` are the mounts; None: ask the kernel.
+    """
+    own = _own_paths(_SELF.read_text() if membership is None else membership)
+    return [
+        cgroup
+        for mount in (mounts() if listed is None else listed)
+        if mount.kind == "cgroup2" or (mount.kind == "cgroup" and "memory" in mount.options)
+        for directory in _upwards(mount, own.get(mount.kind, "/"))
+        if (cgroup := _read(mount, directory)) is not None
+    ]
+
+
+def _own_paths(membership: str) -> dict[str, str]:
+    """Return kind of hierarchy -> this process's cgroup in it, if it may count memory."""
+    paths = {}
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    return paths
+
+
+def _upwards(mount: Mount, own: str) -> list[Path]:
+    """Return the directory of cgroup `own` and those above it, up to the mount."""
+    below = PurePosixPath(own)
+    if below.is_relative_to(mount.root):
+        below = below.relative_to(mount.root)
+    elif ".." in below.parts or mount.root != "/":
+        below = PurePosixPath()  # outside of what is mounted here
+    directory = mount.point / below.relative_to(below.anchor)
+    return [directory, *(up for up in directory.parents if up.is_relative_to(mount.point))]
+
+
+def _read(mount: Mount, directory: Path) -> Cgroup | None:
+    """Return a cgroup's figures; None if it has no limit or does not count memory."""
+    limit_name, usage_name, idle_name, active_name = _FIGURES[mount.kind]
+    try:
+        limit = (directory / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= _UNLIMITED:
+            return None
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return Cgroup(
+            path=directory,
+            is_root=directory == mount.point,
+            limit=int(limit),
+            usage=int((directory / usage_name).read_text()),
+            idle_cache=int(stat.get(idle_name, 0)),
+            active_cache=int(stat.get(active_name, 0)),
+        )
+    except (OSError, ValueError):
+        return None
+
 
 _SHM = Path("/dev/shm")
 _HUGE_POOLS = Path("/sys/kernel/mm/hugepages")

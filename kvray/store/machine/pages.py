@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvray.store.machine import numa
-from kvray.store.machine.mounts import mount_of
+from kvray.store.machine.capacity import mount_of
 
 _SMAPS = Path("/proc/self/smaps")
 _THP = Path("/sys/kernel/mm/transparent_hugepage")

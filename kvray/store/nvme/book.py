@@ -12,10 +12,10 @@ import numpy as np
 
 from kvray.store.arena.layout import Array, Geometry, align
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
 from kvray.store.nvme.segment_files import SegmentFiles
+from kvray.store.nvme.transfers import IoThreads
 
 
 class Pages(NamedTuple):

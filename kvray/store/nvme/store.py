@@ -30,11 +30,11 @@ from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.store.nvme import growth, recovery
 from kvray.store.nvme.book import RecordBook, StoreParts
 from kvray.store.nvme.disk import Disk, device_errors
-from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
 from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Promoted
+from kvray.store.nvme.transfers import IoThreads
 from kvray.store.nvme.writer import Writer
 
 OWNER_FILE = "owner"

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from kvray.store.policy.admission import Admission, Everything, Likely, Twice
 from kvray.store.policy.gittins import Gittins
-from kvray.store.policy.lru import LRU
-from kvray.store.policy.policy import Policy, Use
+from kvray.store.policy.policy import LRU, Policy, Use
 from kvray.store.policy.s3fifo import S3FIFO
 
 __all__ = [

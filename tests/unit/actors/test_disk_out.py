@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.shard import nvme_disk, nvme_reads, nvme_tier
+from kvray.actors.shard import nvme_disk, nvme_tier
 from kvray.errors import TierError
 from kvray.store.nvme import disk as disk_module
 from tests.unit.actors.small_shard import failed_with, nvme_for, wait_until_serving
@@ -51,7 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(disk_module.os, name, made.call(name, getattr(os, name)))
     monkeypatch.setattr(nvme_disk, "_PAUSE_S", (0.1, 0.2))
-    monkeypatch.setattr(nvme_reads, "_STALL_S", 0.2)
+    monkeypatch.setattr(nvme_tier, "_STALL_S", 0.2)
     yield made
     made.answers.set()
 
@@ -99,7 +99,7 @@ def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(
     lose_from_memory(node)
     wait_for(lambda: node.line.matched(KEYS) == 40)
     device.error = errno.EIO
-    for _ in range(nvme_reads._BAD_READS_MAX):
+    for _ in range(nvme_tier._BAD_READS_MAX):
         node.stage(KEYS)
     wait_for(lambda: node.status()["state"] == "out")
     assert "read" in node.status()["message"]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvray.actors.shard.queries import Asked
+from kvray.actors.shard.actor_requests import Asked
 from kvray.actors.shard.shard import Shard
 from kvray.node import link as link_module
 from kvray.store.block_history import CLEARED

@@ -11,7 +11,7 @@ pytest.importorskip("ray.serve")
 from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import BackPressureError
 
-from kvray.serve.choice import first_choice
+from kvray.serve.dispatch import first_choice
 
 FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 

@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from kvray.client import Prefetched
 from kvray.serve.dispatch import Dispatcher, GenerateArgs
 from kvray.serve.protocol import RequestError
-from kvray.serve.routed import Routed
+from kvray.serve.router import Routed
 
 ASKED = GenerateArgs([5, 6, 7], 4, "acme/1")
 ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}

@@ -17,7 +17,7 @@ from kvray.errors import CorruptBlock, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import FORMAT_VERSION, HEADER, MAGIC, header_checksum
-from kvray.store.arena.retirement import retire_file
+from kvray.store.arena.owner import retire_file
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store

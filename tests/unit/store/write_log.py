@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.arena.layout import Geometry
-from kvray.store.arena.tables import Array, Tables
-from kvray.store.arena.undo import UndoRecord
+from kvray.store.arena.tables import Array, Tables, UndoRecord
 
 Write = tuple[int, bytes]
 """(byte of the buffer, what was stored there)."""

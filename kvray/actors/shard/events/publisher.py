@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvray.actors.owner.ownership import EVENTS_FILE, remove_events
+from kvray.actors.shard.announcer import TierDelta
 from kvray.actors.shard.events.described_blocks import (
     DISK,
     HOST,
@@ -29,7 +30,6 @@ from kvray.actors.shard.events.described_blocks import (
     NamespaceTerms,
     check_chain,
 )
-from kvray.actors.shard.tier_delta import TierDelta
 from kvray.actors.staging.replicas import Replicas
 from kvray.errors import ConfigError, KVRayError
 from kvray.events import Event

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.random import default_rng
 
-from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import create_actor, tier_named
+from kvray.actors.ray_glue.calls import ActorCalls, create_actor, tier_named
 from kvray.actors.routers.surveys import Surveys
 from kvray.config import KVRayConfig
 from kvray.errors import KVRayError

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvray.actors.explain.block_states import (
+from kvray.actors.explain.explaining import (
     EVICTED,
     NEVER_STORED,
     PARTIAL,
@@ -10,7 +10,7 @@ from kvray.actors.explain.block_states import (
     block_states,
     state_runs,
 )
-from kvray.actors.shard.queries import Whereabouts
+from kvray.actors.shard.actor_requests import Whereabouts
 from kvray.store.block_history import AHEAD, CLEARED, HOST, NVME
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from kvray.actors.lookup.lookup import (
     CALLS_PER_S,
     SILENT_S,
+    TURNS,
     Announcement,
     Answer,
     Lookup,
     packed_parts,
 )
-from kvray.actors.lookup.turns import TURNS
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.index import Run

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from kvray.actors.lookup import partial_blocks as partial_blocks_module
-from kvray.actors.lookup.partial_blocks import PartialBlocks
+from kvray.actors.lookup import lookup as partial_blocks_module
+from kvray.actors.lookup.lookup import PartialBlocks
 from kvray.index import Index, Loss
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(8)]

@@ -1,7 +1,7 @@
 import pytest
 
-from kvray.actors.lookup import rank_directory
-from kvray.actors.lookup.rank_directory import RankDirectory
+from kvray.actors.lookup import lookup as lookup_module
+from kvray.actors.lookup.lookup import RankDirectory
 
 
 def test_a_rank_that_two_shards_name_is_with_the_later_one() -> None:
@@ -14,7 +14,7 @@ def test_a_rank_that_two_shards_name_is_with_the_later_one() -> None:
 
 
 def test_what_one_shard_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_directory, "RANKS_MAX", 2)
+    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
     ranks = RankDirectory()
     ranks.name("a", [("r", rank) for rank in range(5)])
     assert len(ranks) == 2

@@ -1,4 +1,4 @@
-from kvray.actors.lookup.turns import TURN_S, TURNS, Turns
+from kvray.actors.lookup.lookup import TURN_S, TURNS, Turns
 
 
 def full() -> Turns:

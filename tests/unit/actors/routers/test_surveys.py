@@ -11,7 +11,7 @@ import pytest
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.routers.surveys import Surveys
-from kvray.actors.shard.queries import Prompt
+from kvray.actors.shard.actor_requests import Prompt
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.index import Run

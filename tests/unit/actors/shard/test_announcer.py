@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
+from kvray.actors.lookup.lookup import TURNS, Announcement, Answer, Lookup
 from kvray.actors.lookup.partitions import partition_of
-from kvray.actors.lookup.turns import TURNS
-from kvray.actors.shard import lookup_stream as stream_module
+from kvray.actors.shard import announcer as stream_module
 from kvray.actors.shard.announcer import Announcer
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena, ArenaOwner

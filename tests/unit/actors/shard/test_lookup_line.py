@@ -8,8 +8,8 @@ import pytest
 
 from kvray.actors.lookup.lookup import PART_BYTES, Announcement, Answer
 from kvray.actors.ray_glue.arguments import packed, unpacked
-from kvray.actors.shard import lookup_line
-from kvray.actors.shard.lookup_line import LookupLine
+from kvray.actors.shard import actor
+from kvray.actors.shard.actor import LookupLine
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import KEY_BYTES
 
@@ -43,7 +43,7 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
-    monkeypatch.setattr(lookup_line, "get_actor", made.get_actor)
+    monkeypatch.setattr(actor, "get_actor", made.get_actor)
     return made
 
 

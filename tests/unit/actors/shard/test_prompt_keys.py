@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.actor_requests import prompt_keys
 from kvray.actors.staging.replicas import Reader
 from kvray.engine.model.adapters import Adapters
 from kvray.engine.request.state import RequestState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.actors.shard.request_log import RequestLog
+from kvray.actors.shard.traffic import RequestLog
 from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from kvray.trace.request_note import NOTES_MAX, RequestNote, pack, unpack

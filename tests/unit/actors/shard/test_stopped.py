@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors.shard.stopped import StoppedHolder
+from kvray.actors.shard.adoption import StoppedHolder
 from kvray.store.machine import lockers
 from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.store.conftest import Child, child, directory

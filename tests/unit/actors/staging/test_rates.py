@@ -1,9 +1,9 @@
 import pytest
 
 from kvray.actors.mover.orders import SourceReport
-from kvray.actors.staging import rates as rates_module
+from kvray.actors.staging import peers as rates_module
+from kvray.actors.staging.peers import Rates
 from kvray.actors.staging.plan import Peer
-from kvray.actors.staging.rates import Rates
 
 MB = 10**6
 

@@ -234,7 +234,7 @@ def test_the_windows_of_the_shortest_prefix_are_checked(play: Callable[[Scene], 
 def test_what_was_checked_in_time_counts(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.actors.staging.verifier._PIECE_BYTES", SLOT)
+    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", SLOT)
     sound = Arena.sound
 
     def slowly(arena: Arena, *args: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_check_that_hangs_holds_up_nobody(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_sum = threading.Event()
-    monkeypatch.setattr("kvray.actors.staging.verifier._PIECE_BYTES", 4 * SLOT)
+    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", 4 * SLOT)
     sound = Arena.sound
 
     def slowly(arena: Arena, *args: Any) -> Any:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.supervisor.idle import IdleNodes
+from kvray.actors.supervisor.watch import IdleNodes
 
 NODES = st.frozensets(st.sampled_from("abc"))
 

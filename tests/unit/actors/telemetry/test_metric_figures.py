@@ -12,9 +12,8 @@ import pytest
 
 from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard.shard import Shard
-from kvray.actors.telemetry.figures import Figures
+from kvray.actors.telemetry.figures import Figures, PartCounts
 from kvray.actors.telemetry.metric_figures import ShardFigures, lookup_figures, mover_figures
-from kvray.actors.telemetry.part_counts import PartCounts
 from kvray.metrics import METRICS, PREFIX
 from kvray.node.stage_calls import ShardSocket
 from tests.unit.actors.small_shard import (

@@ -1,7 +1,6 @@
 """The supervisor counts what there should be, what answers, and what stopped."""
 
-from kvray.actors.telemetry.figures import Figures
-from kvray.actors.telemetry.part_counts import PartCounts
+from kvray.actors.telemetry.figures import Figures, PartCounts
 
 ALL = {"kvray-shard-a", "kvray-shard-b", "kvray-mover-a", "kvray-lookup"}
 LESS = ALL - {"kvray-shard-a"}

@@ -1,7 +1,7 @@
 import pytest
 
-from kvray.actors.tier import patience
-from kvray.actors.tier.patience import Patience
+from kvray.actors.tier import rollout
+from kvray.actors.tier.rollout import Patience
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(patience, "time", made)
+    monkeypatch.setattr(rollout, "time", made)
     return made
 
 

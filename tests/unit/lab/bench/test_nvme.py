@@ -18,7 +18,7 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.lab.bench.bare_disk import BareDisk, Transfers, check_cold, resident_bytes
-from kvray.store.machine.mounts import mount_of
+from kvray.store.machine.capacity import mount_of
 from kvray.store.nvme.memory import aligned
 from tests.forks import RunKvray
 from tests.waiting import HANG_S

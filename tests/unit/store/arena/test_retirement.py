@@ -5,7 +5,7 @@ import pytest
 
 from kvray.store import Arena
 from kvray.store.arena.layout import HEADER, RETIRED
-from kvray.store.arena.retirement import STATE_BYTES, retire_file
+from kvray.store.arena.owner import STATE_BYTES, retire_file
 
 
 def overwrite(path: Path, at: int, what: bytes) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from kvray.errors import CapacityError
 from kvray.store.machine import capacity
-from kvray.store.machine.capacity import MemoryClaims, check_room
-from kvray.store.machine.cgroup import Cgroup
+from kvray.store.machine.capacity import Cgroup, MemoryClaims, check_room
 from tests.unit.store.mounted import huge_pages, run_mounted
 
 GIB = 2**30

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.store.machine.cgroup import limiting_cgroups
-from kvray.store.machine.mounts import Mount, mounts
+from kvray.store.machine.capacity import Mount, limiting_cgroups, mounts
 
 GIB = 2**30
 
@@ -99,7 +98,7 @@ def test_cgroup_that_cannot_be_read_does_not_bound(tmp_path: Path) -> None:
 
 ASK = """
 import sys
-from kvray.store.machine.cgroup import limiting_cgroups
+from kvray.store.machine.capacity import limiting_cgroups
 sys.stdin.read(1)
 print([cgroup.limit for cgroup in limiting_cgroups()])
 """

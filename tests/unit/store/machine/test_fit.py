@@ -7,8 +7,14 @@ from pathlib import Path
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvray.store.machine.capacity import HugePool, MemoryClaims, MountRoom, NodeMemory, rooms
-from kvray.store.machine.cgroup import Cgroup
+from kvray.store.machine.capacity import (
+    Cgroup,
+    HugePool,
+    MemoryClaims,
+    MountRoom,
+    NodeMemory,
+    rooms,
+)
 from kvray.store.machine.fit import (
     OBJECT_STORE_MIN,
     RAY_BYTES,

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from kvray.store.machine.mounts import mount_of, mounts
+from kvray.store.machine.capacity import mount_of, mounts
 
 LISTED = """\
 25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k,huge=advise

@@ -7,7 +7,7 @@ import pytest
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.prefault import mapping_of, populate
 from kvray.store.machine import numa, pages
-from kvray.store.machine.mounts import Mount
+from kvray.store.machine.capacity import Mount
 from kvray.store.machine.pages import ArenaPages, larger_pages_command, mapped_file
 from tests.unit.store.small_arena import make_arena
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.store.nvme.budget import LEDGER_FILE, WriteBudget
+from kvray.store.nvme.terms import LEDGER_FILE, WriteBudget
 
 DAY_S = 86400.0
 PER_DAY = 24_000.0

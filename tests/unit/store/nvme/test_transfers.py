@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kvray.store.nvme.disk import BUFFERS_MAX
-from kvray.store.nvme.io_threads import IoThreads
-from kvray.store.nvme.transfers import cut
+from kvray.store.nvme.transfers import IoThreads, cut
 
 MEMORY = np.arange(4096 * 4096, dtype="u4").view("u1")
 

@@ -12,10 +12,9 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array
-from kvray.store.demoter import Demoter
+from kvray.store.demoter import Demoter, Promoter
 from kvray.store.nvme import NvmeStore
-from kvray.store.nvme.budget import WriteBudget
-from kvray.store.promoter import Promoter
+from kvray.store.nvme.terms import WriteBudget
 from kvray.store.retention import Retention
 from tests.unit.store.nvme.small_store import open_store, present, spec
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, store
