@@ -12,7 +12,7 @@ from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.telemetry.log_files import LogEntry
-from kvray.actors.tier import connection, draining, tier, warming, weights
+from kvray.actors.tier import connection, draining, tier, weights
 from kvray.actors.tier.logs import read_logs
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
@@ -301,37 +301,6 @@ class Client:
         """Have a node stay that `drain` was to take; arguments and errors as there."""
         with tier_named(self.cluster_name):
             return draining.call_off(node, config=self._config, timeout_s=self._timeout_s)
-
-    def warm_up(
-        self,
-        node: str | None = None,
-        *,
-        replica: str | None = None,
-        seconds: float | None = None,
-        by: str = "kvray warm",
-    ) -> list[str]:
-        """Have a node, or those of a replica, given what others use most; return their shards.
-
-        It goes on in the background, and fills free memory only; `warming` says how far it is.
-
-        Args:
-            node: the beginning of its id, or the name of its shard.
-            replica: in place of `node`: its nodes, and the blocks of its namespace.
-            seconds: how long it may take; None: `warm_up.deadline_s` of the shard.
-            by: who wants it, for people.
-
-        Raises:
-            ConfigError: not one of the two is given, or nothing is named so.
-            ShardUnavailable: no tier runs there, a shard did not answer, a node is to go, or its
-                `warm_up.share` is 0.
-        """
-        with tier_named(self.cluster_name):
-            return warming.warm_up(node, replica, seconds, by=by, timeout_s=self._timeout_s)
-
-    def warming(self, shards: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return how far the warm-ups of `shards` are: "state" is "moving" or "done"."""
-        with tier_named(self.cluster_name):
-            return warming.warming(shards, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""

@@ -103,7 +103,6 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     ("counter", ("node",)): {
         "demoted_blocks": "blocks written from memory to disk",
         "promoted_blocks": "blocks read from disk into memory",
-        "warm_up_bytes": "bytes that came in warm-ups, before anybody asked for them",
         "refused_blocks": "blocks that left memory and were not worth a write",
         "over_quota_blocks": "blocks evicted because their namespace was over its quota",
         "repairs": "repairs of the arena's tables after a process died in them",

@@ -17,11 +17,11 @@ from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
+from kvray.cli.drain import drain
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
 from kvray.cli.logs import logs
 from kvray.cli.ls import ls
-from kvray.cli.nodes import drain, warm
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
@@ -41,7 +41,6 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         upgrade,
         down,
         drain,
-        warm,
         clear,
         prefetch,
         sweep,

@@ -25,10 +25,6 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 60"),
         ("It stays after all", "kvray drain 3bcd88969b3d --cancel"),
     ),
-    "warm": (
-        ("Give a new node what others use most", "kvray warm 3bcd88969b3d"),
-        ("Do so for the nodes of a replica", "kvray warm --replica replica-0 --deadline 20"),
-    ),
     "clear": (("Ask no question, in a script", "kvray clear -c kvray.yaml --yes"),),
     "prefetch": (
         (

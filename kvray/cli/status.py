@@ -24,7 +24,6 @@ from kvray.cli.text.namespaces import namespaces_report
 from kvray.cli.text.sizing import sizing_line
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.cli.text.unnamed import unnamed_sentences
-from kvray.cli.text.warm_up import warm_up_sentence
 from kvray.config import format_size
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
@@ -88,9 +87,6 @@ def _print(found: dict[str, Any]) -> None:
             )
         if (drain := shard.get("drain")) is not None:
             console.print(drain_sentence(shard["shard"], drain), soft_wrap=True)
-        warm_up = shard.get("warm_up")
-        if warm_up is not None and (warm_up["state"] != "done" or warm_up["blocks"]):
-            console.print(warm_up_sentence(shard["shard"], warm_up), soft_wrap=True)
         for remark in shard.get("nvme", {}).get("remarks", ()):
             console.print(f"{shard['shard']}: {remark}", soft_wrap=True)
     if between := node_links(found):

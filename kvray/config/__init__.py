@@ -17,7 +17,6 @@ from kvray.config.sections import (
     KVRayConfig,
     ShardConfig,
     StagingConfig,
-    WarmUpConfig,
 )
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
@@ -43,7 +42,6 @@ __all__ = [
     "SettingRow",
     "ShardConfig",
     "StagingConfig",
-    "WarmUpConfig",
     "cache_dir",
     "config_on_node",
     "effective_settings",

@@ -148,15 +148,6 @@ class StagingConfig(_Section):
     """most bytes on their way to one node at once"""
 
 
-class WarmUpConfig(_Section):
-    """What a node or replica that joins is given before it is asked for; see docs/launch.md."""
-
-    share: float = Field(default=0.5, ge=0, le=1)
-    """most of a node's arena that a warm-up fills, if so much is free; 0: no warm-up"""
-    deadline_s: Seconds = Field(default=30.0, gt=0, le=3600)
-    """longest time for a warm-up; kvray.serve keeps a new replica so long from being ready"""
-
-
 class CopiesConfig(_Section):
     """Blocks that several nodes have in memory."""
 
@@ -270,7 +261,6 @@ class KVRayConfig(_Section):
     shard: ShardConfig = ShardConfig()
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
-    warm_up: WarmUpConfig = WarmUpConfig()
     copies: CopiesConfig = CopiesConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()

@@ -1,7 +1,7 @@
 """Progress on the terminal while a tier starts, or while a command counts."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,13 +113,6 @@ class LaunchProgress:
         """Show how much of a node is elsewhere, and what is in the way."""
         title = "Moving blocks to other nodes" + (f" ({message})" if message else "")
         self._show(title, title, [{"done": moved_bytes, "total": moved_bytes + left_bytes}])
-
-    def warming(self, found: Iterable[Mapping[str, Any]]) -> None:
-        """Show how much of what others use most has come to some nodes."""
-        shards = [
-            {"done": one["bytes"], "total": one["bytes"] + one["left_bytes"]} for one in found
-        ]
-        self._show("Asking other nodes", "Bringing blocks of other nodes", shards)
 
     def _show(
         self, waiting: str, counting: str = "", shards: Sequence[Mapping[str, Any]] = ()

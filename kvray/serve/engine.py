@@ -25,7 +25,6 @@ from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
 from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
-from kvray.serve.warm_up import warm_up
 
 _log = logging.getLogger("ray.serve")
 
@@ -108,7 +107,7 @@ class Engine:
         name: str | None = None,
         leave: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
-        """Start the engine and return when it is ready to answer, and its node is warmed up.
+        """Start the engine and return when it is ready to answer.
 
         Args:
             settings: what it loads, and how.
@@ -134,7 +133,6 @@ class Engine:
         except BaseException:
             self._replica.kill()
             raise
-        warm_up(name, settings.kvray_config)
         # The thread reads what does not change, and whether this object closes.
         threading.Thread(target=self._watch, args=(leave,), name="kvray-watch", daemon=True).start()
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -33,7 +33,6 @@ from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import ConfigError, KVRayError
 from kvray.store.arena.file import ARENA_FILE
-from kvray.store.arena.tables import Array
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.sizing import Plan
@@ -51,7 +50,6 @@ _GROUPS = {
     "leases": 4,
     "disk": 8,
     "leave": 1,
-    "gifts": 1,
 }
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
 what waits for other shards, or two could wait for each other."""
@@ -142,21 +140,6 @@ class ShardActor:
     def call_off_drain(self, by: str) -> None:
         """See `Drain.call_off`."""
         self._shard.requests.call_off_drain(by)
-
-    @ray.method(concurrency_group="gifts")
-    def offer(self, wanted: Mapping[int, Collection[int]], num_bytes: int) -> Array:
-        """See `Giver.offer`."""
-        return self._shard.requests.offer(wanted, num_bytes)
-
-    @ray.method(concurrency_group="people")
-    def warm_up(self, by: str, replica: str | None, deadline_s: float | None) -> None:
-        """See `ActorRequests.warm_up`."""
-        self._shard.requests.warm_up(by, replica, deadline_s)
-
-    @ray.method(concurrency_group="people")
-    def warming(self) -> dict[str, Any] | None:
-        """See `WarmUp.status`."""
-        return self._shard.requests.warming()
 
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:

@@ -3,19 +3,17 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
-from kvray.actors.shard.giving import WarmUpOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
 from kvray.errors import ShardUnavailable
 from kvray.store.arena import slabs
-from kvray.store.arena.tables import Array
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.spans import span
 
@@ -170,33 +168,6 @@ class ActorRequests:
 
     def _is_used(self) -> bool:
         return any(rank["connected"] for rank in self._parts.replicas.status())
-
-    def offer(self, wanted: Mapping[int, Collection[int]], num_bytes: int) -> Array:
-        """See `Giver.offer`."""
-        return self._parts.serving().giver.offer(wanted, num_bytes)
-
-    def warm_up(self, by: str, replica: str | None, deadline_s: float | None) -> None:
-        """Have the node given what others use most, of a replica's namespace or of all that it has.
-
-        ConfigError: no rank of `replica` has registered here. ShardUnavailable: the node is to go,
-        its `warm_up.share` is 0, or the replica's blocks have no keys yet.
-        """
-        serving, settings = self._parts.serving(), self._parts.settings.warm_up
-        if serving.drain.is_on or not settings.share:
-            why = "is to go" if serving.drain.is_on else "has no warm-ups: its warm_up.share is 0"
-            raise ShardUnavailable(f"{self._parts.name} {why}.")
-        if replica is not None:
-            check_named(self._parts.first_reader(replica)[1])
-        order = WarmUpOrder(
-            by=by,
-            wanted=self._parts.replicas.parts_read(replica),
-            deadline_s=settings.deadline_s if deadline_s is None else deadline_s,
-        )
-        self._parts.loop.call(lambda: serving.warm_up.order(order), ANSWER_S)
-
-    def warming(self) -> dict[str, Any] | None:
-        """See `WarmUp.status`."""
-        return self._parts.serving().warm_up.status()
 
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

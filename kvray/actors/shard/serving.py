@@ -10,7 +10,7 @@ from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Copies, Drain, Giver, WarmUp
+from kvray.actors.shard.giving import Copies, Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -127,13 +127,6 @@ class Serving:
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(self.giver)
-        self.warm_up = WarmUp(
-            self.giver,
-            owner,
-            lambda: self.nvme,
-            settings.warm_up,
-            free_target=settings.arena.free_target,
-        )
         self.copies = Copies(self.giver, owner, self.retention, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
@@ -149,7 +142,6 @@ class Serving:
     async def close(self) -> None:
         """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
-            await self.warm_up.close()
             await self.drain.close()
             await self.copies.close()
             await self.stager.close()
@@ -190,8 +182,6 @@ class Serving:
             figures["events"] = self.events.status()
         if (drain := self.drain.status()) is not None:
             figures["drain"] = drain
-        if (warm_up := self.warm_up.status()) is not None:
-            figures["warm_up"] = warm_up
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures
@@ -222,8 +212,6 @@ class Serving:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
-            if not self.drain.is_on:
-                self.warm_up.look(self._parts.replicas.parts_read())
         self._audit(now)
         self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:

@@ -12,7 +12,6 @@ from kvray.config import (
     KVRayConfig,
     ShardConfig,
     StagingConfig,
-    WarmUpConfig,
 )
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
@@ -30,7 +29,6 @@ class ShardSettings:
     arena: ArenaConfig
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
-    warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     copies: CopiesConfig = field(default_factory=CopiesConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -50,7 +48,6 @@ class ShardSettings:
             arena=config.arena,
             shard=config.shard,
             staging=config.staging,
-            warm_up=config.warm_up,
             copies=config.copies,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.block import UNNAMED, Namespace, namespace_id
+from kvray.identity.block import Namespace, namespace_id
 from kvray.identity.parts import readable_parts
 from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
@@ -289,22 +289,6 @@ class Replicas:
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""
         return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]
-
-    def parts_read(self, replica: str | None = None) -> dict[int, frozenset[int]]:
-        """Return the parts that connected ranks read, of one replica or of all.
-
-        They are by the numbers that arenas have for the ranks' namespaces. A rank whose model has
-        no name yet is left out, and so is one with tenants: its blocks have the numbers of those.
-        """
-        found: dict[int, frozenset[int]] = {}
-        for (name, _), entry in self._ranks.items():
-            reader = entry.reader
-            is_meant = entry.connection is not None and name == (replica or name)
-            if is_meant and reader.tenants is None and reader.namespace.model != UNNAMED:
-                number = namespace_id(bytes.fromhex(entry.digest))
-                parts = {one.part for one in reader.part_requests}
-                found[number] = found.get(number, frozenset()) | parts
-        return found
 
     def numbers(self) -> set[int]:
         """Return the numbers that arenas have for the namespaces of ranks, ended ones included."""

@@ -50,7 +50,6 @@ _SHARD: _Rows = {
     # Blocks from the node's own disk are counted with the disk.
     ("moved_bytes_total", ("nixl", "in")): "staging.transports.nixl.bytes",
     ("moved_bytes_total", ("object_ref", "in")): "staging.transports.object_ref.bytes",
-    ("warm_up_bytes_total", ()): "warm_up.total_bytes",
     **_of_tier("nvme", "nvme"),
     ("nvme_write_budget_bytes", ()): "nvme.write_budget_bytes",
     ("demoted_blocks_total", ()): "nvme.demoted_blocks",

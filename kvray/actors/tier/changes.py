@@ -58,7 +58,6 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "staging.call_timeout_s": Effect.SHARD_AND_MOVER,
     "staging.fetches_max": Effect.SHARD_AND_MOVER,
     "staging.*": Effect.SHARD,
-    "warm_up.*": Effect.SHARD,
     "copies.*": Effect.SHARD,
     "nodes": Effect.AS_NAMED,
     "security.*": Effect.SHARD,

@@ -30,12 +30,12 @@ def call_off(node: str, *, config: KVRayConfig, timeout_s: float) -> str:
 
 def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
     ask_to_be_admitted(config, timeout_s=timeout_s)
-    name = shard_named(node, timeout_s=timeout_s)
+    name = _shard_named(node, timeout_s=timeout_s)
     calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
     return name
 
 
-def shard_named(node: str, *, timeout_s: float) -> str:
+def _shard_named(node: str, *, timeout_s: float) -> str:
     """Return the name of a node's shard; arguments and errors as `drain`."""
     nodes = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
     meant = node.removeprefix(SHARD_PREFIX)

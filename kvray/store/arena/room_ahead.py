@@ -23,7 +23,7 @@ EVICT_BATCH = 256
 
 _DEMAND_ROUNDS = 2
 """So many times what writers took since the last round is kept free, up to a share of the arena."""
-DEMAND_SHARE = 16
+_DEMAND_SHARE = 16
 
 _SLABS_MAX = 8
 """Slabs of other sizes that one round clears for a size."""
@@ -70,7 +70,7 @@ class RoomAhead:
         tables = self._arena.tables
         size = self._sizes.setdefault(block_bytes, _Size())
         taken = max(0, size.left - slabs.num_available(tables, block_bytes))
-        most = tables.geometry.num_slabs * slabs.usable(tables, block_bytes) // DEMAND_SHARE
+        most = tables.geometry.num_slabs * slabs.usable(tables, block_bytes) // _DEMAND_SHARE
         demand = min(_DEMAND_ROUNDS * taken, most)
         evicted = 0
         if self._shortfall(block_bytes, free_target, demand):

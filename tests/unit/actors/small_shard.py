@@ -10,7 +10,7 @@ from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard.nvme_tier import NvmeSettings
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
-from kvray.config import ArenaConfig, ShardConfig, WarmUpConfig
+from kvray.config import ArenaConfig, ShardConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey, Namespace
 from kvray.index import Run
@@ -83,7 +83,7 @@ def settings_for(directory: Path, **changes: Any) -> ShardSettings:
     """Return the settings of a small shard; `changes` are of them, or of one of two sections."""
     arena = {"free_target": 0.0, "limbo_s": 0.0}
     shard = {"announce_s": 0.02, "heartbeat_s": 0.1}
-    own: dict[str, Any] = {"spec": spec(), "warm_up": WarmUpConfig(share=0)}
+    own: dict[str, Any] = {"spec": spec()}
     for name, value in changes.items():
         if name in ShardSettings.__dataclass_fields__:
             own[name] = value

@@ -21,8 +21,7 @@ from tests.forks import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
-    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch"),
-    *("drain", "warm"),
+    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch", "drain"),
     *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
     *("bench tier", "bench router", "bench serve"),
     *("config show", "config fit", "config schema"),

@@ -3,6 +3,5 @@
 from kvray.actors.shard.giving.copies import Copies
 from kvray.actors.shard.giving.drain import Drain
 from kvray.actors.shard.giving.giver import Giver
-from kvray.actors.shard.giving.warm_up import WarmUp, WarmUpOrder
 
-__all__ = ["Copies", "Drain", "Giver", "WarmUp", "WarmUpOrder"]
+__all__ = ["Copies", "Drain", "Giver"]

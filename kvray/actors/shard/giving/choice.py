@@ -1,6 +1,6 @@
 """Which blocks of a tier go to other nodes first, and how they are asked for; pure."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -47,19 +47,13 @@ def shared_out(tables: Tables, slots: Array, num_targets: int) -> list[Array]:
 
 def batches(tables: Tables, slots: Array, *, bytes_max: int, blocks_max: int) -> Iterator[Array]:
     """Yield `slots` in pieces of at most so many bytes (one block at least) and blocks."""
-    for piece in pieces(tables.block_bytes(slots), bytes_max=bytes_max, blocks_max=blocks_max):
-        yield slots[piece]
-
-
-def pieces(sizes: Array, *, bytes_max: int, blocks_max: int) -> Iterator[slice]:
-    """Yield where to cut blocks of these sizes, as `batches`."""
-    ends = np.cumsum(sizes)
+    ends = np.cumsum(tables.block_bytes(slots))
     start = 0
-    while start < len(sizes):
+    while start < len(slots):
         before = int(ends[start - 1]) if start else 0
         stop = int(np.searchsorted(ends, before + bytes_max, side="right"))
         stop = min(max(stop, start + 1), start + blocks_max)
-        yield slice(start, stop)
+        yield slots[start:stop]
         start = stop
 
 
@@ -78,38 +72,21 @@ def held_by(runs: Sequence[Run], parts: Array, shards: frozenset[str]) -> dict[s
 
 def chains_of(tables: Tables, slots: Array) -> list[Array]:
     """Return `slots`, parents before children, as chains of blocks that follow each other."""
-    found = linked(slots.tolist(), tables.parents(slots).tolist())
-    return [slots[chain] for chain in found]
-
-
-def linked(own: Iterable[Hashable], parents: Iterable[Hashable]) -> list[list[int]]:
-    """Return the places of blocks, parents before children, as chains that follow each other.
-
-    `own` has what each block is called, and `parents` its parent.
-    """
     chains: list[list[int]] = []
-    ends: dict[Hashable, list[int]] = {}
-    for place, (one, parent) in enumerate(zip(own, parents, strict=True)):
+    ends: dict[int, list[int]] = {}
+    for slot, parent in zip(slots.tolist(), tables.parents(slots).tolist(), strict=True):
         chain = ends.pop(parent, None)
         if chain is None:
             chains.append(chain := [])
-        chain.append(place)
-        ends[one] = chain
-    return chains
+        chain.append(slot)
+        ends[slot] = chain
+    return [np.array(chain) for chain in chains]
 
 
-def is_wanted(tables: Tables, slots: Array, wanted: Mapping[int, Collection[int]]) -> Array:
-    """Return a mask of the blocks that are `wanted`: the parts by their namespaces' numbers."""
-    namespaces, parts = tables.slot_namespace[slots], tables.slot_part[slots]
-    found = np.zeros(len(slots), dtype=bool)
-    for number, its in wanted.items():
-        found |= (namespaces == number) & np.isin(parts, list(its))
-    return found
-
-
-def names_of(keys: Array, parts: Array) -> Array:
+def names_of(tables: Tables, slots: Array) -> Array:
     """Return a number for each block, u64, from the first word of its key and its part."""
-    names: Array = keys ^ (parts.astype(np.uint64) * _MIX)
+    parts = tables.slot_part[slots].astype(np.uint64)
+    names: Array = tables.slot_key[slots, 0] ^ (parts * _MIX)
     return names
 
 

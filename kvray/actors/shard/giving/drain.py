@@ -191,7 +191,7 @@ class Drain:
 
     def _is_settled(self, tables: Tables, slots: Array) -> Array:
         settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
-        return np.isin(_names(tables, slots), settled)
+        return np.isin(names_of(tables, slots), settled)
 
     async def _tell_uses(self, tables: Tables, slots: Array, target: str) -> None:
         """Have a target count a use of those of `slots` that it has, the hottest last."""
@@ -216,7 +216,7 @@ class Drain:
             self._budget -= num_here
             if gift.message:
                 self._figures["message"] = gift.message
-            self._settled.append(_names(tables, np.concatenate((batch[held], gift.slots))))
+            self._settled.append(names_of(tables, np.concatenate((batch[held], gift.slots))))
             self._figures["moved_blocks"] += len(gift.slots)
             self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
@@ -225,7 +225,3 @@ class Drain:
 
 def _soonest(orders: dict[str, float | None]) -> float | None:
     return min((until for until in orders.values() if until is not None), default=None)
-
-
-def _names(tables: Tables, slots: Array) -> Array:
-    return names_of(tables.slot_key[slots, 0], tables.slot_part[slots])

@@ -4,7 +4,7 @@ They fetch as for a prompt, so a block is there whole or not at all, and nothing
 is gone when it is asked for is a miss.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,18 +16,14 @@ from kvray.actors.shard.giving.choice import (
     chains_of,
     held_by,
     hottest_first,
-    is_wanted,
     span_of,
 )
-from kvray.actors.shard.giving.offer import offered
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.index import Run
 from kvray.store import ArenaOwner
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.retention import Retention, find_alike
-
-_OFFER_BLOCKS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +73,6 @@ class Giver:
             slots = hottest_first(store, self._retention.rank_below)
             tiers.append((store, slots[find_alike(store, slots, arena) < 0]))
         return tiers
-
-    def offer(self, wanted: Mapping[int, Collection[int]], num_bytes: int) -> Array:
-        """Return the hottest blocks, at most so many bytes, as rows of an offer; as `hottest`.
-
-        `wanted` are the parts by the numbers of namespaces; none: all blocks.
-        """
-        arena, rows = self._owner.arena.tables, []
-        for tables, ranked in self.hottest():
-            slots = ranked[is_wanted(tables, ranked, wanted)] if wanted else ranked
-            rows.append(offered(tables, slots[:_OFFER_BLOCKS], on_disk=tables is not arena))
-        offer = np.concatenate(rows)[:_OFFER_BLOCKS]
-        return offer[np.cumsum(offer["num_bytes"]) <= num_bytes]
 
     async def held(self, tables: Tables, slots: Array, shards: frozenset[str]) -> Array:
         """Return a mask of the blocks that one of the `shards` has."""
