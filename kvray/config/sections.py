@@ -155,8 +155,6 @@ class CopiesConfig(_Section):
     """share of a node's arena beyond which its copies of others' blocks go before all else"""
     idle_s: Seconds = Field(default=60.0, gt=0)
     """how long a copy may be unused before it goes before all else"""
-    bytes_per_s: Size = 64 * 2**20
-    """most bytes a second of hot blocks that a node gives to others before they ask for them"""
 
 
 class ConnectorConfig(_Section):

@@ -21,11 +21,6 @@ class UseCounts:
         self._at = np.zeros(num_slots, dtype=np.float32)  # to a tenth of a second in two weeks
 
     @property
-    def counts(self) -> Array:
-        """The uses of each slot's block."""
-        return self._count
-
-    @property
     def used_at(self) -> Array:
         """The time of each slot's last use, or that of its block's coming if none was seen."""
         return self._at

@@ -1,4 +1,4 @@
-"""Hot copies on three nodes: what all of them hammer is near."""
+"""Copies on three nodes: extra ones stay within their bound, and what all nodes use stays near."""
 
 import json
 import subprocess

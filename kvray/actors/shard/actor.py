@@ -126,11 +126,6 @@ class ShardActor:
         """See `ActorRequests.room`."""
         return self._shard.requests.room()
 
-    @ray.method(concurrency_group="leases")
-    def room_for_copies(self) -> int:
-        """See `Copies.room`."""
-        return self._shard.requests.room_for_copies()
-
     @ray.method(concurrency_group="people")
     def drain(self, by: str, seconds: float | None) -> None:
         """See `Drain.order`."""

@@ -135,10 +135,6 @@ class ActorRequests:
         tables = self._parts.serving().owner.arena.tables
         return slabs.free_bytes(tables)
 
-    def room_for_copies(self) -> int:
-        """See `Copies.room`."""
-        return self._parts.serving().copies.room
-
     def drain(self, by: str, seconds: float | None) -> None:
         """See `Drain.order`."""
         drain = self._parts.serving().drain

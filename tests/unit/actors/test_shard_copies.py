@@ -87,39 +87,3 @@ def test_a_tier_that_rests_looks_up_nothing(tier: Tier) -> None:
     before = tier.nodes.calls.count(("kvray-lookup", "locate"))
     time.sleep(20.0)
     assert tier.nodes.calls.count(("kvray-lookup", "locate")) == before
-
-
-def test_what_two_nodes_use_often_goes_to_the_third_once() -> None:
-    hot, cold = CHAINS[:2]
-    with make_tier("abc") as tier:
-        for keys in (hot, cold):
-            for node in "ab":
-                store(tier.nodes[node].arena, keys)
-
-        def is_there() -> bool:
-            use(tier, "a", hot)
-            use(tier, "b", hot)
-            time.sleep(0.1)
-            return tier.nodes["c"].arena.match(hot) == LENGTH
-
-        wait_for(is_there)
-        given = [shard.status()["copies"]["given_blocks"] for shard in tier.shards.values()]
-        assert sorted(given) == [0, 0, LENGTH]
-        assert tier.nodes["c"].arena.match(cold) == 0
-
-
-@pytest.mark.long
-def test_a_node_takes_no_more_copies_than_its_bound_has_room_for() -> None:
-    hot = CHAINS[0]
-    with make_tier("abc", copies=CopiesConfig(share=3.5 / 64)) as tier:
-        for node in "ab":
-            store(tier.nodes[node].arena, hot)
-
-        def is_there() -> bool:
-            use(tier, "a", hot)
-            use(tier, "b", hot)
-            time.sleep(0.1)
-            return bool(tier.nodes["c"].arena.match(hot))
-
-        wait_for(is_there)
-        assert tier.nodes["c"].arena.match(hot) == 3

@@ -83,14 +83,14 @@ def tier() -> Iterator[Tier]:
 
 
 @contextlib.contextmanager
-def make_tier(names: str = "ab", **changes: Any) -> Iterator[Tier]:
-    """Have shards with these settings, `a`, `b` and perhaps more."""
+def make_tier(**changes: Any) -> Iterator[Tier]:
+    """Have the shards `a` and `b` with these settings."""
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     line = Line()
     calls = Calls(line)
     shards = {}
-    for name in names:
+    for name in "ab":
         settings = settings_for(
             parent / name,
             staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
@@ -109,7 +109,6 @@ def make_tier(names: str = "ab", **changes: Any) -> Iterator[Tier]:
             stack.callback(shard.stop, retire=False, timeout_s=10)
             wait_until_serving(shard)
             answers[f"{shard.name}.room"] = shard.requests.room
-            answers[f"{shard.name}.room_for_copies"] = shard.requests.room_for_copies
         nodes = Nodes({name: open_arena(parent / name) for name in shards})
         stack.callback(nodes.close)
         calls.nodes = nodes

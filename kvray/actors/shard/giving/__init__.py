@@ -1,4 +1,4 @@
-"""Brings blocks from node to node before they are asked for; part of the shard's loop."""
+"""Gives blocks of a node that is to go to others; finds extra copies. Part of the shard's loop."""
 
 from kvray.actors.shard.giving.copies import Copies
 from kvray.actors.shard.giving.drain import Drain
