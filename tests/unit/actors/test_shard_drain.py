@@ -72,7 +72,8 @@ def test_what_another_node_has_too_is_not_sent(draining: Tier) -> None:
 
     draining.b.requests.drain("somebody", None)
 
-    wait_for(lambda: has(draining, "a", keys))
+    wait_for(lambda: progress(draining)["state"] == "moved")
+    assert has(draining, "a", keys)
     assert progress(draining)["moved_blocks"] == 5
 
 

@@ -70,6 +70,7 @@ class Copies:
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
+        self._task = None  # what it was cut off in would keep the arena mapped
 
     def status(self) -> dict[str, Any]:
         """Return the bytes of extra copies, and their bound."""

@@ -80,6 +80,7 @@ class Drain:
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
+        self._task = None  # what it was cut off in would keep the arena mapped
 
     def status(self) -> dict[str, Any] | None:
         """Return how far it is; None: the node is to stay."""
