@@ -29,7 +29,6 @@ from kvray.cli.replay import replay
 from kvray.cli.size import size
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
-from kvray.cli.top import top
 from kvray.cli.up import up
 from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
@@ -50,7 +49,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         connector_config,
         config_app,
     ),
-    "Look at it": (status, top, ls, size, explain, logs, doctor, probe, verify, dashboard),
+    "Look at it": (status, ls, size, explain, logs, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }
 """The commands, as the help page groups them."""

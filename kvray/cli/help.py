@@ -60,12 +60,8 @@ _EXAMPLES: dict[str, _Examples] = {
     "config schema": (("Give it to an editor", "kvray config schema > kvray.schema.json"),),
     "status": (
         ("Look at the tier", "kvray status -c kvray.yaml"),
+        ("Look at it until Ctrl-C", "kvray status --watch"),
         ("Use one figure in a script", "kvray status --json | jq '.shards[].arena.blocks'"),
-    ),
-    "top": (
-        ("Show what the last five seconds brought, each second", "kvray top"),
-        ("Show it every five seconds", "kvray top -n 5"),
-        ("Print one second, for a script or a ticket", "kvray top --once"),
     ),
     "ls": (
         ("List every namespace", "kvray ls"),
@@ -144,8 +140,8 @@ _STATUSES: dict[str, dict[int, str]] = {
     "ls": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "probe": {0: "the shard serves", 1: "a check failed: the shard does not serve"},
     "size": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
+    "status": {0: "the tier answered; with --watch: you ended it", 2: "no tier answers"},
     "sweep": {1: "something could not be removed"},
-    "top": {0: "you ended it with Ctrl-C", 2: "Ray or, with --once, the tier does not answer"},
     "verify": {1: "a check failed: corrupt blocks or damaged tables"},
 }
 """What a status means, where a command has its own word for it."""

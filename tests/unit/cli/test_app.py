@@ -21,7 +21,7 @@ from tests.forks import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
-    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch", "pin"),
+    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "prefetch", "pin"),
     *("drain", "warm"),
     *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
     *("bench tier", "bench router", "bench serve"),
@@ -274,6 +274,10 @@ def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
         yield from _parameters(below, (*path, name))
     if not hasattr(command, "commands"):
         yield from ((path, parameter) for parameter in command.params)
+
+
+def test_a_watched_status_is_no_json(run_kvray: RunKvray, tmp_path: Path) -> None:
+    assert_refused(run_kvray("status", "--watch", "--json"), tmp_path, "--watch", "--json")
 
 
 def test_status_without_a_tier_says_how_to_start_one(run_kvray: RunKvray, tmp_path: Path) -> None:
