@@ -19,7 +19,6 @@ from kvray.cli.doctor import doctor
 from kvray.cli.down import down
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
-from kvray.cli.logs import logs
 from kvray.cli.ls import ls
 from kvray.cli.nodes import drain, warm
 from kvray.cli.pin import pin
@@ -49,7 +48,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         connector_config,
         config_app,
     ),
-    "Look at it": (status, ls, size, explain, logs, doctor, probe, verify, dashboard),
+    "Look at it": (status, ls, size, explain, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }
 """The commands, as the help page groups them."""

@@ -82,12 +82,6 @@ _EXAMPLES: dict[str, _Examples] = {
             "kvray size --add 64GiB --add 256GiB --plot size.png",
         ),
     ),
-    "logs": (
-        ("Show the last lines of all parts", "kvray logs"),
-        ("Follow the shards", "kvray logs shard -f"),
-        ("Show the last 20 lines of one node", "kvray logs 4ec0c657f9ba -n 20"),
-        ("Keep the warnings, in a script", "kvray logs --json | jq 'select(.level != \"INFO\")'"),
-    ),
     "doctor": (
         ("Check this machine, the tier, and why tokens are missed", "kvray doctor -c kvray.yaml"),
         (
@@ -136,7 +130,6 @@ _STATUSES: dict[str, dict[int, str]] = {
     "demo": {1: "a check failed: a token differed, or a prefix was not shared"},
     "doctor": {0: "no fault was found", 2: "something does not work, or an option is wrong"},
     "explain": {0: "there is an answer, good or bad", 2: "nothing is known, or no tier runs"},
-    "logs": {0: "there are lines, or none; with -f: you ended it", 2: "no tier or node answers"},
     "ls": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "probe": {0: "the shard serves", 1: "a check failed: the shard does not serve"},
     "size": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},

@@ -133,7 +133,7 @@ class WarmUp:
         if not task.cancelled() and (defect := task.exception()) is not None:
             self._orders.clear()
             _log.error("%s: a warm-up ended by a defect", self._shard, exc_info=defect)
-            self._end("It ended by a defect, see `kvray logs`.")
+            self._end("It ended by a defect, see the shard's log.")
 
     async def _run(self) -> None:
         while self._orders:
