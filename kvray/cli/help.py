@@ -10,7 +10,7 @@ _Examples = tuple[tuple[str, str], ...]
 _EXAMPLES: dict[str, _Examples] = {
     "up": (
         ("Start a tier on a Ray of its own on this machine", "kvray up"),
-        ("See what a changed configuration would restart", "kvray up -c kvray.yaml --plan"),
+        ("See what it would start or restart, and the memory", "kvray up -c kvray.yaml --plan"),
         ("Start Ray's dashboard too, and print its address", "kvray up --dashboard"),
     ),
     "upgrade": (
@@ -53,10 +53,6 @@ _EXAMPLES: dict[str, _Examples] = {
         ),
     ),
     "config show": (("Show what differs from the defaults", "kvray config show --changed"),),
-    "config fit": (
-        ("Check this machine", "kvray config fit -c kvray.yaml"),
-        ("Check a node of 512 GiB", "kvray config fit -c kvray.yaml --total 512GiB"),
-    ),
     "config schema": (("Give it to an editor", "kvray config schema > kvray.schema.json"),),
     "status": (
         ("Look at the tier", "kvray status -c kvray.yaml"),
@@ -126,7 +122,6 @@ _FAILED = "it could not be done, or an option is wrong"
 _STATUSES: dict[str, dict[int, str]] = {
     "chaos": {1: "a check failed: a wrong token, a dead engine or a request that hung"},
     "clear": {1: "you answered no"},
-    "config fit": {1: "a check failed: nothing makes it fit"},
     "demo": {1: "a check failed: a token differed, or a prefix was not shared"},
     "doctor": {0: "no fault was found", 2: "something does not work, or an option is wrong"},
     "explain": {0: "there is an answer, good or bad", 2: "nothing is known, or no tier runs"},

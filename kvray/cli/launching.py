@@ -1,26 +1,39 @@
 """The common part of `kvray up` and `kvray upgrade`: show a plan, or carry it out."""
 
+import json
+import shlex
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvray.config import KVRayConfig, format_size
+from kvray.config import KVRayConfig, format_size, ray_memory_threshold
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress
-from kvray.console.tables import printer
+from kvray.console.tables import empty_table, printer
+from kvray.errors import CapacityError, ShardUnavailable
 
 if TYPE_CHECKING:
     from kvray.actors.tier.changes import Plan
     from kvray.actors.tier.launch import Launch
     from kvray.actors.tier.rollout import Rollout
 
+_OBJECT_STORE_BYTES = 2**30
+"""Enough for moving blocks by it; kvray keeps none there."""
 
-def show_plan(settings: KVRayConfig, planned: "Plan | None") -> None:
-    """Print the changes that would be made."""
+
+def show_plan(settings: KVRayConfig, preview: "Callable[[], Plan | None]") -> None:
+    """Print the changes that would be made; of a tier that does not run, its memory here."""
     console, name = _console(), settings.cluster_name
+    try:
+        planned = preview()
+    except ShardUnavailable:  # such as of a Ray that is not started yet
+        _show_memory(console, settings)
+        raise
     if planned is None:
         where = "" if settings.ray.address else ", with a Ray on this machine"
         console.print(f"The tier {name} is not running. It would be started{where}.")
+        _show_memory(console, settings)
         return
     for step in planned.steps:
         console.print(f"{step.name} would be restarted: {'; '.join(step.reasons)}.")
@@ -36,6 +49,50 @@ def show_plan(settings: KVRayConfig, planned: "Plan | None") -> None:
         )
     if not (planned.steps or planned.starts or planned.ends):
         console.print(f"The tier {name} is up to date. Nothing would be done.")
+
+
+def _show_memory(console: Console, settings: KVRayConfig) -> None:
+    """Print what a new arena leaves of this node's memory, and the line that starts Ray so."""
+    from kvray.actors.tier.local_ray import OBJECT_STORE_BYTES
+    from kvray.store import ArenaSpec
+    from kvray.store.arena.file import ARENA_FILE, needed_bytes, require_room
+    from kvray.store.machine.capacity import MemoryClaims, read_memory, rooms, worker_bytes
+
+    is_local = settings.ray.address is None
+    store = OBJECT_STORE_BYTES if is_local else _OBJECT_STORE_BYTES
+    claims = MemoryClaims(object_store_bytes=store, threshold=ray_memory_threshold())
+    spec, place = ArenaSpec.of(settings, claims), settings.arena.dir
+    try:
+        if (settings.node_dir / ARENA_FILE).exists():
+            return  # which has its memory
+        memory, size = read_memory(place), needed_bytes(place, spec)
+        title = f"Memory of this node, with {format_size(store)} for Ray's object store"
+        table = empty_table("bound", numbers=("size", "in use", "arena", "left"), title=title)
+        for room in rooms(memory, size, claims):
+            left = room.left - size
+            sizes = (room.limit, room.limit - room.left, size, abs(left))
+            table.add_row(room.name, *map(format_size, sizes), "" if left >= 0 else "is missing")
+        console.print(table)
+        require_room(place, spec)
+    except OSError as error:
+        console.print(f"{error.filename} cannot be looked at ({error.strerror}).")
+    except CapacityError as error:
+        console.print(str(error))
+    else:
+        if not is_local:
+            workers = worker_bytes(memory, size, claims)
+            console.print(f"It fits with Ray started so:\n  {_ray_start(settings, store, workers)}")
+
+
+def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
+    address, shard = settings.ray.address or "", settings.shard
+    words = ["ray start", f"--address={address}" if ":" in address else "--head"]
+    words += [f"--object-store-memory={store}", f"--memory={workers}"]
+    if shard.resource is not None:
+        words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
+    if shard.label is not None:
+        words.append(f"--labels={shlex.quote(shard.label)}")
+    return " ".join(words)
 
 
 def carry_out(

@@ -62,6 +62,6 @@ def up(
 
         rollout = Rollout(recreate=recreate)
         if plan:
-            show_plan(settings, preview(settings, rollout))
+            show_plan(settings, lambda: preview(settings, rollout))
         else:
             carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)

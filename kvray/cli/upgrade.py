@@ -47,6 +47,6 @@ def upgrade(
                 " upgrade; start it with `kvray up`."
             )
         if plan:
-            show_plan(settings, planned)
+            show_plan(settings, lambda: planned)
         else:
             carry_out(settings, rollout, interrupts)

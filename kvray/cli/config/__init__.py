@@ -1,4 +1,4 @@
-"""`kvray config`: every value with its source, the schema, and whether it fits this machine."""
+"""`kvray config`: every value with its source, and the schema."""
 
 from kvray.cli.config.command import config_app
 

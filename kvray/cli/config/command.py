@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from kvray.cli.asking import show_answer
-from kvray.cli.config.fit import fit
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
 from kvray.console.boundary import boundary
 from kvray.console.options import (
@@ -21,12 +20,9 @@ from kvray.console.tables import empty_table, printer
 
 config_app = typer.Typer(
     name="config",
-    help="Show the configuration, its schema, and whether it fits this machine.",
+    help="Show the configuration and its schema.",
     no_args_is_help=True,
 )
-
-
-config_app.command()(fit)
 
 
 @config_app.command()

@@ -114,13 +114,20 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
     """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`."""
-    page, geometry = _page_bytes(directory), spec.geometry()
+    page = _page_bytes(directory)
     check_room(
         directory,
-        align(geometry.file_bytes if spec.has_data else geometry.table_bytes, page) + spec.beside,
+        needed_bytes(directory, spec),
         spec.claims,
         largest=lambda room: spec.largest_capacity((room - spec.beside) // page * page),
     )
+
+
+def needed_bytes(directory: Path, spec: ArenaSpec) -> int:
+    """Return the memory that an arena of `spec` takes at `directory`."""
+    geometry = spec.geometry()
+    size = geometry.file_bytes if spec.has_data else geometry.table_bytes
+    return align(size, _page_bytes(directory)) + spec.beside
 
 
 def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:

@@ -13,6 +13,8 @@ from kvray.store.machine.mounts import mount_of
 
 _SHM = Path("/dev/shm")
 _HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
+_RAY_BYTES = 768 * 2**20
+"""Ray's own processes: 530 MiB on a head without dashboard, 205 MiB on another node."""
 _SPARE = 64 * 2**20
 """Left out of the capacity that a refusal names, because the figures change before somebody reads
 it."""
@@ -141,12 +143,13 @@ def mount_rooms(
     filling = 0 if claims is None or memory.pool is not None else claims.object_store_bytes
     if (mount := memory.mount) is not None:
         filling = filling if mount.is_shm else 0
+        command = f" (`{remount_command(mount, file_bytes + filling)}`)"
         yield Room(
             name=str(mount.point),
             limit=mount.size,
             left=mount.free - filling,
             words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
-            remedy=" or enlarge the mount",
+            remedy=" or enlarge the mount" + ("" if memory.pool is not None else command),
         )
     if (pool := memory.pool) is not None:
         left = pool.left * pool.page_bytes
@@ -181,6 +184,19 @@ def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Ro
     )
     if claims is not None:
         yield _under_threshold(memory, claims)
+
+
+def worker_bytes(memory: NodeMemory, file_bytes: int, claims: MemoryClaims) -> int:
+    """Return what is left for Ray's workers beside a file and the object store, in MiB. Pure."""
+    in_memory = 0 if memory.pool is not None else file_bytes
+    least = min(room.left for room in memory_rooms(memory, claims))
+    return max(0, least - in_memory - _RAY_BYTES) >> 20 << 20
+
+
+def remount_command(mount: MountRoom, needed: int) -> str:
+    """Return root's command that gives a mount room for `needed` more bytes."""
+    gib = -(-(mount.size - mount.free + needed) // 2**30)
+    return f"mount -o remount,size={gib}g {mount.point}"
 
 
 def rounded_down(size: int) -> str:
