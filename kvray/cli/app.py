@@ -29,7 +29,6 @@ from kvray.cli.size import size
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
 from kvray.cli.up import up
-from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
 from kvray.console.boundary import EXIT_ERROR
 from kvray.console.output import Output, OutputLost
@@ -37,7 +36,6 @@ from kvray.console.output import Output, OutputLost
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Run a tier": (
         up,
-        upgrade,
         down,
         drain,
         warm,

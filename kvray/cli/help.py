@@ -11,11 +11,8 @@ _EXAMPLES: dict[str, _Examples] = {
     "up": (
         ("Start a tier on a Ray of its own on this machine", "kvray up"),
         ("See what it would start or restart, and the memory", "kvray up -c kvray.yaml --plan"),
+        ("Restart what other settings or newly installed code concern", "kvray up -c kvray.yaml"),
         ("Start Ray's dashboard too, and print its address", "kvray up --dashboard"),
-    ),
-    "upgrade": (
-        ("See which nodes run older code than they have", "kvray upgrade -c kvray.yaml --plan"),
-        ("Restart them, one node after the other", "kvray upgrade -c kvray.yaml"),
     ),
     "down": (
         ("Write blocks to disk, then end the tier", "kvray down -c kvray.yaml"),

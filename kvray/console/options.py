@@ -33,20 +33,6 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object.", show_default=False)
 ]
 
-PlanOption = Annotated[
-    bool,
-    typer.Option("--plan", help="Show the changes, and make none.", show_default=False),
-]
-
-RecreateOption = Annotated[
-    bool,
-    typer.Option(
-        "--recreate",
-        help="Go on even if arenas must be recreated. Their blocks are lost, except those on disk.",
-        show_default=False,
-    ),
-]
-
 NodeLabelOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -72,7 +72,7 @@ def test_a_pinned_prompt_stays_on_all_nodes_and_over_restarts(tier: TwoNodes) ->
     kvray("clear", "--yes")
     wrong = tier.machine.run("pin", str(prompt), "--for", "1h", "--owner", "you", "-c", config)
     assert (wrong.returncode, "a pin of 'ops'" in wrong.stderr) == (2, True)
-    kvray("upgrade", "--all")
+    kvray("up", "--restart")
     assert here() == [0, 12, 12]
     with arena_of(tier, first) as arena:
         store(arena, chain(12, seed="other"))

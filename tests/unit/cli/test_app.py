@@ -21,7 +21,7 @@ from tests.forks import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
-    *("doctor", "probe", "upgrade", "explain", "ls", "prefetch", "pin"),
+    *("doctor", "probe", "explain", "ls", "prefetch", "pin"),
     *("drain", "warm"),
     *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
     *("bench tier", "bench router", "bench serve"),
