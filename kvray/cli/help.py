@@ -98,12 +98,10 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Draw their first tokens, too", "kvray demo --plot demo.png"),
     ),
     "bench local": (("Measure this node", "kvray bench local"),),
-    "bench connector": (("Measure the calls of an engine", "kvray bench connector"),),
     "bench gpu": (("Measure the first GPU", "kvray bench gpu"),),
     "bench staging": (("Measure the way between two nodes", "kvray bench staging"),),
     "bench tier": (("Measure a full arena, two processes", "kvray bench tier --processes 2"),),
     "bench nvme": (("Measure a disk", "kvray bench nvme --dir /mnt/nvme"),),
-    "bench router": (("Choose among 200 replicas", "kvray bench router --replicas 200"),),
     "bench serve": (
         ("Compare two servers", "kvray bench serve --url a=http://a:8000 --url b=http://b:8000"),
         ("Compare routers on this machine", "kvray bench serve --local"),

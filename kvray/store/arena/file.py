@@ -59,8 +59,6 @@ class ArenaSpec:
     """Ray's claims on the same memory; None: there is no Ray."""
     beside: int = 0
     """Bytes of other files that the same mount must have room for."""
-    has_data: bool = True
-    """False, for benches of the tables: their bytes alone get memory, and no block is written."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
@@ -125,9 +123,7 @@ def require_room(directory: Path, spec: ArenaSpec) -> None:
 
 def needed_bytes(directory: Path, spec: ArenaSpec) -> int:
     """Return the memory that an arena of `spec` takes at `directory`."""
-    geometry = spec.geometry()
-    size = geometry.file_bytes if spec.has_data else geometry.table_bytes
-    return align(size, _page_bytes(directory)) + spec.beside
+    return align(spec.geometry().file_bytes, _page_bytes(directory)) + spec.beside
 
 
 def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
@@ -261,11 +257,8 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
             numa.spread(memory)
         if _page_bytes(path) == ALIGNMENT:  # a huge page holds rows of both kinds
             tables.missing_rows = geometry.num_slots - geometry.first_rows
-        pieces = pieces_of(tables)
-        if not spec.has_data:
-            pieces[-1] = pieces[-1][: -geometry.capacity]
         # A full mount must be an error here, not a SIGBUS in some copy.
-        _give_memory(fd, memory, pieces, progress)
+        _give_memory(fd, memory, pieces_of(tables), progress)
     except OSError as error:
         raise CapacityError(
             f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"

@@ -23,8 +23,7 @@ COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
     *("doctor", "probe", "explain", "ls", "prefetch", "pin"),
     *("drain", "warm"),
-    *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
-    *("bench tier", "bench router", "bench serve"),
+    *("bench local", "bench gpu", "bench staging", "bench nvme", "bench tier", "bench serve"),
     *("config show", "config schema"),
     *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )

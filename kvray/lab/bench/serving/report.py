@@ -17,7 +17,6 @@ from kvray import __version__
 from kvray.console.picture import write_picture
 from kvray.console.tables import printer
 from kvray.lab.bench.serving.figures import Figures, Round, over_rounds, ratios, round_figures
-from kvray.lab.bench.targets import is_met
 
 _ROWS = {
     "first_token_p50_s": ("first token, median", "{:.3f} s"),
@@ -95,10 +94,8 @@ class ServingReport:
     def to_json(self) -> str:
         """Return one JSON object."""
         figures = {name: value for one in self.sections for name, value in one.figures().items()}
-        missed = [name for name, value in figures.items() if is_met({name: value}) is False]
         found = {
             **figures,
-            "missed": missed,
             "workloads": [asdict(one) for one in self.sections],
             **self.facts,
             "cpu_cores": psutil.cpu_count(),
