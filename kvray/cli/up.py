@@ -10,11 +10,7 @@ from rich.console import Console
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
 from kvray.console.boundary import boundary
 from kvray.console.interrupts import Interrupts
-from kvray.console.options import (
-    AddressOption,
-    ConfigOption,
-    VerboseOption,
-)
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.progress import LaunchProgress
 from kvray.console.tables import empty_table, printer
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable

@@ -95,7 +95,7 @@ def check_room(
     room = min(bounds, key=lambda room: room.left)
     if file_bytes <= room.left:
         return
-    fitting = rounded_down(largest(room.left - _SPARE))
+    fitting = _rounded_down(largest(room.left - _SPARE))
     raise CapacityError(
         f"The arena needs {_gib(file_bytes)}, but {room.words};"
         f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
@@ -131,12 +131,12 @@ def read_mount(directory: Path) -> MountRoom | None:
 
 def rooms(memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
     """Yield every bound on a file of `file_bytes`, with Ray's object store filled up. Pure."""
-    yield from mount_rooms(memory, file_bytes, claims)
+    yield from _mount_rooms(memory, file_bytes, claims)
     if memory.pool is None:  # else nobody else can have its pages, whatever memory is full
-        yield from memory_rooms(memory, claims)
+        yield from _memory_rooms(memory, claims)
 
 
-def mount_rooms(
+def _mount_rooms(
     memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None = None
 ) -> Iterator[Room]:
     """Yield the bounds of the mount on a file of `file_bytes`. Pure."""
@@ -163,7 +163,7 @@ def mount_rooms(
         )
 
 
-def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
+def _memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
     """Yield the bounds on all memory, of mounts and of processes. Pure."""
     filling = 0 if claims is None else claims.object_store_bytes
     for cgroup in memory.cgroups:
@@ -189,7 +189,7 @@ def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Ro
 def worker_bytes(memory: NodeMemory, file_bytes: int, claims: MemoryClaims) -> int:
     """Return what is left for Ray's workers beside a file and the object store, in MiB. Pure."""
     in_memory = 0 if memory.pool is not None else file_bytes
-    least = min(room.left for room in memory_rooms(memory, claims))
+    least = min(room.left for room in _memory_rooms(memory, claims))
     return max(0, least - in_memory - _RAY_BYTES) >> 20 << 20
 
 
@@ -199,7 +199,7 @@ def remount_command(mount: MountRoom, needed: int) -> str:
     return f"mount -o remount,size={gib}g {mount.point}"
 
 
-def rounded_down(size: int) -> str:
+def _rounded_down(size: int) -> str:
     """Return `size` as a setting that is not larger; "" for nothing."""
     if size >= 2**30:
         return f"{size * 10 // 2**30 / 10:.1f}GiB"
