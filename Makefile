@@ -73,7 +73,6 @@ screenshots: venv
 	mkdir -p docs/images
 	$(PY) -m pytest tests/ray/test_dashboards.py tests/ray/test_page.py --screenshots docs/images
 	.venv/bin/kvray demo --plot docs/images/first_tokens.png
-	$(PY) -m kvray.lab.bench.lookup_plot docs/images/lookup_scale.png
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -1,6 +1,6 @@
 """The Python API over Ray, for command lines, ingresses and users; engines never use it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,7 @@ from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
-from kvray.actors.telemetry.log_files import LogEntry
 from kvray.actors.tier import connection, draining, tier, weights
-from kvray.actors.tier.logs import read_logs
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
@@ -254,13 +252,6 @@ class Client:
         """
         with tier_named(self.cluster_name):
             return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
-
-    def logs(
-        self, part: str | None = None, *, last: int = 200, follow: bool = False
-    ) -> Iterator[tuple[list[LogEntry], list[str]]]:
-        """See `read_logs`."""
-        with tier_named(self.cluster_name):
-            yield from read_logs(part, last=last, follow=follow, timeout_s=self._timeout_s)
 
     def clear(self) -> int:
         """Evict every block that nobody leases, on every node; return how many.

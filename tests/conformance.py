@@ -316,7 +316,6 @@ def keeps_what_is_used_again_and_again(make: MakePolicy) -> None:
             ranks = policy.rank(np.arange(40), now=now)
             gone = np.array([ranks.argmin()])
             assert gone[0] not in hot
-            policy.freed(gone)
             policy.stored(Use(gone, np.array([next_name]), 0, 1, now))
             next_name += 1
 

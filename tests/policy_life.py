@@ -43,7 +43,6 @@ class Tier:
     def evict(self, victims: Array) -> None:
         """Evict slots that `next_to_go` has returned."""
         slots.evict(self.tables, victims)
-        self.policy.freed(victims)
 
     def reserve(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
         """Reserve slots for those of `keys` that are missing; there is room for them."""

@@ -1,8 +1,6 @@
 """Names of the tier's actors, and the Ray namespace that has them; imports no Ray."""
 
 NAMESPACE_PREFIX = "kvray-"
-PART_PREFIX = "kvray-"
-KINDS = "shard", "mover", "lookup", "supervisor"
 LOOKUP_NAME = "kvray-lookup"
 SUPERVISOR_NAME = "kvray-supervisor"
 SHARD_PREFIX = "kvray-shard-"

@@ -20,7 +20,6 @@ from kvray.cli.down import down
 from kvray.cli.drain import drain
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
-from kvray.cli.logs import logs
 from kvray.cli.ls import ls
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
@@ -28,16 +27,13 @@ from kvray.cli.replay import replay
 from kvray.cli.size import size
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
-from kvray.cli.top import top
 from kvray.cli.up import up
-from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
 from kvray.console.output import EXIT_ERROR, Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Run a tier": (
         up,
-        upgrade,
         down,
         drain,
         clear,
@@ -46,7 +42,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         connector_config,
         config_app,
     ),
-    "Look at it": (status, top, ls, size, explain, logs, doctor, probe, verify, dashboard),
+    "Look at it": (status, ls, size, explain, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }
 """The commands, as the help page groups them."""

@@ -10,12 +10,9 @@ _Examples = tuple[tuple[str, str], ...]
 _EXAMPLES: dict[str, _Examples] = {
     "up": (
         ("Start a tier on a Ray of its own on this machine", "kvray up"),
-        ("See what a changed configuration would restart", "kvray up -c kvray.yaml --plan"),
+        ("See what it would start or restart, and the memory", "kvray up -c kvray.yaml --plan"),
+        ("Restart what other settings or newly installed code concern", "kvray up -c kvray.yaml"),
         ("Start Ray's dashboard too, and print its address", "kvray up --dashboard"),
-    ),
-    "upgrade": (
-        ("See which nodes run older code than they have", "kvray upgrade -c kvray.yaml --plan"),
-        ("Restart them, one node after the other", "kvray upgrade -c kvray.yaml"),
     ),
     "down": (
         ("Write blocks to disk, then end the tier", "kvray down -c kvray.yaml"),
@@ -44,19 +41,11 @@ _EXAMPLES: dict[str, _Examples] = {
         ),
     ),
     "config show": (("Show what differs from the defaults", "kvray config show --changed"),),
-    "config fit": (
-        ("Check this machine", "kvray config fit -c kvray.yaml"),
-        ("Check a node of 512 GiB", "kvray config fit -c kvray.yaml --total 512GiB"),
-    ),
     "config schema": (("Give it to an editor", "kvray config schema > kvray.schema.json"),),
     "status": (
         ("Look at the tier", "kvray status -c kvray.yaml"),
+        ("Look at it until Ctrl-C", "kvray status --watch"),
         ("Use one figure in a script", "kvray status --json | jq '.shards[].arena.blocks'"),
-    ),
-    "top": (
-        ("Show what the last five seconds brought, each second", "kvray top"),
-        ("Show it every five seconds", "kvray top -n 5"),
-        ("Print one second, for a script or a ticket", "kvray top --once"),
     ),
     "ls": (
         ("List every namespace", "kvray ls"),
@@ -76,12 +65,6 @@ _EXAMPLES: dict[str, _Examples] = {
             "Compare sizes, and draw the curve",
             "kvray size --add 64GiB --add 256GiB --plot size.png",
         ),
-    ),
-    "logs": (
-        ("Show the last lines of all parts", "kvray logs"),
-        ("Follow the shards", "kvray logs shard -f"),
-        ("Show the last 20 lines of one node", "kvray logs 4ec0c657f9ba -n 20"),
-        ("Keep the warnings, in a script", "kvray logs --json | jq 'select(.level != \"INFO\")'"),
     ),
     "doctor": (
         ("Check this machine, the tier, and why tokens are missed", "kvray doctor -c kvray.yaml"),
@@ -106,12 +89,10 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Draw their first tokens, too", "kvray demo --plot demo.png"),
     ),
     "bench local": (("Measure this node", "kvray bench local"),),
-    "bench connector": (("Measure the calls of an engine", "kvray bench connector"),),
     "bench gpu": (("Measure the first GPU", "kvray bench gpu"),),
     "bench staging": (("Measure the way between two nodes", "kvray bench staging"),),
     "bench tier": (("Measure a full arena, two processes", "kvray bench tier --processes 2"),),
     "bench nvme": (("Measure a disk", "kvray bench nvme --dir /mnt/nvme"),),
-    "bench router": (("Choose among 200 replicas", "kvray bench router --replicas 200"),),
     "bench serve": (
         ("Compare two servers", "kvray bench serve --url a=http://a:8000 --url b=http://b:8000"),
         ("Compare routers on this machine", "kvray bench serve --local"),
@@ -127,16 +108,14 @@ _FAILED = "it could not be done, or an option is wrong"
 _STATUSES: dict[str, dict[int, str]] = {
     "chaos": {1: "a check failed: a wrong token, a dead engine or a request that hung"},
     "clear": {1: "you answered no"},
-    "config fit": {1: "a check failed: nothing makes it fit"},
     "demo": {1: "a check failed: a token differed, or a prefix was not shared"},
     "doctor": {0: "no fault was found", 2: "something does not work, or an option is wrong"},
     "explain": {0: "there is an answer, good or bad", 2: "nothing is known, or no tier runs"},
-    "logs": {0: "there are lines, or none; with -f: you ended it", 2: "no tier or node answers"},
     "ls": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "probe": {0: "the shard serves", 1: "a check failed: the shard does not serve"},
     "size": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
+    "status": {0: "the tier answered; with --watch: you ended it", 2: "no tier answers"},
     "sweep": {1: "something could not be removed"},
-    "top": {0: "you ended it with Ctrl-C", 2: "Ray or, with --once, the tier does not answer"},
     "verify": {1: "a check failed: corrupt blocks or damaged tables"},
 }
 """What a status means, where a command has its own word for it."""

@@ -1,9 +1,14 @@
 """`kvray status`: shards, lookup and replicas, as they report themselves."""
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
 from kvray.actors.tier.sizing import combined
@@ -26,9 +31,16 @@ from kvray.cli.text.transports import node_links, node_links_table
 from kvray.cli.text.unnamed import unnamed_sentences
 from kvray.config import format_size
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table, printer
+from kvray.console.output import boundary, empty_table, printer, visible
+from kvray.errors import ConfigError, KVRayError
 from kvray.trace.reasons import MISS_PREFIX
 
+if TYPE_CHECKING:
+    from kvray.client import Client
+
+_WATCH_S = 2.0
+_ANSWER_S = 5.0
+"""Time that a watched tier has for its answer."""
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
 _SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
 _NVME_COLUMNS = {
@@ -47,68 +59,100 @@ _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_token
 def status(
     config: ConfigOption = None,
     address: AddressOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help=f"Show it every {_WATCH_S:.0f} s, until Ctrl-C.")
+    ] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Show the shards with their memory, the lookup, and the replicas with their hits."""
     with boundary(verbose=verbose) as interrupts:
+        if watch and as_json:
+            raise ConfigError("--watch shows a text; take --json without it, in a loop.")
+        console = printer()
         with open_client(config, address, interrupts) as client:
+            if watch:
+                _watch(client, console)
+                return
             found = client.status()
         show_answer(found, _print, as_json=as_json)
 
 
+def _watch(client: "Client", console: Console) -> None:
+    """Show the status until Ctrl-C, also while no tier answers."""
+    said: list[Table | str] = []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+    ):
+        while True:
+            try:
+                said = list(_report(visible(client.status(timeout_s=_ANSWER_S))))
+                trouble = []
+            except KVRayError as error:
+                trouble = [f"No answer: {visible(' '.join(str(error).split()))} Trying again."]
+            live.update(Group(*trouble, *said), refresh=True)
+            time.sleep(_WATCH_S)
+
+
 def _print(found: dict[str, Any]) -> None:
     console = printer()
-    lookup = found["lookup"]
-    console.print(
-        f"Tier {found['cluster_name']}: {_count(found['shards'], 'shard')},"
-        f" {lookup_sentence(lookup)}",
-        soft_wrap=True,
-    )
+    for part in _report(found):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _report(found: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the tables and sentences about a tier."""
+    shards, lookup = found["shards"], found["lookup"]
+    yield f"Tier {found['cluster_name']}: {_count(shards, 'shard')}, {lookup_sentence(lookup)}"
     if "partitions" in lookup:
-        console.print(lookups_table(lookup["partitions"]))
-    console.print(shards_table(found["shards"]))
-    if any(_slabs_of(shard) for shard in found["shards"]):
-        console.print(memory_table(found["shards"]))
-    for line in shares_report(found["shards"]):
-        console.print(line)
-    if any("nvme" in shard for shard in found["shards"]):
-        console.print(nvme_table(found["shards"]))
-    for shard in found["shards"]:
-        if shard.get("message"):
-            console.print(f"{shard['shard']}: {shard['message']}")
-        if stopped := shard.get("stopped_with_lock"):
-            console.print(
-                f"{shard['shard']}: process {stopped['pid']} ({stopped['name']}) is stopped while"
-                f" it has the arena's lock; continue it with `kill -CONT {stopped['pid']}`, or the"
-                " shard ends it.",
-                soft_wrap=True,
-            )
-        if (drain := shard.get("drain")) is not None:
-            console.print(drain_sentence(shard["shard"], drain), soft_wrap=True)
-        for remark in shard.get("nvme", {}).get("remarks", ()):
-            console.print(f"{shard['shard']}: {remark}", soft_wrap=True)
+        yield lookups_table(lookup["partitions"])
+    yield shards_table(shards)
+    if any(_slabs_of(shard) for shard in shards):
+        yield memory_table(shards)
+    yield from shares_report(shards)
+    if any("nvme" in shard for shard in shards):
+        yield nvme_table(shards)
+    for shard in shards:
+        yield from _shard_sentences(shard)
     if between := node_links(found):
-        console.print(node_links_table(between))
-    replicas, ended = ranks_of(found["shards"]), ended_of(found["shards"])
-    if replicas or ended:
-        totals = total_counters([*replicas, *ended])
-        if totals["prompt_tokens"]:
-            console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
-        if replicas:
-            console.print(replicas_table(replicas))
-            console.print(sizing_line(combined(found["shards"])), soft_wrap=True)
-        if ended:
-            console.print(ended_line(ended))
-        for says, fix in unnamed_sentences(replicas):
-            console.print(f"{says}; {fix}.", soft_wrap=True)
-        for line in namespaces_report(found["shards"]) or ():
-            console.print(line, soft_wrap=isinstance(line, str))
-        for line in events_report(found["shards"]):
-            console.print(line, soft_wrap=isinstance(line, str))
-    else:
-        console.print("No replica has registered yet.")
-    console.print("Watch it in a browser: `kvray dashboard serve`.")
+        yield node_links_table(between)
+    yield from _replicas_report(shards)
+    yield "Watch it in a browser: `kvray dashboard serve`."
+
+
+def _shard_sentences(shard: dict[str, Any]) -> Iterator[str]:
+    name = shard["shard"]
+    if shard.get("message"):
+        yield f"{name}: {shard['message']}"
+    if stopped := shard.get("stopped_with_lock"):
+        yield (
+            f"{name}: process {stopped['pid']} ({stopped['name']}) is stopped while it has the"
+            f" arena's lock; continue it with `kill -CONT {stopped['pid']}`, or the shard ends it."
+        )
+    if (drain := shard.get("drain")) is not None:
+        yield drain_sentence(name, drain)
+    for remark in shard.get("nvme", {}).get("remarks", ()):
+        yield f"{name}: {remark}"
+
+
+def _replicas_report(shards: list[dict[str, Any]]) -> Iterator[Table | str]:
+    replicas, ended = ranks_of(shards), ended_of(shards)
+    if not replicas and not ended:
+        yield "No replica has registered yet."
+        return
+    totals = total_counters([*replicas, *ended])
+    if totals["prompt_tokens"]:
+        yield f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
+    if replicas:
+        yield replicas_table(replicas)
+        yield sizing_line(combined(shards))
+    if ended:
+        yield ended_line(ended)
+    for says, fix in unnamed_sentences(replicas):
+        yield f"{says}; {fix}."
+    yield from namespaces_report(shards) or ()
+    yield from events_report(shards)
 
 
 def state_text(shard: Mapping[str, Any]) -> str:

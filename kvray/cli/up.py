@@ -1,20 +1,25 @@
 """`kvray up`: start the tier, and a local Ray cluster if there is none."""
 
-from typing import Annotated
+import json
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from kvray.cli.launching import carry_out, show_plan
-from kvray.config import load_config
-from kvray.console.options import (
-    AddressOption,
-    ConfigOption,
-    PlanOption,
-    RecreateOption,
-    VerboseOption,
-)
-from kvray.console.output import boundary
-from kvray.errors import ConfigError
+from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
+from kvray.console.interrupts import Interrupts
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.output import boundary, empty_table, printer
+from kvray.console.progress import LaunchProgress
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+
+if TYPE_CHECKING:
+    from kvray.actors.tier.launch import Launch
+    from kvray.actors.tier.rollout import Rollout
+
+_OBJECT_STORE_BYTES = 2**30
+"""Enough for moving blocks by it; kvray keeps none there."""
 
 
 def up(
@@ -38,15 +43,30 @@ def up(
             help="Wait until every chosen node has its shard; otherwise nodes may join later."
         ),
     ] = True,
-    recreate: RecreateOption = False,
-    plan: PlanOption = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Restart all parts, changed or not.", show_default=False),
+    ] = False,
+    recreate: Annotated[
+        bool,
+        typer.Option(
+            "--recreate",
+            help="Go on even if arenas must be recreated. Their blocks are lost, except those on"
+            " disk.",
+            show_default=False,
+        ),
+    ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show the changes, and make none.", show_default=False),
+    ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Start the tier and wait until it serves; running it again is fine.
 
-    A tier that runs with other settings gets the new ones, one node after the other, and keeps its
-    arenas. Without an address, this command starts a Ray on this machine that runs until
-    `kvray down`.
+    Parts of a running tier that have other settings, or other code than their node has installed,
+    restart one node after the other. Arenas stay, and attached engines go on. Without an address,
+    this command starts a Ray on this machine that runs until `kvray down`.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
@@ -57,11 +77,158 @@ def up(
                     f" {settings.ray.address}; leave one of the two out."
                 )
         with interrupts.masked():
-            from kvray.actors.tier.launch import preview
             from kvray.actors.tier.rollout import Rollout
 
-        rollout = Rollout(recreate=recreate)
+        rollout = Rollout(restart=restart, recreate=recreate)
         if plan:
-            show_plan(settings, preview(settings, rollout))
+            _show_plan(settings, rollout)
         else:
-            carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)
+            _carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)
+
+
+def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
+    """Print the changes that would be made; of a tier that does not run, its memory here."""
+    from kvray.actors.tier.launch import preview
+
+    console, name = _console(), settings.cluster_name
+    try:
+        planned = preview(settings, rollout)
+    except ShardUnavailable:  # such as of a Ray that is not started yet
+        _show_memory(console, settings)
+        raise
+    if planned is None:
+        where = "" if settings.ray.address else ", with a Ray on this machine"
+        console.print(f"The tier {name} is not running. It would be started{where}.")
+        _show_memory(console, settings)
+        return
+    for step in planned.steps:
+        console.print(f"{step.name} would be restarted: {'; '.join(step.reasons)}.")
+    for node_id in planned.starts:
+        console.print(f"Node {node_id[:12]} would get a shard.")
+    for node_id in planned.ends:
+        console.print(
+            f"The shard of node {node_id[:12]} would end, and its blocks in memory would be lost."
+        )
+    if planned.costs:
+        console.print(
+            f"Blocks would be lost, so this needs --recreate: {'; '.join(planned.costs)}."
+        )
+    if not (planned.steps or planned.starts or planned.ends):
+        console.print(f"The tier {name} is up to date. Nothing would be done.")
+
+
+def _show_memory(console: Console, settings: KVRayConfig) -> None:
+    """Print what a new arena leaves of this node's memory, and the line that starts Ray so."""
+    from kvray.actors.tier.local_ray import OBJECT_STORE_BYTES
+    from kvray.store import ArenaSpec
+    from kvray.store.arena.file import ARENA_FILE, needed_bytes, require_room
+    from kvray.store.machine.capacity import MemoryClaims, read_memory, rooms, worker_bytes
+
+    is_local = settings.ray.address is None
+    store = OBJECT_STORE_BYTES if is_local else _OBJECT_STORE_BYTES
+    claims = MemoryClaims(object_store_bytes=store, threshold=ray_memory_threshold())
+    spec, place = ArenaSpec.of(settings, claims), settings.arena.dir
+    try:
+        if (settings.node_dir / ARENA_FILE).exists():
+            return  # which has its memory
+        memory, size = read_memory(place), needed_bytes(place, spec)
+        title = f"Memory of this node, with {format_size(store)} for Ray's object store"
+        table = empty_table("bound", numbers=("size", "in use", "arena", "left"), title=title)
+        for room in rooms(memory, size, claims):
+            left = room.left - size
+            sizes = (room.limit, room.limit - room.left, size, abs(left))
+            table.add_row(room.name, *map(format_size, sizes), "" if left >= 0 else "is missing")
+        console.print(table)
+        require_room(place, spec)
+    except OSError as error:
+        console.print(f"{error.filename} cannot be looked at ({error.strerror}).")
+    except CapacityError as error:
+        console.print(str(error))
+    else:
+        if not is_local:
+            workers = worker_bytes(memory, size, claims)
+            console.print(f"It fits with Ray started so:\n  {_ray_start(settings, store, workers)}")
+
+
+def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
+    address, shard = settings.ray.address or "", settings.shard
+    words = ["ray start", f"--address={address}" if ":" in address else "--head"]
+    words += [f"--object-store-memory={store}", f"--memory={workers}"]
+    if shard.resource is not None:
+        words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
+    if shard.label is not None:
+        words.append(f"--labels={shlex.quote(shard.label)}")
+    return " ".join(words)
+
+
+def _carry_out(
+    settings: KVRayConfig,
+    rollout: "Rollout",
+    interrupts: Interrupts,
+    *,
+    port: int | None,
+    dashboard: bool,
+    wait: bool,
+) -> None:
+    """Bring the tier up as `settings` say, and report each step."""
+    with interrupts.masked():
+        from kvray.actors.tier.launch import bring_up
+        from kvray.actors.tier.rollout import Observer
+
+    console = _console()
+    done: list[str] = []
+
+    def tell(sentence: str) -> None:
+        done.append(sentence)
+        console.print(sentence)
+
+    # A signal waits for the next report, so that a half-started Ray is not left behind.
+    progress = LaunchProgress(printer(is_error=True), interrupts)
+    with progress, interrupts.held():
+        launch = bring_up(
+            settings,
+            port=port,
+            dashboard=dashboard,
+            observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
+            wait=wait,
+            rollout=rollout,
+        )
+    if not launch.started_ray and (port is not None or dashboard):
+        console.print(
+            "--port and --dashboard apply when Ray starts, but it ran already. To change them, run"
+            " `kvray down` first."
+        )
+    _tell(console, settings, launch, has_changed=launch.started_tier or bool(done))
+
+
+def _tell(console: Console, settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> None:
+    verb = "is up" if has_changed else "was up already"
+    console.print(f"The tier {settings.cluster_name} {verb}: {_describe(launch.shards)}.")
+    for sentence in _about_disks(launch.shards):
+        console.print(sentence)
+    if launch.local is None:
+        console.print(f"Ray: {settings.ray.address}")
+    else:
+        dashboard = f", dashboard at {launch.local.dashboard_url}"
+        console.print(
+            f"Ray: {launch.local.address} (local{dashboard if launch.local.dashboard_url else ''})"
+        )
+
+
+def _describe(shards: list[dict[str, Any]]) -> str:
+    serving = [shard for shard in shards if shard["state"] == "serving"]
+    capacity = sum(shard["arena"]["capacity_bytes"] for shard in serving)
+    plural = "" if len(serving) == 1 else "s"
+    rest = f", {len(shards) - len(serving)} to come" if len(shards) > len(serving) else ""
+    return f"{len(serving)} shard{plural}, {format_size(capacity)}{rest}"
+
+
+def _about_disks(shards: list[dict[str, Any]]) -> list[str]:
+    """Return what is wrong or doubtful about the nodes' disks; equal sentences once."""
+    disks = [shard["nvme"] for shard in shards if "nvme" in shard]
+    found = [text for disk in disks for text in (disk["message"], *disk.get("remarks", ())) if text]
+    return list(dict.fromkeys(found))
+
+
+def _console() -> Console:
+    return printer(soft_wrap=True)

@@ -59,7 +59,7 @@ class ArenaConfig(_Section):
     """interleave: spread the arena over the NUMA nodes; local: keep it on one of them"""
     free_target: float = Field(default=0.05, ge=0, le=0.9)
     """share of the slots that eviction keeps free"""
-    policy: Literal["gittins", "s3fifo", "lru"] = "gittins"
+    policy: Literal["gittins", "lru"] = "gittins"
     """rule that chooses the blocks to evict; `kvray replay` compares them"""
     holders_max: int = Field(default=256, ge=4, le=4096)
     """most processes that may attach to the arena at once"""

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from kvray.errors import ConfigError
-
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -33,43 +31,7 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object.", show_default=False)
 ]
 
-PlanOption = Annotated[
-    bool,
-    typer.Option("--plan", help="Show the changes, and make none.", show_default=False),
-]
-
-RecreateOption = Annotated[
-    bool,
-    typer.Option(
-        "--recreate",
-        help="Go on even if arenas must be recreated. Their blocks are lost, except those on disk.",
-        show_default=False,
-    ),
-]
-
-NodeLabelOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="Use the values that `nodes` has for nodes with this Ray label; repeatable.",
-        show_default=False,
-    ),
-]
-
 VerboseOption = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Show the traceback of an error.", show_default=False),
 ]
-
-
-def parse_labels(given: list[str] | None) -> dict[str, str]:
-    """Return the labels of `--node-label`, as key -> value."""
-    labels = {}
-    for one in given or []:
-        key, parted, value = one.partition("=")
-        if not (key and parted and value):
-            raise ConfigError(
-                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
-            )
-        labels[key] = value
-    return labels

@@ -120,7 +120,6 @@ class Retention:
         """Note that the blocks in `slots` of the store have gone."""
         with self._lock:
             if self._below is not None:
-                self._below.policy.freed(slots)
                 self._below.is_known[slots] = False
 
     def promoted(self, copies: Array, slots: Array) -> None:

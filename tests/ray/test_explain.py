@@ -158,11 +158,3 @@ def test_what_memory_would_be_worth_is_said_once_there_is_traffic(
     assert entry["error"][-1] == 0, "so few prompts are all in the sample"
     assert "of prompt tokens hit" in kvray("size", "--now")
     assert "instead of" in kvray("size", "--now", "--add", "16MiB")
-
-
-def test_one_look_shows_nodes_and_replicas(local: LocalRay, running: KVRayConfig, ask: Ask) -> None:
-    ask("tiny-one", PROMPT)
-    frame = kvray("top", "--once", "-n", "1.5")
-    assert f"Tier {running.cluster_name}" in frame
-    assert "/16MiB" in frame
-    assert "tiny-one" in frame

@@ -212,7 +212,6 @@ class Installation:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     with open_shell("upgrade") as shell:
         made = Installation(shell, tmp_path_factory.mktemp("site") / "kvray")
-        assert "nothing to upgrade; start it with `kvray up`" in made.say("upgrade", status=2)
         assert "It would be started, with a Ray on this machine" in made.say("up", "--plan")
         assert shell.leftovers() == []
         made.say("up")
@@ -222,41 +221,41 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
 
 
 @pytest.mark.long
-def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
+def test_up_goes_on_with_the_installed_code_and_the_same_blocks(
     installed: Installation,
 ) -> None:
     before = installed.shard()
     engine = Engine(installed.shell.node_dir)
     try:
         engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
-        assert "Nothing would be done" in installed.say("upgrade", "--plan")
+        assert "Nothing would be done" in installed.say("up", "--plan")
         installed.replace("__init__.py", kvray.__version__, "0.99.0")
         change = f"kvray is 0.99.0 now and was {kvray.__version__}."
-        assert installed.say("upgrade", "--plan").count(f"would be restarted: {change}") == 3
+        assert installed.say("up", "--plan").count(f"would be restarted: {change}") == 3
         assert installed.shard()["pid"] == before["pid"]
 
-        done = installed.say("upgrade")
+        done = installed.say("up")
         assert done.count(f"was restarted: {change}") == 3
         assert f"{NUM_BLOCKS} blocks in memory as before" in done
         after = installed.shard()
         assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
         assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
         assert engine.say(FETCHED) == "True"
-        assert "was restarted" not in installed.say("upgrade")
+        assert "was restarted" not in installed.say("up")
     finally:
         engine.close()
 
 
 @pytest.mark.long
-def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
+def test_other_code_that_costs_blocks_says_so_and_waits_for_a_word(
     installed: Installation,
 ) -> None:
     before = installed.shard()["arena"]
     was = f"FORMAT_VERSION = {FORMAT_VERSION}"
     installed.replace("store/arena/layout.py", was, "FORMAT_VERSION = 99")
-    refused = installed.say("upgrade", status=2)
+    refused = installed.say("up", status=2)
     assert f"the arena's format is 99 now and was {FORMAT_VERSION}" in refused
     assert "--recreate" in refused
     assert installed.shard()["arena"]["shard_epoch"] == before["shard_epoch"]
-    assert "was restarted" in installed.say("upgrade", "--recreate")
+    assert "was restarted" in installed.say("up", "--recreate")
     assert installed.shard()["arena"]["arena_id"] != before["arena_id"]

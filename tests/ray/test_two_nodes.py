@@ -235,7 +235,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
     if before[0]["node_id"] > before[1]["node_id"]:
         one, other = other, one
     assert outages.seen == [nobody, one, nobody, other, nobody]
-    assert "Nothing would be done" in sharing.say("upgrade", "--plan")
+    assert "Nothing would be done" in sharing.say("up", "--plan")
     wait_for(lambda: _are_ready(sharing.status()), "movers and replicas")
     after = sharing.shards()
     for was, now in zip(before, after, strict=True):

@@ -70,12 +70,12 @@ def test_an_upgrade_node_after_node_is_not_felt_by_engines(
     before = nodes.serving()
     assert len(before) == 2
     usual = engines.hits(0.0)
-    assert "Nothing would be done" in say(nodes, "upgrade", "--plan")
+    assert "Nothing would be done" in say(nodes, "up", "--plan")
     told = ""
     print(f"before: hits {usual}, longest batch {engines.longest_s(0.0)} s")
     for name in ("node1", "node2", "head"):
         install(sites[name])
-        told += say(nodes, "upgrade")
+        told += say(nodes, "up")
         # Parts of both versions serve together for a while.
         since = time.monotonic()
         engines.wait_for_batches(BATCHES)
@@ -88,7 +88,7 @@ def test_an_upgrade_node_after_node_is_not_felt_by_engines(
     parts = ("The supervisor", "The lookup", *shards, *movers)
     assert all(f"{part} was restarted: {CHANGE}" in told for part in parts)
     assert told.count("blocks in memory as before") == len(before)
-    assert "Nothing would be done" in say(nodes, "upgrade", "--plan")
+    assert "Nothing would be done" in say(nodes, "up", "--plan")
     for directory, shard in nodes.serving().items():
         was, now = before[directory]["arena"], shard["arena"]
         assert now["arena_id"] == was["arena_id"]

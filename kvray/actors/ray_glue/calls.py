@@ -29,7 +29,7 @@ from kvray.actors.names import (
 from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 
-HEAD_RESOURCE = "node:__internal_head__"
+_HEAD_RESOURCE = "node:__internal_head__"
 """Of Ray's head: lookup and supervisor run there, and no other node takes them along."""
 _POLL_S = 0.1
 
@@ -86,7 +86,7 @@ def create_actor(
     concurrency group -> calls that may run at once.
     """
     if node_id is None:
-        options["resources"] = {HEAD_RESOURCE: 0.001}
+        options["resources"] = {_HEAD_RESOURCE: 0.001}
     else:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     made = ray.remote(concurrency_groups=dict(groups or {}))(actor)  # type: ignore[call-overload]

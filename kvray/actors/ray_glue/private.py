@@ -133,18 +133,6 @@ def unused_nodes() -> frozenset[str]:
     )
 
 
-def logs_dir() -> str:
-    """Return where Ray keeps the output of this node's processes.
-
-    The public name of the node's directory is newer than the oldest Ray that kvray takes. Without
-    it `kvray logs` finds the lines where `ray start` puts them by default.
-    """
-    with contextlib.suppress(AttributeError):
-        node: Any = ray._private.worker.global_worker.node
-        return str(node.get_logs_dir_path())
-    return "/tmp/ray/session_latest/logs"
-
-
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
     """Give a module's attribute another value within the block, if there is such an attribute."""

@@ -133,7 +133,7 @@ def plan(
 
     `running` is the build info of each part by its name; new already if an earlier run restarted
     it. `labels` and `installed` go by node id: Ray's labels, and the build info of the code there
-    (None: code is no reason). `restart`: all parts restart, changed or not.
+    (without it code is no reason). `restart`: all parts restart, changed or not.
     """
     steps = []
     for name in sorted(running, key=_turn):

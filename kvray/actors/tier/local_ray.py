@@ -44,7 +44,7 @@ PATIENT = {
     "RAY_worker_register_timeout_seconds": "600",
 }
 """Variables of a Ray that gives its own processes time to start; it has half a minute for some."""
-_OBJECT_STORE_BYTES = 80 * 2**20
+OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
 _MARK = "KVRAY_LOCAL_RAY"
@@ -226,7 +226,7 @@ def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
         f"--port={port}",
         f"--temp-dir={directory / 'ray'}",
         f"--include-dashboard={'true' if dashboard else 'false'}",
-        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--log-color=false",  # what it says when it fails is shown as it is
         # One node never scales, and kvray's drivers take no worker's log: each costs a process.
         "--no-monitor",

@@ -78,8 +78,6 @@ _INTERPRETER_S = 60.0
 class Rollout:
     """The changes that a running tier may undergo."""
 
-    upgrade: bool = False
-    """Restart parts that run other code than is installed on their node."""
     restart: bool = False
     """Restart all parts."""
     recreate: bool = False
@@ -106,11 +104,9 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
     names = calls.list_actors()
     hearing = partial(observer.report, [])
     running = _checked(calls.ask(names, "build_info", timeout_s, meanwhile=hearing))
-    installed = None
-    if rollout.upgrade:
-        homes = {build["node_id"] for build in running.values()}
-        asked = {node_id: calls.on_node(node_id, _read_installed) for node_id in homes}
-        installed = _checked(calls.ask_all(asked, timeout_s + _INTERPRETER_S, meanwhile=hearing))
+    homes = {build["node_id"] for build in running.values()}
+    asked = {node_id: calls.on_node(node_id, _read_installed) for node_id in homes}
+    installed = _checked(calls.ask_all(asked, timeout_s + _INTERPRETER_S, meanwhile=hearing))
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     planned = plan(
         running,

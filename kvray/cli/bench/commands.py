@@ -1,4 +1,4 @@
-"""The commands of `kvray bench`; those of serving are in a module of their own."""
+"""The commands of `kvray bench`; `serve` is in a module of its own."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kvray.cli.bench.running import QuickOption, run_bench
-from kvray.cli.bench.serving import router, serve
+from kvray.cli.bench.serving import serve
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption
 
@@ -64,69 +64,6 @@ def gpu(
     """
     options = {"config": config, "repeat": repeat, "quick": quick}
     run_bench("gpu.run", options, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def connector(
-    requests: Annotated[
-        int, typer.Option(min=10, max=1_000_000, metavar="N", help="Requests of each measurement.")
-    ] = 500,
-    block: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of one rank's part of a block.")
-    ] = "4KiB",
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure the time that a new request costs the thread of an engine that asks the connector.
-
-    The reference engine's own executor makes the calls, with a model that computes nothing. It
-    needs neither Ray nor a running tier, and leaves nothing behind.
-    """
-    options = {"config": config, "num_requests": 10 if quick else requests, "block": block}
-    run_bench("connector", options, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def lookup(
-    entries: Annotated[
-        int,
-        typer.Option(
-            min=20_000, max=200_000_000, metavar="N", help="Blocks that the lookup knows."
-        ),
-    ] = 5_000_000,
-    as_json: JsonOption = False,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure the memory of the lookup's index, and the time of queries and announcements.
-
-    It needs neither Ray nor a running tier. 5 million entries take some 700 MB.
-    """
-    run_bench("lookup", {"num_entries": entries}, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def tables(
-    slots: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=65_536,
-            max=67_108_864,
-            metavar="N",
-            help="Slots of an arena; may be repeated. [65536, 1048576 and 8388608]",
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure what the tables of a large arena cost its writers and its shard.
-
-    It needs neither Ray nor a running tier. Eight million slots take some 4 GB of memory.
-    """
-    options = {"config": config, "num_slots": slots or []}
-    run_bench("arena_tables", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -206,5 +143,4 @@ def nvme(
     run_bench("nvme", options, as_json=as_json, verbose=verbose)
 
 
-bench.command()(router)
 bench.command()(serve)

@@ -1,42 +1,13 @@
-"""`kvray bench router` and `kvray bench serve`: what serving costs, and what it gains."""
+"""`kvray bench serve`: what a tier and its router gain."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvray.cli.bench.running import QuickOption, run_bench
+from kvray.cli.bench.running import run_bench
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption
-
-
-def router(
-    replicas: Annotated[
-        int, typer.Option(min=2, max=1000, metavar="N", help="Replicas to choose from.")
-    ] = 50,
-    tokens: Annotated[
-        int, typer.Option(min=32, max=131_072, metavar="N", help="Tokens of a prompt.")
-    ] = 8192,
-    repeat: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Choices. [500]")
-    ] = None,
-    disk: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Give the tier a disk there, which is asked, too."),
-    ] = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure how long kvray's router takes to choose a replica, its question to the tier included.
-
-    It starts a Ray and a tier of its own on this machine, and removes them again. The replicas are
-    names that one process has registered: no engine runs.
-    """
-    options: dict[str, Any] = {"config": config, "num_replicas": replicas, "num_tokens": tokens}
-    options |= {"repeat": repeat, "disk": disk, "quick": quick}
-    run_bench("serving.router", options, as_json=as_json, verbose=verbose)
 
 
 def serve(

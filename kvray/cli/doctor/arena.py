@@ -25,8 +25,7 @@ from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine import lockers
 from kvray.store.machine.access import Access
-from kvray.store.machine.capacity import mount_of, read_mount
-from kvray.store.machine.fit import enlarged, remount_command
+from kvray.store.machine.capacity import mount_of, read_mount, remount_command
 from kvray.store.machine.side_file import ARENA_BYTE
 
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
@@ -102,13 +101,13 @@ def _mount(config: KVRayConfig) -> Finding:
         return ok("mount", f"{where} is {kind} without a limit of its own")
     needed = ArenaSpec.of(config).geometry().file_bytes + config.events_bytes
     # As if it were empty: the arena itself may fill it, under another name.
-    larger = enlarged(replace(room, free=room.size), needed)
-    if larger is not None and not _may_have_arena(config.node_dir):
+    if needed > room.size and not _may_have_arena(config.node_dir):
+        command = remount_command(replace(room, free=room.size), needed)
         return fault(
             "mount",
             f"arena.dir {where} has {format_size(room.size)}, but an arena of"
             f" {format_size(config.arena.capacity)} takes {format_size(needed)}",
-            f"lower arena.capacity, or `{remount_command(larger)}` (in a container: a larger"
+            f"lower arena.capacity, or `{command}` (in a container: a larger"
             " --shm-size or emptyDir)",
         )
     return ok(

@@ -12,9 +12,8 @@ from kvray.cli.status import lookup_sentence, state_text
 from kvray.cli.text.explanation import request_report, requests_sentence
 from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
 from kvray.cli.text.memory import node_name
-from kvray.cli.text.rates import History, NodeRates
+from kvray.cli.text.rates import History, NodeRates, headline, rate_text, replicas_table
 from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_title
-from kvray.cli.text.top_view import headline, rate_text, replicas_table
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import format_size
 
@@ -28,7 +27,7 @@ _CURVES_MAX = 4
 
 
 def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
-    """Return the panels that `kvray status` and `kvray top` know, except for the nodes."""
+    """Return what `kvray status` knows, with rates, except for the nodes."""
     shards = status["shards"]
     links = sorted(
         node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")

@@ -39,7 +39,7 @@ def replay(
         typer.Option(metavar="BLOCKS", help=f"Sizes of the host tier. Default: {_CAPACITIES}."),
     ] = None,
     policy: Annotated[
-        Names, typer.Option(metavar="NAME", help="s3fifo or gittins, beside lru. Default: all.")
+        Names, typer.Option(metavar="NAME", help="gittins or lru. Default: both.")
     ] = None,
     nvme: Annotated[
         str | None, typer.Option(metavar="BLOCKS", help="Put an NVMe tier of this size below.")

@@ -1,15 +1,19 @@
-"""Rates of a tier, from two of its statuses; pure."""
+"""Rates of a tier, from two of its statuses, and how they are shown; pure."""
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvray.cli.text.hits import ranks_of
+from rich.table import Table
+
+from kvray.cli.text.hits import COMPUTED, SOURCES, ranks_of, source_shares, sources_sentence
+from kvray.config import format_size
+from kvray.console.output import empty_table
 from kvray.trace.reasons import MISS_PREFIX
 
 Status = Mapping[str, Any]
 
-
+_REASONS_MAX = 3
 _NODE_COUNTERS = (
     ("arena", "evicted"),
     ("staging", "staged_bytes"),
@@ -116,3 +120,38 @@ class History:
     def _per_s(self, change: float) -> float:
         """Return a rate; 0 if a part was restarted, whose counters begin at 0."""
         return max(0.0, change) / self.seconds if self.seconds else 0.0
+
+
+def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
+    """Return the tier's name, and where its prompt tokens come from at present."""
+    totals: Counter[str] = Counter()
+    for one in replicas:
+        totals.update(one.counters)
+    prompt = totals["prompt_tokens"]
+    rates = "no requests"
+    if prompt:
+        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
+    return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
+
+
+def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
+    """Return one row for each rank."""
+    numbers = ("prompt tok/s", *SOURCES, COMPUTED)
+    table = empty_table("replica", "rank", numbers=numbers)
+    table.add_column("missed because")
+    for one in replicas:
+        reasons = list(one.missed.items())[:_REASONS_MAX]
+        because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
+        table.add_row(
+            one.rank["replica"] + ("" if one.rank["connected"] else " gone"),
+            str(one.rank["rank"]),
+            f"{one.prompt:,.0f}",
+            *source_shares(one.counters).values(),
+            because,
+        )
+    return table
+
+
+def rate_text(rate: float) -> str:
+    """Return bytes a second as text."""
+    return format_size(int(rate)) if rate >= 1 else "0"

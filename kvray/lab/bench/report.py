@@ -17,7 +17,6 @@ from rich.table import Table
 from kvray import __version__
 from kvray.console.output import printer, write_picture
 from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
-from kvray.lab.bench.targets import is_met
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,11 +40,6 @@ class Row:
     """kvray's speed over the floor's for copies; its time over the floor's for lookups."""
     figures: Mapping[str, float]
 
-    @property
-    def is_met(self) -> bool | None:
-        """Whether kvray reaches its own targets here; None without a target."""
-        return is_met(self.figures)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -63,7 +57,6 @@ class Report:
             name: float(f"{value:.5g}") for row in self.rows for name, value in row.figures.items()
         }
         found |= {
-            "missed": [row.title.strip() for row in self.rows if row.is_met is False],
             **self.facts,
             "cpu_cores": psutil.cpu_count(),
             "machine": platform.machine(),

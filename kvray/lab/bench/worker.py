@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import mmap
 import os
-import select
 import struct
 import subprocess
 import sys
@@ -32,7 +30,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _SEED = request_seed(b"kvray bench")
 _VOCABULARY = 128_000
 _PATTERN_BYTES = 2**20
-_CHURNED_BLOCKS = 32
 
 Times = tuple[float, float, float]
 """(began, ended, CPU seconds) of timed work; all processes of the machine share the clock."""
@@ -193,7 +190,7 @@ class _Work:
             seconds = time.perf_counter() - began
             arena.release(*leases or ())
             began = time.perf_counter()
-            hash_bare(tokens)
+            _hash_bare(tokens)
             pairs.append((seconds, time.perf_counter() - began))
             found = sum(lease.num_slots for lease in leases or ())
             expected = present // TOKENS_PER_BLOCK
@@ -203,31 +200,13 @@ class _Work:
                 )
         return pairs
 
-    def churn(self, *, block_bytes: int) -> None:
-        """Store, lease and release blocks without a pause, until the parent calls again."""
-        pool, rows = np.zeros((_CHURNED_BLOCKS, block_bytes), np.uint8), np.arange(_CHURNED_BLOCKS)
-        for chain in itertools.count():
-            if select.select([sys.stdin], [], [], 0)[0]:
-                return
-            keys = block_keys(chain, _CHURNED_BLOCKS)
-            made = self.arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
-            if made is not None:
-                count = len(made.slots)
-                self.arena.commit(made, self.arena.write(made, pool[:count], rows[:count]))
-            self.arena.release(*self.arena.lease(keys) or ())
-
-    def spin(self, *, block_bytes: int) -> None:
-        """Keep a core busy with other memory than the arena's, until the parent calls again."""
-        while not select.select([sys.stdin], [], [], 0)[0]:
-            np.zeros((_CHURNED_BLOCKS, block_bytes), np.uint8).sum()
-
     @property
     def arena(self) -> Arena:
         assert self._arena is not None
         return self._arena
 
 
-def hash_bare(tokens: Sequence[int]) -> bytes:
+def _hash_bare(tokens: Sequence[int]) -> bytes:
     """Pack a prompt and run sha256 over its chained blocks, which no lookup can do without."""
     packed = struct.pack(f"<{len(tokens)}i", *tokens)
     parent, step = _SEED, 4 * TOKENS_PER_BLOCK

@@ -59,8 +59,6 @@ class ArenaSpec:
     """Ray's claims on the same memory; None: there is no Ray."""
     beside: int = 0
     """Bytes of other files that the same mount must have room for."""
-    has_data: bool = True
-    """False, for benches of the tables: their bytes alone get memory, and no block is written."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
@@ -114,13 +112,18 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
     """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`."""
-    page, geometry = _page_bytes(directory), spec.geometry()
+    page = _page_bytes(directory)
     check_room(
         directory,
-        align(geometry.file_bytes if spec.has_data else geometry.table_bytes, page) + spec.beside,
+        needed_bytes(directory, spec),
         spec.claims,
         largest=lambda room: spec.largest_capacity((room - spec.beside) // page * page),
     )
+
+
+def needed_bytes(directory: Path, spec: ArenaSpec) -> int:
+    """Return the memory that an arena of `spec` takes at `directory`."""
+    return align(spec.geometry().file_bytes, _page_bytes(directory)) + spec.beside
 
 
 def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
@@ -254,11 +257,8 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
             numa.spread(memory)
         if _page_bytes(path) == ALIGNMENT:  # a huge page holds rows of both kinds
             tables.missing_rows = geometry.num_slots - geometry.first_rows
-        pieces = pieces_of(tables)
-        if not spec.has_data:
-            pieces[-1] = pieces[-1][: -geometry.capacity]
         # A full mount must be an error here, not a SIGBUS in some copy.
-        _give_memory(fd, memory, pieces, progress)
+        _give_memory(fd, memory, pieces_of(tables), progress)
     except OSError as error:
         raise CapacityError(
             f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"

@@ -164,6 +164,8 @@ def _read(mount: Mount, directory: Path) -> Cgroup | None:
 
 _SHM = Path("/dev/shm")
 _HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
+_RAY_BYTES = 768 * 2**20
+"""Ray's own processes: 530 MiB on a head without dashboard, 205 MiB on another node."""
 _SPARE = 64 * 2**20
 """Left out of the capacity that a refusal names, because the figures change before somebody reads
 it."""
@@ -244,7 +246,7 @@ def check_room(
     room = min(bounds, key=lambda room: room.left)
     if file_bytes <= room.left:
         return
-    fitting = rounded_down(largest(room.left - _SPARE))
+    fitting = _rounded_down(largest(room.left - _SPARE))
     raise CapacityError(
         f"The arena needs {_gib(file_bytes)}, but {room.words};"
         f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
@@ -280,24 +282,25 @@ def read_mount(directory: Path) -> MountRoom | None:
 
 def rooms(memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
     """Yield every bound on a file of `file_bytes`, with Ray's object store filled up. Pure."""
-    yield from mount_rooms(memory, file_bytes, claims)
+    yield from _mount_rooms(memory, file_bytes, claims)
     if memory.pool is None:  # else nobody else can have its pages, whatever memory is full
-        yield from memory_rooms(memory, claims)
+        yield from _memory_rooms(memory, claims)
 
 
-def mount_rooms(
+def _mount_rooms(
     memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None = None
 ) -> Iterator[Room]:
     """Yield the bounds of the mount on a file of `file_bytes`. Pure."""
     filling = 0 if claims is None or memory.pool is not None else claims.object_store_bytes
     if (mount := memory.mount) is not None:
         filling = filling if mount.is_shm else 0
+        command = f" (`{remount_command(mount, file_bytes + filling)}`)"
         yield Room(
             name=str(mount.point),
             limit=mount.size,
             left=mount.free - filling,
             words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
-            remedy=" or enlarge the mount",
+            remedy=" or enlarge the mount" + ("" if memory.pool is not None else command),
         )
     if (pool := memory.pool) is not None:
         left = pool.left * pool.page_bytes
@@ -311,7 +314,7 @@ def mount_rooms(
         )
 
 
-def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
+def _memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
     """Yield the bounds on all memory, of mounts and of processes. Pure."""
     filling = 0 if claims is None else claims.object_store_bytes
     for cgroup in memory.cgroups:
@@ -334,7 +337,20 @@ def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Ro
         yield _under_threshold(memory, claims)
 
 
-def rounded_down(size: int) -> str:
+def worker_bytes(memory: NodeMemory, file_bytes: int, claims: MemoryClaims) -> int:
+    """Return what is left for Ray's workers beside a file and the object store, in MiB. Pure."""
+    in_memory = 0 if memory.pool is not None else file_bytes
+    least = min(room.left for room in _memory_rooms(memory, claims))
+    return max(0, least - in_memory - _RAY_BYTES) >> 20 << 20
+
+
+def remount_command(mount: MountRoom, needed: int) -> str:
+    """Return root's command that gives a mount room for `needed` more bytes."""
+    gib = -(-(mount.size - mount.free + needed) // 2**30)
+    return f"mount -o remount,size={gib}g {mount.point}"
+
+
+def _rounded_down(size: int) -> str:
     """Return `size` as a setting that is not larger; "" for nothing."""
     if size >= 2**30:
         return f"{size * 10 // 2**30 / 10:.1f}GiB"

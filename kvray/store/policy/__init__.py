@@ -5,13 +5,11 @@ from collections.abc import Callable
 from kvray.store.policy.admission import Admission, Everything, Likely, Twice
 from kvray.store.policy.gittins import Gittins
 from kvray.store.policy.policy import LRU, Policy, Use
-from kvray.store.policy.s3fifo import S3FIFO
 
 __all__ = [
     "ADMISSIONS",
     "LRU",
     "POLICIES",
-    "S3FIFO",
     "Admission",
     "Everything",
     "Gittins",
@@ -21,7 +19,7 @@ __all__ = [
     "Use",
 ]
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "s3fifo": S3FIFO, "gittins": Gittins}
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "gittins": Gittins}
 """By name; each is made of a number of slots."""
 
 ADMISSIONS: dict[str, Callable[[int, Policy], Admission]] = {

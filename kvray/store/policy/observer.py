@@ -78,22 +78,19 @@ class Observer:
     def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> Seen | None:
         """Tell the events since the last look; None: the tables are busy.
 
-        `others` hear of uses as well, but not of blocks that leave. `now` is on the policy's clock.
+        `others` hear of uses as well. `now` is on the policy's clock.
         """
         rows = self._changed()
         if rows is None or not len(rows.slots):
             return None if rows is None else Seen(NO_SLOTS, NO_SLOTS)
-        slots, held = rows.slots, self._number[rows.slots]
+        slots = rows.slots
         number, tick = _low(rows.number), rows.tick.astype(np.uint32)
-        same = held == number
-        freed = slots[(held > 0) & ~(rows.is_ready & same)]
-        is_new = rows.is_ready & ~same
+        is_new = rows.is_ready & (self._number[slots] != number)
         is_used = rows.is_ready & (tick != self._tick[slots]) & (rows.tick != rows.number)
         # A store gives its tick to the blocks before it: that is no use. 0: it was given up.
         is_used &= (rows.tick != 0) & ~np.isin(rows.tick, rows.number)
         self._tick[slots], self._number[slots] = tick, np.where(rows.is_ready, number, 0)
         is_first = self._are_first(rows)
-        policy.freed(freed)
         events = [(when, True, run) for when, run in _runs(rows, rows.number, is_new & is_first)]
         events += [(when, False, run) for when, run in _runs(rows, rows.tick, is_used & is_first)]
         for _, is_stored, run in sorted(events, key=lambda event: event[0]):

@@ -43,10 +43,6 @@ class Policy(Protocol):
     def stored(self, use: Use) -> None:
         """Note that these blocks of a prompt are in the tier from now on."""
 
-    def freed(self, slots: Array) -> None:
-        """Note that the blocks in these slots have left the tier."""
-        return
-
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:
         """Copy the facts of blocks from `source`, the policy of another tier that has them too.
 

@@ -99,7 +99,6 @@ class Tier:
             going = np.array(found)
             self.leaving(going, now)
             slots = self.slots[going]
-            self.policy.freed(slots)
             self.slots[going] = self._blocks[slots] = NOWHERE
             self._free += slots.tolist()
         return len(found)

@@ -15,7 +15,7 @@ import pytest
 from kvray.actors.lookup.lookup import CALLS_PER_S, Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as stream_module
 from kvray.actors.shard.announcer import Announcer
-from kvray.lab.bench.lookup_scale import (
+from tests.unit.actors.lookup_scale import (
     KEY_S,
     FullTier,
     Idle,

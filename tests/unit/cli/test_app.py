@@ -21,10 +21,9 @@ from tests.forks import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
-    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch", "drain"),
-    *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
-    *("bench tier", "bench router", "bench serve"),
-    *("config show", "config fit", "config schema"),
+    *("doctor", "probe", "explain", "ls", "prefetch", "drain"),
+    *("bench local", "bench gpu", "bench staging", "bench nvme", "bench tier", "bench serve"),
+    *("config show", "config schema"),
     *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )
 ROOT = Path(__file__).parents[3]
@@ -213,6 +212,30 @@ def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(
     assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
 
 
+def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray: RunKvray) -> None:
+    done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
+    assert done.returncode == 0
+    assert "is missing" in done.stdout
+    assert "lower arena.capacity" in done.stdout
+
+
+def test_plan_before_ray_is_started_says_how_to_start_it(
+    run_kvray: RunKvray, closed_port: int
+) -> None:
+    address = f"127.0.0.1:{closed_port}"
+    done = run_kvray(
+        *("up", "--plan", "--address", address),
+        KVRAY_ARENA__CAPACITY="64MiB",
+        KVRAY_SHARD__RESOURCE="kvray_shard",
+    )
+    assert done.returncode == 2
+    assert (
+        f"ray start --address={address} --object-store-memory=1073741824 --memory=" in done.stdout
+    )
+    assert """--resources='{"kvray_shard": 1}'""" in done.stdout
+    assert "Nobody answers" in done.stderr
+
+
 def test_directory_for_rays_files_is_one_that_ray_can_use(
     run_kvray: RunKvray, tmp_path: Path
 ) -> None:
@@ -273,6 +296,10 @@ def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
         yield from _parameters(below, (*path, name))
     if not hasattr(command, "commands"):
         yield from ((path, parameter) for parameter in command.params)
+
+
+def test_a_watched_status_is_no_json(run_kvray: RunKvray, tmp_path: Path) -> None:
+    assert_refused(run_kvray("status", "--watch", "--json"), tmp_path, "--watch", "--json")
 
 
 def test_status_without_a_tier_says_how_to_start_one(run_kvray: RunKvray, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvray.actors.tier.tier import summed
+from kvray.cli import status
 from kvray.cli.status import (
     _print,
+    _watch,
     ended_line,
     lookups_table,
     memory_table,
@@ -14,6 +16,7 @@ from kvray.cli.status import (
     shards_table,
 )
 from kvray.cli.text.hits import total_counters
+from kvray.errors import ShardUnavailable
 
 ARENA = {
     "resident_bytes": 3 * 2**20,
@@ -73,6 +76,35 @@ def test_lookup_that_does_not_answer_is_said_beside_the_shards(
     said = capsys.readouterr().out
     assert "1 shard, the lookup does not answer: No answer in time." in said
     assert "3MiB/1GiB" in said
+
+
+class WatchedClient:
+    """A client whose tier goes away after its first answer."""
+
+    num_answers = 0
+
+    def status(self, *, timeout_s: float) -> dict[str, Any]:
+        self.num_answers += 1
+        if self.num_answers > 1:
+            raise ShardUnavailable("No tier runs.")
+        shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
+        return {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [shard]}
+
+
+def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, console = WatchedClient(), Console(width=120, record=True)
+
+    def sleep(seconds: float) -> None:
+        if client.num_answers == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    _watch(client, console)  # type: ignore[arg-type]
+    shown = console.export_text()
+    assert "No answer: No tier runs. Trying again." in shown
+    assert "3MiB/1GiB" in shown
 
 
 def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:

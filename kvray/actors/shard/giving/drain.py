@@ -94,7 +94,7 @@ class Drain:
     def _note_defect(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("%s: the drain ended by a defect", self._shard, exc_info=defect)
-            self._figures["message"] = "It ended by a defect, see `kvray logs`; order it again."
+            self._figures["message"] = "It ended by a defect, see the shard's log; order it again."
 
     async def _run(self) -> None:
         while self._orders:

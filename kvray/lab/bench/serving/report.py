@@ -16,7 +16,6 @@ from rich.table import Table
 from kvray import __version__
 from kvray.console.output import printer, write_picture
 from kvray.lab.bench.serving.figures import Figures, Round, over_rounds, ratios, round_figures
-from kvray.lab.bench.targets import is_met
 
 _ROWS = {
     "first_token_p50_s": ("first token, median", "{:.3f} s"),
@@ -94,10 +93,8 @@ class ServingReport:
     def to_json(self) -> str:
         """Return one JSON object."""
         figures = {name: value for one in self.sections for name, value in one.figures().items()}
-        missed = [name for name, value in figures.items() if is_met({name: value}) is False]
         found = {
             **figures,
-            "missed": missed,
             "workloads": [asdict(one) for one in self.sections],
             **self.facts,
             "cpu_cores": psutil.cpu_count(),

@@ -118,7 +118,6 @@ def test_an_arena_that_the_next_shard_would_take_over_is_retired(
 def test_other_code_restarts_everything_that_runs_it() -> None:
     now = {"node": {**INSTALLED["node"], "code": "2"}}
     assert names(plan(tier(), DEFAULTS, installed=now)) == list(PARTS)
-    assert plan(tier(), DEFAULTS).steps == (), "`kvray up` leaves code alone"
     assert plan(tier(), DEFAULTS, installed={}).steps == (), "its node is gone"
 
 

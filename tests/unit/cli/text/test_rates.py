@@ -1,12 +1,11 @@
-"""Rates of a tier from its statuses, and the frame that `kvray top` makes of them."""
+"""Rates of a tier from its statuses, and how they are shown."""
 
 from typing import Any
 
 from rich.console import Console
 
 from kvray.cli.text.hits import source_shares
-from kvray.cli.text.rates import History
-from kvray.cli.text.top_view import view
+from kvray.cli.text.rates import History, headline, replicas_table
 
 
 def status(
@@ -40,13 +39,6 @@ def status(
     }
 
 
-def shown(history: History, trouble: str = "") -> str:
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(view(history, trouble))
-    return captured.get()
-
-
 def test_rates_are_those_of_the_time_that_is_kept() -> None:
     history = History(5.0)
     for second in range(8):
@@ -70,26 +62,14 @@ def test_an_engine_that_was_restarted_has_no_negative_rate() -> None:
     assert history.nodes()[0].evicted == 0.0
 
 
-def test_a_frame_shows_nodes_replicas_and_why_tokens_were_missed() -> None:
+def test_rates_of_replicas_are_shown_with_why_tokens_were_missed() -> None:
     history = History(5.0)
     history.add(1.0, status())
-    history.add(2.0, status(prompt=1000, hit=900, missed=50, evicted=7, staged=2**20))
-    frame = shown(history)
-    assert "1,000 prompt tokens/s: own pool 0.0%, host 90.0%" in frame
-    assert "1MiB/4MiB" in frame
-    assert "unreachable" in frame
-    assert "not stored 50, too slow 25" in frame
-
-
-def test_a_tier_that_does_not_answer_is_said() -> None:
-    history = History(5.0)
-    assert "Asking the tier" in shown(history)
-    assert "No answer: no tier runs. Trying again." in shown(history, "no tier runs.")
-
-
-def test_view_says_that_the_lookup_does_not_answer_beside_the_rates() -> None:
-    history = History(5.0)
-    history.add(1.0, {**status(), "lookup": {"state": "unreachable", "message": "No answer."}})
-    frame = shown(history)
-    assert "The lookup does not answer: No answer." in frame
-    assert "serving" in frame
+    history.add(2.0, status(prompt=1000, hit=900, missed=50))
+    replicas = history.replicas()
+    said = headline("prod", history, replicas)
+    assert "1,000 prompt tokens/s: own pool 0.0%, host 90.0%" in said
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(replicas_table(replicas))
+    assert "not stored 50, too slow 25" in captured.get()

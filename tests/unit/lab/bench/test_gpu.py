@@ -84,7 +84,6 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(
     text = capsys.readouterr().out
     assert "load, 4MiB blocks, pages in a row, beside matrix products" in text
     assert "first token of 64 tokens, loaded or computed" in text
-    assert sum(row.is_met is not None for row in report.rows) == 16
 
 
 def test_an_interrupted_run_leaves_nothing_behind(

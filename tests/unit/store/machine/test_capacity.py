@@ -9,7 +9,13 @@ import pytest
 
 from kvray.errors import CapacityError
 from kvray.store.machine import capacity
-from kvray.store.machine.capacity import Cgroup, MemoryClaims, check_room
+from kvray.store.machine.capacity import (
+    Cgroup,
+    MemoryClaims,
+    NodeMemory,
+    check_room,
+    worker_bytes,
+)
 from tests.unit.store.mounted import huge_pages, run_mounted
 
 GIB = 2**30
@@ -105,6 +111,12 @@ def test_a_small_arena_is_named_in_mebibytes(
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
 
+def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes() -> None:
+    memory = NodeMemory(total=100 * GIB, available=80 * GIB)
+    assert worker_bytes(memory, 60 * GIB, RAY) == 8 * GIB - 768 * 2**20
+    assert worker_bytes(memory, 70 * GIB, RAY) == 0
+
+
 def make_cgroup(
     *, limit: int, usage: int, is_root: bool = True, idle_cache: int = 0, active_cache: int = 0
 ) -> Cgroup:
@@ -138,7 +150,10 @@ def test_a_full_mount_bounds() -> None:
     said = run_mounted(REFUSED, kind="tmpfs", options="size=256m")
     assert said.startswith("The arena needs 0.5")
     assert "but 0.25GiB are free in" in said
-    assert re.search(r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount\.$", said)
+    mended = (
+        r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount \(`mount -o remount,size=1g /"
+    )
+    assert re.search(mended, said)
 
 
 NAMED = """

@@ -48,7 +48,6 @@ class SmallCache:
             slots = np.array([self._slots[one] for one in names])
             gone = int(self.policy.rank(slots, now=now).argmin())
             slot = self._slots.pop(names[gone])
-            self.policy.freed(np.array([slot]))
         else:
             slot = len(self._slots)
         self._slots[name] = slot

@@ -26,10 +26,6 @@ class Notes:
     def stored(self, use: Use) -> None:
         self.heard.append(("stored", use.slots.tolist(), use.depth, use.parent))
 
-    def freed(self, slots: Array) -> None:
-        if len(slots):
-            self.heard.append(("freed", sorted(slots.tolist())))
-
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:
         self.heard.append(("copied", slots.tolist(), theirs.tolist()))
 
@@ -71,7 +67,7 @@ def at(tables: Tables, keys: list[Any], part: int = 0) -> list[int]:
     return found
 
 
-def test_a_prompt_is_stored_used_extended_and_freed(watched: Watched) -> None:
+def test_a_prompt_is_stored_used_and_extended(watched: Watched) -> None:
     tables, keys = watched.tables, chain(6)
     put(tables, keys[:4])
     head = at(tables, keys[:4])
@@ -82,7 +78,7 @@ def test_a_prompt_is_stored_used_extended_and_freed(watched: Watched) -> None:
     assert watched.look() == [("used", head[:3], 0, -1), ("stored", tail, 4, head[3])]
     assert watched.look() == []
     assert evict(tables, 1) == 1
-    assert watched.look() == [("freed", tail[1:])]
+    assert watched.look() == []
 
 
 def test_a_block_is_stored_when_it_can_be_read(watched: Watched) -> None:
@@ -112,7 +108,7 @@ def test_who_stores_behind_a_block_does_not_use_it(watched: Watched) -> None:
     assert watched.look() == []
 
 
-def test_a_slot_with_another_block_is_freed_and_stored(watched: Watched) -> None:
+def test_a_slot_with_another_block_is_stored_again(watched: Watched) -> None:
     tables = watched.tables
     keys = chain(64)
     put(tables, keys)
@@ -120,9 +116,7 @@ def test_a_slot_with_another_block_is_freed_and_stored(watched: Watched) -> None
     evict(tables, 64)
     other = chain(64, seed="other")
     put(tables, other)
-    heard = watched.look()
-    assert heard[0] == ("freed", sorted(at(tables, other)))
-    assert heard[1] == ("stored", at(tables, other), 0, -1)
+    assert watched.look() == [("stored", at(tables, other), 0, -1)]
 
 
 def test_what_was_given_up_was_not_used(watched: Watched) -> None:
@@ -156,5 +150,3 @@ def test_what_is_known_otherwise_is_not_told_again(watched: Watched) -> None:
     made = put(watched.tables, chain(3))
     watched.known(made.slots)
     assert watched.look() == []
-    evict(watched.tables, 3)
-    assert watched.look() == [("freed", sorted(made.slots.tolist()))]

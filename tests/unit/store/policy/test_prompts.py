@@ -64,7 +64,6 @@ def test_turns_are_counted_though_all_earlier_blocks_were_evicted() -> None:
     for turn in range(4):  # nothing is ever found, all is stored again
         names = list(range(6 * turn + 6))
         policy.stored(use(range(len(names)), names, now=10.0 * turn))
-        policy.freed(np.arange(len(names)))
     assert [turn_of(policy._prompts, number) for number in range(4)] == [0, 1, 2, 3]
 
 

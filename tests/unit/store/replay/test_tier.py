@@ -80,9 +80,6 @@ class Checked:
         assert (tier.slots[above[above != NO_PARENT]] != NOWHERE).all(), (
             "what is there are prefixes"
         )
-        if isinstance(tier.policy, policies.S3FIFO):
-            assert (tier.policy._place[tier.slots[here]] > 0).all(), "each is in a queue"
-            assert (tier.policy._name[tier.slots[here]] == here).all()
 
     def check_copies(self) -> None:
         host, disk = self.replay.host, self.replay.disk

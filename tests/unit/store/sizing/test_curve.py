@@ -11,7 +11,7 @@ from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, ex
 from tests.unit.store.sizing.prompts import SIZES, fed, sampled
 
 BLOCKS = [100, 400, 1600]
-each_policy = pytest.mark.parametrize("policy", ["gittins", "lru", "s3fifo"])
+each_policy = pytest.mark.parametrize("policy", ["gittins", "lru"])
 each_excerpt = pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC, SESSIONS])
 
 

@@ -1,4 +1,4 @@
-"""`kvray top` on a terminal: it goes on over a lost tier, and leaves the terminal as it was."""
+"""`kvray status --watch` goes on over a lost tier, and leaves the terminal as it was."""
 
 import os
 import pty
@@ -43,12 +43,12 @@ class Terminal:
         os.close(self.theirs)
 
 
-def test_top_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(
+def test_it_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(
     local: LocalRay, running: KVRayConfig
 ) -> None:
     terminal = Terminal()
     before = termios.tcgetattr(terminal.theirs)
-    with open_shell("top") as shell:
+    with open_shell("watch") as shell:
         environ = {
             **shell.environ,
             **local.environ(),
@@ -57,7 +57,7 @@ def test_top_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(
             "LINES": "40",
         }
         with subprocess.Popen(
-            [sys.executable, "-m", "kvray", "top", "-n", "0.5", "--address", local.address],
+            [sys.executable, "-m", "kvray", "status", "--watch", "--address", local.address],
             env=environ,
             cwd=shell.directory,
             stdin=terminal.theirs,

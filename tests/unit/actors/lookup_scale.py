@@ -1,12 +1,10 @@
 """Many shards that announce to a lookup of some partitions, in a time that is counted.
 
 Real announcers and real lookups. Calls of a partition wait in one line, as they do before Ray's
-actor, and each takes what it took when it was measured, by `lookup_calls`. `lookup_plot` draws how
-long a restarted lookup is told.
+actor, and each takes what it took when it was measured on an actor's CPU.
 """
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +20,14 @@ from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as announcer_module
 from kvray.actors.shard import announcer as stream_module
 from kvray.actors.shard.announcer import Announcer, Entries
-from kvray.index import PARTS_MAX, Index
+from kvray.index import PARTS_MAX
 
 CALL_S = 0.0005
 """A call of the lookup that brings nothing: its serialization, Ray's part included."""
 BATCH_S = 0.0006
 """What it takes longer if it brings any keys, beside these."""
 KEY_S = 0.85e-6
-"""What a key takes: 6,000 in a call 0.96 to 1.01 us, 20,000 0.83 to 0.90 us, as measured on the CPU
-by `lookup_calls`."""
+"""What a key takes: 6,000 in a call 0.96 to 1.01 us, 20,000 0.83 to 0.90 us."""
 ANNOUNCE_S, HEARTBEAT_S = 0.05, 0.5
 """A shard's pauses; see `shard.announce_s` and `shard.heartbeat_s`."""
 
@@ -92,17 +89,6 @@ class CountingIndex:
     def entries(self) -> Counter[str]:
         """Return shard -> what it counted."""
         return self.keys
-
-
-class CountedIndex(Index):
-    """A real index that also counts the keys that it took."""
-
-    num_taken = 0
-
-    def add(self, shard: str, keys: bytes, parts: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """See `Index.add`."""
-        super().add(shard, keys, parts)
-        self.num_taken += len(keys) // 32
 
 
 class Alike(Entries):
@@ -175,20 +161,14 @@ class Waiting:
 class Partition:
     """One partition of the lookup, and the line of calls before it."""
 
-    def __init__(self, clock: Clock, *, key_s: float, is_real: bool) -> None:
+    def __init__(self, clock: Clock, *, key_s: float) -> None:
         self.lookup = Lookup()
-        index: Any = CountedIndex() if is_real else CountingIndex()
+        index: Any = CountingIndex()
         self.index = self.lookup.index = index
         self.num_calls = 0
-        self.busy_s = 0.0
-        """How long it has worked."""
-        self.cpu_s = 0.0
-        """What this process took for that."""
-        self.longest_wait_s = 0.0
-        """How long a call waited in the line, at most."""
         self.waiting: dict[str, Waiting] = {}
         """Shard -> its announcement."""
-        self._clock, self._key_s, self._is_real = clock, key_s, is_real
+        self._clock, self._key_s = clock, key_s
         self._free_at = clock.now
 
     def announce(self, announcement: Announcement) -> Answer | None:
@@ -199,15 +179,11 @@ class Partition:
             # Whoever waits before it in the line goes first: when it is done is known at once.
             began_at = max(now, self._free_at)
             before = self.index.num_taken
-            began = time.process_time() if self._is_real else 0.0
             answer = self.lookup.announce(announcement, began_at)
-            self.cpu_s += time.process_time() - began if self._is_real else 0.0
             num_taken = self.index.num_taken - before
             took_s = CALL_S + (BATCH_S if num_taken else 0.0) + self._key_s * num_taken
             self._free_at = began_at + took_s
             self.num_calls += 1
-            self.busy_s += took_s
-            self.longest_wait_s = max(self.longest_wait_s, began_at - now)
             waiting = Waiting(announcement, self._free_at, replace(answer, took_s=took_s))
             self.waiting[shard] = waiting
         if waiting.done_at > now:
@@ -232,26 +208,18 @@ class Tier:
         num_keys: int,
         key_s: float,
         num_partitions: int = 1,
-        is_real: bool = False,
     ) -> None:
-        """Have the lookup just started; a key takes it `key_s`.
-
-        With `is_real` keys are different ones, in real indexes.
-        """
+        """Have the lookup just started; a key takes it `key_s`."""
         self._clock = clock
         self._num_shards, self._num_keys = num_shards, num_keys
-        self.partitions = [
-            Partition(clock, key_s=key_s, is_real=is_real) for _ in range(num_partitions)
-        ]
-        made = np.random.default_rng(0)
+        self.partitions = [Partition(clock, key_s=key_s) for _ in range(num_partitions)]
         # One key many times costs no memory, and is counted as often.
         same = np.broadcast_to(np.zeros(4, dtype="<u8"), (num_keys, 4))
         heads = np.arange(1, num_keys + 1, dtype=np.uint32)
         self._shards: dict[str, tuple[Announcer, Idle]] = {}
         for shard in (f"s{n}" for n in range(num_shards)):
-            keys = made.integers(0, 2**64, (num_keys, 4), dtype=np.uint64) if is_real else same
             lines = [partial(self._announce, one) for one in self.partitions]
-            made_of = announcer_of(shard, FullTier(keys, heads), *lines)
+            made_of = announcer_of(shard, FullTier(same, heads), *lines)
             self._shards[shard] = made_of, Idle(shard)
         self._in_step: set[str] = set()
         self._heartbeat_at = {
@@ -325,43 +293,3 @@ class Tier:
     @staticmethod
     def _announce(partition: Partition, announcement: Announcement) -> Answer | None:
         return partition.announce(announcement)
-
-
-_LIMIT_S = 3600.0
-
-
-def told_s(num_shards: int, num_keys: int, num_partitions: int) -> tuple[float, float]:
-    """Return the seconds until a restarted lookup knows all, and a partition's load once it does.
-
-    All partitions restart at once, the worst case.
-    """
-    with counted_time() as clock:
-        tier = Tier(
-            clock,
-            num_shards=num_shards,
-            num_keys=num_keys,
-            key_s=KEY_S,
-            num_partitions=num_partitions,
-        )
-        took_s = tier.run_until_told(_LIMIT_S)
-        tier.run(10)
-        before = [one.busy_s for one in tier.partitions]
-        tier.run(10)
-        loads = [(one.busy_s - was) / 10 for one, was in zip(tier.partitions, before, strict=True)]
-    return took_s, max(loads)
-
-
-def measured(num_shards: int, num_keys: int, num_partitions: int) -> tuple[float, float]:
-    """Return bytes of the largest partition, with real indexes, and its CPU seconds for a key."""
-    with counted_time() as clock:
-        tier = Tier(
-            clock,
-            num_shards=num_shards,
-            num_keys=num_keys,
-            key_s=KEY_S,
-            num_partitions=num_partitions,
-            is_real=True,
-        )
-        tier.run_until_told(_LIMIT_S)
-    largest = max(tier.partitions, key=lambda one: one.index.num_bytes)
-    return largest.index.num_bytes, largest.cpu_s / largest.index.num_taken

@@ -6,33 +6,32 @@ from typing import Annotated, Any
 import typer
 
 from kvray.cli.asking import show_answer
-from kvray.cli.config.fit import fit
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
-from kvray.console.options import (
-    AddressOption,
-    ConfigOption,
-    JsonOption,
-    NodeLabelOption,
-    VerboseOption,
-    parse_labels,
-)
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer
+from kvray.errors import ConfigError
+
+_NodeLabelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Use the values that `nodes` has for nodes with this Ray label; repeatable.",
+        show_default=False,
+    ),
+]
 
 config_app = typer.Typer(
     name="config",
-    help="Show the configuration, its schema, and whether it fits this machine.",
+    help="Show the configuration and its schema.",
     no_args_is_help=True,
 )
-
-
-config_app.command()(fit)
 
 
 @config_app.command()
 def show(
     config: ConfigOption = None,
     address: AddressOption = None,
-    node_label: NodeLabelOption = None,
+    node_label: _NodeLabelOption = None,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out the defaults.")] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -43,7 +42,7 @@ def show(
     """
     with boundary(verbose=verbose):
         effective = read_effective(
-            config, overrides={"ray.address": address}, labels=parse_labels(node_label)
+            config, overrides={"ray.address": address}, labels=_labels(node_label)
         )
         settings = effective_settings(effective)
         if changed:
@@ -90,3 +89,16 @@ def _print(effective: Effective, settings: list[Setting]) -> None:
 def _written(value: Any) -> str:
     """Return a value as YAML has it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _labels(given: list[str] | None) -> dict[str, str]:
+    """Return the labels of `--node-label`, as key -> value."""
+    labels = {}
+    for one in given or []:
+        key, parted, value = one.partition("=")
+        if not (key and parted and value):
+            raise ConfigError(
+                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
+            )
+        labels[key] = value
+    return labels
