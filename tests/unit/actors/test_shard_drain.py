@@ -1,5 +1,6 @@
 """The drain of a node without Ray: what only shard `b` has goes to `a`."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -185,8 +186,16 @@ def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> 
 def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(
     draining: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "_AGAIN_S", 600.0)
     cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
+    pauses: list[bool] = []
+
+    async def pause(woken: asyncio.Event, seconds: float) -> None:
+        """Note whether there was a reason to pause: it is done, or a shard did not answer."""
+        pauses.append(has(draining, "a", cold) or "message" in progress(draining))
+        await pause_of_drain(woken, 0.1)
+
+    pause_of_drain = drain.pause
+    monkeypatch.setattr(drain, "pause", pause)
     store(draining.nodes["b"].arena, cold)
     time.sleep(0.1)
     store(draining.nodes["b"].arena, hot)
@@ -200,3 +209,4 @@ def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(
 
     wait_for(lambda: has(draining, "a", cold))
     wait_for(lambda: progress(draining)["moved_blocks"] == 24)
+    assert all(pauses)

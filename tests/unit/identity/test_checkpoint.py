@@ -89,6 +89,7 @@ def test_without_threads_for_all_files_none_is_left_reading(
     may_read = threading.Event()
     monkeypatch.setattr(fingerprint, "_ALONE_BYTES_MAX", 0)
     monkeypatch.setattr(threading.Thread, "start", start_one)
+    monkeypatch.setattr(fingerprint.os, "sched_getaffinity", lambda _: {0, 1})
     progress = Progress(on_step=lambda: may_read.wait(10) and None)
     with pytest.raises(RuntimeError):
         fingerprint_model(checkpoint, cache_dir=None, progress=progress)
