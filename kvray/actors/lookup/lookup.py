@@ -27,7 +27,6 @@ _SHARDS_UNPACED = 20
 """So few shards announce as often as they like."""
 
 _PART = np.dtype("<u2")
-PART_BYTES = _PART.itemsize
 _NAMESPACES_MAX = 128
 _DIGESTS_MAX = 8192
 _PURGED_SLOTS = 100_000
