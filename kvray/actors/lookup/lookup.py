@@ -148,7 +148,6 @@ _SHARDS_UNPACED = 20
 """So few shards announce as often as they like."""
 
 _PART = np.dtype("<u2")
-PART_BYTES = _PART.itemsize
 _PURGED_SLOTS = 100_000
 """Slots of the index that one announcement purges: some milliseconds of work."""
 

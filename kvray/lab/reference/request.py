@@ -89,10 +89,6 @@ class LlmRequest:
         return self._context_position == self.prepopulated_prompt_len
 
     @property
-    def is_last_context_chunk(self) -> bool:
-        return self.context_chunk_size >= self.context_remaining_length
-
-    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.lookup.lookup import PART_BYTES, Announcement, Answer
+from kvray.actors.lookup.lookup import Announcement, Answer, packed_parts
 from kvray.actors.ray_glue.arguments import packed, unpacked
 from kvray.actors.shard import actor
 from kvray.actors.shard.actor import LookupLine
@@ -55,7 +55,7 @@ def said(sequence: int, *, num_keys: int = 0) -> Announcement:
         sequence=sequence,
         full=False,
         added_keys=bytes(num_keys * KEY_BYTES),
-        added_parts=bytes(num_keys * PART_BYTES),
+        added_parts=packed_parts([0] * num_keys),
         removed_keys=b"",
         removed_parts=b"",
     )
