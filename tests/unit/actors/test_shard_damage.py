@@ -19,7 +19,7 @@ def test_a_flipped_bit_is_mended_and_said(
 ) -> None:
     arena = open_arena(directory)
     arena.tables.slot_parent[int(store(arena, KEYS).slots[2])] ^= 1 << 30
-    # Told as one of parents, or as one of children if the flip came between two looks of one search.
+    # Of children, if the flip came between two looks of one search.
     wait_for(lambda: "1 parents of its" in caplog.text or "1 children of its" in caplog.text)
     wait_for(lambda: arena.stats()["repairs"] == 1)
     check_invariants(arena.tables)
