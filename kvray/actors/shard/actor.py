@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
 from kvray.actors.lookup.lookup import Announcement, Answer
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_name, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
-from kvray.actors.ray_glue.arguments import packed, unpacked
+from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.ray_glue.calls import (
     ActorCalls,
     Nudge,
@@ -30,7 +30,6 @@ from kvray.actors.ray_glue.calls import (
     node_labels,
 )
 from kvray.actors.ray_glue.private import available_resources
-from kvray.actors.shard.actor_requests import Asked, Prompt, Whereabouts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.actors.telemetry.figures import Figures
@@ -41,8 +40,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
-from kvray.store.sizing import Plan
-from kvray.trace.spans import start_sdk, under
+from kvray.trace.spans import start_sdk
 
 
 class LookupLine:
@@ -91,8 +89,32 @@ _GROUPS = {
 what waits for other shards, or two could wait for each other."""
 
 
+_OPERATIONS: dict[str, tuple[str, Callable[[Shard], Callable[..., Any]]]] = {
+    # for people
+    "asked": ("people", lambda shard: shard.queries.asked),
+    "contents": ("people", lambda shard: shard.queries.contents),
+    "sizing_plan": ("people", lambda shard: shard.queries.sizing_plan),
+    "whereabouts": ("people", lambda shard: shard.queries.whereabouts),
+    "drain": ("people", lambda shard: shard.requests.drain),
+    "call_off_drain": ("people", lambda shard: shard.requests.call_off_drain),
+    "set_weights_version": ("people", lambda shard: shard.requests.set_weights_version),
+    # for routers
+    "prefetch": ("prefetch", lambda shard: shard.requests.prefetch),
+    "prompt": ("routers", lambda shard: shard.queries.prompt),
+    "profile": ("routers", lambda shard: shard.requests.profile),
+    "on_disk": ("routers", lambda shard: shard.requests.on_disk),
+    # for other shards
+    "room": ("leases", lambda shard: shard.requests.room),
+    "lease_ranks": ("leases", lambda shard: shard.requests.lease_ranks),
+    "release_ranks": ("leases", lambda shard: shard.requests.release_ranks),
+    "stage_ranks": ("ranks", lambda shard: shard.requests.stage_ranks),
+    "promote": ("disk", lambda shard: shard.requests.promote),
+}
+"""Method of the actor -> its group of threads, and what does it."""
+
+
 class ShardActor:
-    """A node's shard as a named actor; every method hands over to the `Shard`."""
+    """A node's shard as a named actor; the methods of `_OPERATIONS` hand over to the `Shard`."""
 
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
@@ -157,106 +179,6 @@ class ShardActor:
         check_proof(self._config, proof)
         return self._shard.clear(_STOP_TIMEOUT_S)
 
-    @ray.method(concurrency_group="leases")
-    def room(self) -> int:
-        """See `ActorRequests.room`."""
-        return self._shard.requests.room()
-
-    @ray.method(concurrency_group="people")
-    def drain(self, by: str, seconds: float | None) -> None:
-        """See `Drain.order`."""
-        self._shard.requests.drain(by, seconds)
-
-    @ray.method(concurrency_group="people")
-    def call_off_drain(self, by: str) -> None:
-        """See `Drain.call_off`."""
-        self._shard.requests.call_off_drain(by)
-
-    @ray.method(concurrency_group="people")
-    def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """See `Queries.asked`."""
-        return self._shard.queries.asked(replica, request_id, last)
-
-    @ray.method(concurrency_group="people")
-    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
-        """See `Queries.whereabouts`; the keys are end to end, `in_pieces`."""
-        return self._shard.queries.whereabouts(b"".join(keys), before)
-
-    @ray.method(concurrency_group="routers")
-    def prompt(
-        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
-    ) -> Prompt:
-        """See `Queries.prompt`."""
-        return self._shard.queries.prompt(replica, tokens, salt=salt, lora=lora)
-
-    @ray.method(concurrency_group="people")
-    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
-        """See `Queries.contents`."""
-        return self._shard.queries.contents(namespace, hottest)
-
-    @ray.method(concurrency_group="people")
-    def sizing_plan(self) -> Plan:
-        """See `Queries.sizing_plan`."""
-        return self._shard.queries.sizing_plan()
-
-    @ray.method(concurrency_group="people")
-    def set_weights_version(
-        self, replica: str, version: str | None, wait_s: float
-    ) -> dict[int, int]:
-        """See `ActorRequests.set_weights_version`."""
-        return self._shard.requests.set_weights_version(replica, version, wait_s)
-
-    @ray.method(concurrency_group="prefetch")
-    def prefetch(
-        self,
-        replica: str,
-        tokens: bytes,
-        salt: str | int | None = None,
-        lora: str | None = None,
-        media: Sequence[tuple[int, bytes]] = (),
-        trace: str = "",
-    ) -> dict[str, Any]:
-        """See `ActorRequests.prefetch`; its spans are below `trace`."""
-        marks = {"salt": salt, "lora": lora, "media": media}
-        with under(trace):
-            return self._shard.requests.prefetch(replica, tokens, **marks)
-
-    @ray.method(concurrency_group="routers")
-    def profile(self, replica: str) -> dict[str, Any]:
-        """See `ActorRequests.profile`."""
-        return self._shard.requests.profile(replica)
-
-    @ray.method(concurrency_group="routers")
-    def on_disk(self, parts: int, *keys: bytes) -> bytes:
-        """See `ActorRequests.on_disk`."""
-        return self._shard.requests.on_disk(parts, *keys)
-
-    @ray.method(concurrency_group="ranks")
-    def stage_ranks(
-        self, trace: str, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
-    ) -> dict[str, Any]:
-        """See `ReplicaStager.stage_here`; the keys are end to end, `in_pieces`."""
-        with under(trace):
-            return self._shard.requests.stage_ranks(replica, ranks, wait_s, *request)
-
-    @ray.method(concurrency_group="disk")
-    def promote(self, trace: str, *order: Any) -> int:
-        """See `ActorRequests.promote`; an order that is `packed`, or itself."""
-        with under(trace):
-            return self._shard.requests.promote(unpacked(*order))
-
-    @ray.method(concurrency_group="leases")
-    def lease_ranks(
-        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
-    ) -> dict[int, list[Any]]:
-        """See `RankLeases.lease`; the keys are end to end, `in_pieces`."""
-        return self._shard.requests.lease_ranks(replica, ranks, token, *keys)
-
-    @ray.method(concurrency_group="leases")
-    def release_ranks(self, token: str) -> None:
-        """See `RankLeases.release`."""
-        self._shard.requests.release_ranks(token)
-
     def stop(self, retire: bool, flush: bool = False) -> None:
         """See `Shard.stop`."""
         self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
@@ -291,6 +213,18 @@ class ShardActor:
 
     def __repr__(self) -> str:
         return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
+
+
+def _method(group: str, operation: Callable[[Shard], Callable[..., Any]]) -> Any:
+    @ray.method(concurrency_group=group)
+    def call(self: ShardActor, *args: Any) -> Any:
+        return operation(self._shard)(*args)
+
+    return call
+
+
+for _name, (_group, _operation) in _OPERATIONS.items():
+    setattr(ShardActor, _name, _method(_group, _operation))
 
 
 def memory_claims() -> MemoryClaims:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.mover.orders import FetchOrder
+from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.replicas import Reader, keys_of
@@ -33,7 +33,7 @@ from kvray.store.hot_prefixes import hot_prefixes
 from kvray.store.sizing import Plan
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.request_note import RequestNote, unpack
-from kvray.trace.spans import span
+from kvray.trace.spans import span, under
 
 
 def prompt_keys(
@@ -168,11 +168,14 @@ class Queries:
             for name, rank, packed in self._parts.loop.call(find, ANSWER_S)
         ]
 
-    def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
-        """Return where blocks are, and when they left; only removals `before` count, if given."""
+    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
+        """Return where blocks are, and when they left; only removals `before` count, if given.
+
+        The keys are end to end, `in_pieces`.
+        """
         serving = self._parts.serving()
         owner, nvme = serving.owner, serving.nvme
-        packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
+        packed = key_index.pack_keys(keys_of(b"".join(keys), keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
         tiers = [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])]
         return Whereabouts(
@@ -186,7 +189,7 @@ class Queries:
         )
 
     def prompt(
-        self, replica: str, tokens: bytes, *, salt: str | int | None, lora: str | None
+        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
     ) -> Prompt:
         """Return the keys that a prompt would have in a replica that is registered here.
 
@@ -262,24 +265,35 @@ class ActorRequests:
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
 
-    def prefetch(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
+    def prefetch(
+        self,
+        replica: str,
+        tokens: bytes,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[tuple[int, bytes]] = (),
+        trace: str = "",
+    ) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        `marks` are salt, lora and media, as for `prompt_keys`. Returns num_tokens and num_blocks
-        that lead and are here now for all ranks, staged_tokens that were not here before, sources,
-        [stop, source] each, of the tokens up to there, and the reason why it is not more.
+        Salt, lora and media are as for `prompt_keys`; spans are below `trace`. Returns num_tokens and
+        num_blocks that lead and are here now for all ranks, staged_tokens that were not here
+        before, sources, [stop, source] each, of the tokens up to there, and the reason why it is
+        not more.
         ConfigError: no rank of `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
+        tenants = self._parts.tenants
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, media=media, tenants=tenants)
         if not keys:
             nothing = {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0}
             return {**nothing, "sources": [], "reason": "none"}
         size = reader.tokens_per_block
-        found = self._parts.loop.wait(
-            self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
-            self._parts.settings.staging.deadline_s + ANSWER_S,
-        )
+        with under(trace):
+            found = self._parts.loop.wait(
+                self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
+                self._parts.settings.staging.deadline_s + ANSWER_S,
+            )
         runs = runs_between(found["arrivals"], 0, found["num_blocks"])
         return {
             "num_tokens": found["num_blocks"] * size,
@@ -342,12 +356,15 @@ class ActorRequests:
         stager = self._parts.serving().stager
         return self._parts.loop.call(lambda: stager.on_disk(parts, b"".join(keys)), ANSWER_S)
 
-    def promote(self, order: FetchOrder) -> int:
-        """Bring blocks from disk into its memory for another shard; return how many."""
-        nvme = self._parts.serving().nvme
+    def promote(self, trace: str, *packed_order: Any) -> int:
+        """Bring blocks from disk into its memory for another shard; return how many.
+
+        The `FetchOrder` is `packed`, or itself.
+        """
+        nvme, order = self._parts.serving().nvme, unpacked(*packed_order)
         if nvme is None:
             return 0
-        with span("promote", {"kvray.shard": self._parts.name}) as made:
+        with under(trace), span("promote", {"kvray.shard": self._parts.name}) as made:
             report = self._parts.loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)
             num_blocks = sum(source.num_blocks for source in report.sources.values())
             made.set_attribute("kvray.blocks", num_blocks)
@@ -389,12 +406,12 @@ class ActorRequests:
         return any(rank["connected"] for rank in self._parts.replicas.status())
 
     def stage_ranks(
-        self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
+        self, trace: str, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
     ) -> dict[str, Any]:
-        """See `ReplicaStager.stage_here`."""
+        """See `ReplicaStager.stage_here`; the keys are end to end, `in_pieces`."""
         stager = self._parts.serving().stager
         about = {"kvray.shard": self._parts.name, "kvray.replica": replica}
-        with span("stage", about) as made:
+        with under(trace), span("stage", about) as made:
             work = stager.stage_here(replica, ranks, wait_s, *request)
             staged = self._parts.loop.wait(work, wait_s + ANSWER_S)
             made.set_attribute("kvray.blocks", staged["num_blocks"])

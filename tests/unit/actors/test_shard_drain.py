@@ -119,7 +119,7 @@ def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) ->
 
 def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining: Tier) -> None:
     def is_leaving() -> bool:
-        return bool(draining.b.queries.whereabouts(b"".join(chain(1)), None).is_leaving)
+        return bool(draining.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
 
     assert not is_leaving()
     draining.b.requests.drain("somebody", None)

@@ -278,7 +278,7 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     packed = b"".join(KEYS)
-    assert tier.a.requests.stage_ranks("r", [0], 2.0, 0.0, None, packed) == {
+    assert tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, packed) == {
         "num_blocks": 12,
         "reason": "none",
     }
@@ -300,5 +300,5 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None
     stopper = threading.Thread(target=stop_soon, name="stopper")
     stopper.start()
     with pytest.raises(ShardUnavailable):
-        tier.a.requests.stage_ranks("r", [0], 5.0, 0.0, None, b"".join(KEYS))
+        tier.a.requests.stage_ranks("", "r", [0], 5.0, 0.0, None, b"".join(KEYS))
     stopper.join()

@@ -70,7 +70,7 @@ def test_a_silent_actor_is_told_as_an_error(sdk: Spans, tier: Tier, silent: str)
 
 def test_what_another_shard_promotes_is_told_there(sdk: Spans, tier: Tier) -> None:
     with spans.under(TRACEPARENT):
-        tier.b.requests.promote(FetchOrder(spans=(), deadline_s=1.0))
+        tier.b.requests.promote("", FetchOrder(spans=(), deadline_s=1.0))
     assert sdk.one("promote").attributes["kvray.shard"] == "kvray-shard-b"
 
 
@@ -79,7 +79,7 @@ def test_what_is_staged_for_a_leader_elsewhere_is_told_by_the_shard_that_does_it
 ) -> None:
     store_far(tier)
     with spans.under(TRACEPARENT):
-        tier.a.requests.stage_ranks("r", [0], 2.0, 0.0, None, b"".join(keys_of(PROMPT)))
+        tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, b"".join(keys_of(PROMPT)))
     stage = sdk.one("stage")
     assert (parent_of(stage), stage.attributes["kvray.blocks"]) == (CALLER, 5)
     assert {parent_of(sdk.one(name)) for name in ("lookup", "fetch")} == {id_of(stage)}

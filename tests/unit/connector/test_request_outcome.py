@@ -67,15 +67,15 @@ def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(
     pair.flush()
     missed = asked(shard, pair, 9011).note
     keys = b"".join(missed.keys)
-    here = shard.queries.whereabouts(keys, None)
+    here = shard.queries.whereabouts(None, keys)
     assert here.host.tolist() == here.either.tolist() == [1] * WANTED
     assert not here.left_at.any()
     shard.clear(10)
-    gone = shard.queries.whereabouts(keys, None)
+    gone = shard.queries.whereabouts(None, keys)
     assert not gone.either.any()
     assert np.all(gone.left_at > missed.at)
     assert set(gone.left_by.tolist()) == {CLEARED}
-    assert not shard.queries.whereabouts(keys, missed.at).left_at.any()
+    assert not shard.queries.whereabouts(missed.at, keys).left_at.any()
 
 
 def test_a_request_without_keys_is_known_as_such(shard: Shard, make_pair: MakePair) -> None:
