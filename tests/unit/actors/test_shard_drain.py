@@ -201,8 +201,8 @@ def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(
     store(draining.nodes["b"].arena, hot)
     store(draining.nodes["a"].arena, hot)
     locate = draining.nodes.others["kvray-lookup.locate"]
-    both = {"kvray-shard-a", B}
-    wait_for(lambda: {one for run in locate(b"".join(hot)) for one in run.holders} == both)
+    whole = [(24, {"kvray-shard-a", B})]
+    wait_for(lambda: [(run.stop, set(run.holders)) for run in locate(b"".join(hot))] == whole)
     draining.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
 
     draining.b.requests.drain("somebody", None)
