@@ -276,8 +276,8 @@ class ActorRequests:
     ) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        Salt, lora and media are as for `prompt_keys`; spans are below `trace`. Returns num_tokens and
-        num_blocks that lead and are here now for all ranks, staged_tokens that were not here
+        Salt, lora and media are as for `prompt_keys`; spans are below `trace`. Returns num_tokens
+        and num_blocks that lead and are here now for all ranks, staged_tokens that were not here
         before, sources, [stop, source] each, of the tokens up to there, and the reason why it is
         not more.
         ConfigError: no rank of `replica` has registered here.

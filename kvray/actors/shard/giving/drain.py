@@ -26,6 +26,10 @@ _BATCH_S = 20.0  # how long a batch may take
 _AGAIN_S, _PAUSES = 1.0, 20
 """Between two looks for what has come meanwhile; so many times as long as a look takes."""
 
+_LOOK_S = 1.0
+"""A use counts from the look at the arena that found it, which began so long before at most. Told
+twice, it is one use."""
+
 
 class Drain:
     """The drain of one shard; state of its event loop, `status` from any thread."""
@@ -137,7 +141,7 @@ class Drain:
             shares = zip(targets, shared_out(tables, hottest, len(targets)), strict=True)
             await self._at_once(self._send(tables, its, to, targets) for to, its in shares)
             goes_on |= len(hottest) < len(slots) and self._num_settled > num_settled
-        since, self._told_at = self._told_at, time.monotonic()
+        since, self._told_at = self._told_at, time.monotonic() - _LOOK_S
         tables, slots = ranked[0]
         used = await in_thread(None, self._used, tables, slots, since)
         shares = zip(targets, shared_out(tables, used, len(targets)), strict=True)
