@@ -1,7 +1,6 @@
 """How both halves of the connector begin: from TensorRT-LLM's arguments and a configuration.
 
-Notices that TensorRT-LLM's weights are replaced, of which it tells no connector.
-
+TensorRT-LLM tells no connector that its weights are replaced, so kvray watches for it:
 `WorkerExtension.update_weights` calls `ModelLoader.reload` for each part of the new weights and
 `PyExecutor.reset_prefix_cache` at the end, in each rank's process and between two passes. Those two
 methods are wrapped, once a process. Nothing else shows it: that the engine does not have a block

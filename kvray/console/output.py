@@ -1,10 +1,6 @@
-"""The standard output of commands; a failed write is an error of ours.
+"""What every command prints: its console, tables and pictures, and at its outer edge errors.
 
-Pictures of commands: checked before anything is measured, and written at the end.
-
-The console of every command, and the form of every table that one prints.
-
-The outer edge of a command: errors become one sentence and an exit status.
+An error becomes one sentence and an exit status; a failed write to the standard output is one.
 """
 
 from __future__ import annotations

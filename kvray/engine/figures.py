@@ -1,9 +1,8 @@
 """What one engine counts and measures of itself, for its shard to show.
 
-Stops errors of the tier, and our own defects, so that the engine goes on without the tier.
-
-An exception that leaves a connector's method ends its engine. So everything that may fail without
-harm runs inside `Boundary.around`: all but what follows a promise.
+`Boundary` stops errors of the tier, and our own defects, so that the engine goes on without the
+tier. An exception that leaves a connector's method ends its engine. So everything that may fail
+without harm runs inside `Boundary.around`: all but what follows a promise.
 """
 
 import logging

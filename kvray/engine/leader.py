@@ -3,13 +3,11 @@
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
 `lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
 
-How fast this engine computes prompts, measured from its passes; pure.
-
-Staging is worth while only if it is faster than computing. The leader hears of a pass when it is
-planned, never when it ends, so a pass is taken to last until the next is planned, if the engine
-goes straight on: if the next pass has a request of this one. An engine that overlaps plans the
-next pass while this one still runs, and the time shows one pass later; so the longer of the two
-that follow counts.
+`PrefillRate` is how fast this engine computes prompts, measured from its passes. Staging is worth
+while only if it is faster than computing. The leader hears of a pass when it is planned, never when
+it ends, so a pass is taken to last until the next is planned, if the engine goes straight on: if
+the next pass has a request of this one. An engine that overlaps plans the next pass while this one
+still runs, and the time shows one pass later; so the longer of the two that follow counts.
 """
 
 import logging

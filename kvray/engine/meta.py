@@ -4,7 +4,7 @@ Slots do not travel: a rank reads those of a load from the lease record in the n
 block costs 4 bytes a layer group for its page, and 32 for its key if it is saved. Classes are
 tuples because tuples have the smallest pickles.
 
-A promise: matched tokens that the engine counts on, and the leases that keep it; pure.
+A `Promise` is the leader's side of a load: tokens that the engine counts on, and their leases.
 """
 
 import struct

@@ -5,18 +5,14 @@ The engine's executor thread waits for the shard's answer, so a request costs at
 waits for nothing; there the same time is the longest that its request waits. A prompt of which
 nobody stores more costs one short call. The key of its first missing block is then remembered for
 `_ABSENT_S`, because a full engine asks about the same waiting requests in every pass. It is not
-remembered for longer: a
-prompt that several nodes get at once is soon stored by one of them.
+remembered for longer: a prompt that several nodes get at once is soon stored by one of them.
 
 The ranks of one engine may be on several nodes. Then nothing is promised without the shard, which
 has every other node lease the same blocks in its ranks' names: the leader cannot look there.
 
-Leases the prefix of a prompt that is here for every rank, and sound.
-
-Staging that nobody waits for: the engine asks again about the request, and schedules others.
-
-For engines that take "ask again" for an answer. Each call has a deadline, and a thread of its own
-out of a few; with all of them busy a call waits for its turn, which counts as part of its time.
+`LateStages` is for engines that take "ask again" for an answer and schedule others. Each call has a
+deadline, and a thread of its own out of a few; with all of them busy a call waits for its turn,
+which counts as part of its time.
 """
 
 import logging

@@ -3,10 +3,9 @@
 A namespace needs the pool's layout, which only the worker knows, the model's name, which may take
 minutes to find out, and the version of its weights, which may change while the engine runs.
 
-What an engine reads of a namespace: which blocks, and which parts of them for each of its ranks.
-
-Those of its own namespace, which it stores as well; and, where heads are dealt alike, those of
-engines of the same model with more or fewer ranks (`model.reslicing`).
+A `Reading` is what an engine reads of a namespace: which blocks, and which parts of them for each
+of its ranks. It reads its own namespace, which it stores as well, and, where heads are dealt alike,
+those of engines of the same model with more or fewer ranks (`model.reslicing`).
 """
 
 import threading

@@ -5,7 +5,7 @@ each attention window, and of each rank for itself; a router wants full blocks, 
 window, that some rank has. Prompts with a salt, an adapter or media stay inside, as the engine
 tells of them: no router could find them by their tokens.
 
-The batches that a publisher has sent, numbered, the latest kept for replay; pure.
+A log has the batches that a publisher has sent, numbered, the latest kept for replay.
 """
 
 import json

@@ -3,7 +3,7 @@
 A thread of its own asks, translates and publishes. The engine's threads only put events into a
 buffer, which is the engine's and bounded.
 
-Takes the events of TensorRT-LLM's own server, `POST /kv_cache_events`.
+`HttpDrain` takes the events of TensorRT-LLM's own server, `POST /kv_cache_events`.
 """
 
 import http.client

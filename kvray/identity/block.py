@@ -1,6 +1,6 @@
 """The name of a block: its key, and the namespace that seeds the keys.
 
-Which parts of a block have the bytes of a rank, if engines of other sizes have stored it.
+`readable_parts` says which parts of a block have the bytes of a rank of an engine of another size.
 """
 
 import hashlib

@@ -9,9 +9,7 @@ Why sha256, which is no faster than a disk: a hub's cache names large files by i
 file has its digest without being read, and the same digest as its copy elsewhere. A digest from the
 hub or the cache gives the same fingerprint sooner, never another one.
 
-The files of a checkpoint that belong to the model, and how to tell that one has changed.
-
-Digests of checkpoint files that need no reading; processes take turns to read the others.
+Processes take turns to read a checkpoint, so that one reading serves all of a node.
 """
 
 import fcntl

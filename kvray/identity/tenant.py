@@ -11,7 +11,7 @@ hand on only a number, a hash of the salt, have no tenant in it; the number stan
 
     HMAC-SHA256(secret, frame("kvray.tenant.id", the number's hex digits)), as hex digits
 
-A file with a secret: read only if nobody but its user and its group can read it.
+The file with the secret is read only if nobody but its user and its group can read it.
 """
 
 import hashlib

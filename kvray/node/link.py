@@ -5,7 +5,7 @@ and worker. A daemon thread attaches, notices a retired arena, registers replica
 sends their figures, and retries calls that found the arena busy. A second one populates the
 mapping. An engine that started before its shard, or outlives it, joins again by itself.
 
-Calls that found the arena busy and must happen later: releases, aborts, late commits.
+Releases, aborts and late commits that found the arena busy are deferred.
 """
 
 import logging

@@ -1,8 +1,6 @@
-"""Notes on the requests of one rank, for the shard, which keeps them for people.
+"""What one rank tells its shard beside figures: notes, a sample of prompts, tokens of blocks.
 
-The prompts of one engine, of which its shard gets a sample.
-
-The tokens of one engine's blocks, for its shard, which publishes KV events with them.
+People read the notes, the sample is for the curve of sizes, and KV events have the tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It has a connection of its own, which no report can hold up. No call takes longer than its wait:
 then it closes the connection, and drops a late answer with it.
 
-The client end of a shard's unix socket: one call at a time, each with a deadline.
+`ShardSocket` is the client end of a shard's unix socket: one call at a time, each with a deadline.
 """
 
 import contextlib

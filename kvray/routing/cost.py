@@ -1,6 +1,6 @@
 """The time to a prompt's first token on one replica, predicted by part; pure.
 
-How fast an engine computes prompts, from what its answers tell; pure.
+`PrefillSpeed` is how fast an engine computes prompts, from what its answers tell.
 """
 
 from __future__ import annotations

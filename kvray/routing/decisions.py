@@ -1,6 +1,6 @@
 """The requests of one router, from the choice of a replica to the first token; pure.
 
-How a router's choices turned out, as totals of declared metrics; pure.
+`Outcomes` counts how choices turned out, as totals of declared metrics.
 """
 
 from bisect import bisect_left

@@ -1,10 +1,7 @@
 """What a router knows of each replica, and which of them a prompt goes to; pure.
 
-The blocks of the prompts that a replica has under way; pure.
-
-A bounded set of blocks, the least recently used one out first; pure.
-
-The work that one replica has and had, as its router knows it; pure.
+It knows the work that each has and had (`Load`), the blocks of prompts under way (`Coming`), and
+which blocks a pool most likely has (`Lru`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which engine answers a request, what kvray brings there first, and the answer as it comes.
 
-Serve's choice of a replica, and a second one when the first does not come.
+A second choice of a replica is made when the first does not come.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ A deployment names it in its `request_router_config`. A request whose token ids 
 replica with the earliest predicted first token; any other, and every request while the tier does
 not answer, to the shorter queue of two replicas.
 
-What an ingress tells the router of a request, from the choice of a replica on.
+By a `Routed` an ingress tells the router what becomes of a request.
 """
 
 import asyncio

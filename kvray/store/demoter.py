@@ -1,12 +1,12 @@
-"""Writes blocks of an arena to a store: those that go next, or all of them at the end.
+"""Moves blocks between an arena and a store below it.
 
-A block is written while it is still in the arena, so that eviction never waits for a device. Its
-ancestors are written too, because without them it is never found.
+The demoter writes blocks that go next, or all of them at the end. A block is written while it is
+still in the arena, so that eviction never waits for a device. Its ancestors are written too,
+because without them it is never found.
 
-Brings blocks from a store's files into free slots of its node's arena, along a prefix.
-
-It reads the whole rest of a prefix ahead, piece by piece from its front. The longer an engine
-waits, the more of the prefix is READY, and never with a gap.
+The promoter brings blocks from a store's files into free slots of the arena, along a prefix. It
+reads the whole rest of a prefix ahead, piece by piece from its front. The longer an engine waits,
+the more of the prefix is READY, and never with a gap.
 """
 
 import logging

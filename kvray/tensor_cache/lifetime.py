@@ -1,6 +1,6 @@
 """The lifetime of a cache: until it is closed, and the last call has ended.
 
-Counts the tokens that a cache stores, finds and misses, as a connector counts them.
+Its counters are those of a connector: tokens stored, found and missed.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """A prompt as a caller gives it: the keys of its full blocks, and where its mask begins.
 
-The names under which the caches of this process report; each is unique in its place.
+A cache reports under a name that no other of this process has.
 """
 
 import threading

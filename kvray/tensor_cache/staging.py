@@ -1,6 +1,6 @@
 """Stages blocks that this node's arena lacks: from the node's disk, or from other nodes.
 
-A bounded queue of stores that nobody waits for.
+`StoreQueue` is a bounded queue of stores that nobody waits for.
 """
 
 import logging

@@ -3,7 +3,7 @@
 A rank *holds* blocks: it copies them from the arena into memory of its own and checks the copies.
 vLLM is promised only what every rank holds, so no load can fail.
 
-What vLLM carries between the two halves of the connector, which may be in two processes.
+vLLM carries the metadata between the two halves, which may be in two processes.
 """
 
 from collections import Counter

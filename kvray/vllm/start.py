@@ -1,6 +1,6 @@
 """How both halves of the connector begin: from vLLM's configuration and kvray's.
 
-Set-ups of vLLM that kvray would serve wrongly, refused at the start with what to change.
+Set-ups that kvray would serve wrongly are refused with what to change.
 """
 
 from collections.abc import Iterator

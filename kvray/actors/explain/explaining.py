@@ -2,7 +2,7 @@
 
 Answers are plain mappings, as `kvray explain --json` prints them; ranges are in tokens.
 
-The states of a prompt's blocks, derived from the answers of the shards; pure.
+The states of a prompt's blocks are derived from the answers of all shards.
 """
 
 import time

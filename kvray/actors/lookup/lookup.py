@@ -1,10 +1,7 @@
 """The lookup: knows which shards hold which blocks, from their announcements.
 
-Maps ranks to the shards that they are registered with.
-
-Turns to announce everything: a few shards at a time; the others hear when to ask.
-
-Partial blocks: queued for the shards that hold the remaining parts, until they announce.
+It also knows which rank is registered with which shard, deals out turns to announce everything (a
+few shards at a time), and tells shards of parts that are useless without those of other nodes.
 """
 
 import secrets

@@ -1,7 +1,4 @@
-"""Calls to named actors, each with a deadline and kvray's own errors.
-
-Calls to named actors from an event loop, each with a deadline and kvray's own errors.
-"""
+"""Calls to named actors, each with a deadline and kvray's own errors; `ActorCalls` from an event loop."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """The Ray actor around a shard.
 
-A shard's way to one partition of the lookup: one announcement at a time, an answer whenever.
+`LookupLine` is its way to one partition of the lookup: one announcement at a time.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""The requests of other actors to a serving shard: blocks for a prompt, for ranks, from disk.
+"""What other actors and people ask a serving shard.
 
-The queries of people to a shard: requests, blocks and contents; none of them is urgent.
-
-The keys of a prompt that no engine has seen yet, equal to those that its engine will give it.
+Actors ask for blocks: of a prompt, for ranks, from disk. People ask about requests, blocks and
+contents, and wait longer. A prompt that no engine has seen gets the keys that its engine will give
+it.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Chooses the arena of a shard: the one that it finds, or a new one in its place.
 
-A process that is stopped while it has an arena's lock: its node has nothing but misses.
+While a process is stopped that has an arena's lock, its node has nothing but misses.
 """
 
 import logging

@@ -4,9 +4,8 @@ For the lookup, a node either has a block, in memory or on disk, or it does not.
 one tier is announced as gone only if the other tier lacks it. A block found in one tier is
 announced even if the other has it too. So if two changes cross, the later look corrects them.
 
-The changes of one tier of a node since the lookup was told.
-
-What one shard tells one partition of the lookup: announcements, in unbroken order.
+`TierDelta` has the changes of one tier since the lookup was told. `LookupStream` is what one shard
+tells one partition: announcements, in unbroken order.
 """
 
 import logging

@@ -3,10 +3,8 @@
 The event loop asks what the store has and hands work to threads: one that writes, and those of
 `NvmeReads`. They share the arena and the store with it, and any thread may use both.
 
-The reads of a shard's NVMe tier: threads that promote blocks, and how the device answers them.
-
-Used by the shard's event loop. Each read runs in a thread, to which the promoter crosses; nobody
-waits for one that hangs.
+`NvmeReads` is used by the shard's event loop. Each read runs in a thread, to which the promoter
+crosses; nobody waits for one that hangs.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What more or less memory would be worth to this node's prompts, worked out a little at a time.
+"""What a shard keeps of its engines' requests: notes for people, and a sample of prompts.
 
-The notes of engines on their requests, kept by their shard for people who ask later.
+The sample tells what more or less memory would be worth, worked out a little at a time.
 """
 
 import contextlib

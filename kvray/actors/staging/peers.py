@@ -1,8 +1,6 @@
 """The other actors as one shard sees them: which may be asked, how fast, how they failed.
 
-The type of calls to other actors; imports no Ray.
-
-Measured rates of the sources of blocks; pure.
+`Ask` is the type of their calls; `Rates` are the measured speeds of sources.
 """
 
 import asyncio

@@ -1,12 +1,10 @@
-"""Ranks of a replica that are registered with other shards: those stage and lease for them.
+"""Replicas with ranks on several nodes: each shard stages, leases and checks for its own.
 
-Leases in the names of this node's ranks, taken for a replica's leader on another node.
-
-Checks blocks of this node before a leader on another node promises them to its engine.
-
-A leader can check its own node's arena only. A rank elsewhere would find a wrong block too late to
-say so. Threads of the loop compute the sums: the arena and a lease cross to them, a number comes
-back. Blocks that are not checked in time do not count.
+`RanksAway` asks the other shards, `RankLeases` are leases taken for a leader on another node, and
+`Verifier` checks their blocks before that leader promises them. A leader can check its own node's
+arena only. A rank elsewhere would find a wrong block too late to say so. Threads of the loop
+compute the sums: the arena and a lease cross to them, a number comes back. Blocks that are not
+checked in time do not count.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The replicas whose ranks have registered with a shard, and their figures.
 
-Checks values that engines and other shards send.
+Values that engines and other shards send are checked here.
 """
 
 import secrets

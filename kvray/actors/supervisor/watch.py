@@ -1,6 +1,6 @@
 """Notices parts of the tier that no longer answer; Ray notices dead ones only.
 
-Which nodes kvray leaves, because nobody uses them and they are to go; pure.
+It also says which nodes kvray leaves, because nobody uses them and they are to go.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Ray's counters take increments and outlive the process that gave them. So every 
 given once, also after a restart: an engine's totals then start over, while those of a shard's
 engines and arena go on.
 
-How many parts of the tier there should be, how many answer, and how often one stopped; pure.
+Part counts are how many parts there should be, how many answer, and how often one stopped.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@ A part restarts if its build info is out of date. So the next run finishes an in
 a second run does nothing. If it is killed between the old supervisor and the new one, the parts
 serve, and the next `kvray up` starts the supervisor first.
 
-How long a wait goes on: while something moves, since a busy machine is slow and not stuck.
+A wait goes on while something moves, since a busy machine is slow and not stuck.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ Fields are those of TensorRT-LLM's `LlmRequest`: its bindings, and from 1.1 on t
 beside them (`py_...`); versions lack some of them. The first cache manager asks with a copy, which
 has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
-Which request the engine speaks of, and whether it only generates; raises nothing.
+`id_of` and `only_generates` say which request the engine speaks of, and raise nothing.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """An NVIDIA GPU, through torch and, for copies by address, through its driver.
 
-The few functions of CUDA's driver that torch does not have: copies by address, many in a call.
-
-The driver's library is there wherever torch has a GPU, and keeps the functions that it once had:
+Of CUDA's driver it needs the few functions that torch does not have: copies by address, many in a
+call. The library is there wherever torch has a GPU, and keeps the functions that it once had:
 `cuMemcpyBatchAsync` has the signature of CUDA 12.8 also in later drivers. An error of the runtime's
 library would show up in torch's next kernel. The package cuda-bindings makes a Python object of
 each address; here arrays are handed over as they are. ctypes gives up the GIL meanwhile.

@@ -1,6 +1,6 @@
 """The engine's pages in host memory, and what loads and saves of any pool are told by.
 
-An arena's memory registered with a device, chunk by chunk, while the arena is already in use.
+An arena's memory is registered with a device chunk by chunk, while the arena is already in use.
 """
 
 import threading

@@ -4,7 +4,7 @@ What a layer reads must have landed before it runs; what later layers read may l
 stage is the unit that a layer waits for. Small stages let the first layers start early, but a copy
 of few bytes costs as much as one of many, and so does an event.
 
-What one batch of copies moves: addresses and sizes that numpy makes for all blocks; pure.
+Pieces are what one batch of copies moves: addresses and sizes that numpy makes for all blocks.
 """
 
 import math

@@ -3,10 +3,9 @@
 Read from `config.json`, as Hugging Face writes it, and `hf_quant_config.json`, as ModelOpt does.
 A configuration that is not there or cannot be read says nothing; the engine will complain of it.
 
-The tokens that stand for pictures, videos and sounds in a prompt, as a checkpoint names them.
-
-The first cache manager shows only what C++ has of a request, which lacks pictures without digests.
-Its tokens tell: media take the place of certain tokens, or of tokens beyond the vocabulary.
+Media tokens stand for pictures, videos and sounds in a prompt. The first cache manager shows only
+what C++ has of a request, which lacks pictures without digests. Its tokens tell: media take the
+place of certain tokens, or of tokens beyond the vocabulary.
 """
 
 import json

@@ -3,7 +3,7 @@
 A fingerprint takes as long as reading the checkpoint does, so it is found out in the background
 while the engine starts and serves. Until then nothing has keys: nothing is promised or saved.
 
-Which weights an engine has: the version that its namespace names, or none that anybody named.
+`Weights` is which version of its weights an engine has, if anybody has named one.
 """
 
 import logging

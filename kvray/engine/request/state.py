@@ -1,8 +1,7 @@
 """The leader's record of a request between its first query and its end; pure.
 
-What one pass of an engine has that is new about one request.
-
-Reads what an engine says of how long blocks are to be kept: retention priorities, 0 to 100.
+A report is what one pass has that is new about a request. It may have retention priorities, 0 to
+100.
 """
 
 from collections.abc import Sequence

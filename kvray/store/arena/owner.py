@@ -1,6 +1,6 @@
 """The owner's part in an arena: adopt it, keep it in order, tell what changed, end it.
 
-Ends the file in an arena's place, even if this code cannot map it.
+A file in an arena's place can be ended even if this code cannot map it.
 """
 
 import contextlib

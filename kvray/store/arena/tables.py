@@ -1,10 +1,9 @@
 """The tables of an arena as numpy views on its mapping.
 
-The undo record of an arena: the old values of all that the present section overwrites.
-
-A section changes the tables in steps. Before a step overwrites anything that counts, it notes the
-old values here, in the file itself. The next taker of the lock after a death puts them back. So a
-step happens whole or not at all, and undoing it costs as much as doing it.
+The undo record has the old values of all that the present section overwrites. A section changes the
+tables in steps. Before a step overwrites anything that counts, it notes the old values here, in the
+file itself. The next taker of the lock after a death puts them back. So a step happens whole or not
+at all, and undoing it costs as much as doing it.
 
 Why that holds, wherever the writer dies: an entry is complete before the count of entries covers
 it, and covered before the first of its rows is overwritten. To put values back half, and then

@@ -1,8 +1,6 @@
 """Whether an arena fits into mount, cgroups and machine beside Ray; the arithmetic in words.
 
-The memory that this process's cgroups leave: its own, and those around it.
-
-The mounts that this process sees, as /proc/self/mountinfo lists them.
+Cgroups are this process's own and those around it; mounts are those of /proc/self/mountinfo.
 """
 
 import os

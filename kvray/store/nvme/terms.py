@@ -1,6 +1,6 @@
 """Plain data of the NVMe tier: an owner's request, the counts, what goes in and comes out.
 
-Bounds the writes to a device that wears out; pure except for `load` and `save`.
+`WriteBudget` bounds the writes to a device that wears out; it does no I/O but in `load` and `save`.
 """
 
 import contextlib

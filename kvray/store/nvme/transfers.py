@@ -3,7 +3,7 @@
 What crosses between threads: views of the arena's slots, which the caller has leased or reserved,
 and arrays over all requested blocks, of which each task writes its own rows.
 
-Runs several transfers at a time: as many as there are threads, without a queue.
+As many transfers run at a time as there are threads, without a queue.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Policies decide which blocks of a tier go first; `kvray replay` says how well each does.
 
-Lets the block go first that was used longest ago.
+`LRU` lets the block go first that was used longest ago.
 """
 
 from collections.abc import Iterator
