@@ -1,4 +1,4 @@
-"""Calls to named actors, each with a deadline and our own errors; `ActorCalls` from an event loop."""
+"""Calls to named actors, with deadlines and our own errors; `ActorCalls` from an event loop."""
 
 import asyncio
 import contextlib
