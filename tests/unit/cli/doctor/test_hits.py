@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.hits import hit_findings
+from kvray.cli.doctor.tier import hit_findings
 from kvray.trace.reasons import COUNTED
 
 

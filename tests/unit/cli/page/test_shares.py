@@ -1,7 +1,7 @@
 """The history of the page is bounded, in time and in replicas."""
 
-from kvray.cli.page.shares import Shares
-from kvray.cli.text.rates import ReplicaRates
+from kvray.cli.page.board import Shares
+from kvray.cli.text.hits import ReplicaRates
 
 
 def test_history_is_bounded_in_time_and_in_replicas() -> None:

@@ -2,7 +2,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvray.cli.text.memory import shares_report
+from kvray.cli.text.status import shares_report
 
 
 def shard_of(*namespaces: tuple[str, int, int | None], over_quota: int = 0) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 from rich.console import Console
 
 from kvray.actors.staging.replicas import Replicas
-from kvray.cli.text.namespaces import namespaces_report
+from kvray.cli.text.status import namespaces_report
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvray.cli.text.hits import source_shares
-from kvray.cli.text.rates import History, headline, replicas_table
+from kvray.cli.text.hits import History, headline, replicas_table, source_shares
 
 
 def status(

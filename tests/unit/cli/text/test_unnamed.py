@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvray.cli.doctor.hits import hit_findings
-from kvray.cli.text.unnamed import unnamed_sentences
+from kvray.cli.doctor.tier import hit_findings
+from kvray.cli.text.status import unnamed_sentences
 
 
 def replica(**changes: Any) -> dict[str, Any]:

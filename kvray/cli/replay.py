@@ -1,6 +1,6 @@
-"""The command: its options, what they exclude, and what is printed."""
+"""`kvray replay`: its options, for policies and for routers, and what is printed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from kvray.cli.replay import fleet as fleets
 from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot, printer, write_picture
 from kvray.errors import ConfigError
@@ -18,8 +17,105 @@ if TYPE_CHECKING:
     from kvray.lab.replay import Plan, Trace
     from kvray.lab.replay.fleet import FleetPlan
 
+
+DEFAULTS: Mapping[str, int] = {
+    **{"pool": 800, "host": 3_000, "speed": 1, "deadline": 5, "imbalance": 10},
+    **{"prefill_rate": 12_000, "token_bytes": 163_840},
+    **{"copy_rate": 20, "link_rate": 10, "disk_rate": 3},
+}
+"""docs/replay.md says where they are from."""
+_LINK_LATENCY_S = 0.002
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
 _CAPACITIES = "1k,5k,10k,30k,100k"
+
+
+def _option(name: str, metavar: str, text: str, **bounds: Any) -> Any:
+    return typer.Option(metavar=metavar, help=f"{text} Default: {DEFAULTS[name]}.", **bounds)
+
+
+def _positive(name: str, metavar: str, text: str) -> Any:
+    return _option(name, metavar, text, min=1e-6, max=1e12)
+
+
+ReplicasOption = Annotated[
+    int | None,
+    typer.Option(
+        **{"min": 1, "max": 512, "metavar": "N"},
+        help="Compare routers instead, on N replicas with a node each.",
+    ),
+]
+RouterOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
+]
+PoolOption = Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")]
+HostOption = Annotated[str | None, _option("host", "BLOCKS", "The tier's memory of each node.")]
+SpeedOption = Annotated[
+    float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
+]
+DeadlineOption = Annotated[
+    float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
+]
+ImbalanceOption = Annotated[
+    int | None,
+    _option(
+        "imbalance",
+        "N",
+        "Queues may differ by N before affinity does as pow2.",
+        min=0,
+        max=1_000_000,
+    ),
+]
+PrefillRateOption = Annotated[
+    float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
+]
+TokenBytesOption = Annotated[
+    float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
+]
+CopyRateOption = Annotated[
+    float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
+]
+LinkRateOption = Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")]
+DiskRateOption = Annotated[
+    float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
+]
+
+
+def refuse(given: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError if one of the options was given."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}.")
+
+
+def make_plan(
+    replicas: int, given: Mapping[str, Any], *, disk_blocks: int, seed: int
+) -> "FleetPlan":
+    """Return the plan of the options that were given; for None it takes the default."""
+    from kvray.lab.replay.fleet import FleetPlan
+    from kvray.routing import Link, Rates
+
+    values = {
+        name: default if given[name] is None else given[name] for name, default in DEFAULTS.items()
+    }
+    return FleetPlan(
+        num_replicas=replicas,
+        pool_blocks=values["pool"],
+        host_blocks=values["host"],
+        disk_blocks=disk_blocks,
+        speed=values["speed"],
+        deadline_s=values["deadline"],
+        imbalance_max=values["imbalance"],
+        seed=seed,
+        rates=Rates(
+            prefill_tokens_per_s=values["prefill_rate"],
+            token_bytes=values["token_bytes"],
+            host=Link(bytes_per_s=1e9 * values["copy_rate"]),
+            remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * values["link_rate"]),
+            disk=Link(bytes_per_s=1e9 * values["disk_rate"]) if disk_blocks else None,
+        ),
+    )
+
 
 Names = list[str] | None
 Found = TypeVar("Found")
@@ -76,18 +172,18 @@ def replay(
             " gittins.",
         ),
     ] = False,
-    replicas: fleets.ReplicasOption = None,
-    router: fleets.RouterOption = None,
-    pool: fleets.PoolOption = None,
-    host: fleets.HostOption = None,
-    speed: fleets.SpeedOption = None,
-    deadline: fleets.DeadlineOption = None,
-    imbalance: fleets.ImbalanceOption = None,
-    prefill_rate: fleets.PrefillRateOption = None,
-    token_bytes: fleets.TokenBytesOption = None,
-    copy_rate: fleets.CopyRateOption = None,
-    link_rate: fleets.LinkRateOption = None,
-    disk_rate: fleets.DiskRateOption = None,
+    replicas: ReplicasOption = None,
+    router: RouterOption = None,
+    pool: PoolOption = None,
+    host: HostOption = None,
+    speed: SpeedOption = None,
+    deadline: DeadlineOption = None,
+    imbalance: ImbalanceOption = None,
+    prefill_rate: PrefillRateOption = None,
+    token_bytes: TokenBytesOption = None,
+    copy_rate: CopyRateOption = None,
+    link_rate: LinkRateOption = None,
+    disk_rate: DiskRateOption = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
@@ -115,10 +211,10 @@ def replay(
         if check_curve and (replicas is not None or plot is not None):
             raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
         if replicas is None:
-            fleets.refuse({"router": router, **fleet}, "is for routers; give --replicas N, too")
+            refuse({"router": router, **fleet}, "is for routers; give --replicas N, too")
         else:
             given = {"capacity": capacity, "policy": policy, "admission": admission}
-            fleets.refuse(given, "is for policies; leave --replicas out")
+            refuse(given, "is for policies; leave --replicas out")
         host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
         nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
         if admission and not nvme_blocks:
@@ -146,7 +242,7 @@ def replay(
             return
         if replicas is not None:
             routers = _names(router, list(ROUTERS), "--router")
-            fleet_plan = fleets.make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
+            fleet_plan = make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
             _show_routers(trace, fleet_plan, routers, reading, as_json=as_json, plot=plot)
             return
         admissions = _names(admission, simulator.ADMISSIONS, "--admission")
