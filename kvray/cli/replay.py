@@ -269,7 +269,7 @@ def _show_policies(
     else:
         report.print_all(printer(), found)
     if plot is not None:
-        from kvray.lab.replay.plot import make_figure
+        from kvray.lab.replay.report import make_figure
 
         write_picture(make_figure(found), plot)
 
@@ -278,8 +278,7 @@ def _show_curve(
     path: Path, plan: dict[str, Any], reading: dict[str, Any], *, as_json: bool
 ) -> None:
     """Check the curve of a shard on a trace, and print how far off it is."""
-    from kvray.lab.replay import curve_report
-    from kvray.lab.replay.curve_check import check_curves
+    from kvray.lab.replay.curve_check import check_curves, curves_to_json, print_curves
 
     found = _with_bar(
         path,
@@ -287,9 +286,9 @@ def _show_curve(
         lambda trace, show: check_curves(trace, **plan, seed=reading["seed"], progress=show),
     )
     if as_json:
-        print(curve_report.to_json(found))
+        print(curves_to_json(found))
     else:
-        curve_report.print_all(printer(), found)
+        print_curves(printer(), found)
 
 
 def _show_routers(
@@ -312,7 +311,7 @@ def _show_routers(
     else:
         report.print_fleet(printer(), found)
     if plot is not None:
-        from kvray.lab.replay.fleet.plot import make_figure
+        from kvray.lab.replay.fleet.report import make_figure
 
         write_picture(make_figure(found), plot)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvray.lab.chaos.campaign import Campaign, NotNow, NotYet
+from kvray.lab.chaos.faults import Campaign, NotNow, NotYet
 from kvray.lab.chaos.judge import IN_FLIGHT_MIN
 from kvray.lab.chaos.schedule import Fault
 

@@ -9,11 +9,11 @@ from kvray.lab.chaos.judge import (
     Strike,
     has_passed,
     hit_tokens_ratio,
+    kinds_table,
     recoveries,
     report,
     stall_p99_ms,
 )
-from kvray.lab.chaos.report import kinds_table
 from kvray.lab.chaos.servers import Served
 from tests.unit.lab.demo.test_record import make_output
 

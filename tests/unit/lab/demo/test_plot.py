@@ -1,4 +1,4 @@
-from kvray.lab.demo.plot import colour_of
+from kvray.lab.demo.report import colour_of
 from tests.unit.lab.demo.test_record import make_output
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.lab.replay.agentic import Session, lay_out, read_session
+from kvray.lab.replay.reading import Session, lay_out, read_session
 
 
 def session(

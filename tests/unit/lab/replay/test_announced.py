@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvray.lab.replay.announced import Announced
+from kvray.lab.replay.simulator import Announced
 from kvray.store.replay import Replay, Trace
 from kvray.store.replay.tier import NOWHERE
 from tests.unit.lab.replay.excerpts import CONVERSATION, excerpt

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvray.lab.replay import Trace, belady, infinite
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.reading import TraceBuilder
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
 from tests.unit.lab.replay.lru import lru_hits
 

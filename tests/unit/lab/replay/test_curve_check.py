@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 
 from kvray.errors import ConfigError
-from kvray.lab.replay import curve_report
-from kvray.lab.replay.curve_check import check_curve, check_curves
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.curve_check import check_curve, check_curves, curves_to_json, print_curves
+from kvray.lab.replay.reading import TraceBuilder
 from tests.unit.lab.replay.excerpts import SYNTHETIC, excerpt
 
 
@@ -30,9 +29,9 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly() -> None:
     assert [done for _, done, _ in seen] == [0, 1, 2, 3, 4]
     console = Console(width=120)
     with console.capture() as said:
-        curve_report.print_all(console, [found])
+        print_curves(console, [found])
     assert "Mean error 0.00 points" in said.get()
-    assert json.loads(curve_report.to_json([found]))["checks"][0]["mean_error"] < 1e-5
+    assert json.loads(curves_to_json([found]))["checks"][0]["mean_error"] < 1e-5
 
 
 def test_a_trace_that_is_too_short_is_refused() -> None:

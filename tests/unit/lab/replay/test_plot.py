@@ -1,5 +1,5 @@
 from kvray.lab.replay import Plan, compare
-from kvray.lab.replay.plot import make_figure
+from kvray.lab.replay.report import make_figure
 from tests.unit.cli.replay_stand_in import simulate
 from tests.unit.lab.replay.excerpts import CONVERSATION, excerpt
 

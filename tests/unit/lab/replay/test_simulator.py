@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Outcome, Trace, belady, infinite
+from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
-from kvray.lab.replay.trace_builder import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything

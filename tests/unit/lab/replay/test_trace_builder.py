@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.reading import TraceBuilder
 from kvray.store.replay.trace import NO_PARENT, Trace
 
 

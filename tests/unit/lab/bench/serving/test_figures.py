@@ -4,15 +4,16 @@ import json
 
 import pytest
 
-from kvray.lab.bench.serving.figures import (
+from kvray.lab.bench.serving.load import Answer, Due
+from kvray.lab.bench.serving.report import (
     Round,
+    Section,
+    ServingReport,
     over_rounds,
     percentile,
     ratios,
     round_figures,
 )
-from kvray.lab.bench.serving.load import Answer, Due
-from kvray.lab.bench.serving.report import Section, ServingReport
 
 REQUESTS = [Due(at_s=float(at), tokens=[1] * 100) for at in range(4)]
 

@@ -13,7 +13,7 @@ from kvray.lab.bench.serving.workload import (
     generate,
     reusable_tokens,
 )
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.reading import TraceBuilder
 from kvray.store.replay.trace import Trace
 
 SIZE = 32

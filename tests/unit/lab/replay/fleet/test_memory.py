@@ -1,6 +1,6 @@
 """What a tier of several nodes holds, as its index says it."""
 
-from kvray.lab.replay.fleet.memory import Memory
+from kvray.lab.replay.fleet.plan import Memory
 from kvray.routing import Stretch
 from tests.unit.lab.replay.fleet.synthetic import plan, trace_of
 

@@ -1,5 +1,5 @@
 from kvray.lab.replay.fleet import compare_routers
-from kvray.lab.replay.fleet.plot import make_figure
+from kvray.lab.replay.fleet.report import make_figure
 from tests.unit.lab.replay.excerpts import SYNTHETIC, excerpt
 from tests.unit.lab.replay.fleet.synthetic import plan
 

@@ -1,6 +1,6 @@
 """Where each router sends a request."""
 
-from kvray.lab.replay.fleet.memory import Memory
+from kvray.lab.replay.fleet.plan import Memory
 from kvray.lab.replay.fleet.routers import ROUTERS, Request, Router
 from tests.unit.lab.replay.fleet.synthetic import plan, random_trace
 
