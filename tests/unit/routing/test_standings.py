@@ -1,11 +1,14 @@
-"""Which replica a prompt goes to, by what the tier holds and what was routed where."""
+"""Which replica a prompt goes to: by what the tier holds, what was routed where, and the load."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvray.routing import Place, PoolMatch, Standings, Stretch, Survey
+from kvray.routing import Load, Lru, Place, PoolMatch, Standings, Stretch, Survey
+from kvray.routing.standings import RECENT_S, Coming
 
 BLOCK = 32
 NAMES = ("a", "b", "c", "d")
@@ -194,3 +197,128 @@ def test_a_prompt_under_way_counts_before_its_engine_tells_of_it() -> None:
     assert pool_tokens(made, told(0), found)["c"] == 100 * BLOCK - 1
     made.done("1", 1.0)
     assert pool_tokens(made, told(0), found)["c"] == 0
+
+
+def test_blocks_are_here_while_a_prompt_with_them_is_under_way() -> None:
+    coming: Coming[str] = Coming()
+    coming.add("abc")
+    coming.add("abd")
+    assert (coming.leading("abde"), coming.leading("abce"), coming.leading("x")) == (3, 3, 0)
+    coming.remove("abd")
+    assert coming.leading("abde") == 2
+    coming.remove("abc")
+    assert coming.leading("abde") == 0
+
+
+def test_leading_blocks_of_what_was_used_are_there() -> None:
+    pool = Lru[str](10)
+    pool.use("abc")
+    assert pool.leading("abcd") == 3
+    assert pool.leading("xyz") == 0
+
+
+def test_the_oldest_prompt_goes_first_and_its_leaves_before_its_root() -> None:
+    pool = Lru[str](4)
+    pool.use("ab")
+    pool.use("xy")
+    assert pool.use("z") == ["b"]
+    assert pool.use("w") == ["a"]
+    assert pool.leading("xy") == 2
+
+
+def test_what_is_used_again_stays() -> None:
+    pool = Lru[str](4)
+    pool.use("ab")
+    pool.use("xy")
+    pool.use("ab")
+    assert pool.use("zw") == ["y", "x"]
+    assert pool.leading("ab") == 2
+
+
+def test_of_a_prompt_larger_than_the_pool_the_leading_blocks_stay() -> None:
+    pool = Lru[str](3)
+    assert pool.use("abcde") == ["e", "d"]
+    assert pool.leading("abcde") == 3
+
+
+@given(st.integers(1, 8), st.lists(st.lists(st.integers(0, 12), unique=True, max_size=10)))
+def test_it_is_bounded_and_least_recently_used(size: int, prompts: list[list[int]]) -> None:
+    pool, model = Lru[int](size), OrderedDict[int, None]()
+    for prompt in prompts:
+        gone = pool.use(prompt)
+        for block in reversed(prompt):
+            model.pop(block, None)
+            model[block] = None
+        assert gone == [model.popitem(last=False)[0] for _ in range(max(0, len(model) - size))]
+        there = [block in model for block in prompt]
+        assert pool.leading(prompt) == [*there, False].index(False)
+
+
+def test_an_idle_replica_has_no_queue() -> None:
+    assert Load().queue_s(5.0) == 0
+
+
+def test_waiting_work_shrinks_while_the_oldest_request_runs() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    load.routed("r2", 3.0, now=10.5)
+    assert load.queue_s(11.0) == pytest.approx(4.0)
+    assert load.queue_s(12.0) == pytest.approx(3.5), "r1 is due, and r2 has not begun"
+
+
+def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    waits = [load.queue_s(10.0 + ran_s) for ran_s in (2.0, 4.0, 6.0, 8.0, 99.0)]
+    assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_a_first_token_ends_the_wait_for_its_request() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    load.routed("r2", 3.0, now=10.5)
+    load.done("r1", now=13.0)
+    assert load.queue_s(14.0) == pytest.approx(2.0)
+    load.done("r2", now=15.0)
+    assert load.queue_s(15.0) == 0
+
+
+def test_a_request_that_overtakes_leaves_the_oldest_one_running() -> None:
+    load = Load()
+    load.routed("r1", 5.0, now=0.0)
+    load.routed("r2", 1.0, now=0.0)
+    load.done("r2", now=3.0)
+    assert load.queue_s(3.0) == pytest.approx(2.0)
+
+
+def test_an_unknown_request_changes_nothing() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=0.0)
+    load.done("r0", now=1.0)
+    assert (len(load), load.queue_s(1.0)) == (1, 1.0)
+
+
+def test_steady_work_is_its_share_of_time() -> None:
+    load = Load()
+    for second in range(600):
+        load.routed(second, 0.3, now=float(second))
+        load.done(second, now=second + 0.3)
+    assert load.utilization(600.0) == pytest.approx(0.3, abs=0.01)
+    assert load.utilization(600.0 + 10 * RECENT_S) < 0.001
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.booleans())))
+def test_a_queue_is_never_negative_nor_more_than_all_that_waits(
+    steps: list[tuple[float, float, bool]],
+) -> None:
+    load, now, waiting = Load(), 0.0, {}
+    for number, (wait_s, work_s, has_token) in enumerate(steps):
+        now += wait_s
+        if has_token and waiting:
+            done = next(iter(waiting))
+            load.done(done, now)
+            del waiting[done]
+        load.routed(number, work_s, now)
+        waiting[number] = work_s
+        assert 0 <= load.queue_s(now) <= sum(waiting.values()) + 1e-6
+        assert load.utilization(now) >= 0

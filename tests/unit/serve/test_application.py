@@ -1,4 +1,4 @@
-"""What `serve run` is given: settings, as a file or a command line has them."""
+"""What `serve run` is given, and what the endpoint answers when it fails itself."""
 
 import sys
 
@@ -44,3 +44,19 @@ def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ConfigError, match=r"fastapi: run pip install 'kvray\[serve\]'"):
         app({"model": "tiny"})
+
+
+pytest.importorskip("ray.serve")
+
+
+def test_a_defect_is_told_in_openais_form() -> None:
+    from fastapi.testclient import TestClient
+
+    from kvray.serve.ingress import app
+
+    # Outside a replica of Serve a path has nobody who could answer it.
+    answer = TestClient(app, raise_server_exceptions=False).get("/v1/models")
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert error["type"] == "server_error"
+    assert "RayServeException" in error["message"]

@@ -15,7 +15,7 @@ from kvray.lab.chaos.judge import (
     stall_p99_ms,
 )
 from kvray.lab.chaos.servers import Served
-from tests.unit.lab.demo.test_record import make_output
+from tests.unit.lab.demo.test_demo import make_output
 
 
 def served(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import kvray
 from kvray.cli.asking import show_answer
-from kvray.console.output import empty_table, printer, visible
+from kvray.console.output import empty_table, printer, stdout_kept, visible
 
 NAME = "[/bold][red]x[link=http://h]:smile:"
 
@@ -81,3 +81,14 @@ def test_every_command_prints_through_this_console() -> None:
     }
     # The boundary prints tracebacks; the other shows a download's bar, and no text.
     assert makers == {"console/tables.py", "console/boundary.py", "lab/reference/weights.py"}
+
+
+def test_what_others_print_meanwhile_is_no_part_of_the_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with stdout_kept():
+        print("(raylet) The node has been marked dead.")
+    print("{}")
+    said = capsys.readouterr()
+    assert said.out == "{}\n"
+    assert "marked dead" in said.err

@@ -1,9 +1,23 @@
+"""The demo's prompts, the verdict on its requests, and the picture of them."""
+
+import itertools
 from dataclasses import replace
 from typing import Any
 
+from kvray.lab.demo import prompts
+from kvray.lab.demo.prompts import (
+    LONG,
+    SAME_SYSTEM,
+    TOKENS_PER_BLOCK,
+    UNALIGNED,
+    make_prompts,
+    shareable_tokens,
+)
 from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, judge
+from kvray.lab.demo.report import colour_of
 from kvray.lab.reference import Output
 from kvray.lab.reference.output import count_wrong
+from kvray.lab.reference.tokenizer import ByteTokenizer
 
 
 def make_output(**fields: Any) -> Output:
@@ -92,3 +106,46 @@ def test_offloading_without_effect_fails() -> None:
 def test_reuse_without_kvray_fails() -> None:
     verdict = verdict_of(COLD, SHARED, changed(WITHOUT, reused_tokens=32), WITH)
     assert "Phase c" in verdict.failures[0]
+
+
+PROMPTS = make_prompts(ByteTokenizer())
+
+
+def test_long_prompt_ends_with_a_block() -> None:
+    assert len(PROMPTS[LONG]) == prompts.LONG_BLOCKS * TOKENS_PER_BLOCK
+
+
+def test_unaligned_prompt_ends_within_a_block() -> None:
+    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == prompts.UNALIGNED_TOKENS
+
+
+def common_blocks(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many leading full blocks two prompts share."""
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len(list(equal)) // TOKENS_PER_BLOCK
+
+
+def test_only_the_questions_to_one_system_prompt_share_a_block() -> None:
+    for one, other in itertools.combinations(PROMPTS, 2):
+        is_same = {one, other} <= set(SAME_SYSTEM)
+        shared = common_blocks(PROMPTS[one], PROMPTS[other])
+        assert shared == (prompts.SYSTEM_BLOCKS if is_same else 0)
+
+
+def test_questions_to_one_system_prompt_differ() -> None:
+    assert len({PROMPTS[name] for name in SAME_SYSTEM}) == 3
+
+
+def test_last_token_is_always_computed() -> None:
+    assert shareable_tokens(2 * TOKENS_PER_BLOCK) == TOKENS_PER_BLOCK
+    assert shareable_tokens(2 * TOKENS_PER_BLOCK + 1) == 2 * TOKENS_PER_BLOCK
+
+
+def test_bars_tell_where_prefixes_came_from() -> None:
+    outputs = (make_output(), make_output(reused_tokens=32), make_output(hit_tokens=32))
+    assert len({colour_of(output) for output in outputs}) == 3
+
+
+def test_a_hit_beside_what_the_pool_had_is_a_hit() -> None:
+    both = make_output(reused_tokens=32, hit_tokens=32)
+    assert colour_of(both) == colour_of(make_output(hit_tokens=32))
