@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.identity import digest_cache, fingerprint
+from kvray.identity import fingerprint
 from kvray.identity.fingerprint import Progress, fingerprint_model
 from tests.unit.identity.checkpoints import (
     CONFIG,
@@ -83,13 +83,13 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint: Path, cache: Path) -> N
 def test_what_is_known_so_far_is_kept_and_said_now_and_then(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, is_said: bool
 ) -> None:
-    progress, kept, keep = Progress(), list[int](), digest_cache.DigestCache.keep
+    progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep
 
-    def note(memory: digest_cache.DigestCache, digests: Any) -> None:
+    def note(memory: fingerprint.DigestCache, digests: Any) -> None:
         kept.append(len(digests))
         keep(memory, digests)
 
-    monkeypatch.setattr(digest_cache.DigestCache, "keep", note)
+    monkeypatch.setattr(fingerprint.DigestCache, "keep", note)
     monkeypatch.setattr(fingerprint, "_KEEP_S", every_s)
     fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
     assert kept == ([0, 1, 2] if is_said else [2])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
-from kvray.node import BlockTokens, PromptNotes, RequestNotes, block_tokens
+from kvray.node import BlockTokens, PromptNotes, RequestNotes, request_notes
 from kvray.node.request_notes import packed
 from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX
 from kvray.trace.request_note import NOTES_MAX, RequestNote
@@ -165,7 +165,7 @@ def prompt(*blocks: int, tail: int = 0) -> list[int]:
     return [block for block in blocks for _ in range(SIZE)] + [0] * tail
 
 
-def block_tokens_note(tokens: BlockTokens, *blocks: int, tail: int = 0):
+def tell(tokens: BlockTokens, *blocks: int, tail: int = 0):
     """Note a prompt as a request does, and return its keys."""
     packed = pack(prompt(*blocks, tail=tail))
     keys = chain_packed(packed, tokens_per_block=SIZE, seed=SEED)
@@ -194,23 +194,23 @@ def asked(generation: int = 1) -> BlockTokens:
 
 def test_nothing_is_noted_for_a_shard_that_publishes_nothing():
     tokens = BlockTokens()
-    block_tokens_note(tokens, 1, 2)
+    tell(tokens, 1, 2)
     tokens.hear(None)
-    block_tokens_note(tokens, 1, 2)
+    tell(tokens, 1, 2)
     tokens.hear(7)
     assert tokens.take(SIZE) == []
 
 
 def test_what_was_noted_before_the_shard_has_answered_is_told():
     tokens = BlockTokens()
-    keys = block_tokens_note(tokens, 1, 2)
+    keys = tell(tokens, 1, 2)
     tokens.hear(7)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
 
 def test_a_prompt_is_told_with_parents_and_tokens():
     tokens = asked()
-    first, second = block_tokens_note(tokens, 5, 6, tail=2)
+    first, second = tell(tokens, 5, 6, tail=2)
     assert told(tokens.take(SIZE)) == {
         first[:8]: (b"", (5,) * SIZE),
         second[:8]: (first[:8], (6,) * SIZE),
@@ -219,13 +219,13 @@ def test_a_prompt_is_told_with_parents_and_tokens():
 
 
 def test_only_what_was_not_told_is_told(monkeypatch):
-    monkeypatch.setattr(block_tokens, "_STRIDE", 1)
+    monkeypatch.setattr(request_notes, "_STRIDE", 1)
     tokens = asked()
-    block_tokens_note(tokens, 1, 2, 3)
+    tell(tokens, 1, 2, 3)
     tokens.take(SIZE)
-    keys = block_tokens_note(tokens, 1, 2, 3, 4)
-    other = block_tokens_note(tokens, 1, 9)
-    block_tokens_note(tokens, 1, 2)
+    keys = tell(tokens, 1, 2, 3, 4)
+    other = tell(tokens, 1, 9)
+    tell(tokens, 1, 2)
 
     assert told(tokens.take(SIZE)) == {
         keys[3][:8]: (keys[2][:8], (4,) * SIZE),
@@ -235,7 +235,7 @@ def test_only_what_was_not_told_is_told(monkeypatch):
 
 def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent():
     tokens = asked()
-    keys = block_tokens_note(tokens, 1, 2)
+    keys = tell(tokens, 1, 2)
     packed = pack(prompt(3))
     keys += chain_packed(packed, tokens_per_block=SIZE, seed=keys[-1])
     tokens.note(keys, 2, packed)
@@ -244,36 +244,36 @@ def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent
 
 def test_another_generation_has_everything_told_again():
     tokens = asked()
-    block_tokens_note(tokens, 1, 2)
+    tell(tokens, 1, 2)
     tokens.take(SIZE)
     tokens.hear(2)
-    keys = block_tokens_note(tokens, 1, 2)
+    keys = tell(tokens, 1, 2)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
 
 def test_what_could_not_be_told_is_told_with_the_next_prompt():
     tokens = asked()
-    block_tokens_note(tokens, 1, 2)
+    tell(tokens, 1, 2)
     tokens.take(SIZE)
     tokens.forget()
-    keys = block_tokens_note(tokens, 1, 2)
+    keys = tell(tokens, 1, 2)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
 
 def test_of_too_much_no_more_is_noted_until_some_is_taken(monkeypatch):
-    monkeypatch.setattr(block_tokens, "_TOKEN_BYTES_MAX", 40)
+    monkeypatch.setattr(request_notes, "_TOKEN_BYTES_MAX", 40)
     tokens = asked()
     for at in range(10):
-        block_tokens_note(tokens, at, at + 100)
+        tell(tokens, at, at + 100)
     assert len(told(tokens.take(SIZE))) == 4
-    block_tokens_note(tokens, 50)
+    tell(tokens, 50)
     assert len(told(tokens.take(SIZE))) == 1
 
 
 def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
-    monkeypatch.setattr(block_tokens, "_FRAME_MAX", 64)
+    monkeypatch.setattr(request_notes, "_FRAME_MAX", 64)
     tokens = asked()
-    keys = block_tokens_note(tokens, *range(2000))  # more than are packed as bytes
+    keys = tell(tokens, *range(2000))  # more than are packed as bytes
     found = {}
     while chains := tokens.take(SIZE):
         assert sum(len(chain.tokens) for chain in chains) <= 128
@@ -289,10 +289,10 @@ def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
 )
 def test_whatever_prompts_come_each_block_is_told_and_few_twice(prompts, every, stride):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_tokens, "_STRIDE", stride)
+        patch.setattr(request_notes, "_STRIDE", stride)
         tokens, keys, found = asked(), {}, {}
         for at, blocks in enumerate(prompts):
-            for key, block in zip(block_tokens_note(tokens, *blocks), blocks, strict=True):
+            for key, block in zip(tell(tokens, *blocks), blocks, strict=True):
                 keys[key[:8]] = block
             if at % every == 0:
                 chains = tokens.take(SIZE)

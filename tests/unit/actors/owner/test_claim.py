@@ -1,4 +1,4 @@
-"""Who owns a node's directory: processes that are killed, frozen or alive; what is removed of it."""
+"""Who owns a node's directory, whatever became of processes, and what is removed from it."""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""A shard finds an arena in its directory, and goes on with it or makes another, whoever has its lock."""
+"""A shard finds an arena in its directory, and goes on with it or makes another.
+
+A process that is stopped with the arena's lock is named, then ended.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Figures of a real shard, lookup and supervisor: declared, labelled, in agreement with the status."""
+"""Figures of a real shard, lookup and supervisor: declared, labelled, and true to statuses."""
 
 import shutil
 import tempfile

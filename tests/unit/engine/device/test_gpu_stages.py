@@ -1,4 +1,4 @@
-"""The order in which a load brings the bytes of its pages, and its copies as addresses and sizes."""
+"""The order in which a load brings the bytes of its pages, its copies as addresses and sizes."""
 
 import itertools
 from random import Random

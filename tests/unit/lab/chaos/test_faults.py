@@ -1,4 +1,4 @@
-"""Faults follow from a seed, strike when they can, end when they should, and wait for each other."""
+"""Faults follow from a seed, strike when they can, end when they should, wait for each other."""
 
 import math
 from collections.abc import Sequence

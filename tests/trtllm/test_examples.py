@@ -1,4 +1,4 @@
-"""The files of examples/trtllm_disaggregated pass each version's checks, and kvray's own."""
+"""The files of the examples pass each version's checks, and kvray's own."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from kvray.cli.connector_config import render
+from kvray.config import load_config
 from kvray.errors import ConfigError
 from tests.trtllm.test_start_up import make_halves
 from tests.trtllm.version import Version
@@ -61,3 +62,45 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     settings["cache"] = settings.pop("kv_cache_config", {})
     transfers = SimpleNamespace(**settings["cache_transceiver_config"])
     return {**settings, "cache_transceiver_config": transfers}
+
+
+SERVE_EXAMPLE = Path(__file__).parents[2] / "examples" / "trtllm_serve"
+REPLICAS = ("0", "1")
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_a_replicas_file_is_what_connector_config_writes(replica: str) -> None:
+    written = (SERVE_EXAMPLE / f"replica-{replica}.yaml").read_text()
+    assert written == render(Path(f"/etc/kvray/kvray-{replica}.yaml"))
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_a_replicas_file_passes_the_versions_check_and_names_the_connector(
+    version: Version, replica: str
+) -> None:
+    settings = yaml.safe_load((SERVE_EXAMPLE / f"replica-{replica}.yaml").read_text())
+    assert settings["kv_cache_config"] == {
+        "enable_block_reuse": True,
+        "enable_partial_reuse": False,
+    }
+    config = version.stand_in.KvCacheConnectorConfig(**settings["kv_connector_config"])
+    assert config.connector_module == "kvray.connector"
+    for name, base in (
+        (config.connector_scheduler_class, version.scheduler_class),
+        (config.connector_worker_class, version.worker_class),
+    ):
+        found = getattr(version.connector, name)
+        assert issubclass(found, base)
+        assert found.config_path == f"/etc/kvray/kvray-{replica}.yaml"
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_the_tiers_file_and_a_name_make_a_replicas_configuration(
+    tmp_path: Path, replica: str
+) -> None:
+    tier = (SERVE_EXAMPLE / "kvray.yaml").read_text()
+    path = tmp_path / "kvray.yaml"
+    path.write_text(f"{tier}connector:\n  replica: replica-{replica}\n")  # as the README does it
+    config = load_config(path, environ={})
+    assert config.connector.replica == f"replica-{replica}"
+    assert config.node_dir == load_config(SERVE_EXAMPLE / "kvray.yaml", environ={}).node_dir

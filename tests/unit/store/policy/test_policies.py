@@ -1,13 +1,176 @@
-"""Rates of return, and what blocks are worth by them."""
+"""LRU is what a dict makes of it, gittins goes by what came back; all do as `check_policy` says."""
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvray.store.arena.tables import Array
-from kvray.store.policy import hazard
+from kvray.store.policy import LRU, POLICIES, Gittins, hazard, prompts
 from kvray.store.policy.hazard import NUM_AGES
+from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
+from tests.unit.store.policy.small_cache import SmallCache, use, zipf
+
+
+def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for name in names:
+        hits.append(name in cached)
+        cached[name] = None
+        cached.move_to_end(name)
+        if len(cached) > num_blocks:
+            cached.popitem(last=False)
+    return hits
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8))
+def test_single_blocks_are_kept_as_in_a_dict(names: list[int], num_blocks: int) -> None:
+    assert SmallCache(LRU(num_blocks), num_blocks).hits(names) == dict_hits(names, num_blocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_string_has_the_hits_of_a_dict(seed: int) -> None:
+    names = zipf(seed, 5000)
+    assert SmallCache(LRU(100), 100).hits(names) == dict_hits(names, 100)
+
+
+def test_blocks_of_one_use_have_one_rank() -> None:
+    policy = LRU(4)
+    policy.stored(use([2, 0, 3], [10, 11, 12]))
+    policy.used(use([2, 0], [10, 11]))
+    ranks = policy.rank(np.array([2, 0, 3]), now=0.0)
+    assert ranks[0] == ranks[1] > ranks[2]
+
+
+def test_the_clock_goes_on_in_both_tiers() -> None:
+    host = LRU(2)
+    below = host.beside(2)
+    host.stored(use([0], [10]))
+    below.stored(use([0], [11]))
+    host.stored(use([1], [12]))
+    below.copied(np.array([1]), host, np.array([1]))
+    assert list(np.argsort(below.rank(np.array([1, 0]), now=0.0))) == [1, 0]
+    host.copied(np.array([1]), below, np.array([0]))
+    assert list(np.argsort(host.rank(np.array([1, 0]), now=0.0))) == [1, 0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("behaviour", POLICY_BEHAVIOURS, ids=lambda one: one.__name__)
+def test_every_policy(
+    behaviour: Callable[[MakePolicy], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_PROMPTS", 512)
+    check_policy(behaviour, POLICIES[name])
+
+
+HOT, COLD = np.arange(4), np.arange(100, 108)
+
+
+def taught(policy: Gittins) -> float:
+    """Have one prompt come back every 10 s, and others never; return the time after that."""
+    now = 0.0
+    policy.stored(use(HOT, HOT, now=now))
+    for turn in range(300):
+        now += 10.0
+        policy.used(use(HOT, HOT, now=now))
+        policy.stored(use(COLD, COLD + 1000 * (turn + 1), now=now))
+    return now
+
+
+def rank(policy: Gittins, slots: Array, now: float) -> Array:
+    return policy.rank(slots, now=now)
+
+
+def test_before_the_first_lesson_the_oldest_goes_first() -> None:
+    policy = Gittins(30)
+    for slot in range(30):
+        policy.stored(use([slot], [slot], now=float(slot)))
+    policy.used(use([0], [0], now=30.0))
+    order = np.argsort(rank(policy, np.arange(30), 31.0))
+    assert order.tolist() == [*range(1, 30), 0]
+
+
+def test_what_always_returns_outranks_what_never_does() -> None:
+    policy = Gittins(200)
+    now = taught(policy)
+    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, COLD, now + 5).max()
+
+
+def test_what_has_not_returned_when_it_used_to_falls_in_rank() -> None:
+    policy = Gittins(200)
+    now = taught(policy)
+    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, HOT, now + 500).max()
+
+
+def test_chance_is_one_before_the_first_lesson_and_learned_after_it() -> None:
+    policy = Gittins(200)
+    policy.stored(use(HOT, HOT))
+    assert (policy.chance(HOT, now=1000.0) == 1).all()
+    now = taught(policy)
+    assert policy.chance(HOT, now=now).min() > 0.8
+    assert policy.chance(COLD, now=now).max() < 0.2
+
+
+def test_a_single_block_that_returns_is_seen_to() -> None:
+    policy = Gittins(10)
+    cache = SmallCache(policy, 10)
+    for turn in range(200):
+        cache.ask(0, now=10.0 * turn)
+        cache.ask(1000 + turn, now=10.0 * turn + 5)
+    assert cache.ask(0, now=2000.0)
+    hot = cache.slot_of(0)
+    assert policy.chance(np.array([hot]), now=2000.0)[0] > 0.8
+
+
+def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
+    host = Gittins(200)
+    now = taught(host)
+    below = host.beside(50)
+    expected = rank(host, np.array([HOT[0], COLD[0]]), now)
+    below.copied(np.array([7, 9]), host, np.array([HOT[0], COLD[0]]))
+    assert (rank(below, np.array([7, 9]), now) == expected).all()
+
+
+def test_what_is_stored_after_a_parent_belongs_to_its_prompt() -> None:
+    policy = Gittins(20)
+    policy.stored(use([0, 1], [10, 11], now=1.0))
+    policy.stored(use([2], [12], depth=2, now=2.0, parent=1))
+    assert num_prompts(policy) == 1
+
+
+def test_what_is_stored_after_another_prompts_block_is_a_prompt_of_its_own() -> None:
+    policy = Gittins(20)
+    policy.stored(use([0, 1, 2], [10, 11, 12], now=1.0))
+    policy.stored(use([3], [13], depth=2, now=2.0, parent=1))
+    assert num_prompts(policy) == 2
+
+
+def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompts, "_PROMPTS", 8)
+    policy = Gittins(20)
+    policy.stored(use([0, 1], [10, 11]))
+    for at in range(8):  # the last of these has the row that the first prompt had
+        policy.stored(use([2, 3], [20 + 2 * at, 21 + 2 * at], now=1.0 + at))
+    before = num_prompts(policy)
+    policy.stored(use([4], [12], depth=2, now=10.0, parent=1))
+    assert num_prompts(policy) == before + 1
+
+
+def num_prompts(policy: Gittins) -> int:
+    return policy._prompts._count
+
+
+def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_before_that() -> None:
+    ranks = Gittins(1).rank_of_copies(np.array([5.0, 0.0, -3.0]))
+    assert ranks.tolist() == [0.5, 0.0, -30.0]
+
 
 EDGES = [0.0, *(4.0 * 2.0**age for age in range(NUM_AGES))]
 """Where the ages begin, and where the last one ends."""
