@@ -43,7 +43,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(
         return sizes[-1]
 
     monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(digest_cache, "_POLL_S", 0.001)
+    monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
     found: list[str] = []
     waiting = threading.Event()
     others = [
@@ -132,8 +132,8 @@ def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) 
 def test_a_process_that_stands_still_is_not_waited_for(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_cache, "_STALL_S", 0.05)
-    monkeypatch.setattr(digest_cache, "_POLL_S", 0.01)
+    monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
+    monkeypatch.setattr(fingerprint, "_POLL_S", 0.01)
     with held_turn(checkpoint, cache) as held:
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
         assert held.poll() is None
