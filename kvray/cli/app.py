@@ -1,4 +1,4 @@
-"""The command line: one module for each command."""
+"""The command line: all commands, as the help page groups them."""
 
 import contextlib
 import sys
@@ -9,25 +9,21 @@ import typer
 
 from kvray import __version__
 from kvray.cli.bench import bench
+from kvray.cli.blocks import clear, drain, prefetch
 from kvray.cli.chaos import chaos
-from kvray.cli.clear import clear
 from kvray.cli.config import config_app
 from kvray.cli.connector_config import connector_config
 from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
-from kvray.cli.down import down
-from kvray.cli.drain import drain
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
 from kvray.cli.ls import ls
-from kvray.cli.prefetch import prefetch
-from kvray.cli.probe import probe
 from kvray.cli.replay import replay
 from kvray.cli.size import size
-from kvray.cli.status import status
+from kvray.cli.status import probe, status
 from kvray.cli.sweep import sweep
-from kvray.cli.up import up
+from kvray.cli.up import down, up
 from kvray.cli.verify import verify
 from kvray.console.output import EXIT_ERROR, Output, OutputLost
 

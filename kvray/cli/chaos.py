@@ -51,8 +51,7 @@ def chaos(
     """
     with boundary(verbose=verbose) as interrupts:
         with interrupts.masked():
-            from kvray.lab.chaos import report
-            from kvray.lab.chaos.judge import has_passed
+            from kvray.lab.chaos.judge import has_passed, print_report
             from kvray.lab.chaos.network import why_impossible
             from kvray.lab.chaos.play import Options, play
             from kvray.lab.chaos.schedule import KINDS
@@ -76,6 +75,6 @@ def chaos(
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            report.print_all(printer(), found)
+            print_report(printer(), found)
     if not has_passed(found):
         raise typer.Exit(EXIT_FAILED)

@@ -60,7 +60,7 @@ def demo(
         else:
             report.print_all(printer(), records, verdict, seconds=seconds)
         if plot is not None:
-            from kvray.lab.demo.plot import draw
+            from kvray.lab.demo.report import draw
 
             draw(records, plot)
     if verdict.failures:

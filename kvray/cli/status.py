@@ -1,4 +1,4 @@
-"""`kvray status`: shards, lookup and replicas, as they report themselves."""
+"""`kvray status`: the tier as its parts report it; `kvray probe`: whether a shard serves."""
 
 import contextlib
 import re
@@ -13,8 +13,6 @@ from rich.table import Table
 
 from kvray.actors.tier.sizing import combined
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.text.drain import drain_sentence
-from kvray.cli.text.events import events_report
 from kvray.cli.text.hits import (
     COMPUTED,
     SOURCES,
@@ -24,15 +22,20 @@ from kvray.cli.text.hits import (
     sources_sentence,
     total_counters,
 )
-from kvray.cli.text.memory import node_name, shares_report
-from kvray.cli.text.namespaces import namespaces_report
 from kvray.cli.text.sizing import sizing_line
+from kvray.cli.text.status import (
+    drain_sentence,
+    events_report,
+    namespaces_report,
+    node_name,
+    shares_report,
+    unnamed_sentences,
+)
 from kvray.cli.text.transports import node_links, node_links_table
-from kvray.cli.text.unnamed import unnamed_sentences
-from kvray.config import format_size
+from kvray.config import format_size, load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer, visible
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.trace.reasons import MISS_PREFIX
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ _NVME_COLUMNS = {
 _COUNTED = {"requests": "requests", "prompt_tokens": "prompt\ntokens"}
 _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_tokens$|^fingerprint_")
 """Counters that other columns, the metrics or sentences show."""
+EXIT_NOT_SERVING = 1
 
 
 def status(
@@ -303,3 +307,29 @@ def _nvme_remark(nvme: dict[str, Any]) -> str:
 
 def _count(items: list[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
+def probe(
+    config: ConfigOption = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, max=60, help="Longest wait for the answer, in seconds.")
+    ] = 1.0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Ask this node's shard over its socket whether it serves.
+
+    Needs no Ray. Run it as the user of the shard, with the configuration of this node. Engines
+    need no such probe: they serve on without a shard.
+    """
+    with boundary(verbose=verbose):
+        from kvray.node.stage_calls import ShardSocket
+
+        shard = ShardSocket(load_config(config).node_dir)
+        try:
+            answer = shard.call("hello", timeout_s=timeout)
+        except ShardUnavailable as error:
+            typer.echo(f"kvray: {error}", err=True)
+            raise typer.Exit(EXIT_NOT_SERVING) from None
+        finally:
+            shard.close()
+        typer.echo(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")

@@ -1,6 +1,6 @@
 """The configuration: a YAML file with a schema, sizes in binary units, overrides by environment."""
 
-from kvray.config.contradictions import values_on_nodes
+from kvray.config.complaint import values_on_nodes
 from kvray.config.environment import (
     CONFIG_ENV,
     cache_dir,

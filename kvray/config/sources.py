@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from kvray.config.complaint import explain, located
-from kvray.config.contradictions import (
+from kvray.config.complaint import (
     Contradiction,
+    explain,
     first_contradiction,
+    located,
     node_contradiction,
     quota_contradiction,
 )
-from kvray.config.document import SettingPath, read_document
+from kvray.config.document import DEFAULT, Layers, Origin, SettingPath, read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
-from kvray.config.layers import DEFAULT, Layers, Origin
 from kvray.config.schema import setting_rows
 from kvray.config.sections import KVRayConfig, NodeConfig
 from kvray.errors import ConfigError

@@ -1,13 +1,24 @@
-"""The cache manager has TensorRT-LLM's interface and keeps its promises about bytes."""
+"""The engine's pool has TensorRT-LLM's interface and events, and keeps its promises about bytes."""
 
+from typing import Any
+
+import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvray.errors import CapacityError, ConfigError
+from kvray.events import Batch
+from kvray.events.native import NativePool
+from kvray.events.pool_content import PoolContent, chain_digests
+from kvray.lab.reference.block_pool import BlockPool
 from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.engine import ReferenceEngine
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.executor import schedule
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
-from tests.engine.conftest import BLOCK, make_prompt
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
@@ -117,3 +128,147 @@ def test_request_waits_until_its_longest_answer_fits_beside_the_others() -> None
     cache.free_resources(first)
     batch = schedule([second, third], cache, max_batch_size=8, chunk_tokens=None)
     assert batch.context_requests == [second, third]
+
+
+SIZE = 2
+NUM_BLOCKS = 8
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences come and go; `content` is what each block would hold in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, tokens_per_block=SIZE)
+        self.sequences: list[tuple[list[int], list[int]]] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8), is_partial=st.booleans())
+    def add(self, tokens: list[int], is_partial: bool) -> None:
+        match = self.pool.match(tokens[:-1], namespace=None, allow_partial=is_partial)
+        held = list(match.block_ids)
+        for index, block_id in enumerate(held):
+            assert self.content[block_id] == tuple(tokens[: (index + 1) * SIZE])
+        if match.partial_block_id is not None:
+            end = len(held) * SIZE + match.num_partial_tokens
+            assert end < len(tokens)
+            assert self.content[match.partial_block_id][:end] == tuple(tokens[:end])
+        self.pool.reference(held)
+        count = -(-len(tokens) // SIZE) - len(held)
+        free = self.pool.num_free
+        try:
+            fresh = self.pool.allocate(count)
+        except CapacityError:
+            assert count > free
+            assert self.pool.num_free == free
+            self.pool.release(held)
+            return
+        in_use = {block_id for _, block_ids in self.sequences for block_id in block_ids}
+        assert not in_use & set(fresh)
+        block_ids = held + fresh
+        for index, block_id in enumerate(block_ids):
+            self.content[block_id] = tuple(tokens[: (index + 1) * SIZE])
+        self.sequences.append((tokens, block_ids))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), is_remembered=st.booleans(), keep_tail=st.booleans())
+    def end(self, data: st.DataObject, is_remembered: bool, keep_tail: bool) -> None:
+        index = data.draw(st.integers(0, len(self.sequences) - 1))
+        tokens, block_ids = self.sequences.pop(index)
+        if is_remembered:
+            self.pool.remember(tokens, block_ids, namespace=None, keep_tail=keep_tail)
+        self.pool.release(block_ids)
+
+    @invariant()
+    def free_blocks_are_those_that_nobody_holds(self) -> None:
+        in_use = {block_id for _, block_ids in self.sequences for block_id in block_ids}
+        assert self.pool.num_free == NUM_BLOCKS - len(in_use)
+
+
+TestPool = PoolMachine.TestCase
+
+
+def test_least_recently_used_tail_goes_first() -> None:
+    pool = BlockPool(4, tokens_per_block=SIZE)
+    for tokens in ([1, 1, 1, 1], [2, 2, 2, 2]):
+        block_ids = pool.allocate(2)
+        pool.remember(tokens, block_ids, namespace=None, keep_tail=False)
+        pool.release(block_ids)
+    pool.release(pool.allocate(1))
+    lengths = [
+        len(pool.match(tokens, namespace=None, allow_partial=False).block_ids)
+        for tokens in ([1, 1, 1, 1], [2, 2, 2, 2])
+    ]
+    assert lengths == [1, 2]
+
+
+def test_allocation_beyond_the_free_blocks_changes_nothing() -> None:
+    pool = BlockPool(2, tokens_per_block=SIZE)
+    with pytest.raises(CapacityError, match="2 free blocks of 2, 3 are needed"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+
+
+class Heard:
+    """What a router makes of an engine's events."""
+
+    def __init__(self, engine: ReferenceEngine) -> None:
+        self._engine = engine
+        self.pool = NativePool(block_size=BLOCK)
+        self.content = PoolContent(blocks_max=1000)
+        self.kinds: set[str] = set()
+
+    def leading(self, tokens: list[int]) -> int:
+        events: list[Any] = self._engine.get_kv_cache_events()
+        self.kinds |= {one["data"]["type"] for one in events}
+        self.content.apply(Batch(at=0.0, events=self.pool.take(events)))
+        packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+        digests = {BLOCK: chain_digests(packed, block_size=BLOCK)}
+        return self.content.num_tokens(digests) // BLOCK
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_partial_reuse": True}, {"overlap": True}])
+def test_what_events_tell_is_what_the_engine_reuses(
+    make_engine: MakeEngine, options: dict[str, Any]
+) -> None:
+    engine = make_engine(num_blocks=16, event_buffer_max_size=1000, **options)
+    heard = Heard(engine)
+    for number in [0, 1, 2, 3, 4, 0, 1, 1, 5, 2, 0, 6, 6, 3]:
+        prompt = make_prompt(3 * BLOCK + 5, seed=number)
+        told = heard.leading(prompt)
+        output = engine.generate(prompt, max_tokens=4)
+        assert output.reused_tokens // BLOCK == told
+    assert heard.kinds == {"created", "stored", "removed"}
+    assert heard.pool.num_gaps == heard.pool.num_unread == 0
+
+
+def test_a_buffer_that_is_too_small_shows_as_a_gap(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=16, event_buffer_max_size=2)
+    heard = Heard(engine)
+    heard.leading([])
+    for number in range(8):
+        engine.generate(make_prompt(3 * BLOCK, seed=number), max_tokens=4)
+    heard.leading([])
+    assert heard.pool.num_gaps == 1
+
+
+def test_salted_prompts_stay_inside(make_engine: MakeEngine) -> None:
+    engine = make_engine(event_buffer_max_size=1000)
+    heard, prompt = Heard(engine), make_prompt(2 * BLOCK + 1)
+    engine.generate(prompt, max_tokens=2, salt="a")
+    assert heard.leading(prompt) == heard.pool.num_blocks() == 0
+    engine.generate(prompt, max_tokens=2)
+    assert heard.leading(prompt) == 2
+
+
+def test_without_a_buffer_nothing_is_told(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.generate(make_prompt(2 * BLOCK), max_tokens=2)
+    assert engine.get_kv_cache_events() == []
+
+
+def test_ranks_with_pools_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="are not gathered"):
+        ReferenceEngine(
+            "tiny", tensor_parallel_size=2, enable_attention_dp=True, event_buffer_max_size=8
+        )

@@ -11,11 +11,9 @@ import torch
 
 from kvray.errors import ConfigError
 from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.drafts import find_drafts
 from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.executor import schedule
-from kvray.lab.reference.llm_args import NGramDecodingConfig
+from kvray.lab.reference.engine_options import EngineOptions, NGramDecodingConfig
+from kvray.lab.reference.executor import find_drafts, schedule
 from kvray.lab.reference.model import KVGeometry, make_tiny_causal_lm
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests

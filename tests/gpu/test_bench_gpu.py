@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvray.console.interrupts import Interrupts
-from kvray.lab.bench.gpu.device import GpuDevice
-from kvray.lab.bench.gpu.model import Shapes
+from kvray.lab.bench.gpu.copies import GpuDevice
+from kvray.lab.bench.gpu.prefill import Shapes
 from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
 from kvray.lab.bench.runner import running
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvray.config import environ_for
-from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine
-from kvray.lab.chaos.node import Node
-from kvray.lab.reference.llm_args import KvConnectorConfig
+from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine, Node
+from kvray.lab.reference.engine_options import KvConnectorConfig
 
 CONNECTOR = KvConnectorConfig(
     connector_module="kvray.connector",

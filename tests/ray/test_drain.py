@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.identity.block import BlockKey
-from kvray.lab.chaos.machine import Machine
-from kvray.lab.chaos.node import Node
+from kvray.lab.chaos.machine import Machine, Node
 from kvray.store import Arena
 from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
 from tests.unit.store.small_arena import PATIENT_S, chain, store

@@ -1,4 +1,4 @@
-"""Starting, finding and ending a Ray of our own, and every way in which that fails."""
+"""A Ray of our own or somebody else's: starting, finding, reaching, ending, and every failure."""
 
 import fcntl
 import json
@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvray.actors.tier import local_ray
+from kvray.actors.tier import connection, local_ray
 from kvray.actors.tier.local_ray import LocalRay
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, ShardUnavailable
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
@@ -225,3 +225,103 @@ def test_it_dies_with_its_parent_if_asked_to(name: str) -> None:
     process.kill()
     reap(process)
     wait_for(lambda: local_ray.find(name) is None and processes_of(name) == [], "dying")
+
+
+def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Run `code` in a process that has no connection to Ray yet."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from kvray.actors.tier import connection\n{code}"],
+        cwd=ROOT,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":6379", "host:", "ray://a:10001"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="write host:port"):
+        connection.connect(address, "t")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no-such-host.invalid:1"])
+def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ShardUnavailable, match="Nobody answers at the Ray address"):
+        connection.connect(address, "t")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_a_port_of_something_else_is_told_within_seconds(
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_PROBE_S", 1.0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        peer = _answering(listener, answer)
+        began = time.monotonic()
+        with pytest.raises(ShardUnavailable, match=r"is no Ray head; correct ray\.address"):
+            connection.connect(f"127.0.0.1:{listener.getsockname()[1]}", "t")
+        assert time.monotonic() - began < 10
+        os.kill(peer, signal.SIGKILL)
+        os.waitpid(peer, 0)
+
+
+def _answering(listener: socket.socket, answer: bytes | None) -> int:
+    """Fork a process that answers the first connection; None: it never does."""
+    child = os.fork()
+    if child:
+        return child
+    client, _ = listener.accept()
+    if answer is None:
+        time.sleep(60)
+    client.sendall(answer or b"")
+    client.close()
+    os._exit(0)
+
+
+def test_without_a_local_tier_its_name_is_told() -> None:
+    done = run(
+        "from kvray.config import load_config\n"
+        "connection.connect_configured(load_config(overrides={'cluster_name': 'nobodys'}))"
+    )
+    assert "No local tier named 'nobodys' is running; start it with `kvray up`" in done.stderr
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64])
+def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> None:
+    began = time.monotonic()
+    done = run(
+        f"connection.connect({local.address!r}, 't')", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token
+    )
+    assert "RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token." in done.stderr
+    assert "ShardUnavailable" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> None:
+    name = f"pytest-{os.getpid()}-t"
+    done = run(
+        "import ray\nfrom kvray.config import load_config\n"
+        f"connection.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
+        "print(sum(node['Alive'] for node in ray.nodes()))",
+        RAY_AUTH_MODE="disabled",
+    )
+    assert int(done.stdout) >= 1, done.stderr
+
+
+def test_signal_handlers_outlive_the_connection(local: LocalRay) -> None:
+    name = f"pytest-{os.getpid()}-t"
+    done = run(
+        "import os, signal\nfrom kvray.config import load_config\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"
+        f"connection.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "connection.disconnect()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["ours", "ours"]), done.stderr

@@ -1,15 +1,19 @@
-"""A tier on a local Ray: up, status, down, and what is refused."""
+"""A tier on a local Ray: up, status, down, what is refused, and what a shard knows of memory."""
 
+import numpy as np
 import pytest
 import ray
 
 from kvray.actors.names import SUPERVISOR_NAME
 from kvray.actors.ray_glue.calls import call, get_actor, list_actors, mapped_errors
+from kvray.actors.shard.actor import memory_claims
 from kvray.actors.supervisor.supervisor import chosen_nodes
 from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.client import Client
 from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.store.machine.capacity import MemoryClaims
 from tests.ray.conftest import TIMEOUT_S, config_with
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
@@ -106,3 +110,28 @@ def test_living_nodes_with_the_resource_and_the_label_get_a_shard(
 ) -> None:
     shard = ShardConfig(resource=resource, label=label)
     assert chosen_nodes([ALIVE, PLAIN, DEAD], shard) == chosen
+
+
+MIB = 2**20
+
+
+def claims_on_a_node() -> MemoryClaims:
+    task = ray.remote(memory_claims).options(num_cpus=0)
+    found: MemoryClaims = ray.get(task.remote(), timeout=TIMEOUT_S)
+    return found
+
+
+def test_what_is_in_the_object_store_is_no_claim_any_more(local: LocalRay) -> None:
+    before = claims_on_a_node()
+    assert 30 * MIB < before.object_store_bytes <= 80 * MIB
+    assert before.threshold == 0.95
+    held = ray.put(np.zeros(20 * MIB, dtype=np.uint8))
+    expected = before.object_store_bytes - 20 * MIB
+    wait_for(lambda: claims_on_a_node().object_store_bytes <= expected, "Ray's own figure")
+    del held
+
+
+def test_a_shard_tells_of_its_pages(running: KVRayConfig) -> None:
+    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    assert shard["memory"]["mapped_bytes"] > 0
+    assert shard["memory"]["numa_nodes"] >= 0

@@ -10,8 +10,7 @@ import numpy as np
 from kvray.config import environ_for
 from kvray.lab.chaos import load
 from kvray.lab.chaos.judge import hit_share
-from kvray.lab.chaos.oracle import Questions, ask_oracle
-from kvray.lab.chaos.servers import Question, Served, Server
+from kvray.lab.chaos.servers import Question, Questions, Served, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
 from tests.ray.cluster import TwoNodes
 from tests.waiting import wait_for

@@ -1,13 +1,22 @@
-"""Several ranks: metadata that was really pickled, bytes of their own, owners of requests."""
+"""Several ranks: metadata that was really pickled, bytes of their own, owners of requests.
 
+Engines of one model with different numbers of ranks answer from what the others have computed.
+"""
+
+import json
 import pickle
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from kvray.store.arena.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
-from tests.trtllm.shapes import FLAT, MLA, Shape
-from tests.trtllm.version import WITH_GROUPS, on
+from tests.trtllm.shapes import FLAT, HEADS, MLA, GroupShape, Shape, with_dtype
+from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.waiting import wait_for
 
 PROMPT = list(range(100, 140))
 LONG = list(range(200))
@@ -81,3 +90,160 @@ def test_metadata_survives_pickling_as_it_is(make_engine: MakeEngine) -> None:
     engine.serve(PROMPT)
     for _, metadata in engine.manager.sent:
         assert pickle.loads(pickle.dumps(metadata)) == metadata  # noqa: S301
+
+
+HIT = 36
+SIZES = [1, 2, 4]
+PAIRS = [(one, other) for one in SIZES for other in SIZES if one != other]
+
+
+@pytest.fixture
+def is_typed(version: Version) -> None:
+    """Leave out versions whose layout does not say of which type its elements are."""
+    layout = getattr(version.stand_in, "KvCacheLayout", None)
+    if layout is not None and "dtype" not in layout.__dataclass_fields__:
+        pytest.skip("this version's layout has no dtype")
+
+
+def resliced(engine: Engine) -> int:
+    return int(engine.totals["resliced_tokens"])
+
+
+@pytest.mark.usefixtures("is_typed")
+@pytest.mark.parametrize(("stored_by", "read_by"), PAIRS)
+def test_what_one_size_has_stored_another_loads(
+    on_device: None, make_engine: MakeEngine, stored_by: int, read_by: int
+) -> None:
+    cold = make_engine(shape=HEADS, num_ranks=stored_by, chunk=12)
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    warm = make_engine(shape=HEADS, num_ranks=read_by, chunk=12)
+    assert warm.serve(PROMPT, max_new=9).num_hit == HIT
+    assert resliced(warm) == HIT
+
+
+@pytest.mark.usefixtures("is_typed")
+def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine: MakeEngine) -> None:
+    make_engine(shape=HEADS).serve(PROMPT)
+    middle = make_engine(shape=HEADS, num_ranks=2)
+    longer = [*PROMPT, *range(20)]
+    assert middle.serve(longer).num_hit == 40
+    middle.close()
+    last = make_engine(shape=HEADS, num_ranks=2)
+    assert last.serve(longer).num_hit == 56
+    assert resliced(last) == 0
+
+
+@pytest.mark.usefixtures("is_typed")
+def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine: MakeEngine) -> None:
+    narrow, wide = make_engine(shape=HEADS, num_ranks=4), make_engine(shape=HEADS)
+    narrow.serve(PROMPT[:17])
+    wide.serve(PROMPT[:29])
+    narrow.close()
+    reader = make_engine(shape=HEADS, num_ranks=4)
+    assert reader.serve(PROMPT).num_hit == 28
+    own = make_engine(shape=HEADS, num_ranks=4)
+    assert own.serve(PROMPT).num_hit == HIT
+    assert (resliced(reader), resliced(own)) == (28, 0)
+
+
+@pytest.mark.usefixtures("is_typed")
+def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> None:
+    make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
+    engine = make_engine(shape=HEADS, num_ranks=4)
+    engine.serve(PROMPT[:9])
+    assert engine.serve(PROMPT).num_hit == HIT - 8
+
+
+@pytest.mark.usefixtures("is_typed")
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_loads_are_checked_as_others_are(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
+    make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
+    assert make_engine(shape=HEADS, num_ranks=4).serve(PROMPT).num_hit == HIT
+
+
+@pytest.mark.usefixtures("is_typed")
+def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None:
+    cold, warm = make_engine(shape=HEADS), make_engine(shape=HEADS, num_ranks=2)
+    name = cold.stand_in.SALT_FIELD
+    mine, other = (7, 8) if name == "cache_salt_id" else ("mine", "other")
+    cold.serve(PROMPT, **{name: mine})
+    assert warm.serve(PROMPT).num_hit == 0
+    assert warm.serve(PROMPT, **{name: other}).num_hit == 0
+    assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT, **{name: mine}).num_hit == HIT
+
+
+@pytest.mark.usefixtures("is_typed")
+def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine: MakeEngine) -> None:
+    cold, warm = make_engine(shape=HEADS, num_ranks=2), make_engine(shape=HEADS)
+    cold.serve(PROMPT)
+    tables = cold.arena.tables
+    wait_for(lambda: (tables.slot_state == READY).sum() == 20, "the saves")
+    slot, *_ = ((tables.slot_state == READY) & (tables.slot_depth == 5)).nonzero()[0]
+    cold.arena.slot_bytes(int(slot))[3] ^= 1
+    assert warm.serve(PROMPT).num_hit == 20
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(HEADS, name="one head", num_heads=1),
+        replace(with_dtype(torch.float8_e4m3fn), name="scaled", num_heads=8),
+        replace(HEADS, name="windowed", groups=(GroupShape(layers=(0, 1), window=16),)),
+    ],
+    ids=lambda shape: shape.name,
+)
+def test_what_cannot_be_cut_by_heads_is_not_shared(make_engine: MakeEngine, shape: Shape) -> None:
+    engine = make_engine(shape=shape, num_ranks=2)
+    if shape.groups[0].window is not None and not engine.stand_in.HAS_GROUPS:
+        pytest.skip("this version has one pool, without windows")
+    engine.serve(PROMPT)
+    for num_ranks in (1, 4):
+        assert make_engine(shape=shape, num_ranks=num_ranks).serve(PROMPT).num_hit == 0
+
+
+def test_a_backend_with_the_tokens_first_shares_nothing(make_engine: MakeEngine) -> None:
+    make_engine(shape=HEADS, attn_backend="FLASHINFER").serve(PROMPT)
+    other = make_engine(shape=HEADS, num_ranks=2, attn_backend="FLASHINFER")
+    assert other.serve(PROMPT).num_hit == 0
+
+
+@pytest.mark.usefixtures("is_typed")
+@pytest.mark.parametrize(
+    ("num_heads", "hits"), [(None, [HIT, HIT]), (6, [HIT, 0]), ([8, 8, 4], [0, 0])]
+)
+def test_the_checkpoint_s_heads_decide(
+    make_engine: MakeEngine, tmp_path: Path, num_heads: int | list[int] | None, hits: list[int]
+) -> None:
+    """Of 6 heads 4 ranks cannot have as many each, and layers that differ are not cut."""
+    config = {"num_hidden_layers": 3, "num_key_value_heads": num_heads}
+    written = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    make_engine(shape=HEADS, model=str(tmp_path)).serve(PROMPT)
+    others = [make_engine(shape=HEADS, num_ranks=size, model=str(tmp_path)) for size in (2, 4)]
+    assert [engine.serve(PROMPT).num_hit for engine in others] == hits
+
+
+def test_a_latent_cache_is_shared_by_all_sizes(make_engine: MakeEngine) -> None:
+    make_engine(shape=MLA).serve(PROMPT)
+    warm = make_engine(shape=MLA, num_ranks=4)
+    assert warm.serve(PROMPT).num_hit == HIT
+    assert resliced(warm) == 0
+
+
+@on(*WITH_GROUPS)
+def test_a_group_with_an_index_is_not_cut(make_engine: MakeEngine) -> None:
+    roles = ("key", "value", "index_key")
+    shape = replace(HEADS, name="indexed", groups=(GroupShape(layers=(0, 1), own=roles),))
+    make_engine(shape=shape).serve(PROMPT)
+    assert make_engine(shape=shape, num_ranks=2).serve(PROMPT).num_hit == 0
+
+
+@on("feature_branch")
+def test_a_cache_without_a_dtype_is_not_cut(make_engine: MakeEngine) -> None:
+    make_engine(shape=HEADS).serve(PROMPT)
+    assert make_engine(shape=HEADS).serve(PROMPT).num_hit == HIT
+    assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT).num_hit == 0

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvray.cli.doctor.finding import Finding, fault, ok
-from kvray.cli.doctor.hits import hit_findings
-from kvray.cli.doctor.tier import tier_findings
+from kvray.cli.doctor.tier import hit_findings, tier_findings
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.interrupts import Interrupts

@@ -3,24 +3,51 @@
 Times are seconds since the epoch. No figure leaves without its age.
 """
 
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.hits import hit_findings
-from kvray.cli.doctor.tier import tier_findings
+from kvray.cli.doctor.tier import hit_findings, tier_findings
 from kvray.cli.page import panels
-from kvray.cli.page.shares import SHOWN, Shares
-from kvray.cli.text.hits import ranks_of
-from kvray.cli.text.rates import History
+from kvray.cli.text.hits import COMPUTED, SOURCES, History, ReplicaRates, ranks_of, token_sources
 
+SHOWN = (*SOURCES, COMPUTED)
+_POINTS_MAX = 900
+_REPLICAS_MAX = 32
+_GAP_S = 10.0
 STATUS, CONTENTS, REQUESTS = "status", "contents", "requests"
 EVERY_S = {STATUS: 2.0, CONTENTS: 10.0, REQUESTS: 5.0}
 """The parts of the page, each with the time between two questions."""
 _LATE_S = 8.0
 """How much longer than that an answer may take, before its figures are old."""
 _WINDOW_S = 10.0
+
+
+class Shares:
+    """The latest points, of so many replicas at most; the oldest goes first."""
+
+    def __init__(self) -> None:
+        self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS_MAX)
+
+    def add(self, now: float, ranks: Iterable[ReplicaRates] = ()) -> None:
+        """Take the rates of all ranks; none: the tier did not answer, which is a gap."""
+        if self._points and now - self._points[-1]["at"] > _GAP_S:
+            self._points.append({"at": now - 1, "rates": {}})
+        totals: dict[str, Counter[str]] = {}
+        for one in ranks:
+            for name in ("", one.rank["replica"]):
+                if name in totals or len(totals) <= _REPLICAS_MAX:
+                    totals.setdefault(name, Counter()).update(one.counters)
+        rates = {name: [*token_sources(counters).values()] for name, counters in totals.items()}
+        self._points.append(
+            {"at": now, "rates": {name: [round(r, 1) for r in one] for name, one in rates.items()}}
+        )
+
+    def since(self, at: float) -> list[dict[str, Any]]:
+        """Return the points after a time: tokens a second by replica, in the order of `SHOWN`."""
+        return [one for one in self._points if one["at"] > at]
 
 
 @dataclass(slots=True)

@@ -45,8 +45,7 @@ def serve(
             ) from None
         from kvray.cli.page.board import Board
         from kvray.cli.page.feed import Feed
-        from kvray.cli.page.gate import Gate
-        from kvray.cli.page.server import make_app
+        from kvray.cli.page.server import Gate, make_app
 
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
             bound = listener.getsockname()

@@ -10,10 +10,19 @@ from kvray.actors.tier.sizing import combined
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
 from kvray.cli.status import lookup_sentence, state_text
 from kvray.cli.text.explanation import request_report, requests_sentence
-from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.text.memory import node_name
-from kvray.cli.text.rates import History, NodeRates, headline, rate_text, replicas_table
+from kvray.cli.text.hits import (
+    History,
+    NodeRates,
+    ended_of,
+    headline,
+    ranks_of,
+    rate_text,
+    replicas_table,
+    sources_sentence,
+    total_counters,
+)
 from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_title
+from kvray.cli.text.status import node_name
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import format_size
 

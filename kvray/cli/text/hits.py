@@ -1,8 +1,14 @@
-"""Where prompt tokens came from, by the counters of replicas; the same in every command."""
+"""Where prompt tokens came from, in all and per second; the same in every command; pure."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from kvray.config import format_size
+from kvray.console.output import empty_table
+from kvray.trace.reasons import MISS_PREFIX
 
 SOURCES = {
     "own pool": ("local_tokens",),
@@ -14,6 +20,14 @@ SOURCES = {
 them in the node's memory, on its disk or on other nodes."""
 COMPUTED = "computed"
 """All other prompt tokens."""
+_REASONS_MAX = 3
+_NODE_COUNTERS = (
+    ("arena", "evicted"),
+    ("staging", "staged_bytes"),
+    ("nvme", "written_bytes"),
+    ("nvme", "read_bytes"),
+)
+"""Where a shard's status has what the fields of `NodeRates` count, in their order."""
 
 
 def ranks_of(shards: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -62,3 +76,140 @@ def tier_share(counters: Mapping[str, float]) -> str:
     """Return the share of the prompt tokens that came from the tier; empty if there were none."""
     prompt = counters.get("prompt_tokens", 0)
     return f"{counters.get('hit_tokens', 0) / prompt:.1%}" if prompt else ""
+
+
+Status = Mapping[str, Any]
+
+
+class NodeRates(NamedTuple):
+    """The work of one node in a second, and its shard's status."""
+
+    shard: Status
+    evicted: float
+    """Blocks."""
+    staged_bytes: float
+    """From other nodes and from disk."""
+    written_bytes: float
+    read_bytes: float
+
+
+class ReplicaRates(NamedTuple):
+    """The tokens of one rank in a second, and what its shard says of it."""
+
+    rank: Status
+    counters: dict[str, float]
+    """How much each counter grew in a second."""
+    missed: dict[str, float]
+    """By reason, the largest first."""
+
+    @property
+    def prompt(self) -> float:
+        """Prompt tokens."""
+        return self.counters.get("prompt_tokens", 0.0)
+
+
+class History:
+    """The latest statuses of a tier; rates are over all that are kept."""
+
+    def __init__(self, window_s: float) -> None:
+        """Keep those of the last `window_s`, and two at least."""
+        self._window_s = window_s
+        self._kept: deque[tuple[float, Status]] = deque()
+
+    def add(self, now: float, status: Status) -> None:
+        """Take a status that was got at `now`, in seconds."""
+        self._kept.append((now, status))
+        while len(self._kept) > 2 and now - self._kept[0][0] > self._window_s:
+            self._kept.popleft()
+
+    def forget(self) -> None:
+        """Start again after a time without answers."""
+        self._kept.clear()
+
+    @property
+    def latest(self) -> Status | None:
+        """The latest status; None: there is none."""
+        return self._kept[-1][1] if self._kept else None
+
+    @property
+    def seconds(self) -> float:
+        """Time between the first and the last that are kept."""
+        return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
+
+    def nodes(self) -> list[NodeRates]:
+        """Return the rates of every node."""
+        if not self._kept:
+            return []
+        before = {shard["shard"]: shard for shard in self._kept[0][1]["shards"]}
+        found = []
+        for shard in self._kept[-1][1]["shards"]:
+            then = before.get(shard["shard"])
+            rates = [self._rate(shard, then, *counter) for counter in _NODE_COUNTERS]
+            found.append(NodeRates(shard, *rates))
+        return found
+
+    def replicas(self) -> list[ReplicaRates]:
+        """Return the rates of every rank that the shards know."""
+        if not self._kept:
+            return []
+        before = {
+            (one["replica"], one["rank"]): one for one in ranks_of(self._kept[0][1]["shards"])
+        }
+        found = []
+        for one in ranks_of(self._kept[-1][1]["shards"]):
+            then = before.get((one["replica"], one["rank"]), one)
+            rates = {
+                name: self._per_s(value - then["counters"].get(name, 0))
+                for name, value in one["counters"].items()
+            }
+            missed = {
+                name.removeprefix(MISS_PREFIX): rate
+                for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])
+                if name.startswith(MISS_PREFIX) and rate
+            }
+            found.append(ReplicaRates(one, rates, missed))
+        return found
+
+    def _rate(self, now: Status, before: Status | None, section: str, name: str) -> float:
+        if before is None or section not in now or section not in before:
+            return 0.0
+        return self._per_s(now[section].get(name, 0) - before[section].get(name, 0))
+
+    def _per_s(self, change: float) -> float:
+        """Return a rate; 0 if a part was restarted, whose counters begin at 0."""
+        return max(0.0, change) / self.seconds if self.seconds else 0.0
+
+
+def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
+    """Return the tier's name, and where its prompt tokens come from at present."""
+    totals: Counter[str] = Counter()
+    for one in replicas:
+        totals.update(one.counters)
+    prompt = totals["prompt_tokens"]
+    rates = "no requests"
+    if prompt:
+        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
+    return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
+
+
+def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
+    """Return one row for each rank."""
+    numbers = ("prompt tok/s", *SOURCES, COMPUTED)
+    table = empty_table("replica", "rank", numbers=numbers)
+    table.add_column("missed because")
+    for one in replicas:
+        reasons = list(one.missed.items())[:_REASONS_MAX]
+        because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
+        table.add_row(
+            one.rank["replica"] + ("" if one.rank["connected"] else " gone"),
+            str(one.rank["rank"]),
+            f"{one.prompt:,.0f}",
+            *source_shares(one.counters).values(),
+            because,
+        )
+    return table
+
+
+def rate_text(rate: float) -> str:
+    """Return bytes a second as text."""
+    return format_size(int(rate)) if rate >= 1 else "0"

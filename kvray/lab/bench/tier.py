@@ -20,8 +20,7 @@ from kvray.errors import CapacityError, ConfigError
 from kvray.lab.bench import local
 from kvray.lab.bench.report import Report, Row, copy_row, cores, time_rows, value_row
 from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Duration, Pair, Runner, parse_option
-from kvray.lab.bench.tier_load import BUFFER_BYTES, PREFIX_BYTES, Found, merge
-from kvray.lab.bench.worker import Worker, call_all
+from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, Worker, call_all, merge
 from kvray.store import ArenaSpec
 
 SIZES = (LARGE_BYTES, 2**20, SMALL_BYTES)

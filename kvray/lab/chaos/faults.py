@@ -1,6 +1,10 @@
-"""Makes the faults of a schedule happen, and undoes them."""
+"""Lets the faults of a schedule strike when they can, makes them happen, and undoes them.
+
+One node at a time may be ordered to go.
+"""
 
 import contextlib
+import heapq
 import signal
 import subprocess
 import sys
@@ -12,20 +16,177 @@ from typing import TypeVar
 
 import psutil
 
-from kvray.lab.chaos.campaign import NotNow, NotYet
-from kvray.lab.chaos.departures import Departures
-from kvray.lab.chaos.machine import Machine
+from kvray.errors import KVRayError
+from kvray.lab.chaos.judge import IN_FLIGHT_MIN, Strike
+from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import Network
-from kvray.lab.chaos.node import Node
 from kvray.lab.chaos.schedule import Fault
 from kvray.lab.chaos.servers import Server
 
+PREEMPTION_S = 5
+"""How long a preempted node is told that it has; it is lost before that."""
 _FLIPS = 24
-_FILE_CHUNK = bytes(4 * 2**20)
 _TRANSFER_MBIT = 8
 _TRANSFER_BYTES_PER_S = 500_000
 """Only a transfer brings so much over a cable of that speed."""
 _VANDAL_TIMEOUT_S = 30.0
+
+
+class Departures:
+    """Orders nodes of a machine away by commands, as people and clouds do."""
+
+    def __init__(self, machine: Machine, config: str) -> None:
+        """Order nodes away from the tier of the configuration at the path `config`."""
+        self._machine = machine
+        self._config = config
+        self._node: Node | None = None
+        self._node_id = ""
+        self._is_staying = False
+        self._command: tuple[str, ...] = ()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def require_all_there(self) -> None:
+        """Raise NotNow while a node is down or about to go: the others have to serve."""
+        if self._node is not None or not all(one.has_started for one in self._machine.nodes):
+            raise NotNow("Another node is down.")
+
+    def drain(self, node: Node) -> None:
+        """Begin to have a node drained by hand."""
+        self._begin(node, "kvray", "drain", "ID", "--no-wait", "-c", self._config)
+
+    def preempt(self, node: Node) -> None:
+        """Begin to tell Ray that a node will be lost."""
+        ray = ("ray.scripts.scripts", "drain-node", f"--address={self._machine.address}")
+        reason = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot")
+        deadline = f"--deadline-remaining-seconds={PREEMPTION_S}"
+        self._begin(node, *ray, "--node-id", "ID", *reason, deadline)
+
+    def require_taken(self) -> None:
+        """Raise NotYet until the last order was taken."""
+        if self._process is None or self._process.poll() != 0:
+            raise NotYet("The order to go was not taken.")
+
+    def stay(self, node: Node) -> None:
+        """Begin to have a node stay after all; until that was taken no other node goes."""
+        if node.node_id == self._node_id:  # another start has forgotten the order
+            self._begin(node, "kvray", "drain", "ID", "--cancel", "-c", self._config)
+            self._is_staying = True
+
+    def go(self, node: Node) -> None:
+        """End a node's processes at once."""
+        self.close()
+        node.kill()
+
+    def tend(self) -> None:
+        """Repeat an order that failed, as somebody would; call it often."""
+        if self._node is None or self._process is None or self._process.poll() is None:
+            return
+        if self._node.node_id != self._node_id:
+            self.close()
+        elif self._process.returncode:
+            self._process = self._machine.begin(*self._command)
+        elif self._is_staying:
+            self.close()
+
+    def close(self) -> None:
+        """Order nothing more. Twice is fine."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._node = self._process = None
+        self._is_staying = False
+
+    def _begin(self, node: Node, *command: str) -> None:
+        if (node_id := node.node_id) is None:
+            raise NotNow("It is not running.")
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._node, self._node_id = node, node_id
+        self._command = tuple(node_id if one == "ID" else one for one in command)
+        self._process = self._machine.begin(*self._command)
+
+
+class NotNow(KVRayError):
+    """The fault has no target now, or too few requests are in flight; it may be tried again."""
+
+    patience_s = 15.0
+    """How long it is tried."""
+
+
+class NotYet(NotNow):
+    """The fault has begun, by a process that takes its time to start on a busy machine."""
+
+    patience_s = 90.0
+
+
+class Campaign:
+    """A schedule under way: call `advance` often. A fault that waits holds up no other."""
+
+    def __init__(
+        self,
+        schedule: Sequence[Fault],
+        strike: Callable[[Fault], None],
+        end: Callable[[Fault], None],
+        in_flight: Callable[[], int],
+        *,
+        ends_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin now.
+
+        Args:
+            schedule: in the order of their times.
+            strike: makes a fault happen, or raises `NotNow`.
+            end: undoes a fault, and the preparations for it. Twice is fine.
+            in_flight: returns how many requests wait for an answer.
+            ends_s: seconds from now; after that no fault strikes or lasts.
+            now: returns monotonic seconds.
+        """
+        self.strikes: list[Strike] = []
+        """The result of each fault so far."""
+        self._strike = strike
+        self._end = end
+        self._in_flight = in_flight
+        self._now = now
+        self._began = now()
+        self._ends = self._began + ends_s
+        self._coming = list(reversed(schedule))
+        self._due: list[Fault] = []
+        self._endings: list[tuple[float, int, Fault]] = []
+
+    def advance(self) -> None:
+        """Undo the faults that are over, and let those strike that are due."""
+        while self._endings and self._endings[0][0] <= self._now():
+            self._end(heapq.heappop(self._endings)[2])
+        while self._coming and self._began + self._coming[-1].strikes_s <= self._now():
+            self._due.append(self._coming.pop())
+        self._due = [fault for fault in self._due if not self._is_done_with(fault)]
+
+    def _is_done_with(self, fault: Fault) -> bool:
+        """Let a fault strike if it can; return whether it did, or is given up."""
+        now, in_flight = self._now(), self._in_flight()
+        ended, skipped = now, None
+        try:
+            if in_flight < IN_FLIGHT_MIN:
+                raise NotNow(f"Fewer than {IN_FLIGHT_MIN} requests were in flight.")
+            self._strike(fault)
+        except NotNow as error:
+            if now < min(self._began + fault.strikes_s + error.patience_s, self._ends):
+                return False
+            self._end(fault)
+            skipped = str(error)
+        else:
+            # The strike itself may take long; the fault lasts its whole length after it.
+            ended = max(now, min(self._now() + fault.ends_s - fault.strikes_s, self._ends))
+            heapq.heappush(self._endings, (ended, fault.number, fault))
+        self.strikes.append(
+            Strike(kind=fault.kind, began=now, ended=ended, in_flight=in_flight, skipped=skipped)
+        )
+        return True
+
+
+_FILE_CHUNK = bytes(4 * 2**20)
 
 T = TypeVar("T")
 Undo = Callable[[], None]

@@ -16,16 +16,13 @@ from kvray.console.interrupts import Interrupts
 from kvray.console.progress import ProgressLine
 from kvray.errors import KVRayError
 from kvray.lab.chaos import load
-from kvray.lab.chaos.campaign import Campaign
-from kvray.lab.chaos.faults import Faults
+from kvray.lab.chaos.faults import Campaign, Faults
 from kvray.lab.chaos.judge import Results, report
 from kvray.lab.chaos.load import Chapter
-from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import why_impossible
-from kvray.lab.chaos.node import Node
-from kvray.lab.chaos.oracle import Questions, ask_oracle
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
-from kvray.lab.chaos.servers import Question, Server
+from kvray.lab.chaos.servers import Question, Questions, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"

@@ -1,4 +1,7 @@
-"""Replicas that get prompts without a pause, each from its own thread; dead ones are restarted."""
+"""Replicas that get prompts without a pause, each from its own thread; dead ones are restarted.
+
+The right answers are those of one more engine, which has no connector and reuses nothing.
+"""
 
 import contextlib
 import os
@@ -6,13 +9,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvray.errors import KVRayError
-from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Tokens
+from kvray.lab.chaos import load
+from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answers, Ask, Chapter, Tokens
 from kvray.lab.reference import KvConnectorConfig, Output, Replica
 from kvray.lab.reference.output import count_wrong
 
@@ -223,3 +227,21 @@ def spawn(
         max_batch_size=_RUNNING_MAX,
         num_threads=1,
     )
+
+
+Questions = dict[Ask, Question]
+
+
+def ask_oracle(book: list[Chapter], advance: Callable[[int], None]) -> Questions:
+    """Answer every prompt of a book; `advance` hears how many more have been."""
+    conversations, truth, questions = load.conversations_of(book), Answers(), Questions()
+    with spawn("oracle") as oracle:
+        oracle.wait_ready()
+        for asks in load.all_asks(book):
+            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
+            outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
+            for ask, prompt, output in zip(asks, prompts, outputs, strict=True):
+                truth[ask] = output.token_ids
+                questions[ask] = prompt, output.token_ids
+            advance(len(asks))
+    return questions

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvray.lab.reference.llm_args import (
+from kvray.lab.reference.engine_options import (
     KvCacheConfig,
     KvConnectorConfig,
     LlmArgs,

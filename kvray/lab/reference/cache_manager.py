@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from kvray.errors import CapacityError, KVRayError
-from kvray.lab.reference.block_pool import BlockPool, LocalMatch
+from kvray.lab.reference.block_pool import BlockPool, KvCacheEvents, LocalMatch
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.kv_events import KvCacheEvents
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 

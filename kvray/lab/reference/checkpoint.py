@@ -1,10 +1,16 @@
-"""From the name of a model to the model and its tokenizer."""
+"""From the name of a model to its tokenizer and the model, or one rank's share of its weights.
+
+A rank has its query heads, the KV heads that they attend to, and its MLP columns. Embeddings, norms
+and the head stay whole, and every rank samples by itself, from equal bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvray import config
 from kvray.errors import ConfigError
@@ -15,13 +21,61 @@ from kvray.lab.reference.model import (
     save_causal_lm,
 )
 from kvray.lab.reference.ranks import Ranks
-from kvray.lab.reference.tensor_split import split_causal_lm
 from kvray.lab.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read
 from kvray.lab.reference.weights import find_weights, make_once
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"
 SMOLLM2_DIRECTORY = "SmolLM2-135M-Instruct-fp32"
+
+
+def split_causal_lm(causal_lm: Any, ranks: Ranks) -> None:
+    """Keep this rank's share of every layer, and sum over the ranks where the shares meet.
+
+    With more ranks than KV heads several ranks hold the same head, as in TensorRT-LLM.
+    """
+    config, rank, size = causal_lm.config, ranks.rank, ranks.size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    columns = config.intermediate_size
+    if heads % size or columns % size or (kv_heads % size and size % kv_heads):
+        raise ConfigError(
+            f"{size} ranks cannot share {heads} attention heads, {kv_heads} KV heads and "
+            f"{columns} MLP columns evenly; choose another tensor_parallel_size or another model."
+        )
+    num_shares = min(kv_heads, size)
+    for layer in causal_lm.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        _keep_rows(attention.q_proj, rank, size)
+        _keep_rows(attention.k_proj, rank * num_shares // size, num_shares)
+        _keep_rows(attention.v_proj, rank * num_shares // size, num_shares)
+        attention.o_proj = _SummedLinear(attention.o_proj, ranks)
+        _keep_rows(mlp.gate_proj, rank, size)
+        _keep_rows(mlp.up_proj, rank, size)
+        mlp.down_proj = _SummedLinear(mlp.down_proj, ranks)
+
+
+class _SummedLinear(torch.nn.Module):
+    """This rank's columns of a linear layer; the ranks' products are summed, then biased."""
+
+    def __init__(self, linear: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            linear.weight.data.chunk(ranks.size, dim=1)[ranks.rank], requires_grad=False
+        )
+        self.bias = linear.bias
+        self._ranks = ranks
+
+    def forward(self, columns: torch.Tensor) -> torch.Tensor:
+        total = self._ranks.sum(torch.nn.functional.linear(columns, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+def _keep_rows(linear: Any, index: int, num_shares: int) -> None:
+    """Leave the outputs of one share of equal ones."""
+    linear.weight.data = linear.weight.data.chunk(num_shares)[index]
+    if linear.bias is not None:
+        linear.bias.data = linear.bias.data.chunk(num_shares)[index]
+    linear.out_features = linear.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ from kvray.errors import ConfigError
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.checkpoint import load_checkpoint
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.executor import Executor
-from kvray.lab.reference.intake import Intake
-from kvray.lab.reference.llm_args import (
+from kvray.lab.reference.engine_options import (
+    EngineOptions,
     KvCacheConfig,
     LlmArgs,
     NGramDecodingConfig,
     ParallelConfig,
 )
+from kvray.lab.reference.executor import Executor
+from kvray.lab.reference.intake import Intake
 from kvray.lab.reference.model import BlockModel
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.output import Output

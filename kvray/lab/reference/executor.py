@@ -1,5 +1,7 @@
 """The executor's loop: TensorRT-LLM's order of calls, with and without the overlap scheduler.
 
+Drafts of a request's next tokens are looked up in its own tokens.
+
 Source: `PyExecutor._executor_loop` and `_executor_loop_overlap` of 1.2.
 """
 
@@ -14,15 +16,43 @@ import torch
 from kvray.errors import KVRayError
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.drafts import find_drafts
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.intake import Intake
 from kvray.lab.reference.model import BlockModel
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
+NGRAM_SIZES = (3, 2)
+"""How many last tokens are looked up: the longer match first."""
 _IDLE_POLL_S = 0.001
 _JOIN_TIMEOUT_S = 60.0
+
+
+def find_drafts(tokens: Sequence[int], *, max_draft_len: int) -> list[int]:
+    """Return tokens that may follow `tokens`: `max_draft_len` of them, or none without a match.
+
+    The latest earlier occurrence of the last tokens says how they go on. Where it runs into the
+    end of `tokens`, the drafts repeat themselves, as in a loop.
+
+    Source: NGram of TensorRT-LLM, which also pads its drafts to `max_draft_len`.
+    """
+    distance = _distance_to_match(tokens)
+    if distance is None:
+        return []
+    continued = list(tokens)
+    for _ in range(max_draft_len):
+        continued.append(continued[-distance])
+    return continued[len(tokens) :]
+
+
+def _distance_to_match(tokens: Sequence[int]) -> int | None:
+    """Return how far back the last tokens occurred before, the last time."""
+    for size in NGRAM_SIZES:
+        for distance in range(1, len(tokens) - size + 1):
+            start = len(tokens) - size - distance
+            if tokens[start : start + size] == tokens[-size:]:
+                return distance
+    return None
 
 
 class Executor:

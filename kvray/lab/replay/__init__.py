@@ -1,7 +1,6 @@
 """Request traces, the bounds that no cache beats on them, and how policies compare."""
 
-from kvray.lab.replay.bounds import belady, infinite
-from kvray.lab.replay.comparison import Comparison, Plan, compare
+from kvray.lab.replay.comparison import Comparison, Plan, belady, compare, infinite
 from kvray.lab.replay.reading import read_trace
 from kvray.lab.replay.results import Outcome
 from kvray.store.replay.trace import Trace

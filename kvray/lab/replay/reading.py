@@ -1,23 +1,33 @@
-"""Reading a trace: its content says in which of the known formats it is."""
+"""Reading a trace: its content says in which of the known formats it is.
+
+The formats are Mooncake's lines and agentic sessions, whose requests are timed from their session's
+start. Records are checked, and may come in any order.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import heapq
 import io
+import json
 import lzma
+import random
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any, TypeVar, cast
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvray.errors import ConfigError
-from kvray.lab.replay.agentic import CONCURRENT, Session, lay_out, read_session
-from kvray.lab.replay.records import MooncakeLine, check_blocks, parse
-from kvray.lab.replay.trace_builder import TraceBuilder
-from kvray.store.replay.trace import Trace
+from kvray.store.replay.trace import NO_PARENT, Ints, Trace
 
+CONCURRENT = 16
+"""Sessions that run at the same time, by default."""
 _MOONCAKE_BLOCK_TOKENS = 512
 """Of the traces that Mooncake published; their files do not say it."""
 _LINE_MARK, _SESSION_MARK = b'"hash_ids"', b'"requests"'
@@ -25,6 +35,208 @@ _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD_BYTES = 64 * 1024
 _SUFFIXES = (".gz", ".xz", ".tar", ".tgz", ".txz", ".jsonl", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The requests of one user, with those of the subagents that they started."""
+
+    name: str
+    block_tokens: int
+    requests: Sequence[dict[str, Any]]
+    """Arguments of `TraceBuilder.add`; times count from the session's start."""
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its last request."""
+        return max((request["time_s"] for request in self.requests), default=0.0)
+
+
+def read_session(content: bytes, where: str) -> Session:
+    """Return the session in a file; ConfigError: it is damaged, and the message names `where`."""
+    file = parse(SessionFile, content, where)
+    scope = where if file.hash_id_scope == "local" else None
+    requests = _requests(file.requests, 0.0, file.block_size, scope, where)
+    return Session(name=where, block_tokens=file.block_size, requests=list(requests))
+
+
+def lay_out(
+    sessions: Iterable[Session], *, name: str, concurrent: int = CONCURRENT, seed: int = 0
+) -> Trace:
+    """Return the trace of users who have one session after the other.
+
+    Sessions do not say when they started. Here `concurrent` users begin at the same time. A user
+    begins another session right after the last request of a session. `seed` decides their order.
+    ConfigError: there is no session, or their blocks differ in size.
+    """
+    in_turn = sorted(sessions, key=lambda session: session.name)
+    if not in_turn:
+        raise ConfigError(
+            f"There is no session in {name}; give the .json file of one, or a directory or an"
+            " archive of them."
+        )
+    first = in_turn[0]
+    for session in in_turn:
+        if session.block_tokens != first.block_tokens:
+            raise ConfigError(
+                f"{session.name} has blocks of {session.block_tokens} tokens and {first.name} of"
+                f" {first.block_tokens}; replay them apart."
+            )
+    random.Random(seed).shuffle(in_turn)
+    builder = TraceBuilder(name=name, block_tokens=first.block_tokens)
+    free_s = [0.0] * concurrent
+    for session in in_turn:
+        start_s = heapq.heappop(free_s)
+        heapq.heappush(free_s, start_s + session.seconds)
+        for request in session.requests:
+            builder.add(**request | {"time_s": start_s + request["time_s"]})
+    return builder.build()
+
+
+def _requests(
+    steps: Sequence[Step], start_s: float, block_tokens: int, scope: str | None, where: str
+) -> Iterator[dict[str, Any]]:
+    """Return the requests of a session or a subagent, and of the subagents in it."""
+    for at, step in enumerate(steps):
+        time_s, here = start_s + step.t, f"{where}, requests[{at}]"
+        if step.requests is not None:
+            yield from _requests(step.requests, time_s, block_tokens, scope, here)
+            continue
+        check_blocks(len(step.hash_ids), step.num_tokens, block_tokens, here)
+        yield {
+            "time_s": time_s,
+            "num_tokens": step.num_tokens,
+            # As Python's integers the ids of many sessions would not fit into memory.
+            "ids": np.array(step.hash_ids, dtype=np.int64),
+            "space": (scope, str(step.model)),
+        }
+
+
+class TraceBuilder:
+    """Takes requests in any order, and makes a trace of them."""
+
+    def __init__(self, *, name: str, block_tokens: int) -> None:
+        self._name = name
+        self._block_tokens = block_tokens
+        # Time, tokens, ids and space of each request.
+        self._requests: list[tuple[float, int, Ints, Any]] = []
+
+    def add(
+        self, *, time_s: float, num_tokens: int, ids: Sequence[int] | Ints, space: Any = None
+    ) -> None:
+        """Take a request; equal ids of different `space`s are different blocks."""
+        self._requests.append((time_s, num_tokens, np.asarray(ids, dtype=np.int64), space))
+
+    def build(self) -> Trace:
+        """Return the trace of all requests.
+
+        Ids of the content alone are told apart by the blocks before them.
+        """
+        requests = sorted(self._requests, key=lambda request: request[0])
+        roots: dict[Any, int] = {}
+        # (block before, id) -> block; below 0 a space stands for the block before a root.
+        blocks: dict[tuple[int, int], int] = {}
+        parents: list[int] = []
+        depths: list[int] = []
+        parts = [np.zeros(0, dtype=np.int64)]
+        for _, _, ids, space in requests:
+            before = roots.setdefault(space, -1 - len(roots))
+            path = []
+            for depth, one in enumerate(ids.tolist()):
+                block = blocks.setdefault((before, one), len(parents))
+                if block == len(parents):
+                    parents.append(max(before, NO_PARENT))
+                    depths.append(depth)
+                path.append(block)
+                before = block
+            parts.append(np.array(path, dtype=np.int64))
+        times = np.array([time_s for time_s, *_ in requests], dtype=np.float64)
+        return Trace(
+            name=self._name,
+            block_tokens=self._block_tokens,
+            times=times - times[:1],
+            starts=np.cumsum([len(part) for part in parts]),
+            ids=np.concatenate(parts),
+            num_tokens=np.array([num_tokens for _, num_tokens, *_ in requests], dtype=np.int64),
+            parents=np.array(parents, dtype=np.int64),
+            depths=np.array(depths, dtype=np.int64),
+        )
+
+
+Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class MooncakeLine(_Record):
+    """One request of a file in FAST25-release/traces of kvcache-ai/Mooncake."""
+
+    timestamp: Time
+    """Milliseconds."""
+    input_length: Count
+    hash_ids: list[Id]
+
+
+class Step(_Record):
+    """One request of a session, or a subagent with requests of its own."""
+
+    t: Time
+    """Seconds since the start of the session, or of the subagent."""
+    num_tokens: Count = Field(alias="in", default=0)
+    hash_ids: list[Id] = []
+    model: Any = ""
+    """Blocks of different models differ, even under equal ids."""
+    requests: list[Step] | None = None
+    """Of a subagent that started at `t`; None: it is a request."""
+
+
+class SessionFile(_Record):
+    """A traces/trace_NNNN.json of callanjfox/kv-cache-tester."""
+
+    block_size: Annotated[int, Field(ge=1, lt=2**63)]
+    hash_id_scope: Any = "local"
+    requests: list[Step]
+
+
+R = TypeVar("R", bound=_Record)
+
+
+def parse(kind: type[R], content: bytes, where: str) -> R:
+    """Return the record in `content`; ConfigError: it is damaged, `where` says which one."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        wrong = f" is no JSON ({first['ctx']['error']})"
+    elif not first["loc"]:
+        wrong = " is no JSON object"
+    elif first["type"] == "missing":
+        wrong = f": {_field(first['loc'])} is missing"
+    else:
+        shown = json.dumps(first["input"], default=str)[:40]
+        complaint = first["msg"].replace("Input should", "must")
+        wrong = f": {_field(first['loc'])} {complaint}, and is {shown}"
+    raise ConfigError(f"{where}{wrong}; get the file again, or take the record out.")
+
+
+def check_blocks(num_blocks: int, num_tokens: int, block_tokens: int, where: str) -> None:
+    """Raise ConfigError if the tokens do not make so many blocks; the last may be partial."""
+    if not num_tokens // block_tokens <= num_blocks <= -(-num_tokens // block_tokens):
+        raise ConfigError(
+            f"{where}: {num_tokens} tokens are not {num_blocks} blocks of {block_tokens} tokens;"
+            " give the size of the trace's blocks with --block-tokens, or get the file again."
+        )
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """Return a path such as `requests[1].hash_ids`."""
+    parts = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in location)
+    return "".join(parts).removeprefix(".")
 
 
 def read_trace(

@@ -1,11 +1,11 @@
-"""The output of a replay: a table, or one JSON object."""
+"""The output of a replay: a table, one JSON object, or miss-ratio curves as a picture."""
 
 from __future__ import annotations
 
 import json
 import platform
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -17,6 +17,9 @@ from kvray import __version__
 from kvray.lab.replay import Comparison, Outcome, Trace
 from kvray.lab.replay.comparison import BASELINE
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
 _DISK = ("host", "NVMe", "written", "per hit", "of LRU's")
 _HITS = ("hit_ratio", "token_hit_ratio", "hit_blocks", "hit_tokens")
@@ -25,6 +28,7 @@ _RUN = (
     *("nvme_hit_blocks", "nvme_written_blocks", "written_per_hit", "seconds", "refs_per_s"),
     *("gain", "write_share"),
 )
+_BOUND = "#8a8f98"
 
 
 def make_table(found: Comparison) -> Table:
@@ -147,3 +151,36 @@ def _hit_cells(outcome: Outcome) -> list[str]:
 
 def _figures(outcome: Outcome, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in names}
+
+
+def make_figure(found: Comparison) -> Figure:
+    """Return the share of blocks that each policy missed, by the size of the host tier.
+
+    The y axis starts at 0, so that distances do not deceive.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    sizes = list(found.plan.host_blocks)
+    lines: dict[str, list[float]] = {}
+    for outcome in found.outcomes:
+        lines.setdefault(outcome.title, []).append(100 * (1 - outcome.hit_ratio))
+    for name, misses in lines.items():
+        axes.plot(sizes, misses, marker="o", markersize=4, label=name)
+    best = [100 * (1 - found.belady[size].hit_ratio) for size in sizes]
+    axes.plot(sizes, best, color=_BOUND, linestyle="--", marker="o", markersize=4, label="Belady")
+    least = 100 * (1 - found.infinite.hit_ratio)
+    axes.axhline(least, color=_BOUND, linestyle=":", label="infinite cache")
+    disk = f", {found.plan.nvme_blocks:,} blocks of NVMe below" if found.plan.nvme_blocks else ""
+    axes.set_title(f"{found.trace.name}{disk}", loc="left")
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel(f"host tier, blocks of {found.trace.block_tokens} tokens")
+    axes.set_ylabel("blocks missed, %")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure

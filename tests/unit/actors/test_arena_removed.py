@@ -1,4 +1,4 @@
-"""A shard whose files are removed under it notices, says so, and serves a new arena."""
+"""A shard whose files are removed, or whose tables are damaged, under it notices and goes on."""
 
 import contextlib
 import shutil
@@ -18,8 +18,9 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, nvme_for, wait_until_serving
-from tests.unit.store.small_arena import PATIENT_S, chain, fetch, store
+from tests.unit.actors.small_shard import Line, nvme_for, open_arena, wait_until_serving
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import PATIENT_S, chain, fetch, overwrite, store
 from tests.waiting import wait_for
 
 KEYS = chain(4)
@@ -158,3 +159,39 @@ def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
     shard.stop(retire=False, timeout_s=5)
     directory.parent.unlink()
     directory.parent.mkdir()
+
+
+SHARD_DAMAGE_KEYS = chain(6)
+
+
+def test_a_flipped_bit_is_mended_and_said(
+    shard: Shard, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = open_arena(directory)
+    arena.tables.slot_parent[int(store(arena, SHARD_DAMAGE_KEYS).slots[2])] ^= 1 << 30
+    # Of children, if the flip came between two looks of one search.
+    wait_for(lambda: "1 parents of its" in caplog.text or "1 children of its" in caplog.text)
+    wait_for(lambda: arena.stats()["repairs"] == 1)
+    check_invariants(arena.tables)
+    assert arena.match(SHARD_DAMAGE_KEYS) == 6
+    assert shard.status()["state"] == "serving"
+    arena.close()
+
+
+def test_tables_that_are_overwritten_end_no_shard(
+    make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = make_shard(free_target=0.3)
+    wait_until_serving(shard)
+    arena = open_arena(directory)
+    store(arena, SHARD_DAMAGE_KEYS)
+    for seed in range(3):
+        repairs = arena.stats()["repairs"]
+        overwrite(arena.tables, seed)
+        wait_for(lambda before=repairs: arena.stats()["repairs"] > before)
+    keys = chain(4, seed="after")
+    wait_for(lambda: shard.clear(5) == 0)
+    store(arena, keys)
+    assert arena.match(keys) == 4
+    assert shard.status()["state"] == "serving"
+    arena.close()

@@ -1,7 +1,9 @@
 """Bad input: one sentence, exit status 2, nothing left behind."""
 
+import io
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +19,10 @@ from typer.testing import CliRunner
 import kvray
 from kvray.actors.owner.ownership import as_owner
 from kvray.cli.app import app as cli_app
+from kvray.cli.asking import read_tokens
+from kvray.errors import ConfigError
 from tests.forks import RunKvray
+from tests.unit.actors.shard_process import shard_process
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
@@ -333,3 +338,55 @@ def test_help_imports_neither_ray_nor_torch() -> None:
     code = "import sys, kvray.cli; print({'ray', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompt.json").write_text("[1, 15043, 29871]")
+
+    assert read_tokens(tmp_path / "prompt.json") == [1, 15043, 29871]
+
+
+def test_tokens_are_read_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("[7]"))
+
+    assert read_tokens(Path("-")) == [7]
+
+
+@pytest.mark.parametrize("text", ["", "Hello", '["1"]', "[true]", '{"tokens": [1]}'])
+def test_what_are_no_tokens_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
+        read_tokens(tmp_path / "prompt.json")
+
+
+def test_numbers_may_be_apart_by_white_space(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("1 15043\n29871\n")
+
+    assert read_tokens(tmp_path / "prompt.txt") == [1, 15043, 29871]
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read"):
+        read_tokens(tmp_path / "nowhere.json")
+
+
+@pytest.fixture
+def arena_dir() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(
+    run_kvray: RunKvray, arena_dir: Path
+) -> None:
+    environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(arena_dir)}
+    with shard_process(arena_dir / "kvray-prod", "kvray-shard-0") as process:
+        done = run_kvray("down", **environ)
+        assert process.poll() is None
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvray: Shard kvray-shard-0 (process {process.pid}, since 20")
+    assert "with the --address that it was started with" in done.stderr
+    assert run_kvray("down", **environ).stdout == "The tier prod is down.\n"
+    assert list(arena_dir.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Publishing KV events, heard by a subscriber that knows nothing of kvray."""
+"""Publishing KV events, heard by a subscriber that knows nothing of kvray; batches for replays."""
 
 import contextlib
 import socket
@@ -16,6 +16,7 @@ from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored
 from kvray.events import outlet as outlet_module
 from kvray.events.message import pack_sequence
+from kvray.events.native import EventLog
 from kvray.events.outlet import BATCH_BLOCKS, Outlet
 from kvray.events.zmtp import parse_endpoint
 from tests.kv_subscriber import KvSubscriber
@@ -528,3 +529,22 @@ def test_ipv6_addresses_are_told_in_brackets(still):
         while not client.poll(1):
             still.serve(1)
         assert client.recv_multipart()[1] == FIRST.to_bytes(8, "big")
+
+
+@given(
+    st.integers(0, 2**62), st.integers(1, 5), st.integers(1, 40), st.lists(st.binary(max_size=20))
+)
+def test_the_latest_batches_are_kept_within_the_bounds(first, batches_max, bytes_max, payloads):
+    log = EventLog(first, batches_max=batches_max, bytes_max=bytes_max)
+    assert (log.oldest, log.last) == (first, first - 1)
+
+    numbers = [log.add(payload) for payload in payloads]
+
+    assert numbers == list(range(first, first + len(payloads)))
+    assert log.last == first + len(payloads) - 1
+    kept = [log[number] for number in range(log.oldest, log.last + 1)]
+    assert kept == payloads[len(payloads) - len(kept) :]
+    assert len(kept) <= batches_max
+    assert sum(map(len, kept)) <= bytes_max
+    if len(kept) < min(len(payloads), batches_max):
+        assert sum(map(len, kept)) + len(payloads[len(payloads) - len(kept) - 1]) > bytes_max

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.identity import digest_cache, fingerprint
+from kvray.identity import fingerprint
 from kvray.identity.fingerprint import Progress, fingerprint_model
 from tests.unit.identity.checkpoints import (
     CONFIG,
@@ -43,7 +43,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(
         return sizes[-1]
 
     monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(digest_cache, "_POLL_S", 0.001)
+    monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
     found: list[str] = []
     waiting = threading.Event()
     others = [
@@ -83,13 +83,13 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint: Path, cache: Path) -> N
 def test_what_is_known_so_far_is_kept_and_said_now_and_then(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, is_said: bool
 ) -> None:
-    progress, kept, keep = Progress(), list[int](), digest_cache.DigestCache.keep
+    progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep
 
-    def note(memory: digest_cache.DigestCache, digests: Any) -> None:
+    def note(memory: fingerprint.DigestCache, digests: Any) -> None:
         kept.append(len(digests))
         keep(memory, digests)
 
-    monkeypatch.setattr(digest_cache.DigestCache, "keep", note)
+    monkeypatch.setattr(fingerprint.DigestCache, "keep", note)
     monkeypatch.setattr(fingerprint, "_KEEP_S", every_s)
     fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
     assert kept == ([0, 1, 2] if is_said else [2])
@@ -132,8 +132,8 @@ def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) 
 def test_a_process_that_stands_still_is_not_waited_for(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_cache, "_STALL_S", 0.05)
-    monkeypatch.setattr(digest_cache, "_POLL_S", 0.01)
+    monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
+    monkeypatch.setattr(fingerprint, "_POLL_S", 0.01)
     with held_turn(checkpoint, cache) as held:
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
         assert held.poll() is None

@@ -1,14 +1,19 @@
+import errno
 import hashlib
+import json
 import os
 import shutil
 import struct
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.identity.fingerprint import fingerprint_model, stamp_model
+from kvray.identity import fingerprint
+from kvray.identity.fingerprint import Progress, fingerprint_model, stamp_model
 from tests.unit.identity.checkpoints import (
     CONFIG,
     GOLDEN,
@@ -18,6 +23,7 @@ from tests.unit.identity.checkpoints import (
     safetensors,
     write_checkpoint,
 )
+from tests.waiting import HANG_S
 
 # The format.
 
@@ -235,3 +241,250 @@ def test_a_stamp_is_indifferent_to_other_files_and_reads_none(
 def test_a_stamp_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint at"):
         stamp_model(tmp_path / "nowhere")
+
+
+# Large checkpoints: every byte of them counts.
+
+
+@pytest.mark.parametrize("place", [0.0, 0.1234, 0.5, 0.9999])
+def test_one_changed_byte_of_a_large_file_shows(tmp_path: Path, place: float) -> None:
+    weights = tmp_path / "model.gguf"
+    with weights.open("wb") as file:
+        file.truncate(2**26)  # a sparse file: it takes no space
+    before = of(weights)
+    change_byte(weights, int(place * 2**26))
+    assert of(weights) != before
+
+
+def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path: Path) -> None:
+    holes, written = tmp_path / "holes.gguf", tmp_path / "written.gguf"
+    with holes.open("wb") as file:
+        for at in (0, 5 * 2**20 + 17, 2**24):
+            file.seek(at)
+            file.write(b"data")
+        file.truncate(2**25 + 1)
+    written.write_bytes(holes.read_bytes())
+    assert holes.stat().st_blocks < written.stat().st_blocks
+    assert of(holes) == of(written)
+
+
+def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model")
+    for number in range(4):
+        with (checkpoint / f"model-{number}.bin").open("wb") as file:
+            file.write(b"%d" % number)
+            file.truncate(2**20 * (number + 1))
+    alone = of(checkpoint)
+    monkeypatch.setattr(fingerprint, "_ALONE_BYTES_MAX", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(4))
+    assert of(checkpoint) == alone
+
+
+def test_an_unreadable_file_ends_the_reading_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model")
+
+    def fail(*_arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fingerprint, "_ALONE_BYTES_MAX", 0)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\)"):
+        of(checkpoint)
+
+
+@pytest.mark.long
+def test_every_change_of_a_checkpoint_of_20_gb_shows(tmp_path: Path, cache: Path) -> None:
+    row, head = 2 * 4096, 128 * 2 * 4096
+    made = [write_large(tmp_path / "model"), write_large(tmp_path / "elsewhere")]
+    os.utime(made[1] / "model-2.safetensors", (0, 0))
+    first, again = (fingerprint_model(path, cache_dir=cache) for path in made)
+    assert first == again
+    checkpoint, seen = made[0], {first}
+    rows = [b"\1" * row for _ in range(64)]
+    for what, change in {
+        "250 rows of reserved tokens": lambda: write_at(
+            checkpoint, 1, 128_000 * row, b"\2" * row * 250
+        ),
+        "64 rows here and there": lambda: [
+            write_at(checkpoint, 1, at * 2003 * row, data) for at, data in enumerate(rows)
+        ],
+        "one head of one k_proj": lambda: write_at(checkpoint, 3, 2**31 + 5 * head, b"\3" * head),
+        "a merged adapter": lambda: [
+            write_at(checkpoint, 4, at, b"\4") for at in range(0, 2**20, 4096)
+        ],
+        "quantisation": lambda: (checkpoint / "hf_quant_config.json").write_text("{}"),
+        "pictures": lambda: (checkpoint / "preprocessor_config.json").write_text("{}"),
+    }.items():
+        change()
+        found = fingerprint_model(checkpoint, cache_dir=cache)
+        assert found not in seen, what
+        seen.add(found)
+
+
+def write_large(directory: Path) -> Path:
+    write_checkpoint(directory)
+    for number in range(1, 5):
+        with (directory / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(5 * 10**9)
+    return directory
+
+
+def write_at(checkpoint: Path, number: int, offset: int, data: bytes) -> None:
+    with (checkpoint / f"model-{number}.safetensors").open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+# Files that change while they are read.
+
+
+@pytest.fixture
+def change_on_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], int], None]:
+    """Call an action when a file is read, so many times."""
+
+    def install(action: Callable[[], object], times: int) -> None:
+        preadv = os.preadv
+        left = [action] * times
+
+        def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            size = preadv(descriptor, buffers, offset)
+            if left:
+                left.pop()()
+            return size
+
+        monkeypatch.setattr(os, "preadv", read)
+
+    return install
+
+
+def test_a_file_that_changes_once_is_read_again(
+    checkpoint: Path, change_on_read: Callable[[Callable[[], object], int], None]
+) -> None:
+    change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 1)
+    changed = of(checkpoint)
+    assert changed == of(checkpoint) != GOLDEN
+
+
+def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
+    checkpoint: Path, cache: Path, change_on_read: Callable[[Callable[[], object], int], None]
+) -> None:
+    change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
+    with pytest.raises(ConfigError, match="change while they are read; wait until"):
+        fingerprint_model(checkpoint, cache_dir=cache)
+    (entry,) = cache.glob("*.json")
+    assert json.loads(entry.read_text())["sha256"] == {}
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_read_again(
+    checkpoint: Path, change_on_read: Callable[[Callable[[], object], int], None]
+) -> None:
+    change_on_read(lambda: os.truncate(checkpoint / "model.safetensors", 100), 1)
+    changed = of(checkpoint)
+    assert changed == of(checkpoint) != GOLDEN
+
+
+def test_a_file_that_vanishes_while_others_are_read_is_left_out(
+    tmp_path: Path, change_on_read: Callable[[Callable[[], object], int], None]
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
+    change_on_read((checkpoint / "z.bin").unlink, 1)
+    assert of(checkpoint) == GOLDEN
+
+
+def test_a_file_stamped_in_this_very_tick_is_read_only_after_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
+    waits: list[float] = []
+    monkeypatch.setattr(time, "time_ns", lambda: max(stamps) + 1_000_000)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    of(checkpoint)
+    assert waits == [0.019]
+
+
+# Bad paths.
+
+
+def test_a_missing_path_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no checkpoint at .*nowhere; .* connector\.model_key"):
+        of(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "training_args.bin", "notes.txt"])
+def test_a_directory_without_weights_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no weight files .*connector\.model_key"):
+        of(tmp_path)
+
+
+def test_a_single_file_that_holds_no_weights_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no weight files"):
+        of(checkpoint / "config.json")
+
+
+def test_a_pipe_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="holds no weight files"):
+        of(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.gguf", "rank0.engine"])
+def test_a_single_piece_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ConfigError, match="is one piece of a checkpoint; name its directory"):
+        of(tmp_path / name)
+
+
+def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "more.safetensors").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"more\.safetensors cannot be read"):
+        of(checkpoint)
+
+
+def test_a_pipe_among_the_weights_is_not_waited_for(checkpoint: Path) -> None:
+    before = of(checkpoint)
+    os.mkfifo(checkpoint / "pipe.bin")
+    assert of(checkpoint) == before
+
+
+def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_by_pipe(_files: object) -> None:
+        (checkpoint / "config.json").unlink(missing_ok=True)
+        if not (checkpoint / "pipe").exists():
+            os.mkfifo(checkpoint / "pipe")
+            os.link(checkpoint / "pipe", checkpoint / "config.json")
+
+    monkeypatch.setattr(fingerprint, "_wait_for_tick", replace_by_pipe)
+    found = of(checkpoint)
+    (checkpoint / "config.json").unlink(missing_ok=True)
+    assert found == of(checkpoint) != GOLDEN
+
+
+def test_without_threads_for_all_files_none_is_left_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model")
+    started, start = list[threading.Thread](), threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    may_read = threading.Event()
+    monkeypatch.setattr(fingerprint, "_ALONE_BYTES_MAX", 0)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    monkeypatch.setattr(fingerprint.os, "sched_getaffinity", lambda _: {0, 1})
+    progress = Progress(on_step=lambda: may_read.wait(10) and None)
+    with pytest.raises(RuntimeError):
+        fingerprint_model(checkpoint, cache_dir=None, progress=progress)
+    may_read.set()
+    started[0].join(HANG_S)
+    assert progress.done_bytes == 0

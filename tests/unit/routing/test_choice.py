@@ -1,12 +1,14 @@
-"""Which replica gets a request, and why."""
+"""Which replica gets a request, and why: the predicted time to a first token, part by part."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.routing import Candidate, Cost, Load, Lru, Stretch, choose, predict
+from kvray.routing import Bring, Candidate, Cost, Link, Load, Lru, Stretch, choose, predict
+from kvray.routing.cost import PrefillSpeed
 from tests.unit.routing.fleet_parts import RATES, candidate, cost
 
 COSTS = st.lists(
@@ -129,3 +131,161 @@ def test_a_prefix_in_every_request_spreads_over_all_replicas(
         work[at] += costs[at].work_s
     assert RATES.prefill_tokens_per_s == 1000
     assert max(work) <= 1.4 * sum(work) / count
+
+
+NODES = ("a", "b", "c")
+HOLDERS = st.dictionaries(
+    st.sampled_from(NODES), st.sampled_from(["host", "disk"]), min_size=1, max_size=3
+)
+STRETCHES = st.lists(
+    st.builds(Stretch, num_tokens=st.integers(1, 500), holders=HOLDERS), max_size=6
+)
+
+
+def test_a_prompt_that_nobody_has_is_computed() -> None:
+    found = predict(candidate(queue_s=2.0), 500, [])
+    assert (found.pool_tokens, found.brings, found.computed_tokens) == (0, (), 500)
+    assert (found.queue_s, found.compute_s, found.first_token_s) == (2.0, 0.5, 2.5)
+
+
+def test_what_the_pool_has_costs_nothing() -> None:
+    found = predict(candidate(pool_tokens=400), 500, [])
+    assert (found.pool_tokens, found.work_s) == (400, pytest.approx(0.1))
+
+
+def test_the_last_token_is_computed_in_any_case() -> None:
+    found = predict(candidate(pool_tokens=500), 500, [])
+    assert (found.pool_tokens, found.computed_tokens) == (499, 1)
+    found = predict(candidate(), 500, [Stretch(num_tokens=500, holders={"a": "host"})])
+    assert (found.tokens_from("host"), found.computed_tokens) == (499, 1)
+
+
+@pytest.mark.parametrize(
+    ("holders", "source", "seconds"),
+    [
+        ({"a": "host", "b": "host"}, "host", 0.01),
+        ({"b": "host"}, "remote", 0.045),
+        ({"a": "disk"}, "disk", 0.06),
+        ({"a": "disk", "b": "host"}, "remote", 0.045),
+        ({"b": "disk"}, "remote", 0.095),
+    ],
+)
+def test_each_stretch_comes_from_its_fastest_source(
+    holders: dict[str, str], source: str, seconds: float
+) -> None:
+    found = predict(candidate(), 200, [Stretch(num_tokens=100, holders=holders)])  # type: ignore[arg-type]
+    assert found.brings == (
+        Bring(source=source, num_tokens=100, seconds=pytest.approx(seconds)),  # type: ignore[arg-type]
+    )
+    assert found.work_s == pytest.approx(seconds + 0.1)
+
+
+def test_a_link_that_was_measured_by_itself_counts_for_its_node() -> None:
+    rates = replace(RATES, peers={"b": Link(bytes_per_s=1e9)})
+    stretches = [Stretch(num_tokens=100, holders={"b": "host", "c": "host"})]
+    found = predict(candidate(rates=rates), 200, stretches)
+    assert found.bring_s == pytest.approx(1e-5 + 0.01)
+
+
+def test_what_is_slower_to_bring_than_to_compute_is_computed() -> None:
+    rates = replace(RATES, remote=Link(bytes_per_s=1e4))
+    stretches = [
+        Stretch(num_tokens=100, holders={"a": "host"}),
+        Stretch(num_tokens=100, holders={"b": "host"}),
+    ]
+    found = predict(candidate(rates=rates), 300, stretches)
+    assert [bring.source for bring in found.brings] == ["host"]
+    assert found.computed_tokens == 200
+
+
+def test_a_slow_stretch_is_brought_if_what_follows_is_worth_it() -> None:
+    stretches = [
+        Stretch(num_tokens=10, holders={"b": "host"}),
+        Stretch(num_tokens=400, holders={"a": "host"}),
+    ]
+    found = predict(candidate(), 500, stretches)
+    assert [bring.source for bring in found.brings] == ["remote", "host"]
+
+
+def test_a_prompt_without_tokens_costs_nothing() -> None:
+    assert predict(candidate(), 0, []).first_token_s == 0
+
+
+@given(st.integers(1, 2000), st.integers(0, 2000), STRETCHES)
+def test_every_token_is_somewhere_and_bringing_never_costs_more_than_computing(
+    num_tokens: int, pool_tokens: int, stretches: list[Stretch]
+) -> None:
+    found = predict(candidate(pool_tokens=pool_tokens, queue_s=1.0), num_tokens, stretches)
+    brought = sum(bring.num_tokens for bring in found.brings)
+    assert found.pool_tokens + brought + found.computed_tokens == num_tokens
+    assert found.computed_tokens >= 1
+    assert found.first_token_s == pytest.approx(1.0 + found.bring_s + found.compute_s)
+    assert found.bring_s <= brought / 1000 + 1e-9
+    alone = predict(candidate(pool_tokens=pool_tokens), num_tokens, [])
+    assert found.work_s <= alone.work_s + 1e-9
+
+
+def test_newer_answers_count_more() -> None:
+    speed = PrefillSpeed()
+    assert speed.tokens_per_s == 0.0
+    speed.note(1000, 0.5, 0)
+    assert speed.tokens_per_s == pytest.approx(2000.0)
+    for _ in range(150):
+        speed.note(1000, 0.1, 0)
+    assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_computed", "seconds"), [(10, 0.1), (0, 0.1), (1000, -0.1)])
+def test_answers_that_tell_little_do_not_count(num_computed: int, seconds: float) -> None:
+    speed = PrefillSpeed()
+    speed.note(num_computed, seconds, 0)
+    assert (speed.tokens_per_s, speed.decode_slowdown) == (0.0, 0.0)
+
+
+def test_prompts_of_one_pass_share_its_time() -> None:
+    speed = PrefillSpeed()
+    for _ in range(10):
+        for seconds in (0.5, 0.0, 0.0, 0.0, 0.0):
+            speed.note(1000, seconds, 0)
+    assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.3)
+
+
+def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each() -> None:
+    speed = PrefillSpeed()
+    for number in range(100):
+        speed.note(1000, 0.1 * (1 + 0.1 * (number % 20)), number % 20)
+    assert speed.decode_slowdown == pytest.approx(0.1, rel=0.1)
+    assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.1)
+    for number in range(200):
+        speed.note(1000, 0.05, number % 20)
+    assert speed.decode_slowdown == pytest.approx(0.0, abs=1e-2)
+
+
+def test_a_slowdown_is_believed_as_far_as_the_answers_varied() -> None:
+    speed = PrefillSpeed()
+    for number in range(100):
+        speed.note(1000, 0.1 * (1 + 0.1 * (number % 3)), number % 3)
+    assert 0.02 < speed.decode_slowdown < 0.06
+    assert (1 + speed.decode_slowdown) / speed.tokens_per_s == pytest.approx(0.00011, rel=0.01)
+
+
+def test_what_answers_cost_does_not_show_while_they_are_always_as_many() -> None:
+    speed = PrefillSpeed()
+    for _ in range(3):
+        speed.note(1000, 0.2, 3)
+    assert speed.tokens_per_s == pytest.approx(5000.0)
+    assert speed.decode_slowdown == pytest.approx(0.0, abs=1e-9)
+
+
+_notes = st.tuples(st.integers(0, 10_000), st.floats(0, 100), st.integers(0, 64))
+
+
+@given(st.lists(_notes, max_size=60))
+def test_a_speed_is_never_negative_and_a_slowdown_bounded(
+    notes: list[tuple[int, float, int]],
+) -> None:
+    speed = PrefillSpeed()
+    for note in notes:
+        speed.note(*note)
+        assert speed.tokens_per_s >= 0
+        assert 0 <= speed.decode_slowdown <= 2.0 + 1e-6

@@ -1,11 +1,25 @@
-"""Which replica a prompt goes to, by what the tier holds and what was routed where."""
+"""Which replica a prompt goes to, by what the tier holds and what became of earlier choices."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvray.routing import Place, PoolMatch, Standings, Stretch, Survey
+from kvray.routing import (
+    Choice,
+    Decisions,
+    Load,
+    Lru,
+    Outcomes,
+    Place,
+    PoolMatch,
+    Standings,
+    Stretch,
+    Survey,
+)
+from kvray.routing.standings import RECENT_S, Coming
 
 BLOCK = 32
 NAMES = ("a", "b", "c", "d")
@@ -194,3 +208,248 @@ def test_a_prompt_under_way_counts_before_its_engine_tells_of_it() -> None:
     assert pool_tokens(made, told(0), found)["c"] == 100 * BLOCK - 1
     made.done("1", 1.0)
     assert pool_tokens(made, told(0), found)["c"] == 0
+
+
+def test_blocks_are_here_while_a_prompt_with_them_is_under_way() -> None:
+    coming: Coming[str] = Coming()
+    coming.add("abc")
+    coming.add("abd")
+    assert (coming.leading("abde"), coming.leading("abce"), coming.leading("x")) == (3, 3, 0)
+    coming.remove("abd")
+    assert coming.leading("abde") == 2
+    coming.remove("abc")
+    assert coming.leading("abde") == 0
+
+
+def test_leading_blocks_of_what_was_used_are_there() -> None:
+    pool = Lru[str](10)
+    pool.use("abc")
+    assert pool.leading("abcd") == 3
+    assert pool.leading("xyz") == 0
+
+
+def test_the_oldest_prompt_goes_first_and_its_leaves_before_its_root() -> None:
+    pool = Lru[str](4)
+    pool.use("ab")
+    pool.use("xy")
+    assert pool.use("z") == ["b"]
+    assert pool.use("w") == ["a"]
+    assert pool.leading("xy") == 2
+
+
+def test_what_is_used_again_stays() -> None:
+    pool = Lru[str](4)
+    pool.use("ab")
+    pool.use("xy")
+    pool.use("ab")
+    assert pool.use("zw") == ["y", "x"]
+    assert pool.leading("ab") == 2
+
+
+def test_of_a_prompt_larger_than_the_pool_the_leading_blocks_stay() -> None:
+    pool = Lru[str](3)
+    assert pool.use("abcde") == ["e", "d"]
+    assert pool.leading("abcde") == 3
+
+
+@given(st.integers(1, 8), st.lists(st.lists(st.integers(0, 12), unique=True, max_size=10)))
+def test_it_is_bounded_and_least_recently_used(size: int, prompts: list[list[int]]) -> None:
+    pool, model = Lru[int](size), OrderedDict[int, None]()
+    for prompt in prompts:
+        gone = pool.use(prompt)
+        for block in reversed(prompt):
+            model.pop(block, None)
+            model[block] = None
+        assert gone == [model.popitem(last=False)[0] for _ in range(max(0, len(model) - size))]
+        there = [block in model for block in prompt]
+        assert pool.leading(prompt) == [*there, False].index(False)
+
+
+def test_an_idle_replica_has_no_queue() -> None:
+    assert Load().queue_s(5.0) == 0
+
+
+def test_waiting_work_shrinks_while_the_oldest_request_runs() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    load.routed("r2", 3.0, now=10.5)
+    assert load.queue_s(11.0) == pytest.approx(4.0)
+    assert load.queue_s(12.0) == pytest.approx(3.5), "r1 is due, and r2 has not begun"
+
+
+def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    waits = [load.queue_s(10.0 + ran_s) for ran_s in (2.0, 4.0, 6.0, 8.0, 99.0)]
+    assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_a_first_token_ends_the_wait_for_its_request() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    load.routed("r2", 3.0, now=10.5)
+    load.done("r1", now=13.0)
+    assert load.queue_s(14.0) == pytest.approx(2.0)
+    load.done("r2", now=15.0)
+    assert load.queue_s(15.0) == 0
+
+
+def test_a_request_that_overtakes_leaves_the_oldest_one_running() -> None:
+    load = Load()
+    load.routed("r1", 5.0, now=0.0)
+    load.routed("r2", 1.0, now=0.0)
+    load.done("r2", now=3.0)
+    assert load.queue_s(3.0) == pytest.approx(2.0)
+
+
+def test_an_unknown_request_changes_nothing() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=0.0)
+    load.done("r0", now=1.0)
+    assert (len(load), load.queue_s(1.0)) == (1, 1.0)
+
+
+def test_steady_work_is_its_share_of_time() -> None:
+    load = Load()
+    for second in range(600):
+        load.routed(second, 0.3, now=float(second))
+        load.done(second, now=second + 0.3)
+    assert load.utilization(600.0) == pytest.approx(0.3, abs=0.01)
+    assert load.utilization(600.0 + 10 * RECENT_S) < 0.001
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.booleans())))
+def test_a_queue_is_never_negative_nor_more_than_all_that_waits(
+    steps: list[tuple[float, float, bool]],
+) -> None:
+    load, now, waiting = Load(), 0.0, {}
+    for number, (wait_s, work_s, has_token) in enumerate(steps):
+        now += wait_s
+        if has_token and waiting:
+            done = next(iter(waiting))
+            load.done(done, now)
+            del waiting[done]
+        load.routed(number, work_s, now)
+        waiting[number] = work_s
+        assert 0 <= load.queue_s(now) <= sum(waiting.values()) + 1e-6
+        assert load.utilization(now) >= 0
+
+
+DECISIONS_NAMES = tuple(f"r{number}" for number in range(20))
+SURVEY = Survey(
+    tokens_per_block=32,
+    token_bytes=16_384,
+    words=tuple(f"{block}".encode() for block in range(32)),
+    stretches=(Stretch(num_tokens=512, holders={"node-0": "host"}),),
+)
+
+
+class Router:
+    """As kvray's router in Serve uses its decisions."""
+
+    def __init__(self) -> None:
+        self.standings = Standings(pool_blocks=1000, prefill_tokens_per_s=1000.0)
+        self.standings.retain(DECISIONS_NAMES)
+        self.outcomes = Outcomes()
+        self.decisions = Decisions(self.standings, self.outcomes)
+
+    def choice(self, now: float) -> Choice:
+        places = [
+            Place(replica=name, node=f"node-{number}", prefill_tokens_per_s=1000.0)
+            for number, name in enumerate(DECISIONS_NAMES)
+        ]
+        return self.standings.choose(places, 1024, SURVEY, now=now)
+
+    def begin(self, request: str, *, now: float = 0.0, is_told: bool = True) -> Choice:
+        choice = self.choice(now)
+        self.decisions.begin(request, choice, SURVEY, now=now, is_told=is_told)
+        return choice
+
+    def total(self, name: str, *labels: str) -> float:
+        return self.outcomes.totals()[name, labels]
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+def test_a_request_is_followed_from_its_choice_to_its_first_token(router: Router) -> None:
+    choice = router.begin("one", now=1.0)
+    assert router.decisions.order("one") == [one.cost.replica for one in choice.ranked]
+    assert choice.replica == "r0", "its node has half of the prompt"
+    router.decisions.sent("one", "r0", now=1.1)
+    router.decisions.first_token("one", now=1.75)
+    router.decisions.over("one", now=9.0)
+    assert router.total("routed_requests_total", "prefix") == 1
+    assert router.total("first_token_count_total") == 1
+    assert router.total("first_token_seconds_sum_total") == pytest.approx(0.75)
+    predicted_s = choice.ranked[0].cost.first_token_s
+    assert router.total("predicted_first_token_seconds_sum_total") == pytest.approx(predicted_s)
+    error_s = 0.75 - predicted_s
+    assert router.total("first_token_error_seconds_sum_total") == pytest.approx(error_s)
+    assert router.total("first_token_error_seconds_bucket_total", "0.125") == 0
+    assert router.total("first_token_error_seconds_bucket_total", "0.25") == 1
+    assert router.total("first_token_error_seconds_bucket_total", "+Inf") == 1
+
+
+def test_work_waits_until_its_first_token_if_somebody_tells(router: Router) -> None:
+    router.begin("told", is_told=True)
+    router.decisions.sent("told", "r0", now=0.0)
+    waiting = router.choice(60.0)
+    (costs,) = [one.cost for one in waiting.ranked if one.cost.replica == "r0"]
+    assert costs.queue_s > 0.0, "what it was to take has passed, and it still runs"
+    router.decisions.first_token("told", now=61.0)
+    assert len(router.standings._loads["r0"]) == 0
+
+
+def test_work_ends_when_it_is_due_if_nobody_tells(router: Router) -> None:
+    router.begin("untold", is_told=False)
+    router.decisions.sent("untold", "r0", now=0.0)
+    router.choice(60.0)
+    assert len(router.standings._loads["r0"]) == 0
+    router.decisions.over("untold", now=61.0)
+
+
+def test_the_replica_that_took_it_has_the_work_and_the_blocks(router: Router) -> None:
+    router.begin("one")
+    router.decisions.sent("one", "r3", now=0.0)
+    loads = {name: len(load) for name, load in router.standings._loads.items()}
+    assert (loads["r0"], loads["r3"]) == (0, 1)
+    assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
+
+
+def test_without_a_choice_it_is_a_fallback_without_candidates(router: Router) -> None:
+    router.decisions.begin("one", None, None, now=0.0, is_told=True)
+    assert router.decisions.order("one") == []
+    assert router.decisions.order("another") is None
+    router.decisions.sent("one", "new", now=0.0)
+    router.decisions.over("one", now=1.0)
+    assert router.total("routed_requests_total", "fallback") == 1
+    assert router.total("first_token_count_total") == 0
+
+
+def test_a_choice_that_was_given_back_counts_for_nothing(router: Router) -> None:
+    router.begin("one")
+    router.decisions.over("one", now=0.1)
+    router.decisions.sent("one", "r0", now=0.2)
+    router.decisions.first_token("one", now=0.3)
+    assert router.total("routed_requests_total", "prefix") == 0
+    assert len(router.standings._loads["r0"]) == 0
+
+
+def test_of_two_decisions_for_one_request_the_first_counts(router: Router) -> None:
+    router.begin("one")
+    order = router.decisions.order("one")
+    router.begin("one", now=1.0)
+    assert router.decisions.order("one") == order
+    assert sum(map(len, router.standings._loads.values())) == 1
+    router.decisions.over("one", now=2.0)
+    assert all(load.queue_s(2.0) == 0 for load in router.standings._loads.values())
+
+
+def test_of_requests_that_never_end_the_oldest_are_forgotten(router: Router) -> None:
+    for number in range(5000):
+        router.decisions.begin(str(number), None, None, now=0.0, is_told=False)
+    assert router.decisions.order("0") is None
+    assert router.decisions.order("4999") == []

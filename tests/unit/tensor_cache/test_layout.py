@@ -1,11 +1,14 @@
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvray.errors import LayoutMismatch
+from kvray.errors import ConfigError, LayoutMismatch
+from kvray.identity.keys import chain_keys
 from kvray.tensor_cache import layout
+from kvray.tensor_cache.prompt import MaskedPrompt, read_prompt
 from tests.unit.tensor_cache.conftest import BLOCK, METADATA, changed
 from tests.unit.tensor_cache.kv import assert_same, cut, pairs, random_blob
 
@@ -85,3 +88,136 @@ def test_strided_and_differentiable_tensors_are_packed_as_they_are() -> None:
 def test_tensors_that_do_not_fit_the_metadata_are_refused(kv: Any, sentence: str) -> None:
     with pytest.raises(LayoutMismatch, match=sentence):
         layout.heads_of(kv, METADATA)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"model": "other"},
+    {"revision": "main"},
+    {"variant": "lora-7"},
+    {"dtype": torch.float16},
+    {"dtype": torch.int32},
+    {"num_layers": 4},
+    {"num_kv_heads": 4, "head_size": 4},
+    {"num_kv_heads": 4, "tokens_per_block": 2},
+    {"tokens_per_block": 8},
+    {"world_size": 2},
+    {"world_size": 2, "rank": 1},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_what_changes_the_bytes_changes_the_namespace(changes: dict[str, Any]) -> None:
+    other = changed(METADATA, **changes)
+    assert other.namespace().digest() != METADATA.namespace().digest()
+
+
+def test_ranks_have_namespaces_of_their_own() -> None:
+    first, second = (changed(METADATA, world_size=2, rank=rank) for rank in (0, 1))
+    assert first.namespace() != second.namespace()
+
+
+def test_the_layout_of_the_tensors_is_no_part_of_the_namespace() -> None:
+    assert changed(METADATA, layout="vllm").namespace() == METADATA.namespace()
+
+
+def test_name_and_revision_do_not_run_into_each_other() -> None:
+    first = changed(METADATA, model="a@b", revision="c")
+    second = changed(METADATA, model="a", revision="b@c")
+    assert first.namespace() != second.namespace()
+
+
+def test_a_name_is_never_taken_for_a_fingerprint() -> None:
+    named = changed(METADATA, model="f00d")
+    assert named.namespace() != named.namespace(fingerprint="f00d")
+
+
+def test_a_revision_counts_for_a_checkpoint_too() -> None:
+    one, other = (changed(METADATA, revision=r).namespace(fingerprint="f00d") for r in ("1", "2"))
+    assert one != other
+
+
+def test_a_block_has_the_bytes_of_its_tensors() -> None:
+    assert METADATA.block_bytes == 3 * 2 * 2 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_layers": 0}, "num_layers must be a whole number of at least 1, not 0"),
+        ({"head_size": 8.0}, "head_size must be a whole number"),
+        ({"num_kv_heads": True}, "num_kv_heads must be a whole number"),
+        ({"tokens_per_block": -1}, "tokens_per_block must be a whole number"),
+        ({"rank": -1}, "rank must be a whole number of at least 0"),
+        ({"rank": 1}, "rank 1 is not below world_size 1"),
+        ({"layout": "hf"}, "layout must be 'huggingface' or 'vllm', not 'hf'"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype"),
+        ({"dtype": torch.complex128}, "dtype must be a torch.dtype of at most 8 bytes"),
+        ({"model": ""}, "model must be a name or the path"),
+    ],
+)
+def test_values_that_no_model_has_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        changed(METADATA, **changes)
+
+
+def test_metadata_survives_pickling() -> None:
+    assert pickle.loads(pickle.dumps(METADATA)) == METADATA  # noqa: S301 - our own bytes
+
+
+SEED = bytes(32)
+TOKENS = list(range(10))
+
+
+def read(tokens: Any, mask: Any = None) -> MaskedPrompt:
+    return read_prompt(tokens, mask, tokens_per_block=4, seed=SEED)
+
+
+def test_full_blocks_have_keys_and_the_tail_has_none() -> None:
+    assert read(TOKENS).keys == chain_keys(TOKENS, tokens_per_block=4, seed=SEED)
+    assert read(TOKENS).num_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [TOKENS, tuple(TOKENS), torch.arange(10), torch.arange(10, dtype=torch.int16), np.arange(10)],
+)
+def test_lists_arrays_and_tensors_of_equal_tokens_have_equal_keys(tokens: Any) -> None:
+    assert read(tokens) == read(TOKENS)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_a_mask_begins_at_its_first_true(kind: Any) -> None:
+    prompt = read(TOKENS, kind([False] * 4 + [True] * 6))
+    assert (prompt.num_masked, prompt.first, prompt.num_blocks) == (4, 1, 1)
+
+
+def test_a_mask_that_leaves_out_all_full_blocks_asks_for_none() -> None:
+    assert read(TOKENS, [False] * 8 + [True] * 2).num_blocks == 0
+
+
+def test_an_empty_prompt_with_an_empty_mask_asks_for_nothing() -> None:
+    assert read([], []).num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        ([False] * 3 + [True] * 7, "multiple of tokens_per_block = 4, for example 0"),
+        ([False] * 6 + [True] * 4, "for example 4"),
+        ([True] * 4 + [False] * 6, "True before a False"),
+        ([True] * 9, "one boolean for each of the 10 tokens"),
+        ([1] * 10, "one boolean"),
+        (torch.ones(1, 10, dtype=torch.bool), "one boolean"),
+    ],
+)
+def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(TOKENS, mask)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["text", [1.5, 2.0], ["a"], torch.ones(8), torch.ones(1, 8).int(), [2**31], None]
+)
+def test_tokens_that_are_no_integers_are_refused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Tokens must be|does not fit"):
+        read(tokens)

@@ -1,6 +1,8 @@
-"""Spans: below a request or not at all, ended whatever happens, and silent on what prompts say."""
+"""Spans: below a request or not at all, ended whatever happens, and sent to a collector."""
 
 import logging
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import StatusCode
 
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.trace import spans
+from kvray.trace.otlp import export
+from tests.collector import open_collector
 from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, id_of, parent_of, sdk, trace_of
 
 __all__ = ["sdk"]
@@ -137,3 +141,45 @@ def test_a_hook_that_fails_is_told_and_costs_the_traces_only(
     with caplog.at_level(logging.ERROR, "kvray"):
         spans.start_sdk(hook)
     assert f"tracing.startup_hook {hook} failed" in caplog.text
+
+
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+CODE = f"""
+from kvray.trace import spans
+spans.start_sdk("kvray.trace.otlp:export")
+headers = {{"traceparent": {TRACEPARENT!r}}}
+with spans.request("ingress", headers, {{"gen_ai.operation.name": "chat"}}):
+    with spans.span("route"):
+        pass
+"""
+
+
+def run(**environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("service", ["", "llm"])
+def test_a_collector_gets_what_opentelemetrys_variables_say(service: str) -> None:
+    pytest.importorskip(EXPORTER)
+    with open_collector() as (collector, url):
+        run(OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_SERVICE_NAME=service)
+    assert sorted(collector.spans[TRACE]) == ["ingress", "route"]
+    assert collector.services == {service or "kvray"}
+
+
+def test_a_collector_that_is_not_there_costs_the_spans_only() -> None:
+    pytest.importorskip(EXPORTER)
+    run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_EXPORTER_OTLP_TIMEOUT="1")
+
+
+def test_a_missing_exporter_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, EXPORTER, None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvray\[otlp\]'"):
+        export()

@@ -8,10 +8,8 @@ import torch
 
 from kvray.config import format_size, load_config
 from kvray.errors import CapacityError
-from kvray.lab.bench.gpu.copies import BlockCopies
-from kvray.lab.bench.gpu.device import GpuDevice
-from kvray.lab.bench.gpu.model import LLAMA_3_8B, Shapes
-from kvray.lab.bench.gpu.prefill import Prefill, crossover
+from kvray.lab.bench.gpu.copies import BlockCopies, GpuDevice
+from kvray.lab.bench.gpu.prefill import LLAMA_3_8B, Prefill, Shapes, crossover
 from kvray.lab.bench.report import Report, Row
 from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Runner, bench_spec
 from kvray.store import ArenaSpec

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvray.lab.replay.fleet.memory import Memory
-from kvray.lab.replay.fleet.plan import FleetPlan
+from kvray.lab.replay.fleet.plan import FleetPlan, Memory
 from kvray.routing import Candidate, Choice, Load, Lru, choose, predict
 from kvray.store.replay.trace import Trace
 

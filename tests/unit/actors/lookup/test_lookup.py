@@ -1,23 +1,32 @@
 import hashlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvray.actors.lookup import lookup as lookup_module
+from kvray.actors.lookup import lookup as partial_blocks_module
 from kvray.actors.lookup.lookup import (
     CALLS_PER_S,
     SILENT_S,
+    TURN_S,
     TURNS,
     Announcement,
     Answer,
     Lookup,
+    PartialBlocks,
+    RankDirectory,
+    Turns,
     packed_parts,
 )
+from kvray.actors.lookup.partitions import partition_of, shares
 from kvray.errors import ConfigError
-from kvray.identity.block import BlockKey
-from kvray.index import Run
+from kvray.identity.block import BlockKey, head_number
+from kvray.index import Index, Loss, Run
 from tests.examples import examples
+from tests.unit.store.small_arena import chain
 
 KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 
@@ -424,3 +433,157 @@ def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(
     for _ in range(5):
         shard.hear(lookup.announce(shard.announce(), now=0.0))
     assert has(lookup) == shard.held
+
+
+PARTIAL_BLOCKS_KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(8)]
+
+
+def lose(blocks: PartialBlocks, *numbers: int, shards: tuple[str, ...] = ("a",)) -> None:
+    blocks.note(
+        [Loss(keys=b"".join(PARTIAL_BLOCKS_KEYS[n] for n in numbers), parts=1, shards=shards)]
+    )
+
+
+def taken(blocks: PartialBlocks, shard: str = "a") -> list[int]:
+    keys = blocks.take(shard, Index())
+    return [PARTIAL_BLOCKS_KEYS.index(keys[at : at + 32]) for at in range(0, len(keys), 32)]
+
+
+def test_every_shard_that_has_a_part_is_told_once() -> None:
+    blocks = PartialBlocks()
+    lose(blocks, 0, shards=("a", "b"))
+    lose(blocks, 1, shards=("b",))
+    assert (taken(blocks, "a"), taken(blocks, "b")) == ([0], [0, 1])
+    assert (taken(blocks, "a"), taken(blocks, "b")) == ([], [])
+
+
+def test_an_answer_has_the_oldest_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_blocks_module, "HANDED_MAX", 3)
+    blocks = PartialBlocks()
+    lose(blocks, 0, 1)
+    lose(blocks, 2, 3, 4)
+    assert [taken(blocks), taken(blocks), taken(blocks)] == [[0, 1, 2], [3, 4], []]
+
+
+def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_blocks_module, "QUEUED_MAX", 4)
+    blocks = PartialBlocks()
+    lose(blocks, 0)
+    lose(blocks, 1, 2, 3)
+    lose(blocks, 4, 5)
+    assert taken(blocks) == [2, 3, 4, 5]
+
+
+def test_a_dropped_shard_is_told_nothing() -> None:
+    blocks = PartialBlocks()
+    lose(blocks, 0)
+    blocks.drop("a")
+    assert taken(blocks) == []
+
+
+def test_a_rank_that_two_shards_name_is_with_the_later_one() -> None:
+    ranks = RankDirectory()
+    ranks.name("a", [("r", 0)])
+    ranks.name("b", [("r", 0)])
+    ranks.name("a", [("r", 0), ("r", 1)])
+    assert ranks.replica("r", ["a", "b"]) == {0: "b", 1: "a"}
+    assert ranks.replica("r", ["a"]) == {0: "a", 1: "a"}
+
+
+def test_what_one_shard_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
+    ranks = RankDirectory()
+    ranks.name("a", [("r", rank) for rank in range(5)])
+    assert len(ranks) == 2
+
+
+def full() -> Turns:
+    """Turns that are all taken at 0."""
+    turns = Turns()
+    for number in range(TURNS):
+        assert turns.take(f"s{number}", 0.0) == 0
+    return turns
+
+
+def test_when_all_turns_are_taken_the_next_is_told_when_to_ask() -> None:
+    assert 0 < full().take("late", 0.0) < 1
+
+
+def test_who_has_a_turn_may_begin_again() -> None:
+    assert full().take("s0", 1.0) == 0
+
+
+def test_a_turn_ends_with_the_last_piece() -> None:
+    turns = full()
+    turns.go_on("s3", 1.0, more=True)
+    assert turns.take("late", 1.0) > 0
+    turns.go_on("s3", 1.0, more=False)
+    assert turns.take("late", 1.0) == 0
+    assert turns.take("later", 1.0) > 0
+
+
+def test_a_turn_of_one_that_says_nothing_more_ends_by_itself() -> None:
+    turns = full()
+    for number in range(1, TURNS):
+        turns.go_on(f"s{number}", TURN_S - 1, more=True)
+    assert turns.take("late", TURN_S - 0.1) > 0
+    assert turns.take("late", TURN_S + 0.1) == 0
+    assert turns.take("later", TURN_S + 0.1) > 0
+
+
+def test_a_piece_of_one_that_has_no_turn_takes_none() -> None:
+    turns = Turns()
+    for number in range(TURNS):
+        turns.go_on(f"other {number}", 0.0, more=True)
+    assert turns.take("a", 0.0) == 0
+
+
+def test_however_many_wait_so_many_ask_in_a_second() -> None:
+    turns = full()
+    asks = [turns.take(f"w{number}", 0.0) for number in range(2000)]
+    assert asks[0] == 0.5
+    for second in range(1, 10):
+        assert 199 <= sum(second <= at < second + 1 for at in asks) <= 201
+
+
+def test_those_that_ask_no_more_are_not_waited_for() -> None:
+    turns = full()
+    for number in range(2000):
+        turns.take(f"w{number}", 0.0)
+    for number in range(TURNS):
+        turns.take(f"s{number}", 30.0)
+    assert turns.take("late", 30.0) == 0.5
+
+
+def told(heads: list[int], num_partitions: int) -> list[list[int]]:
+    """Return for each partition the numbers of the blocks that it is told of."""
+    masks = shares(np.array(heads, dtype=np.uint32), num_partitions)
+    return [np.flatnonzero([True] * len(heads) if one is None else one).tolist() for one in masks]
+
+
+@settings(max_examples=examples(90))
+@given(st.lists(st.integers(1, 2**24 - 1), max_size=20), st.integers(1, 64))
+def test_one_partition_is_told_of_a_block(heads: list[int], num_partitions: int) -> None:
+    found = told(heads, num_partitions)
+    assert len(found) == num_partitions
+    assert sorted(block for some in found for block in some) == list(range(len(heads)))
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2, 64])
+def test_all_partitions_are_told_of_a_block_whose_chain_is_not_known(num_partitions: int) -> None:
+    assert told([0], num_partitions) == [[0]] * num_partitions
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 64])
+def test_the_partition_that_is_told_of_a_chain_is_the_one_that_is_asked(
+    num_partitions: int,
+) -> None:
+    for number in range(100):
+        keys = chain(3, seed=str(number))
+        asked = partition_of(keys[0], num_partitions)
+        assert told([head_number(keys[0])], num_partitions)[asked] == [0]
+
+
+def test_chains_are_spread_over_the_partitions() -> None:
+    asked = [partition_of(chain(1, seed=str(number))[0], 4) for number in range(400)]
+    assert min(np.bincount(asked, minlength=4)) > 50

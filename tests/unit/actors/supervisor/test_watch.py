@@ -1,4 +1,4 @@
-"""Who is taken for frozen, and who is only not heard."""
+"""Who is taken for frozen, who is only not heard, and which nodes kvray leaves."""
 
 import socket
 import time
@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvray.actors.names import LOOKUP_NAME, mover_name, shard_name
 from kvray.actors.supervisor import supervisor as supervisor_module
 from kvray.actors.supervisor import watch
 from kvray.actors.supervisor.supervisor import SupervisorActor
-from kvray.actors.supervisor.watch import Answers, Pings, Silences, reachable
+from kvray.actors.supervisor.watch import Answers, IdleNodes, Pings, Silences, reachable
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 
@@ -453,3 +455,63 @@ def test_who_is_cut_off_is_not_frozen(small: Tier) -> None:
     small.cut = {node_id(0)}
     small.rounds(6)
     assert small.ended == [mover_name(node_id(1))]
+
+
+NODES = st.frozensets(st.sampled_from("abc"))
+
+
+def test_a_node_is_left_once_it_was_unused_for_so_long() -> None:
+    idle = IdleNodes(10.0)
+    assert left_at(idle, {"a", "b"}, 0.0) == set()
+    assert left_at(idle, {"a"}, 9.0) == set()
+    assert left_at(idle, {"a", "b"}, 10.0) == {"a"}
+    assert left_at(idle, {"a", "b"}, 19.0) == {"a"}
+    assert left_at(idle, {"a", "b"}, 20.0) == {"a", "b"}
+
+
+def test_a_node_that_somebody_uses_again_gets_its_shard_back() -> None:
+    idle = IdleNodes(10.0)
+    left_at(idle, {"a"}, 0.0)
+    assert left_at(idle, {"a"}, 10.0) == {"a"}
+    assert left_at(idle, set(), 11.0) == set()
+    assert left_at(idle, {"a"}, 12.0) == set()
+
+
+def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time() -> None:
+    idle = IdleNodes(10.0)
+    left_at(idle, {"a"}, 0.0)
+    assert left_at(idle, {"a"}, 10.0) == {"a"}
+    idle.stay("a")
+    assert not idle.left
+    assert left_at(idle, {"a"}, 11.0) == set()
+    assert left_at(idle, {"a"}, 21.0) == {"a"}
+
+
+def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
+    idle = IdleNodes(None)
+    idle.note({"a"}, {"b"}, 0.0)
+    assert idle.left == {"b"}
+    idle.note({"a"}, {"b"}, 1e9)
+    assert idle.left == {"b"}
+    idle.note({"a"}, set(), 1e9)
+    assert not idle.left
+
+
+@given(st.lists(st.tuples(NODES, NODES, st.floats(0, 8)), max_size=20))
+def test_no_node_is_left_that_was_in_use_within_the_time(
+    rounds: list[tuple[frozenset[str], frozenset[str], float]],
+) -> None:
+    idle, now, used_at = IdleNodes(10.0), 0.0, dict.fromkeys("abc", 0.0)
+    went: set[str] = set()  # were to go at some time since somebody used them
+    for unused, going, step in rounds:
+        now += step
+        used_at |= dict.fromkeys(set("abc") - unused, now)
+        went = went & unused | going
+        idle.note(unused, going, now)
+        assert all(node in went or now - used_at[node] >= 10.0 for node in idle.left)
+        assert going <= idle.left <= unused | going
+
+
+def left_at(idle: IdleNodes, unused: set[str], now: float) -> set[str]:
+    idle.note(unused, set(), now)
+    return set(idle.left)

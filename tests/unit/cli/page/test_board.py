@@ -1,10 +1,17 @@
-"""The state of the page: what is there, what is old, and since when a part does not answer."""
+"""The state of the page: what is there, what is old, and who brings the answers."""
 
+import asyncio
+import json
+import sys
+import time
 from typing import Any
 
 import pytest
 
-from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
+from kvray.cli.page import feed as feeding
+from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board, Shares
+from kvray.cli.page.feed import Feed
+from kvray.cli.text.hits import ReplicaRates
 from tests.unit.cli.page.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
@@ -143,3 +150,60 @@ def test_shard_that_is_on_its_way_says_how_far(state_name: str) -> None:
     board.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
     (node,) = state(board, 1)["nodes"]
     assert (node["state"], node["is_healthy"], node["meters"]) == (f"{state_name} 25 %", False, [])
+
+
+def test_history_is_bounded_in_time_and_in_replicas() -> None:
+    shares = Shares()
+    rank = ReplicaRates({}, {"prompt_tokens": 4.0, "hit_tokens_from_host": 3.0}, {})
+    ranks = [rank._replace(rank={"replica": f"r{number}"}) for number in range(99)]
+    for second in range(0, 4000, 2):
+        shares.add(second, ranks)
+    points = shares.since(0)
+    assert (len(points), points[-1]["at"]) == (900, 3998)
+    assert {len(one["rates"]) for one in points} == {33}
+    assert points[0]["rates"][""] == [0.0, 297.0, 0.0, 0.0, 99.0]
+
+
+ANSWER = json.dumps({"part": STATUS, "answer": status()})
+ENDS = f"print({ANSWER!r})"
+HANGS = f"import time; print({ANSWER!r}, flush=True); time.sleep(60)"
+ECHOES = f"import sys; sys.stdin.readline(); print({ANSWER!r}, flush=True); sys.stdin.read()"
+
+
+def fed(code: str, until: str, *, looks: bool = False) -> str:
+    """Feed a board by a process that runs `code` until it has this trouble; return the trouble."""
+    board = Board("prod")
+    feed = Feed(board, None, None, verbose=True)
+    feed._command = [sys.executable, "-c", code]
+
+    async def run() -> str:
+        task = asyncio.create_task(feed.run())
+        deadline = time.monotonic() + 20
+        trouble = ""
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            if looks:
+                feed.look()
+            part = board.state(time.time(), 0)["parts"][STATUS]
+            trouble = part["trouble"]
+            if part["age_s"] is not None and until in trouble:
+                break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return trouble
+
+    return asyncio.run(run())
+
+
+def test_process_that_ends_is_said() -> None:
+    assert "has ended" in fed(ENDS, "has ended")
+
+
+def test_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "_SILENT_S", 1.0)
+    assert "does not answer" in fed(HANGS, "does not answer")
+
+
+def test_process_hears_that_somebody_looks() -> None:
+    assert fed(ECHOES, "", looks=True) == ""

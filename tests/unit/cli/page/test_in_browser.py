@@ -12,8 +12,7 @@ import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
 from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
-from kvray.cli.page.gate import Gate
-from kvray.cli.page.server import make_app
+from kvray.cli.page.server import Gate, make_app
 from kvray.config import load_config
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
 from tests.unit.cli.page.answers import MARKUP, contents, requests, silent, status

@@ -7,8 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from kvray.cli.page.board import STATUS, Board
-from kvray.cli.page.gate import Gate
-from kvray.cli.page.server import make_app
+from kvray.cli.page.server import Gate, make_app
 from kvray.config import load_config
 from tests.unit.cli.page.answers import NOW, status
 

@@ -7,13 +7,14 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvray.cli.text.explanation import (
+    CAUSES,
+    REASONS,
     clock,
     prompt_report,
     request_report,
     requests_sentence,
     requests_table,
 )
-from kvray.cli.text.reasons import CAUSES, REASONS
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 

@@ -1,13 +1,21 @@
-"""What besides tokens enters a request's keys, and which requests bypass the cache."""
+"""What besides tokens enters a request's keys, and which requests bypass the tier."""
 
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
+import pydantic
 import pytest
 import torch
 
 from kvray.connector.request.identity import Identity, Regularity, identify
+from kvray.connector.request.media import media_items
+from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
 from kvray.errors import ConfigError
 
 HASHES = [[1] * 8, [2] * 8]
@@ -279,3 +287,112 @@ def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set() ->
     assert identify(request, lambda task_id, path: None) == identity_of()
     request.multimodal_taste = "sweet"
     assert identify(request, lambda task_id, path: None) is None
+
+
+WIDE = torch.tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5]])
+"""Positions of a prompt with an image of 2 x 3 patches at tokens 2 to 7, as its keys are turned."""
+TALL = torch.tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 3, 3, 4, 4, 5]])
+
+
+def digest_of(positions: Any, *, length: int | None = 6) -> bytes:
+    fields: dict[str, Any] = {
+        "multimodal_hashes": [[7] * 8],
+        "multimodal_positions": [2],
+        "py_multimodal_data": {"image": {}, "mrope_config": {"mrope_position_ids": positions}},
+    }
+    if length is not None:
+        fields["multimodal_lengths"] = [length]
+    found = media_items(fields, prompt_len=9)
+    assert found is not None
+    return found[0].digest
+
+
+def test_equal_pixels_in_another_shape_are_another_image() -> None:
+    assert digest_of(WIDE) == digest_of(WIDE.clone()) == digest_of(WIDE[:, None].squeeze(1))
+    assert digest_of(WIDE) != digest_of(TALL)
+
+
+def test_what_follows_an_image_in_the_prompt_is_not_part_of_it() -> None:
+    longer = torch.cat([WIDE, torch.tensor([[6, 7], [6, 7]])], dim=1)
+    assert digest_of(WIDE) == digest_of(longer)
+
+
+def test_positions_that_cannot_be_read_are_left_out() -> None:
+    unknown = digest_of(None)
+    assert digest_of({"handle": 1}) == digest_of(torch.empty(2, 9, device="meta")) == unknown
+    assert digest_of(WIDE, length=None) == digest_of(None, length=None) != unknown
+
+
+def test_an_item_behind_the_prompt_has_no_place() -> None:
+    fields = {"multimodal_hashes": [[7] * 8], "multimodal_positions": [9]}
+    assert media_items(fields, prompt_len=9) is None
+    assert media_items(fields, prompt_len=10) is not None
+
+
+class Name(str, enum.Enum):
+    """A text whose `str` differs from one Python to the next."""
+
+    FP8 = "fp8"
+
+
+class Number(enum.IntEnum):
+    """A number with a name."""
+
+    DUMMY = 1
+
+
+class Model(pydantic.BaseModel):
+    """As TensorRT-LLM's settings are."""
+
+    algorithm: str = "rocket"
+    topk: int | None = None
+
+
+@dataclass
+class Record:
+    """As some of its settings were."""
+
+    name: Name
+    sizes: tuple[int, ...] = ()
+
+
+def test_what_is_not_there_and_what_was_made_up_are_none() -> None:
+    assert field_of(SimpleNamespace(a=1), "a") == 1
+    assert field_of(SimpleNamespace(), "a") is field_of(None, "a") is field_of(MagicMock(), "a")
+    assert number_of(MagicMock(), "a", 7) == number_of(SimpleNamespace(a="x"), "a", 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("auto", "auto"), (Name.FP8, "fp8"), (Number.DUMMY, "DUMMY"), (None, ""), (7, "")],
+)
+def test_a_text_may_be_a_member_of_an_enumeration(value: object, text: str) -> None:
+    assert text_of(SimpleNamespace(a=value), "a") == text
+    assert text_of(MagicMock(), "a") == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Model(topk=3), '{"algorithm": "rocket", "topk": 3}'),
+        (Record(Name.FP8, (1, 2)), '{"name": "fp8", "sizes": [1, 2]}'),
+        (SimpleNamespace(b=1, a=PurePosixPath("/m")), '{"a": "/m", "b": 1}'),
+        ({"b": True, "a": None}, '{"a": null, "b": true}'),
+        ({"x", "y", "z"}, '["x", "y", "z"]'),
+        ([np.int64(3), np.float32(0.5), Number.DUMMY], '[3, 0.5, "DUMMY"]'),
+        (ValueError, '"builtins.ValueError"'),
+        (ValueError("at 0x7f"), '"builtins.ValueError"'),
+    ],
+)
+def test_equal_values_have_one_text(value: Any, text: str) -> None:
+    assert to_text(value) == text
+
+
+@pytest.mark.parametrize("make", [object, MagicMock, lambda: print, lambda: [object()]])
+def test_no_text_has_an_address_in_it(make: Callable[[], object]) -> None:
+    assert to_text(make()) == to_text(make())
+
+
+def test_only_fields_that_are_set_enter_a_text() -> None:
+    source = SimpleNamespace(b=2, a=None, made_up=MagicMock())
+    assert canonical_text(source, ("a", "b", "c", "made_up")) == '{"b": 2}'

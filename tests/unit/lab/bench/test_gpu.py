@@ -9,9 +9,8 @@ from rich.progress import Progress
 
 from kvray.console.interrupts import Interrupts
 from kvray.errors import CapacityError, ConfigError, KVRayError
-from kvray.lab.bench.gpu.device import GpuDevice
-from kvray.lab.bench.gpu.model import LLAMA_3_8B, Model, Shapes
-from kvray.lab.bench.gpu.prefill import Prefill, crossover, name_of
+from kvray.lab.bench.gpu.copies import GpuDevice
+from kvray.lab.bench.gpu.prefill import LLAMA_3_8B, Model, Prefill, Shapes, crossover, name_of
 from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
 from kvray.lab.bench.runner import running
 from tests.forks import RunKvray

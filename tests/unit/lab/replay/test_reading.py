@@ -1,13 +1,19 @@
+"""Traces of each format as they are read, and requests laid out as a trace."""
+
 import gzip
 import json
 import lzma
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvray.errors import ConfigError
 from kvray.lab.replay import Trace, infinite, read_trace
+from kvray.lab.replay.reading import Session, TraceBuilder, lay_out, read_session
+from kvray.store.replay.trace import NO_PARENT
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -167,3 +173,147 @@ def test_a_trace_without_a_block_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl cannot be read \(No such file"):
         read_trace(tmp_path / "nowhere.jsonl")
+
+
+def session(
+    name: str,
+    *times: float,
+    ids: Sequence[int] = (1, 2),
+    model: str = "a",
+    block_tokens: int = 64,
+    is_local: bool = True,
+) -> Session:
+    requests = [
+        {"t": one, "in": block_tokens * len(ids), "hash_ids": list(ids), "model": model}
+        for one in times
+    ]
+    scope = "local" if is_local else "global"
+    content = {"block_size": block_tokens, "hash_id_scope": scope, "requests": requests}
+    return read_session(json.dumps(content).encode(), name)
+
+
+def test_requests_of_subagents_are_made_at_their_times() -> None:
+    content = b"""{"block_size": 64, "hash_id_scope": "local", "requests": [
+        {"t": 1.0, "type": "n", "in": 64, "hash_ids": [1], "model": "large"},
+        {"t": 2.5, "type": "subagent", "requests": [
+            {"t": 0.0, "in": 64, "hash_ids": [7], "model": "small"},
+            {"t": 10.0, "in": 64, "hash_ids": [8], "model": "small"}]},
+        {"t": 9.0, "type": "s", "in": 64, "hash_ids": [2], "model": "large"}]}"""
+    found = read_session(content, "one.json")
+    assert [(one["time_s"], list(one["ids"]), one["space"]) for one in found.requests] == [
+        (1.0, [1], ("one.json", "large")),
+        (2.5, [7], ("one.json", "small")),
+        (12.5, [8], ("one.json", "small")),
+        (9.0, [2], ("one.json", "large")),
+    ]
+    assert found.seconds == 12.5
+    assert lay_out([found], name="x").times.tolist() == [0.0, 1.5, 8.0, 11.5]
+
+
+def test_sessions_share_no_block() -> None:
+    trace = lay_out([session("a", 0), session("b", 5)], name="x")
+    assert sorted(trace.ids.tolist()) == [0, 1, 2, 3]
+
+
+def test_sessions_whose_ids_hold_for_all_share_blocks() -> None:
+    both = [session("a", 0, is_local=False), session("b", 5, is_local=False)]
+    assert lay_out(both, name="x").ids.tolist() == [0, 1, 0, 1]
+
+
+def test_models_share_no_block() -> None:
+    both = [session("a", 0, is_local=False), session("b", 5, is_local=False, model="b")]
+    assert lay_out(both, name="x").ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_session_starts_when_another_one_has_ended() -> None:
+    sessions = [session(name, 0, 10) for name in "abc"]
+    assert lay_out(sessions, name="x", concurrent=1).times.tolist() == [0, 10, 10, 20, 20, 30]
+    assert lay_out(sessions, name="x", concurrent=2).times.tolist() == [0, 0, 10, 10, 10, 20]
+    assert lay_out(sessions, name="x", concurrent=9).times.tolist() == [0, 0, 0, 10, 10, 10]
+
+
+def test_the_seed_alone_decides_the_order_of_sessions() -> None:
+    sessions = [session(str(at), 0, 1 + at, ids=range(1 + at)) for at in range(9)]
+
+    def lengths(seed: int, *, backwards: bool = False) -> list[int]:
+        given = sessions[::-1] if backwards else sessions
+        return list(np.diff(lay_out(given, name="x", concurrent=1, seed=seed).starts))
+
+    assert lengths(1) == lengths(1, backwards=True)
+    assert lengths(1) != lengths(2)
+
+
+def test_sessions_with_blocks_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="b has blocks of 16 tokens and a of 64; replay them"):
+        lay_out([session("a", 0), session("b", 0, block_tokens=16)], name="x")
+
+
+def build(*paths: Sequence[int], spaces: Sequence[str] | None = None) -> Trace:
+    builder = TraceBuilder(name="made", block_tokens=4)
+    for at, ids in enumerate(paths):
+        space = spaces[at] if spaces else None
+        builder.add(time_s=at, num_tokens=4 * len(ids), ids=ids, space=space)
+    return builder.build()
+
+
+def paths(trace: Trace) -> list[list[int]]:
+    return [part.tolist() for part in np.split(trace.ids, trace.starts[1:-1])]
+
+
+def test_ids_are_numbered_in_the_order_of_first_use() -> None:
+    assert paths(build([90, -7], [90, 2**62], [5])) == [[0, 1], [0, 2], [3]]
+
+
+def test_requests_are_put_in_the_order_of_time_from_0_on() -> None:
+    builder = TraceBuilder(name="made", block_tokens=4)
+    for time_s, ids in ((7.0, [1]), (3.0, [2]), (7.0, [3]), (5.5, [4])):
+        builder.add(time_s=time_s, num_tokens=len(ids) * 4 + ids[0], ids=ids)
+    trace = builder.build()
+    assert trace.times.tolist() == [0.0, 2.5, 4.0, 4.0]
+    assert trace.num_tokens.tolist() == [6, 8, 5, 7]
+    assert paths(trace) == [[0], [1], [2], [3]]
+
+
+def test_equal_ids_of_different_spaces_are_different_blocks() -> None:
+    trace = build([1, 2], [1, 3], [1, 2], spaces=["a", "b", "a"])
+    assert paths(trace) == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_ids_of_the_content_alone_are_told_apart_by_their_prefix() -> None:
+    trace = build([1, 2], [3, 2], [1, 2, 1], [2])
+    assert paths(trace) == [[0, 1], [2, 3], [0, 1, 4], [5]]
+
+
+def test_a_block_that_comes_twice_in_a_prompt_is_two_blocks() -> None:
+    assert paths(build([8, 8, 8], [8, 8])) == [[0, 1, 2], [0, 1]]
+
+
+def test_parents_are_the_blocks_before() -> None:
+    trace = build([1, 2], [], [1, 3], [4])
+    assert trace.parents.tolist() == [NO_PARENT, 0, 0, NO_PARENT]
+
+
+def test_requests_without_a_block_stay_in_the_trace() -> None:
+    trace = build([], [1], [], [1, 2], [])
+    assert trace.starts.tolist() == [0, 0, 1, 1, 3, 3]
+    assert (trace.num_requests, trace.num_refs, trace.num_unique) == (5, 3, 2)
+
+
+def test_hit_tokens_end_with_the_prompt() -> None:
+    builder = TraceBuilder(name="made", block_tokens=4)
+    builder.add(time_s=0, num_tokens=6, ids=[1, 2])
+    builder.add(time_s=1, num_tokens=9, ids=[1, 2])
+    trace = builder.build()
+    assert trace.hit_tokens(np.array([2, 2])) == 6 + 8
+    assert trace.hit_tokens(np.array([1, 0])) == 4
+    assert trace.prompt_tokens == 15
+
+
+def test_a_trace_without_a_request_is_empty() -> None:
+    trace = build()
+    assert (trace.num_requests, trace.num_refs, trace.num_unique, trace.seconds) == (0, 0, 0, 0)
+
+
+def test_an_id_that_no_integer_holds_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        build([2**64])

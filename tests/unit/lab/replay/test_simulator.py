@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Outcome, Trace, belady, infinite
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.reading import TraceBuilder
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, Announced, simulate
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
 from kvray.store.replay import Replay
+from kvray.store.replay.tier import NOWHERE
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
 from tests.unit.lab.replay.lru import lru_hits
 
@@ -198,3 +199,30 @@ def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy: str) -> 
     )
     assert found.nvme_written_blocks > 0
     assert 0 < found.hit_blocks <= 10 * 80
+
+
+def announce_all(replay: Replay, announced: Announced) -> None:
+    for request in replay.run():
+        announced.before(request)
+    announced.at_end()
+
+
+def made(*sizes: int) -> tuple[Trace, Replay, Announced]:
+    trace = excerpt(CONVERSATION)
+    replay = Replay(trace, "lru", *sizes)
+    return trace, replay, Announced(replay, trace)
+
+
+def test_the_index_has_at_the_end_what_the_tiers_have() -> None:
+    _, replay, announced = made(1000, 500)
+    announce_all(replay, announced)
+    here = np.stack([replay.host.slots, replay.disk.slots]) != NOWHERE
+    assert (announced._known == here).all()
+    assert here.sum(axis=1).tolist() == [1000, 500]
+
+
+def test_a_tier_that_disagrees_with_the_index_is_found_out() -> None:
+    _, replay, announced = made(1000)
+    announced._index.add("0", announced._keys[:1].tobytes(), [0])
+    with pytest.raises(AssertionError):
+        announce_all(replay, announced)

@@ -1,13 +1,24 @@
-"""What the kernel says of an arena's pages, and the command that gets larger ones."""
+"""What the kernel says of pages and NUMA nodes, and the command that gets larger pages."""
 
+import mmap
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.prefault import mapping_of, populate
 from kvray.store.machine import numa, pages
 from kvray.store.machine.capacity import Mount
+from kvray.store.machine.numa import (
+    interleave,
+    interleaved_over,
+    memory_nodes,
+    node_mask,
+    nodes_of,
+    parse_nodes,
+)
 from kvray.store.machine.pages import ArenaPages, larger_pages_command, mapped_file
 from tests.unit.store.small_arena import make_arena
 
@@ -134,3 +145,34 @@ def test_figures_of_an_arena_that_is_not_all_mapped_are_looked_for_again(
     populate(mapping_of(arena.tables))
     assert asked.figures()["mapped_bytes"] > before
     arena.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [("0\n", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,4,6-7\n", [0, 1, 4, 6, 7]), ("\n", [])],
+)
+def test_a_list_of_nodes_is_read_as_the_kernel_writes_it(text: str, nodes: list[int]) -> None:
+    assert parse_nodes(text) == nodes
+
+
+def test_a_mask_has_one_bit_for_each_node() -> None:
+    mask = node_mask([0, 1, 63, 64, 1023])
+    words = struct.unpack("<16Q", mask)
+    assert (words[0], words[1], words[15]) == (1 << 63 | 3, 1, 1 << 63)
+    assert nodes_of(mask) == [0, 1, 63, 64, 1023]
+
+
+def test_the_kernel_interleaves_and_tells_so() -> None:
+    nodes = memory_nodes()
+    if not nodes:
+        pytest.skip("this kernel knows no NUMA nodes")
+    memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
+    assert interleaved_over(memory.ctypes.data) == []
+    assert interleave(memory, nodes)
+    assert interleaved_over(memory.ctypes.data) == nodes
+
+
+def test_nodes_that_are_not_there_are_refused() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
+    assert not interleave(memory, [1000])
+    assert interleaved_over(memory.ctypes.data) == []

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Trace
+from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
-from kvray.lab.replay.trace_builder import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.policy import LRU, Use
 from kvray.store.replay import Replay

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.lab.replay import Trace
 from kvray.lab.replay.fleet import FleetPlan
-from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.lab.replay.reading import TraceBuilder
 from kvray.routing import Link, Rates
 
 RATES = Rates(

@@ -1,4 +1,4 @@
-"""Replicas in virtual time: waits, reuse and load, and what routers make of it."""
+"""Replicas in virtual time: what their tier holds, where routers send requests, and the outcome."""
 
 from dataclasses import replace
 
@@ -6,8 +6,11 @@ import pytest
 
 from kvray.lab.replay import infinite
 from kvray.lab.replay.fleet import ROUTERS, compare_routers
+from kvray.lab.replay.fleet.plan import Memory
+from kvray.lab.replay.fleet.report import make_figure
+from kvray.lab.replay.fleet.routers import Request, Router
 from kvray.lab.replay.fleet.simulator import simulate
-from kvray.routing import Link
+from kvray.routing import Link, Stretch
 from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt
 from tests.unit.lab.replay.fleet.synthetic import RATES, conversations, plan, random_trace, trace_of
 
@@ -109,3 +112,99 @@ def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner()
         assert kvray.first_token_p90_s < other.first_token_p90_s
     assert kvray.reuse_of_one is not None
     assert kvray.reuse_of_one > 0.9
+
+
+TRACE = trace_of((0, "abcd"))
+
+
+def test_blocks_of_a_prompt_are_found_with_their_nodes() -> None:
+    memory = Memory(TRACE, plan(2))
+    memory.use(0, [0, 1, 2])
+    memory.use(1, [0])
+    assert memory.stretches([0, 1, 2, 3], 400) == [
+        Stretch(num_tokens=100, holders={"0": "host", "1": "host"}),
+        Stretch(num_tokens=200, holders={"0": "host"}),
+    ]
+
+
+def test_a_prefix_ends_at_its_first_gap() -> None:
+    memory = Memory(TRACE, plan(1, host_blocks=2))
+    memory.use(0, [0, 1, 2, 3])
+    assert memory.stretches([0, 1, 2, 3], 350) == [Stretch(num_tokens=200, holders={"0": "host"})]
+    assert memory.stretches([2, 3], 200) == []
+
+
+def test_what_leaves_memory_is_on_disk() -> None:
+    memory = Memory(TRACE, plan(1, host_blocks=2, disk_blocks=1))
+    memory.use(0, [0, 1, 2, 3])
+    assert memory.stretches([0, 1, 2, 3], 400) == [
+        Stretch(num_tokens=200, holders={"0": "host"}),
+        Stretch(num_tokens=100, holders={"0": "disk"}),
+    ]
+
+
+def test_the_last_block_may_be_partial() -> None:
+    memory = Memory(TRACE, plan(1))
+    memory.use(0, [0, 1])
+    assert memory.stretches([0, 1], 130)[0].num_tokens == 130
+
+
+def test_both_pictures_start_at_0_and_name_every_router() -> None:
+    found = compare_routers(excerpt(SYNTHETIC), plan(4), ["pow2", "kvray"])
+
+    for axes in make_figure(found).axes:
+        assert axes.get_ylim()[0] == 0
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["pow2", "kvray"]
+
+
+ROUTERS_TRACE = random_trace(1, shared_blocks=200, own_blocks=2, load=1)
+
+
+def router(name: str, count: int = 3) -> Router:
+    fleet = plan(count, imbalance_max=4)
+    return ROUTERS[name](fleet, ROUTERS_TRACE, Memory(ROUTERS_TRACE, fleet))
+
+
+def request(number: int, *ids: int) -> Request:
+    return Request(number=number, ids=ids, num_tokens=100 * len(ids))
+
+
+def test_round_robin_takes_turns() -> None:
+    turns = router("round_robin")
+    assert [turns.route(request(at, 1), [0, 0, 0], 0.0) for at in range(4)] == [0, 1, 2, 0]
+
+
+def test_the_power_of_two_never_takes_the_longest_queue() -> None:
+    two = router("pow2")
+    taken = {two.route(request(at, 1), [0, 5, 1], 0.0) for at in range(50)}
+    assert taken == {0, 2}
+
+
+def test_affinity_stays_with_the_longest_match() -> None:
+    affinity = router("affinity")
+    first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
+    other = affinity.route(request(1, 7, 8), [0, 0, 0], 0.0)
+    assert other != first, "it remembers less"
+    assert affinity.route(request(2, 1, 2, 3, 4), [2, 2, 2], 0.0) == first
+
+
+def test_affinity_does_as_pow2_if_queues_differ_too_much() -> None:
+    affinity = router("affinity")
+    first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
+    queues = [5 if at == first else 0 for at in range(3)]
+    assert affinity.route(request(1, 1, 2, 3), queues, 0.0) != first
+
+
+def test_affinity_ignores_a_match_of_less_than_a_tenth() -> None:
+    affinity = router("affinity")
+    first = affinity.route(request(0, *range(5)), [0, 0, 0], 0.0)
+    assert affinity.route(request(1, 0, *range(10, 20)), [0, 0, 0], 0.0) != first
+
+
+def test_kvray_stays_with_a_prefix_until_its_queue_costs_more() -> None:
+    kvray = router("kvray")
+    first = kvray.route(request(0, *range(10)), [0, 0, 0], 0.0)
+    assert kvray.route(request(1, *range(50, 60)), [0, 0, 0], 0.1) != first
+    kvray.done(0, first, 1.0)
+    assert kvray.route(request(2, *range(11)), [0, 0, 0], 1.0) == first
+    assert kvray.route(request(3, *range(100, 190)), [0, 0, 0], 1.0) != first

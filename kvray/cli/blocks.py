@@ -1,0 +1,144 @@
+"""`kvray drain`, `kvray clear` and `kvray prefetch`: have blocks go elsewhere, go, or come."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvray.cli.asking import open_client, read_tokens
+from kvray.cli.text.status import drain_sentence
+from kvray.config import load_config
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.output import boundary, printer, stdout_kept
+from kvray.console.progress import LaunchProgress
+from kvray.errors import ShardUnavailable
+
+_POLL_S = 0.5
+_STALL_S = 60.0
+"""The command gives up when nothing has moved for so long; the drain goes on."""
+
+
+def drain(
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
+    ],
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, max=86_400, help="How long there is.", show_default=False
+        ),
+    ] = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
+    ] = True,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Have what only one node has go to the others, before the node is taken away.
+
+    What is used most goes first. Engines of the node go on until they end. The node gets nothing
+    for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        with open_client(config, address, interrupts) as client:
+            if cancel:
+                print(f"{client.call_off_drain(node)} stays.")
+                return
+            shard = client.drain(node, seconds=deadline)
+            found = _look(client.status, shard)
+            moved, stalls_at = -1, 0.0
+            with LaunchProgress(printer(is_error=True), interrupts) as progress:
+                while wait and found["state"] == "moving":
+                    if found["moved_bytes"] != moved:
+                        moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S
+                    elif time.monotonic() > stalls_at:
+                        raise ShardUnavailable(
+                            f"{drain_sentence(shard, found)} Nothing has moved for {_STALL_S:.0f}"
+                            " s; it goes on, see `kvray status`."
+                        )
+                    progress.draining(moved, found["left_bytes"], found.get("message", ""))
+                    time.sleep(_POLL_S)
+                    found = _look(client.status, shard)
+        print(drain_sentence(shard, found))
+
+
+def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
+    shards = {one["shard"]: one for one in status()["shards"]}
+    found = shards.get(shard, {}).get("drain")
+    if found is None:
+        raise ShardUnavailable(f"{shard} is not to go, or does not answer; see `kvray status`.")
+    return dict(found)
+
+
+def clear(
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask first.", show_default=False)
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Evict every block of every node, from memory and disk.
+
+    The tier goes on. Blocks that an engine is reading stay. Use it to measure
+    with an empty tier, or to delete data. Correct answers never need it.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        if not yes:
+            typer.confirm(f"Evict every block of the tier {settings.cluster_name}?", abort=True)
+        with interrupts.masked():
+            from kvray.client import Client
+
+        with stdout_kept(), Client(settings) as client:
+            num_blocks = client.clear()
+        print(f"{num_blocks} blocks were evicted.")
+
+
+def prefetch(
+    tokens: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TOKENS",
+            help="A file with the prompt's token ids: one JSON list, or numbers between white"
+            " space; - is stdin.",
+        ),
+    ],
+    replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
+    salt: Annotated[
+        str | None, typer.Option(help="The request's cache salt.", show_default=False)
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="Path of the request's LoRA adapter on the nodes.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Bring a prompt's blocks from other nodes and disk to a replica.
+
+    The next request with this prompt then hits.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        token_ids = read_tokens(tokens)
+        with open_client(config, address, interrupts) as client:
+            brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
+        if as_json:
+            print(json.dumps(asdict(brought), indent=2))
+            return
+        print(
+            f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
+            f" {brought.staged_tokens:,} of them came now."
+        )
+        if brought.reason != "none":
+            print(f"Why not more: {brought.reason.replace('_', ' ')}.")

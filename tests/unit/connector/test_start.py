@@ -1,0 +1,192 @@
+"""How an engine's two halves start and find each other, and notice that weights are replaced."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvray.connector
+from kvray.actors.shard.shard import Shard
+from kvray.connector import KvRayScheduler, KvRayWorker
+from kvray.connector.start import REPLACING, watch_weights
+from kvray.errors import ConfigError, LayoutMismatch
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.unit.connector.conftest import MakePair
+from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+
+PROMPT = list(range(100, 140))
+
+
+def test_a_name_may_carry_its_configuration_file(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "replica.yaml"
+    path.write_text("connector: {replica: blue}\n")
+    worker_class = getattr(kvray.connector, f"KvRayWorker@{path}")
+    assert issubclass(worker_class, KvRayWorker)
+    assert worker_class.__name__ == "KvRayWorker"
+    worker = worker_class(args_for())
+    assert worker._rank.shared.pool.replica == "blue"
+    worker.shutdown()
+    for name in ("KvRayEngine@/x.yaml", "KvRayEngine"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(kvray.connector, name)
+
+
+def test_a_configuration_file_that_is_not_there_is_refused_at_the_start() -> None:
+    worker_class = getattr(kvray.connector, "KvRayWorker@/nowhere/kvray.yaml")
+    with pytest.raises(ConfigError, match=r"/nowhere/kvray\.yaml"):
+        worker_class(args_for())
+
+
+def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
+    worker = KvRayWorker(args_for())
+    with pytest.raises(ConfigError, match=r"'nowhere'.*connector\.model_key"):
+        worker.register_kv_caches(torch.zeros(4, 2, 2, 8))
+    worker.shutdown()
+
+
+def test_two_checkpoints_at_one_path_never_share(
+    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mount = tmp_path / "model"
+    args = args_for()
+    args.model = str(mount)
+    mount.symlink_to(write_tiny_checkpoint(tmp_path / "one", seed=1))
+    pair = make_pair(args)
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert make_pair(args_like(args)).query(Request(2, PROMPT)) == 9 * BLOCK
+    mount.unlink()
+    mount.symlink_to(write_tiny_checkpoint(tmp_path / "two", seed=2))
+    assert make_pair(args_like(args)).query(Request(3, PROMPT)) == 0
+
+
+def test_another_layout_under_one_model_key_is_refused_at_the_start(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    make_pair()
+    other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
+    other._rank.shared.pool._replica = "other"
+    with pytest.raises(LayoutMismatch, match=r"model_key 'tiny'.*tokens_per_block 8 here, 4"):
+        other.register_kv_caches(torch.zeros(4, 2, 2, 8))
+    other.shutdown()
+
+
+def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard: Shard) -> None:
+    pair = Pair()
+    saver, engine = pair.worker._rank.saver, pair.worker._rank.shared
+    assert saver is not None
+    pool = weakref.ref(pair.pool.untyped_storage())
+    worker, scheduler = weakref.ref(pair.worker), weakref.ref(pair.scheduler)
+    del pair
+    gc.collect()
+    assert worker() is scheduler() is pool() is None
+    saver.close(10)
+    engine.pool.unregister()
+    for _ in ("worker", "scheduler"):
+        engine.close()
+
+
+def test_halves_are_built_on_threads_of_their_own(shard: Shard) -> None:
+    built: list[Any] = []
+    args = args_for()
+    threads = [
+        threading.Thread(target=lambda half=half: built.append(half(args)))
+        for half in (KvRayWorker, KvRayScheduler)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worker, scheduler = sorted(built, key=lambda half: isinstance(half, KvRayScheduler))
+    assert worker._rank.shared is scheduler._shared
+    for half in built:
+        half.shutdown()
+
+
+_FULL_REQUEST = """
+import sys
+from tests.unit.connector.pair import Pair, Request
+pair = Pair()
+print(pair.serve(Request(1, list(range(100, 140)))), "ray" in sys.modules)
+"""
+
+
+def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(shard: Shard) -> None:
+    for hit in (0, 36):
+        done = subprocess.run(
+            [sys.executable, "-c", _FULL_REQUEST],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.stdout.split(), done.stderr) == ([str(hit), "False"], "")
+
+
+def args_like(args: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**vars(args))
+
+
+class Engine:
+    """Counts how often it was told."""
+
+    def __init__(self) -> None:
+        self.versions: list[str | None] = []
+        self.pool = SimpleNamespace(name_weights=self.versions.append)
+
+
+@pytest.fixture(params=REPLACING, ids=lambda one: one[2])
+def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return one of TensorRT-LLM's classes, as far as it concerns weights, and the method."""
+    module_name, owner, method = request.param
+
+    def called(self: object, *args: object, **options: object) -> tuple[object, ...]:
+        return (*args, *options.values())
+
+    module = ModuleType(module_name)
+    found = type(owner, (), {method: called})
+    setattr(module, owner, found)
+    monkeypatch.setitem(sys.modules, module_name, module)
+    return found, method
+
+
+def test_every_engine_of_the_process_leaves_the_tier(replacing: Any) -> None:
+    found, method = replacing
+    engines: list[Any] = [Engine(), Engine()]
+    for engine in (*engines, engines[0]):
+        watch_weights(engine)
+    assert getattr(found(), method)(1, two=2) == (1, 2)
+    assert [one.versions for one in engines] == [[None], [None]]
+
+
+def test_an_engine_that_is_gone_is_not_kept(replacing: Any) -> None:
+    found, method = replacing
+    engine: Any = Engine()
+    versions = engine.versions
+    watch_weights(engine)
+    del engine
+    getattr(found(), method)()
+    assert versions == []
+
+
+def test_without_these_methods_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, owner, _ in REPLACING:
+        made = ModuleType(module)
+        setattr(made, owner, type(owner, (), {}))
+        monkeypatch.setitem(sys.modules, module, made)
+    engine: Any = Engine()
+    watch_weights(engine)

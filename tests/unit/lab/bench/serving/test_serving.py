@@ -1,0 +1,384 @@
+"""`kvray bench serve`: its requests, how they are sent, and what the answers come to."""
+
+import asyncio
+import json
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
+from kvray.lab.bench.serving.report import (
+    Round,
+    Section,
+    ServingReport,
+    over_rounds,
+    percentile,
+    ratios,
+    round_figures,
+)
+from kvray.lab.bench.serving.workload import (
+    KINDS,
+    Request,
+    from_trace,
+    generate,
+    reusable_tokens,
+)
+from kvray.lab.replay.reading import TraceBuilder
+from kvray.store.replay.trace import Trace
+from tests.forks import RunKvray
+from tests.unit.lab.bench.serving.stub import Stub, running
+
+REQUESTS = [Due(at_s=float(at), tokens=[1] * 100) for at in range(4)]
+
+
+def answer(
+    first_token_s: float, *, replica: str = "a", cached: int = 50, text: str = "x"
+) -> Answer:
+    return Answer(
+        text=text,
+        replica=replica,
+        first_token_s=first_token_s,
+        whole_s=first_token_s + 1,
+        cached_tokens=cached,
+    )
+
+
+FAILED = Answer(error="gone")
+FAST = [answer(0.1), answer(0.2, replica="b"), answer(0.3), answer(1.0, cached=0)]
+SLOW = [answer(2.0), answer(0.4, text="y"), answer(0.6), FAILED]
+
+
+def one_round(fast: list[Answer] = FAST, slow: list[Answer] = SLOW) -> Round:
+    return Round(requests=REQUESTS, reusable=[0, 64, 64, 64], answers={"fast": fast, "slow": slow})
+
+
+def figures(one: Round, *, num_replicas: int = 0) -> dict[str, dict[str, float]]:
+    return round_figures(one, in_time_s=0.5, num_replicas=num_replicas)
+
+
+def test_times_are_those_of_whole_answers() -> None:
+    found = figures(one_round())
+    assert found["fast"]["first_token_p50_s"] == 0.2
+    assert found["fast"]["first_token_p90_s"] == 1.0
+    assert found["fast"]["requests_per_s"] == pytest.approx(4 / 5)
+    assert found["fast"]["in_time_per_s"] == pytest.approx(3 / 5)
+    assert found["slow"]["first_token_p90_s"] == 2.0
+    assert found["slow"]["requests_per_s"] == pytest.approx(3 / 3.6)
+    assert (found["fast"]["failed"], found["slow"]["failed"]) == (0, 1)
+
+
+def test_reuse_stands_beside_that_of_an_infinite_cache() -> None:
+    found = figures(one_round())
+    assert found["fast"]["cached_share"] == 150 / 400
+    assert found["fast"]["reusable_share"] == 192 / 400
+    assert found["fast"]["reuse"] == 150 / 192
+    assert found["slow"]["reuse"] == 150 / 128, "of a failed answer nothing counts"
+
+
+def test_reuse_is_missing_where_an_endpoint_does_not_tell() -> None:
+    silent = [Answer(text="x", first_token_s=0.1, whole_s=0.2)] * 4
+    found = figures(one_round(slow=silent))["slow"]
+    assert not {"cached_share", "reuse", "most_requests"} & found.keys()
+    assert found["failed"] == 0
+
+
+def test_load_is_the_most_loaded_replica_over_the_mean() -> None:
+    found = figures(one_round())["fast"]
+    assert found["most_requests"] == 3 * 2 / 4
+    assert found["most_computed"] == pytest.approx(200 * 2 / 250)
+    assert figures(one_round(), num_replicas=3)["fast"]["most_requests"] == 3 * 3 / 4
+
+
+def test_texts_are_compared_with_the_first_endpoints() -> None:
+    found = figures(one_round())
+    assert (found["fast"]["other_text"], found["slow"]["other_text"]) == (0, 1)
+
+
+def test_an_endpoint_of_which_all_fail_has_no_times() -> None:
+    found = figures(one_round(slow=[FAILED] * 4))["slow"]
+    assert found["requests_per_s"] == 0
+    assert "first_token_p90_s" not in found
+
+
+def test_rounds_come_to_their_median_and_failures_to_their_sum() -> None:
+    found = over_rounds([figures(one_round()) for _ in range(3)])
+    assert found["slow"]["failed"] == 3
+    assert found["slow"]["first_token_p90_s"] == 2.0
+
+
+def test_ratios_are_medians_of_the_rounds_own() -> None:
+    rounds = [
+        {"a": {"first_token_p90_s": 1.0}, "b": {"first_token_p90_s": seconds}}
+        for seconds in (1.0, 3.0, 8.0)
+    ]
+    assert ratios(rounds) == {"b": {"first_token_p90_s": 3.0}}
+    more = [{"a": {"requests_per_s": 4.0}, "b": {"requests_per_s": 2.0}}]
+    assert ratios(more) == {"b": {"requests_per_s": 2.0}}
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert [percentile([3.0, 1.0, 2.0], percent) for percent in (50, 90, 1)] == [2.0, 3.0, 1.0]
+
+
+def report(name: str = "one-prefix") -> ServingReport:
+    section = Section.of(name, [one_round()] * 2, in_time_s=0.5, num_replicas=3)
+    return ServingReport(sections=[section], facts={"rate": 1.0})
+
+
+def test_json_has_every_figure_by_name() -> None:
+    found = json.loads(report().to_json())
+    assert found["serving_one_prefix_first_token_p90_s_fast"] == 1.0
+    assert found["serving_one_prefix_first_token_p90_s_ratio_slow"] == 2.0
+    assert found["serving_one_prefix_failed_slow"] == 2
+    assert found["rate"] == 1.0
+    assert len(found["workloads"][0]["rounds"]) == 2
+
+
+def test_table_names_endpoints_and_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    report().show()
+    shown = capsys.readouterr().out
+    assert "fast" in shown
+    assert "2.00x" in shown
+    assert "slow: gone" in shown
+
+
+LOAD_REQUESTS = [Due(at_s=at / 20, tokens=[40 + at] * 64) for at in range(4)]
+LOAD = ("--rate", "20", "--seconds", "1", "--rounds", "2", "--answer-tokens", "2")
+
+
+def endpoint(url: str) -> Endpoint:
+    return Endpoint(name="stub", url=url, model="stub")
+
+
+def test_answers_have_text_times_replica_and_cached_tokens() -> None:
+    with running(stub := Stub()) as url:
+        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
+    assert {(one.text, one.replica, one.cached_tokens) for one in answers} == {
+        ("onetwo", "engine-1", 32)
+    }
+    assert all(0 < one.first_token_s <= one.whole_s for one in answers)
+    assert sorted(one["prompt"] for one in stub.asked) == [due.tokens for due in LOAD_REQUESTS]
+    assert all(one["stream_options"] == {"include_usage": True} for one in stub.asked)
+
+
+def test_requests_are_sent_when_they_are_due_and_not_when_others_are_answered() -> None:
+    with running(Stub(wait_s=0.5)) as url:
+        began = time.monotonic()
+        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
+        took_s = time.monotonic() - began
+    assert took_s < 2
+    assert all(one.first_token_s >= 0.5 for one in answers)
+
+
+def test_an_answer_that_does_not_come_in_time_has_failed() -> None:
+    with running(Stub(wait_s=5)) as url:
+        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=0.3))
+    assert answers[0].error
+
+
+def test_a_refusal_has_failed_with_its_words() -> None:
+    with running(Stub(text="")) as url:
+        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=5))
+    assert "full" in answers[0].error
+
+
+def test_the_model_is_what_the_endpoint_lists() -> None:
+    with running(Stub()) as url:
+        assert asyncio.run(ask_model("stub", url)) == "stub"
+
+
+def test_an_endpoint_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(KVRayError, match=f"mine does not answer at {url}"):
+        asyncio.run(ask_model("mine", url))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=http://host:1/", ("a", "http://host:1")),
+        ("a=http://host:1/x/v1", ("a", "http://host:1/x")),
+        ("http://host:1", ("http://host:1", "http://host:1")),
+    ],
+)
+def test_endpoints_are_named(text: str, expected: tuple[str, str]) -> None:
+    assert parse_endpoint(text) == expected
+
+
+def test_what_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give NAME=http"):
+        parse_endpoint("a=host:1")
+
+
+def test_command_compares_two_endpoints(run_kvray: RunKvray, tmp_path: Path) -> None:
+    picture = tmp_path / "found.png"
+    with running(Stub()) as one, running(other := Stub(text="other", wait_s=0.1)) as two:
+        urls = ("--url", f"one={one}", "--url", f"two={two}")
+        done = run_kvray("bench", "serve", *urls, *LOAD, "--json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["serving_conversations_first_token_p50_s_ratio_two"] > 1
+    assert found["serving_conversations_other_text_two"] == 40
+    assert found["serving_conversations_failed_one"] == 0
+    assert 0 < found["serving_conversations_reusable_share_one"] < 1
+    assert len(other.asked) == 2 + 40
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "Give the endpoints with --url, or --local."),
+        (("--url", "a=http://x", "--local"), "Give the endpoints with --url, or --local."),
+        (("--url", "a=http://x", "--url", "a=http://y"), "the same name"),
+        (("--url", "a=http://x", "--workload", "none"), "one-prefix"),
+    ],
+)
+def test_wrong_options_are_refused(
+    run_kvray: RunKvray, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run_kvray("bench", "serve", *arguments)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.split())
+
+
+SIZE = 32
+
+
+def generated(kind: str, *, seed: int = 1, num_requests: int = 60) -> list[Request]:
+    return generate(kind, num_requests=num_requests, seconds=30.0, seed=seed)
+
+
+def reusable(requests: list[Request], *, seed: int = 1) -> list[int]:
+    return reusable_tokens([one.tokens(seed) for one in requests], tokens_per_block=SIZE)
+
+
+def trace(*prompts: tuple[int, list[int]], block_tokens: int = 512) -> Trace:
+    builder = TraceBuilder(name="trace", block_tokens=block_tokens)
+    for at, (num_tokens, ids) in enumerate(prompts):
+        builder.add(time_s=10.0 * at, num_tokens=num_tokens, ids=ids)
+    return builder.build()
+
+
+def scaled(found: Trace, **options: float) -> list[Request]:
+    asked = {"scale": 16.0, "tokens_max": 1000} | options
+    return from_trace(found, num_requests=found.num_requests, seconds=4.0, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_makes_the_same_requests(kind: str) -> None:
+    first, again = generated(kind), generated(kind)
+    assert first == again
+    assert [one.tokens(3) for one in first] == [one.tokens(3) for one in again]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrivals_fill_the_seconds(kind: str) -> None:
+    times = [one.at_s for one in generated(kind)]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (0.0, pytest.approx(30.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_have_no_block_in_common(kind: str) -> None:
+    requests = generated(kind)
+    blocks = [
+        {tuple(tokens[at : at + SIZE]) for tokens in prompts for at in range(0, len(tokens), SIZE)}
+        for prompts in ([one.tokens(seed) for one in requests] for seed in (1, 2))
+    ]
+    assert not blocks[0] & blocks[1]
+
+
+def test_turns_of_a_conversation_begin_with_those_before() -> None:
+    requests = generated("conversations")
+    longer = [one for one in requests if len(one.stretches) > 2]
+    assert len(longer) > len(requests) / 2
+    known = {one.stretches for one in requests}
+    assert all(one.stretches[:-1] in known for one in longer)
+    assert len({one.stretches[1][0] for one in requests}) > 3, "several conversations"
+
+
+def test_one_prefix_is_all_that_prompts_have_in_common() -> None:
+    assert reusable(generated("one-prefix")) == [0, *[512] * 59]
+
+
+def test_prompts_without_a_prefix_have_nothing_in_common() -> None:
+    assert sum(reusable(generated("no-prefix"))) == 0
+
+
+def test_an_infinite_cache_has_whole_blocks_and_never_the_last_token() -> None:
+    long = list(range(100))
+    prompts = [long, long[:96], long[:95], [*long[:40], 7, *long[41:]], long[50:]]
+    assert reusable_tokens(prompts, tokens_per_block=SIZE) == [0, 64, 64, 32, 0]
+
+
+def test_blocks_of_a_trace_become_shorter_and_stay_equal() -> None:
+    requests = scaled(trace((1024, [1, 2]), (1400, [1, 2, 3]), (1536, [1, 5, 3])))
+    assert [one.num_tokens for one in requests] == [64, 88, 96]
+    assert [one.at_s for one in requests] == [0.0, 2.0, 4.0]
+    first, second, third = (one.tokens(1) for one in requests)
+    assert first == second[:64]
+    assert first[:32] == third[:32]
+    assert first[32:] != third[32:64]
+    assert second[64:] != third[64:88], "the same id after other blocks is another block"
+
+
+def test_what_comes_after_the_last_block_is_nobody_elses() -> None:
+    requests = scaled(trace((1000, [1]), (1000, [1])))
+    first, second = (one.tokens(1) for one in requests)
+    assert len(first) == len(second) == 62
+    assert first[:32] == second[:32]
+    assert first[32:] != second[32:]
+
+
+def test_a_factor_that_divides_no_block_shifts_no_other() -> None:
+    found = trace((5120, list(range(10))), (5120, list(range(10))))
+    (first, second) = scaled(found, scale=3.0, tokens_max=5000)
+    assert first.num_tokens == 1707
+    assert first.tokens(1) == second.tokens(1)
+
+
+def test_prompts_that_are_too_long_lose_their_end() -> None:
+    found = trace((5120, list(range(10))), (5120, list(range(10))))
+    (first, _) = scaled(found)
+    (cut, _) = scaled(found, tokens_max=100)
+    assert cut.tokens(1) == first.tokens(1)[:100]
+
+
+def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it() -> None:
+    turns = [
+        [0, talk, *range(1000 * talk, 1000 * talk + turn)]
+        for turn in range(4)
+        for talk in range(1, 51)
+    ]
+    found = trace(*((512 * len(ids), ids) for ids in turns))
+    requests = from_trace(found, num_requests=20, seconds=4.0, scale=16.0, tokens_max=1000)
+    talks = Counter(one.stretches[1][0] for one in requests)
+    assert [*talks.values()] == [4] * 5
+    assert max(talks) > 20, "not only the first ones"
+    assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
+    assert all(one.stretches[0] == requests[0].stretches[0] for one in requests)
+
+
+def test_a_trace_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has 1 requests and 5 are asked for"):
+        from_trace(trace((512, [1])), num_requests=5, seconds=1.0, scale=16.0, tokens_max=1000)
+
+
+def test_blocks_that_come_to_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give at most 512"):
+        scaled(trace((512, [1])), scale=1024.0)
+
+
+@pytest.mark.parametrize(("vocabulary", "low"), [(16_384, 1000), (256, 32)])
+def test_tokens_are_words_of_the_vocabulary(vocabulary: int, low: int) -> None:
+    requests = generated("no-prefix")
+    tokens = np.array([one.tokens(9, vocabulary=vocabulary) for one in requests])
+    assert low <= tokens.min() < 2 * low
+    assert vocabulary * 0.9 < tokens.max() < vocabulary

@@ -1,0 +1,151 @@
+"""The demo's prompts, the verdict on its requests, and the picture of them."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from kvray.lab.demo import prompts
+from kvray.lab.demo.prompts import (
+    LONG,
+    SAME_SYSTEM,
+    TOKENS_PER_BLOCK,
+    UNALIGNED,
+    make_prompts,
+    shareable_tokens,
+)
+from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, judge
+from kvray.lab.demo.report import colour_of
+from kvray.lab.reference import Output
+from kvray.lab.reference.output import count_wrong
+from kvray.lab.reference.tokenizer import ByteTokenizer
+
+
+def make_output(**fields: Any) -> Output:
+    defaults: dict[str, Any] = {
+        "prompt_tokens": 64,
+        "reused_tokens": 0,
+        "hit_tokens": 0,
+        "ttft_s": 1.0,
+        "text": "yes",
+        "token_ids": (1, 2, 3),
+        "finish_reason": "length",
+    }
+    return Output(**{**defaults, **fields})
+
+
+def make_record(phase: str, replica: str, expected: int | None = None, **fields: Any) -> Record:
+    output = make_output(**fields)
+    return Record(
+        phase=phase, replica=replica, prompt="long", output=output, expected_hit_tokens=expected
+    )
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    return replace(record, output=replace(record.output, **fields))
+
+
+TRUTH = make_record(ORACLE, ORACLE)
+COLD = make_record("a", "replica-1", 0, ttft_s=2.0)
+SHARED = make_record("a", "replica-2", 32, ttft_s=0.1, hit_tokens=32)
+WITHOUT = make_record("c", WITHOUT_KVRAY)
+WITH = make_record("c", WITH_KVRAY, hit_tokens=32)
+GOOD = (COLD, SHARED, WITHOUT, WITH)
+
+
+def verdict_of(*records: Record) -> Verdict:
+    return judge(records, oracle={"long": TRUTH})
+
+
+def test_equal_answers_and_expected_hits_pass() -> None:
+    verdict = verdict_of(*GOOD)
+    assert verdict.failures == ()
+    assert verdict.identical_text
+    assert verdict.wrong_tokens == 0
+
+
+def test_ratio_is_that_of_the_first_prompt() -> None:
+    assert verdict_of(*GOOD).ttft_ratio == 20.0
+
+
+def test_other_token_fails() -> None:
+    wrong = changed(SHARED, token_ids=(1, 9, 3), text="no")
+    verdict = verdict_of(COLD, wrong, WITHOUT, WITH)
+    assert not verdict.identical_text
+    assert verdict.wrong_tokens == 1
+    assert "'long' with 1 other tokens" in verdict.failures[0]
+
+
+def test_other_token_of_equal_text_fails() -> None:
+    verdict = verdict_of(COLD, changed(SHARED, token_ids=(1, 9, 3)), WITHOUT, WITH)
+    assert not verdict.identical_text
+    assert verdict.failures
+
+
+def test_missing_and_surplus_tokens_count() -> None:
+    assert count_wrong((1, 2, 3), (1, 2, 3)) == 0
+    assert count_wrong((1, 9, 3), (1, 2, 3)) == 1
+    assert count_wrong((1,), (1, 2, 3)) == 2
+    assert count_wrong((1, 2, 3, 4), (1, 2, 3)) == 1
+
+
+def test_fewer_hits_than_must_be_fail() -> None:
+    verdict = verdict_of(COLD, changed(SHARED, hit_tokens=0), WITHOUT, WITH)
+    assert "found 0 tokens" in verdict.failures[0]
+    assert verdict.identical_text
+
+
+def test_more_hits_than_can_be_fail() -> None:
+    assert verdict_of(COLD, changed(SHARED, hit_tokens=64), WITHOUT, WITH).failures
+
+
+def test_offloading_without_effect_fails() -> None:
+    verdict = verdict_of(COLD, SHARED, WITHOUT, changed(WITH, hit_tokens=0))
+    assert "Phase c" in verdict.failures[0]
+
+
+def test_reuse_without_kvray_fails() -> None:
+    verdict = verdict_of(COLD, SHARED, changed(WITHOUT, reused_tokens=32), WITH)
+    assert "Phase c" in verdict.failures[0]
+
+
+PROMPTS = make_prompts(ByteTokenizer())
+
+
+def test_long_prompt_ends_with_a_block() -> None:
+    assert len(PROMPTS[LONG]) == prompts.LONG_BLOCKS * TOKENS_PER_BLOCK
+
+
+def test_unaligned_prompt_ends_within_a_block() -> None:
+    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == prompts.UNALIGNED_TOKENS
+
+
+def common_blocks(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many leading full blocks two prompts share."""
+    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len(list(equal)) // TOKENS_PER_BLOCK
+
+
+def test_only_the_questions_to_one_system_prompt_share_a_block() -> None:
+    for one, other in itertools.combinations(PROMPTS, 2):
+        is_same = {one, other} <= set(SAME_SYSTEM)
+        shared = common_blocks(PROMPTS[one], PROMPTS[other])
+        assert shared == (prompts.SYSTEM_BLOCKS if is_same else 0)
+
+
+def test_questions_to_one_system_prompt_differ() -> None:
+    assert len({PROMPTS[name] for name in SAME_SYSTEM}) == 3
+
+
+def test_last_token_is_always_computed() -> None:
+    assert shareable_tokens(2 * TOKENS_PER_BLOCK) == TOKENS_PER_BLOCK
+    assert shareable_tokens(2 * TOKENS_PER_BLOCK + 1) == 2 * TOKENS_PER_BLOCK
+
+
+def test_bars_tell_where_prefixes_came_from() -> None:
+    outputs = (make_output(), make_output(reused_tokens=32), make_output(hit_tokens=32))
+    assert len({colour_of(output) for output in outputs}) == 3
+
+
+def test_a_hit_beside_what_the_pool_had_is_a_hit() -> None:
+    both = make_output(reused_tokens=32, hit_tokens=32)
+    assert colour_of(both) == colour_of(make_output(hit_tokens=32))

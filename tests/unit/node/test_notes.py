@@ -1,0 +1,303 @@
+"""Notes on their way to the shard: of requests, of prompts, and of blocks' tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.identity.block import BlockKey, split_keys
+from kvray.identity.keys import chain_packed, pack
+from kvray.node import BlockTokens, PromptNotes, RequestNotes, request_notes
+from kvray.node.request_notes import packed
+from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX
+from kvray.trace.request_note import NOTES_MAX, RequestNote
+
+
+def note(request_id: int, *, end: int = 0) -> RequestNote:
+    return RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored")
+
+
+def test_what_was_noted_is_taken_once_in_its_order() -> None:
+    notes = RequestNotes()
+    for number in (3, 1, 2):
+        notes.note(note(number))
+    assert [one.request_id for one in notes.take()] == [3, 1, 2]
+    assert notes.take() == []
+
+
+def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once() -> None:
+    notes = RequestNotes()
+    notes.note(note(1))
+    notes.note(note(1))
+    notes.note(note(1, end=4))
+    assert [one.end for one in notes.take()] == [0, 4]
+
+
+def test_what_could_not_be_reported_waits_in_front_of_the_rest() -> None:
+    notes = RequestNotes()
+    notes.note(note(1))
+    taken = notes.take()
+    notes.note(note(2))
+    notes.give_back(taken)
+    assert [one.request_id for one in notes.take()] == [1, 2]
+
+
+def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay() -> None:
+    notes = RequestNotes()
+    for number in range(2000):
+        notes.note(note(number))
+    first = notes.take()
+    assert len(first) == NOTES_MAX
+    notes.give_back(first)
+    taken = []
+    while some := notes.take():
+        taken += some
+    assert [one.request_id for one in taken] == list(range(2000 - len(taken), 2000))
+
+
+def test_a_number_that_no_frame_carries_costs_its_own_note_only() -> None:
+    assert len(packed([note(1), note(2**70), note(2)])) == 2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(count: int, seed: int = 0) -> list[BlockKey]:
+    return split_keys(np.random.default_rng(seed).bytes(32 * count))
+
+
+def number(key: BlockKey) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants() -> None:
+    notes = PromptNotes()
+    notes.note(keys(4), 130, 4, 0)
+    assert notes.take() is None
+    notes.heard(None)
+    assert notes.take() is None
+    notes.heard(LIMIT_MAX)
+    assert notes.take() is not None
+    assert notes.take() is None
+
+
+def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all() -> None:
+    clock = Clock()
+    notes = PromptNotes(clock)
+    first, second = keys(50, 1), keys(60, 2)
+    limit = 2**63
+    notes.heard(limit)
+    notes.note(first, 1600, 45, 10)
+    clock.now += 2.5
+    notes.note(second, 1920, 60, 0)
+    taken = notes.take()
+    assert taken is not None
+    below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
+    assert taken.keys.tolist() == below[0] + below[1]
+    asked = sum(number(key) <= limit for key in first[:45])
+    own = sum(number(key) <= limit for key in first[:10])
+    assert taken.lengths.tolist() == [[len(below[0]), asked, own], [len(below[1])] * 2 + [0]]
+    assert (taken.num_blocks, taken.num_own, taken.num_tokens) == (105, 10, 3520)
+    assert taken.ages.tolist() == [2.5, 0.0]
+
+
+def test_a_prompt_without_a_sampled_key_is_in_the_sums() -> None:
+    notes = PromptNotes()
+    notes.heard(0)
+    notes.note(keys(10), 320, 10, 0)
+    taken = notes.take()
+    assert taken is not None
+    assert (len(taken.ages), taken.num_blocks) == (0, 10)
+
+
+def test_of_a_very_long_prompt_the_first_blocks_are_looked_at() -> None:
+    notes = PromptNotes()
+    notes.heard(LIMIT_MAX)
+    notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), 32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90, 0)
+    taken = notes.take()
+    assert taken is not None
+    assert taken.lengths.tolist() == [[BLOCKS_MAX, BLOCKS_MAX, 0]]
+    assert taken.num_blocks == BLOCKS_MAX
+    assert taken.num_tokens == 32 * (BLOCKS_MAX + 100), "the rest counts as never found"
+
+
+def test_a_report_has_a_bound_and_the_next_one_has_the_rest() -> None:
+    notes = PromptNotes()
+    notes.heard(LIMIT_MAX)
+    prompt = keys(10_000)
+    for _ in range(5):
+        notes.note(prompt, 320_000, len(prompt), 0)
+    counts = []
+    while (taken := notes.take()) is not None:
+        assert len(taken.keys) <= KEYS_MAX
+        counts.append(len(taken.ages))
+    assert sum(counts) == 5
+    assert len(counts) > 1
+
+
+def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once() -> None:
+    notes = PromptNotes()
+    notes.heard(LIMIT_MAX)
+    prompt = keys(1000)
+    for _ in range(1000):
+        notes.note(prompt, 32_000, len(prompt), 0)
+    seen, lost = 0, 0
+    while (taken := notes.take()) is not None:
+        seen += taken.num_blocks // 1000
+        lost += taken.num_lost
+    assert seen + lost == 1000
+    assert 100 < seen < 200
+    notes.note(prompt, 32_000, len(prompt), 0)
+    after = notes.take()
+    assert after is not None
+    assert after.num_lost == 0
+
+
+SIZE = 4
+SEED = bytes(32)
+
+
+def prompt(*blocks: int, tail: int = 0) -> list[int]:
+    return [block for block in blocks for _ in range(SIZE)] + [0] * tail
+
+
+def tell(tokens: BlockTokens, *blocks: int, tail: int = 0):
+    """Note a prompt as a request does, and return its keys."""
+    packed = pack(prompt(*blocks, tail=tail))
+    keys = chain_packed(packed, tokens_per_block=SIZE, seed=SEED)
+    tokens.note(keys, 0, packed)
+    return keys
+
+
+def told(chains) -> dict[bytes, tuple[bytes, tuple[int, ...]]]:
+    """Return hash -> parent and tokens."""
+    found = {}
+    for before, hashes, tokens in chains:
+        parent = before
+        assert len(tokens) == SIZE * 4 * len(hashes) // 8
+        for at in range(0, len(hashes), 8):
+            ids = np.frombuffer(tokens, "<u4")[at // 8 * SIZE : (at // 8 + 1) * SIZE]
+            found[hashes[at : at + 8]] = parent, tuple(ids.tolist())
+            parent = hashes[at : at + 8]
+    return found
+
+
+def asked(generation: int = 1) -> BlockTokens:
+    tokens = BlockTokens()
+    tokens.hear(generation)
+    return tokens
+
+
+def test_nothing_is_noted_for_a_shard_that_publishes_nothing():
+    tokens = BlockTokens()
+    tell(tokens, 1, 2)
+    tokens.hear(None)
+    tell(tokens, 1, 2)
+    tokens.hear(7)
+    assert tokens.take(SIZE) == []
+
+
+def test_what_was_noted_before_the_shard_has_answered_is_told():
+    tokens = BlockTokens()
+    keys = tell(tokens, 1, 2)
+    tokens.hear(7)
+    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
+
+
+def test_a_prompt_is_told_with_parents_and_tokens():
+    tokens = asked()
+    first, second = tell(tokens, 5, 6, tail=2)
+    assert told(tokens.take(SIZE)) == {
+        first[:8]: (b"", (5,) * SIZE),
+        second[:8]: (first[:8], (6,) * SIZE),
+    }
+    assert tokens.take(SIZE) == []
+
+
+def test_only_what_was_not_told_is_told(monkeypatch):
+    monkeypatch.setattr(request_notes, "_STRIDE", 1)
+    tokens = asked()
+    tell(tokens, 1, 2, 3)
+    tokens.take(SIZE)
+    keys = tell(tokens, 1, 2, 3, 4)
+    other = tell(tokens, 1, 9)
+    tell(tokens, 1, 2)
+
+    assert told(tokens.take(SIZE)) == {
+        keys[3][:8]: (keys[2][:8], (4,) * SIZE),
+        other[1][:8]: (keys[0][:8], (9,) * SIZE),
+    }
+
+
+def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent():
+    tokens = asked()
+    keys = tell(tokens, 1, 2)
+    packed = pack(prompt(3))
+    keys += chain_packed(packed, tokens_per_block=SIZE, seed=keys[-1])
+    tokens.note(keys, 2, packed)
+    assert told(tokens.take(SIZE))[keys[2][:8]] == (keys[1][:8], (3,) * SIZE)
+
+
+def test_another_generation_has_everything_told_again():
+    tokens = asked()
+    tell(tokens, 1, 2)
+    tokens.take(SIZE)
+    tokens.hear(2)
+    keys = tell(tokens, 1, 2)
+    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
+
+
+def test_what_could_not_be_told_is_told_with_the_next_prompt():
+    tokens = asked()
+    tell(tokens, 1, 2)
+    tokens.take(SIZE)
+    tokens.forget()
+    keys = tell(tokens, 1, 2)
+    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
+
+
+def test_of_too_much_no_more_is_noted_until_some_is_taken(monkeypatch):
+    monkeypatch.setattr(request_notes, "_TOKEN_BYTES_MAX", 40)
+    tokens = asked()
+    for at in range(10):
+        tell(tokens, at, at + 100)
+    assert len(told(tokens.take(SIZE))) == 4
+    tell(tokens, 50)
+    assert len(told(tokens.take(SIZE))) == 1
+
+
+def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
+    monkeypatch.setattr(request_notes, "_FRAME_MAX", 64)
+    tokens = asked()
+    keys = tell(tokens, *range(2000))  # more than are packed as bytes
+    found = {}
+    while chains := tokens.take(SIZE):
+        assert sum(len(chain.tokens) for chain in chains) <= 128
+        found |= told(chains)
+    assert list(found) == [key[:8] for key in keys]
+    assert found[keys[1999][:8]] == (keys[1998][:8], (1999,) * SIZE)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=20),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 4]),
+)
+def test_whatever_prompts_come_each_block_is_told_and_few_twice(prompts, every, stride):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_notes, "_STRIDE", stride)
+        tokens, keys, found = asked(), {}, {}
+        for at, blocks in enumerate(prompts):
+            for key, block in zip(tell(tokens, *blocks), blocks, strict=True):
+                keys[key[:8]] = block
+            if at % every == 0:
+                chains = tokens.take(SIZE)
+                for chain in chains:
+                    assert len(told([chain]).keys() & found.keys()) < stride
+                    found |= told([chain])
+        found |= told(tokens.take(SIZE))
+    assert {hash_: ids[0] for hash_, (_, ids) in found.items()} == keys

@@ -1,0 +1,438 @@
+"""LRU, gittins by what came back, and admission to the disk; all do as `check_policy` says."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.store.arena.tables import Array
+from kvray.store.policy import (
+    ADMISSIONS,
+    LRU,
+    POLICIES,
+    Everything,
+    Gittins,
+    Likely,
+    Policy,
+    Twice,
+    hazard,
+    prompts,
+)
+from kvray.store.policy.hazard import NUM_AGES
+from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
+from tests.unit.store.policy.small_cache import SmallCache, use, zipf
+
+
+def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for name in names:
+        hits.append(name in cached)
+        cached[name] = None
+        cached.move_to_end(name)
+        if len(cached) > num_blocks:
+            cached.popitem(last=False)
+    return hits
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8))
+def test_single_blocks_are_kept_as_in_a_dict(names: list[int], num_blocks: int) -> None:
+    assert SmallCache(LRU(num_blocks), num_blocks).hits(names) == dict_hits(names, num_blocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_string_has_the_hits_of_a_dict(seed: int) -> None:
+    names = zipf(seed, 5000)
+    assert SmallCache(LRU(100), 100).hits(names) == dict_hits(names, 100)
+
+
+def test_blocks_of_one_use_have_one_rank() -> None:
+    policy = LRU(4)
+    policy.stored(use([2, 0, 3], [10, 11, 12]))
+    policy.used(use([2, 0], [10, 11]))
+    ranks = policy.rank(np.array([2, 0, 3]), now=0.0)
+    assert ranks[0] == ranks[1] > ranks[2]
+
+
+def test_the_clock_goes_on_in_both_tiers() -> None:
+    host = LRU(2)
+    below = host.beside(2)
+    host.stored(use([0], [10]))
+    below.stored(use([0], [11]))
+    host.stored(use([1], [12]))
+    below.copied(np.array([1]), host, np.array([1]))
+    assert list(np.argsort(below.rank(np.array([1, 0]), now=0.0))) == [1, 0]
+    host.copied(np.array([1]), below, np.array([0]))
+    assert list(np.argsort(host.rank(np.array([1, 0]), now=0.0))) == [1, 0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("behaviour", POLICY_BEHAVIOURS, ids=lambda one: one.__name__)
+def test_every_policy(
+    behaviour: Callable[[MakePolicy], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_PROMPTS", 512)
+    check_policy(behaviour, POLICIES[name])
+
+
+HOT, COLD = np.arange(4), np.arange(100, 108)
+
+
+def taught(policy: Gittins) -> float:
+    """Have one prompt come back every 10 s, and others never; return the time after that."""
+    now = 0.0
+    policy.stored(use(HOT, HOT, now=now))
+    for turn in range(300):
+        now += 10.0
+        policy.used(use(HOT, HOT, now=now))
+        policy.stored(use(COLD, COLD + 1000 * (turn + 1), now=now))
+    return now
+
+
+def rank(policy: Gittins, slots: Array, now: float) -> Array:
+    return policy.rank(slots, now=now)
+
+
+def test_before_the_first_lesson_the_oldest_goes_first() -> None:
+    policy = Gittins(30)
+    for slot in range(30):
+        policy.stored(use([slot], [slot], now=float(slot)))
+    policy.used(use([0], [0], now=30.0))
+    order = np.argsort(rank(policy, np.arange(30), 31.0))
+    assert order.tolist() == [*range(1, 30), 0]
+
+
+def test_what_always_returns_outranks_what_never_does() -> None:
+    policy = Gittins(200)
+    now = taught(policy)
+    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, COLD, now + 5).max()
+
+
+def test_what_has_not_returned_when_it_used_to_falls_in_rank() -> None:
+    policy = Gittins(200)
+    now = taught(policy)
+    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, HOT, now + 500).max()
+
+
+def test_chance_is_one_before_the_first_lesson_and_learned_after_it() -> None:
+    policy = Gittins(200)
+    policy.stored(use(HOT, HOT))
+    assert (policy.chance(HOT, now=1000.0) == 1).all()
+    now = taught(policy)
+    assert policy.chance(HOT, now=now).min() > 0.8
+    assert policy.chance(COLD, now=now).max() < 0.2
+
+
+def test_a_single_block_that_returns_is_seen_to() -> None:
+    policy = Gittins(10)
+    cache = SmallCache(policy, 10)
+    for turn in range(200):
+        cache.ask(0, now=10.0 * turn)
+        cache.ask(1000 + turn, now=10.0 * turn + 5)
+    assert cache.ask(0, now=2000.0)
+    hot = cache.slot_of(0)
+    assert policy.chance(np.array([hot]), now=2000.0)[0] > 0.8
+
+
+def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
+    host = Gittins(200)
+    now = taught(host)
+    below = host.beside(50)
+    expected = rank(host, np.array([HOT[0], COLD[0]]), now)
+    below.copied(np.array([7, 9]), host, np.array([HOT[0], COLD[0]]))
+    assert (rank(below, np.array([7, 9]), now) == expected).all()
+
+
+def test_what_is_stored_after_a_parent_belongs_to_its_prompt() -> None:
+    policy = Gittins(20)
+    policy.stored(use([0, 1], [10, 11], now=1.0))
+    policy.stored(use([2], [12], depth=2, now=2.0, parent=1))
+    assert num_prompts(policy) == 1
+
+
+def test_what_is_stored_after_another_prompts_block_is_a_prompt_of_its_own() -> None:
+    policy = Gittins(20)
+    policy.stored(use([0, 1, 2], [10, 11, 12], now=1.0))
+    policy.stored(use([3], [13], depth=2, now=2.0, parent=1))
+    assert num_prompts(policy) == 2
+
+
+def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompts, "_PROMPTS", 8)
+    policy = Gittins(20)
+    policy.stored(use([0, 1], [10, 11]))
+    for at in range(8):  # the last of these has the row that the first prompt had
+        policy.stored(use([2, 3], [20 + 2 * at, 21 + 2 * at], now=1.0 + at))
+    before = num_prompts(policy)
+    policy.stored(use([4], [12], depth=2, now=10.0, parent=1))
+    assert num_prompts(policy) == before + 1
+
+
+def num_prompts(policy: Gittins) -> int:
+    return policy._prompts._count
+
+
+def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_before_that() -> None:
+    ranks = Gittins(1).rank_of_copies(np.array([5.0, 0.0, -3.0]))
+    assert ranks.tolist() == [0.5, 0.0, -30.0]
+
+
+EDGES = [0.0, *(4.0 * 2.0**age for age in range(NUM_AGES))]
+"""Where the ages begin, and where the last one ends."""
+
+
+def lives(
+    rates: Array, classes: Array, *, waited: tuple[int, int], seed: int = 0
+) -> tuple[Array, Array]:
+    """Return after how many seconds each came back, or for how long it was waited for.
+
+    Args:
+        rates: chance of a return in each class at each age.
+        classes: of each life.
+        waited: the ages in which lives end that have not come back, from and below.
+        seed: of everything that is left to chance.
+    """
+    rng = np.random.default_rng(seed)
+    returns = rng.random((len(classes), NUM_AGES)) < rates[classes]
+    age = np.where(returns.any(axis=1), returns.argmax(axis=1), NUM_AGES)
+    last = rng.integers(*waited, len(classes))
+    has_returned = age < last
+    edges = np.array(EDGES)
+    age = np.minimum(age, last)
+    return rng.uniform(edges[age], edges[age + 1]), has_returned
+
+
+def learn(
+    classes: Array, seconds: Array, has_returned: Array, *, factors: tuple[int, ...]
+) -> Array:
+    return hazard.rates_of(classes, seconds, has_returned, factors=factors)
+
+
+def test_known_rates_are_found_again() -> None:
+    factors = (3, 2, 2)
+    of_age = 0.02 + 0.1 * np.exp(-0.5 * ((np.arange(NUM_AGES) - 6) / 3) ** 2)
+    of_class = np.array([a * b * c for a, b, c in product((0.3, 1, 3), (1, 1), (0.5, 1))])
+    true = of_class[:, None] * of_age
+    classes = np.random.default_rng(1).integers(0, 12, 200_000)
+    seconds, has_returned = lives(true, classes, waited=(8, 18))
+    found = learn(classes, seconds, has_returned, factors=factors)
+    # Neighbouring ages are taken together, so a peak is found a little flatter. Later on hardly
+    # any of the class with the highest rates is left.
+    assert found[:, 1:11] == pytest.approx(true[:, 1:11], rel=0.25)
+    means = found[:, 1:11].mean(axis=1)
+    assert means == pytest.approx(true[:, 1:11].mean(axis=1), rel=0.1)
+
+
+def test_a_constant_rate_is_found_exactly_enough() -> None:
+    true = np.full((1, NUM_AGES), 0.1)
+    seconds, has_returned = lives(true, np.zeros(50_000, dtype=int), waited=(17, 18))
+    found = learn(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
+    assert found[:, :12] == pytest.approx(true[:, :12], rel=0.1)
+
+
+def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors() -> None:
+    true = np.repeat([[0.05], [0.2], [0.05], [0.2]], NUM_AGES, axis=1)
+    classes = np.repeat([0, 1, 2], 20_000)  # of (row, column) (1, 1) there is none
+    seconds, has_returned = lives(true, classes, waited=(17, 18))
+    found = learn(classes, seconds, has_returned, factors=(1, 2, 2))
+    assert found[3, 2] == pytest.approx(0.2, rel=0.15)
+
+
+def test_one_return_is_not_believed() -> None:
+    true = np.full((2, NUM_AGES), 0.01)
+    classes = np.append(np.zeros(10_000, dtype=int), 1)
+    seconds, has_returned = lives(true, classes, waited=(17, 18))
+    seconds[-1], has_returned[-1] = 6.0, True
+    found = learn(classes, seconds, has_returned, factors=(1, 2))
+    assert found[0, 1] < found[1, 1] < 0.3
+
+
+def test_without_an_observation_there_are_rates_all_the_same() -> None:
+    none = np.zeros(0)
+    found = learn(none.astype(int), none, none.astype(bool), factors=(2, 3, 2))
+    assert found.shape == (12, NUM_AGES)
+    assert (found > 0).all()
+    assert (found < 0.1).all()
+
+
+def test_rates_are_probabilities_whatever_was_seen() -> None:
+    rng = np.random.default_rng(0)
+    for count in (1, 10, 1000):
+        classes = rng.integers(0, 12, count)
+        seconds = rng.exponential(10.0 ** rng.integers(0, 7, count))
+        seconds[: count // 5] = 0.0
+        found = learn(classes, seconds, rng.random(count) < 0.9, factors=(2, 3, 2))
+        assert ((found >= 0) & (found <= 1)).all()
+        assert np.isfinite(hazard.worth_of(found)).all()
+
+
+def test_ages_share_with_their_neighbours() -> None:
+    classes, seconds = np.zeros(10_000, dtype=int), np.full(10_000, 100.0)
+    has_returned = np.arange(10_000) < 5000
+    found = learn(classes, seconds, has_returned, factors=(1,))[0]
+    age = int(np.searchsorted(EDGES, 100.0)) - 1
+    assert found[age] > found[age - 1] > 10 * found[age - 2]
+    assert found[age + 1] > 10 * found[age - 2]
+
+
+def best_ratio(rates: list[float], age: int) -> float:
+    """Try every span from `age` on: hits expected over seconds in the tier."""
+    best, stays, hits, place = 0.0, 1.0, 0.0, 0.0
+    for at in range(age, NUM_AGES):
+        hits += stays * rates[at]
+        # Who returns in an age does so in its middle.
+        place += stays * (1 - rates[at] + rates[at] / 2) * (EDGES[at + 1] - EDGES[at])
+        stays *= 1 - rates[at]
+        best = max(best, hits / place)
+    return best
+
+
+def test_worth_is_the_best_ratio_over_all_spans() -> None:
+    rates = np.random.default_rng(0).random((30, NUM_AGES)) ** 4
+    worth = hazard.worth_of(rates)
+    expected = [[best_ratio(one, age) for age in range(NUM_AGES)] for one in rates.tolist()]
+    assert worth == pytest.approx(np.array(expected))
+
+
+def test_who_always_returns_is_worth_more_than_who_never_does() -> None:
+    always, never = np.full(NUM_AGES, 0.9), np.full(NUM_AGES, 0.0)
+    worth = hazard.worth_of(np.stack([always, never]))
+    assert (worth[0] > 0).all()
+    assert (worth[1] == 0).all()
+
+
+def test_who_is_about_to_return_is_worth_more_than_who_just_was_here() -> None:
+    rates = np.zeros((1, NUM_AGES))
+    rates[0, 8] = 0.9
+    worth = hazard.worth_of(rates)[0]
+    assert (np.diff(worth[:9]) > 0).all()
+    assert (worth[9:] == 0).all()
+
+
+def test_chance_is_that_of_any_return_from_there_on() -> None:
+    rates = np.random.default_rng(1).random((4, NUM_AGES)) * 0.2
+    chance = hazard.chance_of(rates)
+    for one, age in product(range(4), range(NUM_AGES)):
+        stays = 1.0
+        for rate in rates[one, age:].tolist():
+            stays *= 1 - rate
+        assert chance[one, age] == pytest.approx(1 - stays)
+
+
+def test_a_table_is_read_between_its_ages() -> None:
+    table = np.arange(2.0 * NUM_AGES).reshape(2, NUM_AGES) ** 2
+    ones = np.ones(3, dtype=int)
+    assert hazard.at(table, ones, np.array(EDGES[1:4])) == pytest.approx(table[1, 1:4])
+    between = hazard.at(table, ones[:1], np.array([EDGES[3] * 2**0.5]))
+    assert between == pytest.approx(table[1, 3:5].mean())
+
+
+def test_before_the_first_and_after_the_last_age_a_table_goes_on_as_it_ends() -> None:
+    table = np.arange(1.0 * NUM_AGES)[None]
+    found = hazard.at(table, np.zeros(4, dtype=int), np.array([0.0, 1.0, 1e7, 1e12]))
+    assert found == pytest.approx([0, 0, NUM_AGES - 1, NUM_AGES - 1], abs=0.01)
+
+
+def admits(admission: Everything | Twice | Likely, slots: list[int], names: list[int]) -> list[int]:
+    """Return the names that are admitted."""
+    mask: Array = admission.admits(np.array(slots), np.array(names, dtype=np.int64), now=0.0)
+    assert (mask.dtype, mask.shape) == (bool, (len(slots),))
+    return list(np.array(names)[mask])
+
+
+@pytest.mark.parametrize("name", ADMISSIONS)
+@pytest.mark.parametrize("policy", [LRU(4), Gittins(4)], ids=["lru", "gittins"])
+def test_every_admission_decides_on_no_blocks(name: str, policy: Policy) -> None:
+    none = np.empty(0, dtype=np.int64)
+    mask = ADMISSIONS[name](4, policy).admits(none, none, now=0.0)
+    assert (mask.dtype, mask.shape) == (bool, (0,))
+
+
+def test_everything_admits_everything() -> None:
+    assert admits(Everything(4, LRU(4)), [2, 0], [10, 11]) == [10, 11]
+
+
+def test_what_was_found_since_it_was_stored_is_admitted() -> None:
+    twice = Twice(4, LRU(4))
+    twice.stored(use([0, 1, 2], [10, 11, 12]))
+    twice.used(use([0, 1], [10, 11]))
+    assert admits(twice, [0, 1, 2], [10, 11, 12]) == [10, 11]
+
+
+def test_what_leaves_for_the_second_time_is_admitted() -> None:
+    twice = Twice(4, LRU(4))
+    twice.stored(use([0], [10]))
+    assert admits(twice, [0], [10]) == []
+    twice.stored(use([3], [10]))
+    assert admits(twice, [3], [10]) == [10]
+
+
+def test_a_block_does_not_count_what_another_was_found_in_its_slot() -> None:
+    twice = Twice(4, LRU(4))
+    twice.stored(use([0], [10]))
+    twice.used(use([0], [10]))
+    twice.stored(use([0], [11]))
+    assert admits(twice, [0], [11]) == []
+
+
+def test_as_many_are_remembered_as_there_are_slots_and_the_latest() -> None:
+    twice = Twice(3, LRU(3))
+    for name in (10, 11, 12, 13):
+        assert admits(twice, [0], [name]) == []
+    assert admits(twice, [0, 1], [11, 13]) == [11, 13]
+    assert admits(twice, [0], [10]) == []
+
+
+def test_what_leaves_again_unadmitted_is_remembered_again() -> None:
+    twice = Twice(2, LRU(2))
+    for name in (10, 11, 12, 10):
+        assert admits(twice, [0], [name]) == []
+    assert admits(twice, [0], [13]) == []
+    assert admits(twice, [0], [10]) == [10]
+
+
+ADMISSION_HOT, ADMISSION_COLD = [0, 1, 2], [10, 11, 12, 13]
+
+
+def admission_taught(policy: Policy, likely: Likely) -> float:
+    """Have a prompt come back every 10 s and others never; return the time after that."""
+    now = 0.0
+    for observer in (policy, likely):
+        observer.stored(use(ADMISSION_HOT, ADMISSION_HOT))
+    for turn in range(300):
+        now += 10.0
+        cold = [1000 * (turn + 1) + slot for slot in ADMISSION_COLD]
+        for observer in (policy, likely):
+            observer.used(use(ADMISSION_HOT, ADMISSION_HOT, now=now))
+            observer.stored(use(ADMISSION_COLD, cold, now=now))
+    return now
+
+
+@pytest.mark.parametrize("make", [LRU, Gittins])
+def test_what_is_likely_to_come_back_is_admitted(make: type[LRU] | type[Gittins]) -> None:
+    policy = make(20)
+    likely = Likely(20, policy)
+    now = admission_taught(policy, likely)
+    slots = np.array(ADMISSION_HOT + ADMISSION_COLD)
+    mask = likely.admits(slots, slots, now=now)
+    assert slots[mask].tolist() == ADMISSION_HOT
+
+
+def test_before_it_has_learned_everything_is_likely() -> None:
+    likely = Likely(20, LRU(20))
+    likely.stored(use(ADMISSION_HOT, ADMISSION_HOT))
+    assert admits(likely, ADMISSION_HOT, ADMISSION_HOT) == ADMISSION_HOT
+
+
+def test_it_does_not_tell_the_policy_what_that_knows_already() -> None:
+    alone, policy = Gittins(20), Gittins(20)
+    now = admission_taught(policy, Likely(20, policy))
+    admission_taught(alone, Likely(20, LRU(20)))
+    slots = np.array(ADMISSION_HOT + ADMISSION_COLD)
+    assert (policy.rank(slots, now=now) == alone.rank(slots, now=now)).all()
