@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvray.config.schema import json_schema
+from kvray.config.sections import json_schema
 
 CHART = Path(__file__).parents[1] / "examples" / "helm" / "kvray"
 SCHEMA = CHART / "values.schema.json"

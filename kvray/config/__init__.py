@@ -8,15 +8,17 @@ from kvray.config.environment import (
     ray_memory_threshold,
     without_settings,
 )
-from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import (
     TENANT_NAME,
     WEIGHTS_VERSION_MAX,
     ArenaConfig,
     CopiesConfig,
     KVRayConfig,
+    SettingRow,
     ShardConfig,
     StagingConfig,
+    json_schema,
+    setting_rows,
 )
 from kvray.config.sources import (
     WELL_KNOWN_PATH,

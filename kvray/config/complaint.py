@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from kvray.config.document import Layers, Origin, SettingPath
 from kvray.config.environment import variable_of
-from kvray.config.schema import NOT_BY_LABEL, setting_rows
-from kvray.config.sections import ArenaConfig, KVRayConfig, NodeConfig
+from kvray.config.sections import NOT_BY_LABEL, ArenaConfig, KVRayConfig, NodeConfig, setting_rows
 from kvray.config.values import exact_size, shown
 
 _NAME_MAX = 80

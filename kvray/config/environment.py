@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from kvray.config.schema import setting_rows
+from kvray.config.sections import setting_rows
 from kvray.errors import ConfigError
 
 CONFIG_ENV = "KVRAY_CONFIG"

@@ -20,8 +20,7 @@ from kvray.config.complaint import (
 )
 from kvray.config.document import DEFAULT, Layers, Origin, SettingPath, read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
-from kvray.config.schema import setting_rows
-from kvray.config.sections import KVRayConfig, NodeConfig
+from kvray.config.sections import KVRayConfig, NodeConfig, setting_rows
 from kvray.errors import ConfigError
 
 WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")

@@ -1,16 +1,20 @@
-"""The engines of the demo, in processes of their own, beside a tier that is up; their makes."""
+"""The engines of the demo, in processes of their own, beside a tier that is up.
+
+They may be of several makes. Each phase of the demo sends prompts to them.
+"""
 
 import os
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvray.client import Client
 from kvray.errors import ConfigError
 from kvray.lab import vllm
-from kvray.lab.demo.prompts import TOKENS_PER_BLOCK, Prompts
-from kvray.lab.demo.record import Record
+from kvray.lab.demo import prompts
+from kvray.lab.demo.prompts import TOKENS_PER_BLOCK, Prompts, shareable_tokens
+from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record
 from kvray.lab.reference import KvConnectorConfig, Replica
 
 Make = Callable[..., dict[str, Any]]
@@ -26,6 +30,11 @@ _MAX_TOKENS = 16
 _THREADS_MAX = 4
 _SAVED_TIMEOUT_S = 20.0
 _POLL_S = 0.02
+ONE, TWO = "replica-1", "replica-2"
+_POOL_BLOCKS = prompts.LONG_BLOCKS + 2
+"""The blocks of the long prompt and its answer, and one more."""
+_OFFLOAD_POOL_BLOCKS = prompts.OFFLOAD_BLOCKS + 1
+"""Room for one prompt of phase c with its answer, and for nothing else."""
 
 
 def find_make(name: str) -> Make:
@@ -162,3 +171,69 @@ class Engines:
 
     def _num_stored(self) -> int:
         return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
+
+
+class Phase(NamedTuple):
+    """One phase; `num_steps` counts the starts and prompts in `play`."""
+
+    name: str
+    title: str
+    num_steps: int
+    play: Callable[[Engines], None]
+
+
+def ask_oracle(engines: Engines) -> None:
+    """Answer every prompt with an engine that has no connector and reuses nothing."""
+    engines.start(ORACLE, num_blocks=_POOL_BLOCKS, with_kvray=False, with_reuse=False)
+    for prompt in engines.prompts:
+        engines.ask(ORACLE, ORACLE, prompt)
+    engines.end(ORACLE)
+
+
+def share_long_prompts(engines: Engines) -> None:
+    """Phase a: replica 1 computes prompts, replica 2 copies their blocks."""
+    engines.start(ONE, TWO, num_blocks=_POOL_BLOCKS)
+    for prompt in (prompts.LONG, prompts.UNALIGNED):
+        shared = shareable_tokens(len(engines.prompts[prompt]))
+        engines.ask("a", ONE, prompt, expected_hit_tokens=0, until_saved=True)
+        engines.ask("a", TWO, prompt, expected_hit_tokens=shared)
+
+
+def share_system_prompt(engines: Engines) -> None:
+    """Phase b: prompts that differ after a common beginning share the beginning."""
+    first, second, third = prompts.SAME_SYSTEM
+    engines.ask("b", ONE, first, expected_hit_tokens=0, until_saved=True)
+    engines.ask(
+        "b", TWO, second, expected_hit_tokens=prompts.SYSTEM_BLOCKS * prompts.TOKENS_PER_BLOCK
+    )
+    engines.ask("b", ONE, third)
+
+
+def offload(engines: Engines) -> None:
+    """Phase c: A, B, A, B on a pool that holds one of them, without kvray and with it."""
+    for name in (WITHOUT_KVRAY, WITH_KVRAY):
+        with_kvray = name == WITH_KVRAY
+        engines.start(name, num_blocks=_OFFLOAD_POOL_BLOCKS, with_kvray=with_kvray)
+        for is_first in (True, False):
+            for prompt in (prompts.OFFLOAD_A, prompts.OFFLOAD_B):
+                engines.ask("c", name, prompt, until_saved=with_kvray and is_first)
+        engines.end(name)
+
+
+def restart(engines: Engines) -> None:
+    """Phase d: both replicas restart, and their first prompt hits at once."""
+    engines.end(ONE, TWO)
+    engines.start(ONE, TWO, num_blocks=_POOL_BLOCKS)
+    for replica, prompt in ((ONE, prompts.LONG), (TWO, prompts.UNALIGNED)):
+        shared = shareable_tokens(len(engines.prompts[prompt]))
+        engines.ask("d", replica, prompt, expected_hit_tokens=shared)
+    engines.end(ONE, TWO)
+
+
+ORACLE_PHASE = Phase(ORACLE, "The answers without any reuse", 8, ask_oracle)
+PHASES = (
+    Phase("a", "one long prompt on two replicas", 5, share_long_prompts),
+    Phase("b", "one system prompt, three questions", 3, share_system_prompt),
+    Phase("c", "A, B, A, B on a pool for one", 10, offload),
+    Phase("d", "both replicas restarted", 3, restart),
+)

@@ -19,8 +19,7 @@ from kvray.config import environ_for, format_size, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress, ProgressLine
 from kvray.errors import ConfigError
-from kvray.lab.demo.engines import Engines, find_make
-from kvray.lab.demo.phases import ORACLE_PHASE, PHASES
+from kvray.lab.demo.engines import ORACLE_PHASE, PHASES, Engines, find_make
 from kvray.lab.demo.prompts import make_prompts
 from kvray.lab.demo.record import ORACLE, Record, Verdict, judge
 from kvray.lab.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

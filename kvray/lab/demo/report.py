@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvray.console.output import write_picture
-from kvray.lab.demo.phases import PHASES
+from kvray.lab.demo.engines import PHASES
 from kvray.lab.demo.prompts import TOKENS_PER_BLOCK
 from kvray.lab.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, found_tokens
 from kvray.lab.reference import Output

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from kvray.index import Index
-from kvray.lab.replay.comparison import EVERYTHING
-from kvray.lab.replay.results import Outcome
+from kvray.lab.replay.comparison import EVERYTHING, Outcome
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.replay import Replay, Trace

@@ -1,4 +1,4 @@
-"""The drain of a node without Ray: what only shard `b` has goes to `a`, and which blocks go first."""
+"""The drain of a node without Ray: what only `b` has goes to `a`, and which blocks go first."""
 
 import asyncio
 import time

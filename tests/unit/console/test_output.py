@@ -79,8 +79,8 @@ def test_every_command_prints_through_this_console() -> None:
         for path in root.rglob("*.py")
         if "Console(" in path.read_text() or "from_markup" in path.read_text()
     }
-    # The boundary prints tracebacks; the other shows a download's bar, and no text.
-    assert makers == {"console/tables.py", "console/boundary.py", "lab/reference/weights.py"}
+    # The other shows a download's bar, and no text.
+    assert makers == {"console/output.py", "lab/reference/weights.py"}
 
 
 def test_what_others_print_meanwhile_is_no_part_of_the_answer(

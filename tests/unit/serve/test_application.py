@@ -1,15 +1,12 @@
-"""What `serve run` is given, how its endpoint fails, and where its router looks for a prompt."""
+"""What `serve run` is given: settings, as a file or a command line has them."""
 
 import sys
-from typing import Any
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from kvray.errors import ConfigError
 from kvray.serve import Settings, app
-from kvray.serve.router import KvRayRouter, _prompt_of
 
 
 def test_values_of_a_command_line_are_read_as_those_of_a_file() -> None:
@@ -47,57 +44,3 @@ def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ConfigError, match=r"fastapi: run pip install 'kvray\[serve\]'"):
         app({"model": "tiny"})
-
-
-pytest.importorskip("ray.serve")
-
-
-def test_a_defect_is_told_in_openais_form() -> None:
-    from fastapi.testclient import TestClient
-
-    from kvray.serve.ingress import app
-
-    # Outside a replica of Serve a path has nobody who could answer it.
-    answer = TestClient(app, raise_server_exceptions=False).get("/v1/models")
-    assert answer.status_code == 500
-    error = answer.json()["error"]
-    assert error["type"] == "server_error"
-    assert "RayServeException" in error["message"]
-
-
-NOTHING: dict[str, Any] = {}
-MARKS = {"salt": None, "lora": None}
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "tokens"),
-    [
-        ([[1, 2, 3], 16], {}, [1, 2, 3]),
-        ([], {"kvray_tokens": [4, 5]}, [4, 5]),
-        ([[1]], {"kvray_tokens": [4, 5]}, [4, 5]),
-        ([{"messages": []}], {"kvray_tokens": np.array([7])}, [7]),
-    ],
-)
-def test_token_ids_are_found(args: list[Any], kwargs: dict[str, Any], tokens: list[int]) -> None:
-    found, marks = _prompt_of(args, kwargs)
-    assert list(found) == tokens
-    assert marks == MARKS
-
-
-@pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
-def test_what_is_no_prompt_is_passed_over(args: list[Any]) -> None:
-    assert _prompt_of(args, {}) == (None, NOTHING)
-
-
-def test_salt_and_adapter_are_parts_of_the_keys() -> None:
-    kwargs = {"kvray_tokens": [1], "kvray_salt": "a/b", "kvray_lora": "/l"}
-    assert _prompt_of([], kwargs)[1] == {"salt": "a/b", "lora": "/l"}
-
-
-def test_an_argument_that_it_does_not_have_is_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVRAY_CONFIG", raising=False)
-    monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
-    KvRayRouter.initialize_state(object.__new__(KvRayRouter), pool_block=8)  # type: ignore[call-arg]
-    assert "no argument pool_block; correct request_router_kwargs" in caplog.text

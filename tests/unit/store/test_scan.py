@@ -1,4 +1,4 @@
-"""The walk over an arena's blocks: what it checks and leaves alone; and bits that flip in tables."""
+"""The walk over an arena's blocks: what it checks and leaves alone; and flipped bits in tables."""
 
 import contextlib
 import math
