@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvray.engine.shared_state import shut_down_at_exit
-from kvray.vllm.holds import HoldAnswers
+from kvray.vllm.metadata import HoldAnswers
 from kvray.vllm.ranks import RankHalf
 from kvray.vllm.scheduling import SchedulingHalf
 from kvray.vllm.start import state_for

@@ -2,24 +2,14 @@
 
 A rank *holds* blocks: it copies them from the arena into memory of its own and checks the copies.
 vLLM is promised only what every rank holds, so no load can fail.
-
-vLLM carries the metadata between the two halves, which may be in two processes.
 """
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
-from kvray.engine.meta import ConnectorMeta, PageIds, RankLeases
-from kvray.engine.registered_pool import PoolFacts
+from kvray.engine.meta import PageIds, RankLeases
 
 
 class Hold(NamedTuple):
@@ -129,43 +119,3 @@ class Holds:
         if asked.is_over and asked.is_answered:
             del self._asked[asked.hold.hold_id]
             self.room += asked.hold.num_blocks
-
-
-@dataclass(slots=True, kw_only=True)
-class PassMetadata(KVConnectorMetadata):
-    """One pass's holds, loads and saves, for the ranks."""
-
-    meta: ConnectorMeta  # its loads are in `loads`
-    holds: tuple[Hold, ...] = ()
-    drops: tuple[int, ...] = ()
-    """Holds that nobody wants any more."""
-    loads: tuple[HeldLoad, ...] = ()
-    names: dict[int, str] = field(default_factory=dict)
-    """vLLM's names of the requests of which the pass saves blocks, by kvray's numbers."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PoolMetadata(KVConnectorHandshakeMetadata):
-    """What a rank has registered, for the scheduler; sent once, when vLLM starts."""
-
-    facts: PoolFacts
-    hold_blocks: int
-    """How many blocks each rank can hold at a time."""
-
-
-@dataclass(slots=True)
-class HoldAnswers(KVConnectorWorkerMetadata):
-    """What ranks hold since their last answers."""
-
-    num_ranks: Counter[int]
-    """Hold -> how many of these ranks have answered for it."""
-    num_sound: dict[int, int]
-    """Hold -> its leading blocks that all of them have, and whose copies have their checksums."""
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "HoldAnswers":
-        """Return the answers of both; vLLM joins those of all ranks so."""
-        assert isinstance(other, HoldAnswers), "all ranks run one connector"
-        joined = dict(self.num_sound)
-        for hold_id, sound in other.num_sound.items():
-            joined[hold_id] = min(sound, joined.get(hold_id, sound))
-        return HoldAnswers(self.num_ranks + other.num_ranks, joined)

@@ -10,8 +10,8 @@ from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
 from kvray.vllm.held import HeldBlocks
-from kvray.vllm.holds import HoldAnswers, PassMetadata, PoolMetadata
 from kvray.vllm.layout import read_layout
+from kvray.vllm.metadata import HoldAnswers, PassMetadata, PoolMetadata
 
 
 class RankHalf:

@@ -1,59 +1,15 @@
-"""How both halves of the connector begin: from vLLM's configuration and kvray's.
+"""How both halves of the connector begin: from vLLM's configuration and kvray's."""
 
-Set-ups that kvray would serve wrongly are refused with what to change.
-"""
-
-from collections.abc import Iterator
 from typing import Any
 
 import vllm
 
 from kvray.config import load_config
-from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.engine.fields import canonical_text, field_of, text_of, to_text
 from kvray.engine.model.checkpoint import find_checkpoint, read_checkpoint
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.shared_state import SharedState, shared_state_for
-from kvray.errors import ConfigError
-
-_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
-"""Those whose blocks are all there is to a block: no scales beside it."""
-
-
-def refuse_unsupported(vllm_config: Any) -> None:
-    """Raise ConfigError for a setting that kvray cannot serve."""
-    for is_so, sentence in _reasons(vllm_config):
-        if is_so:
-            raise ConfigError(sentence)
-
-
-def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for name in (
-        "nnodes",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        size = number_of(parallel, name, 1)
-        yield size > 1, f"{name} is {size}; kvray serves vLLM with 1."
-    yield (
-        field_of(vllm_config, "speculative_config") is not None,
-        "speculative_config is set; kvray does not serve speculative decoding with vLLM yet, so"
-        " leave it or --kv-transfer-config out.",
-    )
-    dtype = field_of(cache, "cache_dtype")
-    yield (
-        str(dtype) not in _CACHE_DTYPES,
-        f"cache_dtype is {dtype!r}, which has scales beside the blocks; kvray serves"
-        f" {', '.join(sorted(_CACHE_DTYPES))}.",
-    )
-    yield (
-        bool(field_of(cache, "kv_sharing_fast_prefill")),
-        "kv_sharing_fast_prefill is set, which leaves blocks unfilled; switch it off.",
-    )
-    role = field_of(vllm_config.kv_transfer_config, "kv_role")
-    yield role != "kv_both", f"kv_role is {role!r}; kvray loads and saves, so set it to kv_both."
-
+from kvray.vllm.refusals import refuse_unsupported
 
 _OVERRIDES = (
     "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",

@@ -158,7 +158,7 @@ def test_a_long_tmpdir_is_refused_with_the_fix(
 def test_a_ray_that_does_not_start_is_told_and_cleared_away(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_ray, "_OBJECT_STORE_BYTES", 1)
+    monkeypatch.setattr(local_ray, "OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match=r"Ray did not start, but ended with status \d"):
         local_ray.start(name)
     assert processes_of(name) == []

@@ -1,7 +1,6 @@
 """Two replicas behind Ray Serve, as a user of the example has them: over HTTP, with `openai`."""
 
 import contextlib
-import json
 import threading
 import time
 import urllib.request
@@ -14,7 +13,7 @@ import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
 from tests.ray.conftest import actor_process
-from tests.ray.served import DEADLINE_S, Served, end, open_served
+from tests.ray.served import DEADLINE_S, Served, ask, end, open_served
 from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")
@@ -100,38 +99,9 @@ def test_a_salt_shares_blocks_with_its_like_only(served: Served) -> None:
         served.ask(extra_body={"cache_salt": ""})
 
 
-def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
-    served: Served,
-) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
-
-    def is_explained() -> bool:
-        began = time.time()
-        replica, _ = served.ask_by_name(max_tokens=1)
-        time.sleep(2)  # engine and router report about once a second
-        told = served.shell.run("explain", "--last", "--json", **served.environ)
-        (request,) = json.loads(told.stdout)["requests"]
-        asked.append((replica, request))
-        routing = request["routing"] or {"candidates": []}
-        is_this = routing["candidates"] and routing["at"] >= began
-        return is_this and routing["outcome"] == "answered"
-
-    wait_for(is_explained, "a request whose routing is known")
-    replica, request = asked[-1]
-    routing = request["routing"]
-    assert request["replica"] == routing["replica"] == replica
-    assert routing["reason"] in ("prefix", "queue", "fallback")
-    costs = {one["replica"]: one for one in routing["candidates"]}
-    assert sorted(costs) == served.connected()
-    assert routing["predicted_s"] == costs[replica]["first_token_s"]
-    assert 0 < routing["first_token_s"] < 60
-    for one in costs.values():
-        sources = ("pool", "host", "disk", "remote", "computed")
-        assert sum(one[f"{name}_tokens"] for name in sources) == request["num_tokens"]
-        parts = one["queue_s"] + one["bring_s"] + one["compute_s"]
-        assert one["first_token_s"] == pytest.approx(parts)
-    shown = served.shell.run("explain", "--last", **served.environ)
-    assert f"The router sent it to {replica}" in " ".join(shown.stdout.split())
+def test_answers_say_why_their_replica_was_chosen(served: Served) -> None:
+    raw = ask(served.client.with_raw_response, max_tokens=1)
+    assert raw.headers["x-kvray-route"] in ("prefix", "queue", "fallback")
 
 
 def test_a_full_replica_is_passed_over(served: Served) -> None:

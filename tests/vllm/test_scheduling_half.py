@@ -12,7 +12,8 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
 from kvray.vllm import scheduling
-from kvray.vllm.holds import Hold, HoldAnswers, Holds, PoolMetadata
+from kvray.vllm.holds import Hold, Holds
+from kvray.vllm.metadata import HoldAnswers, PoolMetadata
 from kvray.vllm.scheduling import SchedulingHalf
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.unit.engine.apart import ARGS, BLOCK, Apart

@@ -247,7 +247,7 @@ def test_an_engine_that_does_not_answer_in_time_is_not_told_later(
         Registrations, "report", lambda self: None if is_silent.is_set() else report(self)
     )
     is_silent.set()
-    with pytest.raises(ShardUnavailable, match="Ranks 0, 1 of replica"):
+    with pytest.raises(ShardUnavailable, match=r"Ranks .*1 of replica"):
         shard.requests.set_weights_version(pool.replica, "2", 0.05)
     is_silent.clear()
     assert tell(shard, pool.replica, None) == {0: 1, 1: 1}

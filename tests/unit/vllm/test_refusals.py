@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.vllm.start import refuse_unsupported
+from kvray.vllm.refusals import refuse_unsupported
 
 
 def config(

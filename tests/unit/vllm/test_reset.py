@@ -82,7 +82,7 @@ def ask(half: Any, name: str) -> int | None:
 @pytest.fixture
 def half(shard: Shard, scheduling: Any) -> Iterator[Any]:
     """A scheduler's half beside an engine that has stored the prompt."""
-    from kvray.vllm.holds import PoolMetadata
+    from kvray.vllm.metadata import PoolMetadata
 
     stored = Apart()
     made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvray.transport
 from kvray.actors.mover import peer_links as module
 from kvray.actors.mover.fenced_slots import FencedSlots
 from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
 from kvray.actors.mover.peer_links import PeerLinks
 from kvray.errors import ShardUnavailable, TransferTimeout
 from kvray.store import Arena
-from kvray.transport import transport as opening
 from kvray.transport.nixl import NixlTransport
 from kvray.transport.transport import Array
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span
@@ -74,7 +74,7 @@ def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
         send(self, address, sources, *rest, **more)
 
     monkeypatch.setattr(NixlTransport, "send", push)
-    monkeypatch.setitem(opening._KINDS, "parcels", Parcels)  # type: ignore[arg-type]
+    monkeypatch.setitem(kvray.transport._KINDS, "parcels", Parcels)  # type: ignore[arg-type]
     monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.1)
     return made

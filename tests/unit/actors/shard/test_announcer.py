@@ -572,10 +572,10 @@ def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(
 def test_ranks_are_announced_when_they_change_and_in_full_ones(
     announcer: Announcer, arena: Arena, line: Line
 ) -> None:
-    announcer.name_ranks([("r", 1), ("r", 0)])
+    announcer.name_ranks([("r", 1), ("r", 0)], ())
     tell(announcer, arena)
     announcer.send(1)
-    announcer.name_ranks([("r", 1)])
+    announcer.name_ranks([("r", 1)], ())
     assert announcer.collect(ArenaOwner(arena)), "what changed is announced at once"
     announcer.send(1)
     line.lookup = Lookup()
@@ -590,7 +590,7 @@ def test_ranks_that_a_lookup_never_got_are_announced_again(
     announcer: Announcer, arena: Arena, line: Line
 ) -> None:
     tell(announcer, arena)
-    announcer.name_ranks([("r", 0)])
+    announcer.name_ranks([("r", 0)], ())
     line.cut = True
     tell(announcer, arena)
     line.cut = False
