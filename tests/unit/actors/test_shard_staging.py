@@ -300,5 +300,5 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None
     stopper = threading.Thread(target=stop_soon, name="stopper")
     stopper.start()
     with pytest.raises(ShardUnavailable):
-        tier.a.requests.stage_ranks("", "r", [0], 5.0, 0.0, None, b"".join(KEYS))
+        tier.a.requests.stage_ranks("", "r", [0], 60.0, 0.0, None, b"".join(KEYS))
     stopper.join()
