@@ -1,13 +1,8 @@
-"""A shard finds an arena in its directory, and goes on with it or makes another.
-
-A process that is stopped with the arena's lock is named, then ended.
-"""
+"""A shard finds an arena in its directory, and goes on with it or makes another."""
 
 import contextlib
 import logging
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +11,15 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard import adoption
-from kvray.actors.shard.adoption import StoppedHolder, open_arena
+from kvray.actors.shard.adoption import open_arena
 from kvray.errors import CapacityError, ShardUnavailable
 from kvray.node import NodeLink, attach
 from kvray.store import Arena
 from kvray.store.arena.layout import HEADER
-from kvray.store.machine import lockers
-from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import Line, wait_until_serving
-from tests.unit.store.conftest import Child, child, directory
 from tests.unit.store.small_arena import chain, fetch, spec, store
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import wait_for
 
 Damage = Callable[[Path], None]
 
@@ -236,63 +228,3 @@ def test_where_there_was_no_arena_nothing_is_waited_for(directory: Path, full_on
     directory.mkdir()
     with pytest.raises(CapacityError):
         open_arena(directory, spec(), shard="a", progress=lambda done, total: None)
-
-
-__all__ = ["child", "directory"]
-
-TAKE = "ArenaLock((kept := SideFile.at(directory / 'lock.test'))).acquire(0)"
-
-
-def stop(process: Child) -> None:
-    process.process.send_signal(signal.SIGSTOP)
-    while lockers.state_of(process.process.pid) != "T":
-        time.sleep(0.001)
-
-
-def test_stopped_holder_is_named_and_ended_after_the_limit(
-    directory: Path, child: Callable[[], Child]
-) -> None:
-    file, other, watch = (
-        SideFile.at(directory / "lock.test"),
-        child(),
-        StoppedHolder("s", limit_s=30.0),
-    )
-    assert other.say(TAKE) == "True"
-    for now in (0.0, 1.0, 40.0):
-        watch.look(file, now=now)
-    assert watch.found is None, "it runs"
-    stop(other)
-    watch.look(file, now=41.0)
-    assert watch.found
-    assert watch.found["pid"] == other.process.pid
-    watch.look(file, now=70.0)
-    assert other.process.poll() is None
-    watch.look(file, now=72.0)
-    assert other.process.wait(HANG_S) == -signal.SIGKILL
-    assert not file.is_locked(ARENA_BYTE)
-    watch.look(file, now=73.0)
-    assert watch.found is None
-
-
-def test_holder_that_goes_on_just_before_its_end_is_left_alone(
-    directory: Path, child: Callable[[], Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, other, watch = (
-        SideFile.at(directory / "lock.test"),
-        child(),
-        StoppedHolder("s", limit_s=30.0),
-    )
-    assert other.say(TAKE) == "True"
-    stop(other)
-    end = lockers.end
-
-    def end_late(pid: int, is_meant: Callable[[], bool]) -> bool:
-        other.process.send_signal(signal.SIGCONT)
-        while lockers.state_of(pid) == "T":
-            time.sleep(0.001)
-        return end(pid, is_meant)
-
-    monkeypatch.setattr(lockers, "end", end_late)
-    for now in (0.0, 1.0, 40.0):
-        watch.look(file, now=now)
-    assert other.say("1") == "1", "it lives"
