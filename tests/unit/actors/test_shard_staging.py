@@ -190,7 +190,8 @@ def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
     wait_for(lambda: known(tier, KEYS))
     tier.nodes.frozen.add("kvray-lookup")
     began = time.monotonic()
-    assert tier.stage(KEYS, wait_s=0.05)["reason"] == "too_slow"
+    # The question to the lookup ends before the wait, or with it.
+    assert tier.stage(KEYS, wait_s=0.05)["reason"] in ("too_slow", "store_down")
     assert time.monotonic() - began < 1.0
     assert tier.a.status()["state"] == "serving"
 

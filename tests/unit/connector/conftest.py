@@ -32,7 +32,7 @@ def environment() -> Iterator[dict[str, str]]:
         "KVRAY_ARENA__SLAB": "64KiB",
         "KVRAY_ARENA__SLOT_MIN": "4KiB",
         # Longer than engines try, so that a busy machine makes no miss.
-        "KVRAY_ARENA__LOCK_WAIT_S": "0.2",
+        "KVRAY_ARENA__LOCK_WAIT_S": "1",
         "KVRAY_CONNECTOR__MODEL_KEY": "tiny",
         "KVRAY_CONNECTOR__ATTACH_RETRY_S": "0.02",
     }

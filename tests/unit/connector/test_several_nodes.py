@@ -40,7 +40,7 @@ def running_nodes() -> Iterator[TwoNodes]:
             "KVRAY_ARENA__CAPACITY": "1MiB",
             "KVRAY_ARENA__SLAB": "64KiB",
             "KVRAY_ARENA__SLOT_MIN": "4KiB",
-            "KVRAY_ARENA__LOCK_WAIT_S": "0.2",
+            "KVRAY_ARENA__LOCK_WAIT_S": "1",
             "KVRAY_SHARD__HEARTBEAT_S": "0.05",
             "KVRAY_STAGING__HANDOVER_S": "0.1",
             "KVRAY_CONNECTOR__MODEL_KEY": "tiny",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -390,14 +391,16 @@ def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None
 def test_letting_others_go_first_is_bounded_and_soon_forgotten(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting, naps = memoryview(bytearray(8)).cast("Q"), [0]
+    waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
 
-    def ask_again(_: float = 0.0) -> None:
-        waiting[0] = int((time.monotonic() + 0.001) * 1e9)
+    def ask_again(seconds: float) -> None:
+        now[0] += seconds
+        waiting[0] = int((now[0] + 0.001) * 1e9)
         naps[0] += 1
 
-    monkeypatch.setattr("kvray.store.machine.lock.time.sleep", ask_again)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=ask_again)
+    monkeypatch.setattr("kvray.store.machine.lock.time", clock)
     for since_s, wait_s, mark_s, is_letting in (
         (0.0, 1.0, 0.001, True),
         (0.0, 0.0, 0.001, False),
@@ -405,10 +408,10 @@ def test_letting_others_go_first_is_bounded_and_soon_forgotten(
         (0.0, 1.0, -1.0, False),
         (0.0, 1.0, 3600.0, False),
     ):
-        naps[0], start = 0, time.monotonic()
+        naps[0], start = 0, now[0]
         waiting[0], lock._released = int((start + mark_s) * 1e9), start - since_s
         assert lock.acquire(wait_s)
-        assert time.monotonic() - start < 0.5
+        assert now[0] - start < 0.5
         assert bool(naps[0]) == is_letting
         lock.release()
 
