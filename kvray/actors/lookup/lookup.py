@@ -8,7 +8,7 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -243,6 +243,8 @@ class Lookup:
         self._ranks = RankDirectory()
         self._partial_blocks = PartialBlocks()
         self._namespaces: dict[str, tuple[int, ...]] = {}
+        # Of all shards; put together when one changes, as hundreds of answers a second carry it.
+        self._all_namespaces: tuple[int, ...] = ()
         self.epoch = secrets.token_hex(8)
         self._turns = Turns()
         self._num_resyncs = self._num_queries = self._num_queried = self._num_expired = 0
@@ -286,7 +288,7 @@ class Lookup:
             pause_s=self.pause_s,
             num_shards=len(self._live),
             partial_keys=self._partial_blocks.take(shard, self.index),
-            namespaces=tuple({one for some in self._namespaces.values() for one in some}),
+            namespaces=self._all_namespaces,
         )
 
     @property
@@ -308,7 +310,7 @@ class Lookup:
         shard, index = announcement.shard, self.index
         if announcement.ranks is not None:
             self._ranks.name(shard, announcement.ranks)
-            self._namespaces[shard] = announcement.namespaces
+            self._name_namespaces(shard, announcement.namespaces)
         if announcement.full:
             index.restart(shard)
         removed_parts = _unpacked(announcement.removed_parts)
@@ -319,6 +321,14 @@ class Lookup:
         if not announcement.more:
             index.settle(shard)
         self._partial_blocks.note(removed + index.purge(_PURGED_SLOTS))
+
+    def _name_namespaces(self, shard: str, namespaces: tuple[int, ...]) -> None:
+        if namespaces == self._namespaces.get(shard, ()):
+            return
+        self._namespaces[shard] = namespaces
+        if not namespaces:
+            del self._namespaces[shard]
+        self._all_namespaces = tuple(set(chain.from_iterable(self._namespaces.values())))
 
     def _follows(self, announcement: Announcement) -> bool:
         """Return whether the announcement follows the last one of its shard."""
@@ -359,7 +369,7 @@ class Lookup:
         self._leaving.discard(shard)
         self.index.drop(shard)
         self._ranks.drop(shard)
-        self._namespaces.pop(shard, None)
+        self._name_namespaces(shard, ())
         self._partial_blocks.drop(shard)
         self._last.pop(shard, None)
         self._live.pop(shard, None)

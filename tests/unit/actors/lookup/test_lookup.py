@@ -98,6 +98,8 @@ def test_each_shard_hears_of_the_namespaces_of_all(lookup: Lookup) -> None:
     assert set(answer.namespaces) == {7, 8, 9}
     lookup.drop("b")
     assert set(lookup.announce(said(3), now=0.0).namespaces) == {7, 8}
+    lookup.announce(said(4, ranks=[], namespaces=(8,)), now=0.0)
+    assert lookup.announce(said(5), now=0.0).namespaces == (8,)
 
 
 def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:
