@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvray.actors.tier.launch import local_tier
 from kvray.config import load_config
-from kvray.lab.reference import KvConnectorConfig, Output, Replica
+from kvray.reference import KvConnectorConfig, Output, Replica
 
 TOKENS_PER_BLOCK = 32
 PROMPT_BLOCKS = 12

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvray.actors.tier.launch import local_tier
 from kvray.config import load_config
-from kvray.lab.reference import KvConnectorConfig, Output, Replica
+from kvray.reference import KvConnectorConfig, Output, Replica
 
 PROMPT = """\
 The night shift of the harbour begins at ten. The pilot boat goes out first, and the cranes follow

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvray.lab.reference.model import make_tiny_causal_lm
+from kvray.reference.model import make_tiny_causal_lm
 
 
 def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:

@@ -21,8 +21,8 @@ from ray.util import get_node_ip_address
 from kvray.actors.routers.pools import EVENTS_STAT
 from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference import Call, KvConnectorConfig, Replica
-from kvray.lab.reference.replica import CHILD_MODULE
+from kvray.reference import Call, KvConnectorConfig, Replica
+from kvray.reference.replica import CHILD_MODULE
 from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvray.lab.reference.tokenizer import ByteTokenizer, CheckpointTokenizer, import_transformers
+from kvray.reference.tokenizer import ByteTokenizer, CheckpointTokenizer, import_transformers
 from kvray.serve.settings import Settings
 
 _CONTEXT_TOKENS = 6
@@ -52,7 +52,7 @@ def load_prompts(settings: Settings) -> Prompts:
         return Prompts(ByteTokenizer(), None)
     name = settings.model
     if name == "smollm2":
-        from kvray.lab.reference.checkpoint import find_smollm2
+        from kvray.reference.checkpoint import find_smollm2
 
         name = str(find_smollm2())
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(name)

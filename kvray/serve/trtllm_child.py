@@ -15,8 +15,8 @@ from inspect import signature
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.output import Call, Listener, Output, Prompt
-from kvray.lab.reference.replica_child import serve
+from kvray.reference.output import Call, Listener, Output, Prompt
+from kvray.reference.replica_child import serve
 
 _TOKENS_PER_BLOCK = 32  # of `KvCacheConfig`, where nothing else is given
 

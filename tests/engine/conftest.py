@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.model import BlockModel
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.model import BlockModel
 from tests.engine import fake_connector
 
 BLOCK = 16

@@ -15,7 +15,7 @@ from kvray.connector.base import (
     KvCacheConnectorWorker,
     SchedulerOutput,
 )
-from kvray.lab.reference.engine_options import KvConnectorConfig
+from kvray.reference.engine_options import KvConnectorConfig
 
 Key = tuple[str | None, tuple[int, ...]]
 

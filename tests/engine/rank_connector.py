@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvray.lab.reference.engine_options import KvConnectorConfig
+from kvray.reference.engine_options import KvConnectorConfig
 from tests.engine import fake_connector
 from tests.engine.fake_connector import Key
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 from tests.engine.fake_connector import CONFIG, State
 

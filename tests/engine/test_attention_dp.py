@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import make_prompt
 from tests.engine.fake_connector import State

@@ -11,13 +11,13 @@ from kvray.errors import CapacityError, ConfigError
 from kvray.events import Batch
 from kvray.events.native import NativePool
 from kvray.events.pool_content import PoolContent, chain_digests
-from kvray.lab.reference.block_pool import BlockPool
-from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.executor import schedule
-from kvray.lab.reference.model import KVGeometry
-from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.reference.block_pool import BlockPool
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.engine_options import EngineOptions
+from kvray.reference.executor import schedule
+from kvray.reference.model import KVGeometry
+from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)

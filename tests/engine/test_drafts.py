@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError
-from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.engine_options import EngineOptions, NGramDecodingConfig
-from kvray.lab.reference.executor import find_drafts, schedule
-from kvray.lab.reference.model import KVGeometry, make_tiny_causal_lm
-from kvray.lab.reference.output import Output
-from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.engine_options import EngineOptions, NGramDecodingConfig
+from kvray.reference.executor import find_drafts, schedule
+from kvray.reference.model import KVGeometry, make_tiny_causal_lm
+from kvray.reference.output import Output
+from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine import fake_connector
 from tests.engine.conftest import make_prompt
 from tests.engine.fake_connector import CONFIG, State
@@ -131,7 +131,7 @@ def draft_from(
         follows = [*text[len(tokens) :], *[0] * count][:count]
         return [*follows[:num_right], *((token + 1) % 512 for token in follows[num_right:])]
 
-    monkeypatch.setattr("kvray.lab.reference.executor.find_drafts", find)
+    monkeypatch.setattr("kvray.reference.executor.find_drafts", find)
 
 
 def choose_at_random(max_draft_len: int, chance: random.Random) -> tuple[int, int]:

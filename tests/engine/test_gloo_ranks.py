@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.checkpoint import split_causal_lm
-from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm
-from kvray.lab.reference.ranks import CollectiveError, GlooRanks, SingleRank
+from kvray.reference.checkpoint import split_causal_lm
+from kvray.reference.model import BlockModel, make_tiny_causal_lm
+from kvray.reference.ranks import CollectiveError, GlooRanks, SingleRank
 from tests.engine.conftest import BLOCK, forward_block, make_prompt
 
 TIMEOUT_S = 10.0

@@ -18,8 +18,8 @@ from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference import KvConnectorConfig, Replica
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference import KvConnectorConfig, Replica
+from kvray.reference.engine import ReferenceEngine
 from kvray.store import Arena
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 from tests.engine.test_tensor_parallel import start

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError
-from kvray.lab.reference.checkpoint import load_checkpoint
-from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm
-from kvray.lab.reference.tokenizer import read
+from kvray.reference.checkpoint import load_checkpoint
+from kvray.reference.model import BlockModel, make_tiny_causal_lm
+from kvray.reference.tokenizer import read
 from tests.engine.conftest import BLOCK, forward_block, make_prompt
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

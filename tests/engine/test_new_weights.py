@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 from tests.engine.test_kvray_connector import CONNECTOR, Tier, environment, tier
 

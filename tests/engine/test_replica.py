@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.child_process import JsonPipe, PipeClosed
-from kvray.lab.reference.replica import Replica
+from kvray.reference.child_process import JsonPipe, PipeClosed
+from kvray.reference.replica import Replica
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.waiting import wait_for
 
@@ -108,7 +108,7 @@ def test_closing_ends_a_call_of_another_thread() -> None:
 def test_replica_ends_with_its_parent(is_thread: bool) -> None:
     code = f"""
 import threading, time
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 def start():
     replica = Replica.start("orphan", **{OPTIONS!r})
     print(replica.pid, flush=True)
@@ -141,7 +141,7 @@ def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert far.receive(timeout_s=1) == {"text": "x" * 1000}
     with pytest.raises(PipeClosed, match="in time"):
         far.receive(timeout_s=0.01)
-    monkeypatch.setattr("kvray.lab.reference.child_process.MESSAGE_BYTES_MAX", 100)
+    monkeypatch.setattr("kvray.reference.child_process.MESSAGE_BYTES_MAX", 100)
     with pytest.raises(ConfigError, match="longer"):
         near.send({"text": "x" * 1000}, timeout_s=1)
     os.write(near_write, b"y" * 200)
@@ -154,7 +154,7 @@ def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_driving_replicas_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, kvray.lab.reference as r; r.Replica; r.Output;"
+        "import sys, kvray.reference as r; r.Replica; r.Output;"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     )
     output = subprocess.run(
@@ -165,7 +165,7 @@ def test_driving_replicas_needs_neither_torch_nor_ray() -> None:
 
 def test_engine_never_imports_ray() -> None:
     code = (
-        "import sys; from kvray.lab.reference import ReferenceEngine;"
+        "import sys; from kvray.reference import ReferenceEngine;"
         "ReferenceEngine('tiny', num_blocks=8).generate('hi', max_tokens=1);"
         "print('ray' in sys.modules); import os; sys.stdout.flush(); os._exit(0)"
     )

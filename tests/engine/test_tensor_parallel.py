@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.engine.fake_connector import State
@@ -148,7 +148,7 @@ def test_error_of_one_rank_is_told_by_all(directory: Path, name: str) -> None:
 def test_ranks_end_with_their_leader() -> None:
     code = f"""
 import time
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 engine = ReferenceEngine("tiny", tokens_per_block={BLOCK}, num_blocks=16, num_threads=1,
                          tensor_parallel_size=2)
 print(*engine.rank_pids, flush=True)

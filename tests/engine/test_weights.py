@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.lab.reference import weights
+from kvray.reference import weights
 
 CONTENT = b"GGUF" + bytes(1000)
 

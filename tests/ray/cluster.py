@@ -13,7 +13,7 @@ from typing import Any
 
 from kvray.config import environ_for
 from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine, Node
-from kvray.lab.reference.engine_options import KvConnectorConfig
+from kvray.reference.engine_options import KvConnectorConfig
 
 CONNECTOR = KvConnectorConfig(
     connector_module="kvray.connector",

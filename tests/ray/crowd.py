@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from kvray.lab.reference import Replica
-from kvray.lab.reference.tokenizer import ByteTokenizer
+from kvray.reference import Replica
+from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
 from tests.ray.served import DEADLINE_S, Served, openai
 from tests.waiting import wait_for

@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 openai = pytest.importorskip("openai")
 
 EXAMPLE = ROOT / "examples" / "ray_serve"
-CHILD = "kvray.lab.reference.replica_child"
+CHILD = "kvray.reference.replica_child"
 DEADLINE_S = 300.0
 QUESTION = [
     {"role": "system", "content": "You keep the ledger of a library with three rooms. " * 4},

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.ray.cluster import CONNECTOR, TwoNodes
 from tests.ray.teller import Teller
 from tests.waiting import wait_for

@@ -25,7 +25,7 @@ from playwright.sync_api import Page, expect
 
 from kvray.config import environ_for
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from kvray.store import Arena
 from tests.browser import NO_BROWSER, open_browser, open_page
 from tests.ray.cluster import CONNECTOR

@@ -54,7 +54,7 @@ def ray_begins(shell: Shell) -> bool:
 
 
 def engines_run(shell: Shell) -> bool:
-    return sum("kvray.lab.reference.replica_child" in one for one in shell.commands()) == 2
+    return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 2
 
 
 @pytest.mark.long

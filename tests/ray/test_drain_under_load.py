@@ -16,7 +16,7 @@ import pytest
 from kvray.errors import KVRayError
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena import slabs
 from kvray.store.arena.layout import READY

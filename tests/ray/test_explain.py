@@ -13,7 +13,7 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.cli.app import app
 from kvray.client import Client
 from kvray.config import KVRayConfig
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.ray.cluster import CONNECTOR
 from tests.waiting import wait_for
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.kv_subscriber import KvSubscriber
 from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.selection import Selection

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
 from tests.waiting import wait_for
 

@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
 from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.ray.cluster import CONNECTOR
 from tests.ray.command_line import Shell, open_shell
 from tests.waiting import wait_for

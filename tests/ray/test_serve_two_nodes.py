@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import RESOURCE
-from kvray.lab.reference.tokenizer import ByteTokenizer
+from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
 from tests.ray.cluster import SETTINGS, open_two_nodes
 from tests.ray.served import (

@@ -15,9 +15,9 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.output import Output
-from kvray.lab.reference.replica import Replica
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.output import Output
+from kvray.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
 from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier

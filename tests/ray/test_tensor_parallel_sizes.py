@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas
 from tests.ray.teller import Teller

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.lab.reference.replica import Replica
+from kvray.reference.replica import Replica
 from tests.ray.cluster import SETTINGS, open_tier
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total

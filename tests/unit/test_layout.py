@@ -34,7 +34,7 @@ ENGINE_WING = (
     "kvray.connector",
     "kvray.engine",
     "kvray.tensor_cache",
-    "kvray.lab.reference",
+    "kvray.reference",
     "kvray.serve.trtllm_child",  # runs in the engine's process
 )
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvray.lab.reference.replica import Replica
 from kvray.lab.vllm import MODULE
+from kvray.reference.replica import Replica
 from tests.ray.cluster import TwoNodes
 from tests.vllm.witness import BLOCK, ENVIRON, stop
 from tests.waiting import wait_for

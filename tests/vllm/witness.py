@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 
-from kvray.lab.reference.checkpoint import find_smollm2
-from kvray.lab.reference.output import Output
-from kvray.lab.reference.replica import Replica
-from kvray.lab.reference.tokenizer import load_tokenizer
 from kvray.lab.vllm import MODULE, environ
+from kvray.reference.checkpoint import find_smollm2
+from kvray.reference.output import Output
+from kvray.reference.replica import Replica
+from kvray.reference.tokenizer import load_tokenizer
 from tests.ray.cluster import TwoNodes
 
 BLOCK = 32

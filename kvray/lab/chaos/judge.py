@@ -14,7 +14,7 @@ from rich.table import Table
 from kvray.lab.chaos.schedule import KINDS
 from kvray.lab.chaos.servers import Losses, Served
 from kvray.lab.chaos.stalls import MATCH, PASS
-from kvray.lab.reference import Output
+from kvray.reference import Output
 
 IN_FLIGHT_MIN = 10
 _BACK_SHARE = 0.5

@@ -17,8 +17,8 @@ from pathlib import Path
 from kvray.errors import KVRayError
 from kvray.lab.chaos import load
 from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answers, Ask, Chapter, Tokens
-from kvray.lab.reference import KvConnectorConfig, Output, Replica
-from kvray.lab.reference.output import count_wrong
+from kvray.reference import KvConnectorConfig, Output, Replica
+from kvray.reference.output import count_wrong
 
 _POOL_BLOCKS = 96
 _RUNNING_MAX = 8

@@ -15,7 +15,7 @@ from kvray.lab import vllm
 from kvray.lab.demo import prompts
 from kvray.lab.demo.prompts import TOKENS_PER_BLOCK, Prompts, shareable_tokens
 from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record
-from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.reference import KvConnectorConfig, Replica
 
 Make = Callable[..., dict[str, Any]]
 """Returns the arguments of `Replica.spawn` for a model, a pool of `num_blocks` and so many threads,

@@ -22,8 +22,8 @@ from kvray.errors import ConfigError
 from kvray.lab.demo.engines import ORACLE_PHASE, PHASES, Engines, find_make
 from kvray.lab.demo.prompts import make_prompts
 from kvray.lab.demo.record import ORACLE, Record, Verdict, judge
-from kvray.lab.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from kvray.lab.reference.weights import find_weights
+from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kvray.reference.weights import find_weights
 
 _SMOLLM2 = "smollm2"
 _ROOM = 1.1
@@ -66,7 +66,7 @@ def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
     with console.status("Reading the model"):
         path = Path(model).expanduser().absolute()
         if model == _SMOLLM2:
-            from kvray.lab.reference.checkpoint import find_smollm2  # imports torch
+            from kvray.reference.checkpoint import find_smollm2  # imports torch
 
             path = find_smollm2()
         try:

@@ -2,7 +2,7 @@
 
 from importlib.resources import files
 
-from kvray.lab.reference.tokenizer import Tokenizer
+from kvray.reference.tokenizer import Tokenizer
 
 TOKENS_PER_BLOCK = 32
 LONG_BLOCKS = 48

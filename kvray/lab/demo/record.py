@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvray.lab.reference import Output
-from kvray.lab.reference.output import count_wrong
+from kvray.reference import Output
+from kvray.reference.output import count_wrong
 
 ORACLE = "oracle"
 """The phase, and its only replica, without a connector and without any reuse."""

@@ -14,7 +14,7 @@ from kvray.console.output import write_picture
 from kvray.lab.demo.engines import PHASES
 from kvray.lab.demo.prompts import TOKENS_PER_BLOCK
 from kvray.lab.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, found_tokens
-from kvray.lab.reference import Output
+from kvray.reference import Output
 
 _TOKENS = ("prompt_tokens", "reused_tokens", "hit_tokens")
 _COMPUTED, _OWN, _HIT = "#b8bcc2", "#9cc6e6", "#2a78b5"

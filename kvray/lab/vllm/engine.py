@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.checkpoint import SMOLLM2, find_smollm2
-from kvray.lab.reference.output import Call, Listener, Output, Prompt
-from kvray.lab.reference.replica_child import serve
+from kvray.reference.checkpoint import SMOLLM2, find_smollm2
+from kvray.reference.output import Call, Listener, Output, Prompt
+from kvray.reference.replica_child import serve
 
 CONNECTOR = {
     "kv_connector": "KvRayConnector",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.lab.reference.engine import ReferenceEngine
+from kvray.reference.engine import ReferenceEngine
 from tests.engine.test_drafts import choose_at_random, draft_from, write_weak_model
 
 BLOCK = 8

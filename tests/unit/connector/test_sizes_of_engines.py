@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvray.actors.shard.shard import Shard
-from kvray.lab.reference.engine import ReferenceEngine
-from kvray.lab.reference.model import TINY_CONFIG
-from kvray.lab.reference.tokenizer import import_transformers
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.model import TINY_CONFIG
+from kvray.reference.tokenizer import import_transformers
 from tests.unit.connector.test_drafting_engine import CONNECTOR
 
 BLOCK = 8

@@ -10,7 +10,7 @@ import pytest
 
 from kvray.actors.routers.pools import EVENTS_STAT, Pools
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.reference import KvConnectorConfig, Replica
 from kvray.routing import PoolMatch
 from tests.waiting import wait_for
 

@@ -15,9 +15,9 @@ from kvray.lab.demo.prompts import (
 )
 from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, judge
 from kvray.lab.demo.report import colour_of
-from kvray.lab.reference import Output
-from kvray.lab.reference.output import count_wrong
-from kvray.lab.reference.tokenizer import ByteTokenizer
+from kvray.reference import Output
+from kvray.reference.output import count_wrong
+from kvray.reference.tokenizer import ByteTokenizer
 
 
 def make_output(**fields: Any) -> Output:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import KVRayError
-from kvray.lab.reference.ranks import Ranks, SingleRank
-from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.reference.ranks import Ranks, SingleRank
+from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 T = TypeVar("T")
 Requests = dict[int, LlmRequest]

@@ -14,15 +14,15 @@ import torch
 
 from kvray import config
 from kvray.errors import ConfigError
-from kvray.lab.reference.model import (
+from kvray.reference.model import (
     BlockModel,
     load_causal_lm,
     make_tiny_causal_lm,
     save_causal_lm,
 )
-from kvray.lab.reference.ranks import Ranks
-from kvray.lab.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read
-from kvray.lab.reference.weights import find_weights, make_once
+from kvray.reference.ranks import Ranks
+from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read
+from kvray.reference.weights import find_weights, make_once
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.model import BlockModel, Step
-from kvray.lab.reference.request import LlmRequest, ScheduledRequests
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.model import BlockModel, Step
+from kvray.reference.request import LlmRequest, ScheduledRequests
 
 
 @dataclass(slots=True)

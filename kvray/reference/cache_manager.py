@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from kvray.errors import CapacityError, KVRayError
-from kvray.lab.reference.block_pool import BlockPool, KvCacheEvents, LocalMatch
-from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.model import KVGeometry
-from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.reference.block_pool import BlockPool, KvCacheEvents, LocalMatch
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.engine_options import EngineOptions
+from kvray.reference.model import KVGeometry
+from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 _FIRST_DUMMY_ID = 1 << 62
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.events.pool_feed import PoolFeed
-from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
-from kvray.lab.reference.output import Call
+from kvray.reference.child_process import JsonPipe, PipeClosed, join_parent
+from kvray.reference.output import Call
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
@@ -132,7 +132,7 @@ def serve(start: Callable[..., Any]) -> None:
 
 
 def _reference_engine(**options: Any) -> Any:
-    from kvray.lab.reference.engine import ReferenceEngine  # late: it imports torch
+    from kvray.reference.engine import ReferenceEngine  # late: it imports torch
 
     return ReferenceEngine(**options)
 

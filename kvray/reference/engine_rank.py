@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 from kvray.errors import ConfigError
-from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.checkpoint import load_checkpoint
-from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.engine_options import (
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.checkpoint import load_checkpoint
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.engine_options import (
     EngineOptions,
     KvCacheConfig,
     LlmArgs,
     NGramDecodingConfig,
     ParallelConfig,
 )
-from kvray.lab.reference.executor import Executor
-from kvray.lab.reference.intake import Intake
-from kvray.lab.reference.model import BlockModel
-from kvray.lab.reference.model_engine import ModelEngine
-from kvray.lab.reference.output import Output
-from kvray.lab.reference.ranks import Ranks
-from kvray.lab.reference.request import LlmRequest
+from kvray.reference.executor import Executor
+from kvray.reference.intake import Intake
+from kvray.reference.model import BlockModel
+from kvray.reference.model_engine import ModelEngine
+from kvray.reference.output import Output
+from kvray.reference.ranks import Ranks
+from kvray.reference.request import LlmRequest
 
 START_TIMEOUT_S = 300.0
 """How much longer one rank may take than another to load its model."""

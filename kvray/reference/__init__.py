@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvray.lab.reference.engine_options import (
+from kvray.reference.engine_options import (
     KvCacheConfig,
     KvConnectorConfig,
     LlmArgs,
     NGramDecodingConfig,
 )
-from kvray.lab.reference.output import Call, Output
-from kvray.lab.reference.replica import Replica
-from kvray.lab.reference.weights import find_weights
+from kvray.reference.output import Call, Output
+from kvray.reference.replica import Replica
+from kvray.reference.weights import find_weights
 
 if TYPE_CHECKING:
-    from kvray.lab.reference.engine import ReferenceEngine
+    from kvray.reference.engine import ReferenceEngine
 
 __all__ = [
     "Call",
@@ -36,6 +36,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "ReferenceEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvray.lab.reference.engine import ReferenceEngine
+    from kvray.reference.engine import ReferenceEngine
 
     return ReferenceEngine

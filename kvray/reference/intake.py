@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvray.errors import KVRayError
-from kvray.lab.reference.output import Call, Listener, Output
-from kvray.lab.reference.ranks import Ranks
-from kvray.lab.reference.request import LlmRequest
+from kvray.reference.output import Call, Listener, Output
+from kvray.reference.ranks import Ranks
+from kvray.reference.request import LlmRequest
 
 _HEARTBEAT_S = 1.0
 """How often an idle leader meets the others, and notices a dead one."""

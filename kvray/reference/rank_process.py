@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent, spawn_child
-from kvray.lab.reference.engine_options import EngineOptions
+from kvray.reference.child_process import JsonPipe, PipeClosed, join_parent, spawn_child
+from kvray.reference.engine_options import EngineOptions
 
 if TYPE_CHECKING:  # torch is imported late: a child first joins its parent, and takes its path
-    from kvray.lab.reference.engine_rank import EngineRank
-    from kvray.lab.reference.ranks import GlooRanks, Ranks
+    from kvray.reference.engine_rank import EngineRank
+    from kvray.reference.ranks import GlooRanks, Ranks
 
-_MODULE = "kvray.lab.reference.rank_process"
+_MODULE = "kvray.reference.rank_process"
 _STDERR = 2
 _TASK_TIMEOUT_S = 30.0
 _REPORT_TIMEOUT_S = 5.0
@@ -35,7 +35,7 @@ _FAILED_TIMEOUT_S = 2.0
 
 def start_ranks(options: EngineOptions) -> tuple[Ranks, RankProcesses]:
     """Start the ranks besides this one; return the collectives with them, and their processes."""
-    from kvray.lab.reference.ranks import SingleRank
+    from kvray.reference.ranks import SingleRank
 
     others = RankProcesses()
     if options.tensor_parallel_size == 1:
@@ -164,7 +164,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(pipe,), name="kvray-leader", daemon=True).start()
     rank: EngineRank | None = None
     try:
-        from kvray.lab.reference.engine_rank import EngineRank
+        from kvray.reference.engine_rank import EngineRank
 
         options = EngineOptions(**task["options"])
         pipe.send({"hello": task["rank"]}, timeout_s=_REPORT_TIMEOUT_S)
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def _report(pipe: JsonPipe, rank: int, failure: BaseException) -> None:
-    from kvray.lab.reference.ranks import CollectiveError
+    from kvray.reference.ranks import CollectiveError
 
     sentence = str(failure) if isinstance(failure, KVRayError) else repr(failure)
     print(f"kvray: rank {rank} ends: {sentence}", file=sys.stderr, flush=True)
@@ -207,7 +207,7 @@ def _end_with(pipe: JsonPipe) -> None:
 
 
 def _meet(rank: int, options: EngineOptions, directory: str, **diagnose: Any) -> GlooRanks:
-    from kvray.lab.reference.ranks import GlooRanks
+    from kvray.reference.ranks import GlooRanks
 
     size, timeout_s = options.tensor_parallel_size, options.collective_timeout_s
     return GlooRanks(rank, size, Path(directory), timeout_s=timeout_s, **diagnose)

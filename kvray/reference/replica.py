@@ -17,10 +17,10 @@ from typing import IO, Any
 import psutil
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.child_process import JsonPipe, PipeClosed, spawn_child
-from kvray.lab.reference.output import Call, Listener, Output, Prompt, batch_of
+from kvray.reference.child_process import JsonPipe, PipeClosed, spawn_child
+from kvray.reference.output import Call, Listener, Output, Prompt, batch_of
 
-CHILD_MODULE = "kvray.lab.reference.replica_child"
+CHILD_MODULE = "kvray.reference.replica_child"
 _READY_ID = 0
 """A child says under this id that it is up, or why not."""
 _SEND_TIMEOUT_S = 30.0

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from kvray.errors import KVRayError
-from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.intake import Intake
-from kvray.lab.reference.model import BlockModel
-from kvray.lab.reference.model_engine import ModelEngine
-from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.engine_options import EngineOptions
+from kvray.reference.intake import Intake
+from kvray.reference.model import BlockModel
+from kvray.reference.model_engine import ModelEngine
+from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 NGRAM_SIZES = (3, 2)
 """How many last tokens are looked up: the longer match first."""

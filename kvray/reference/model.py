@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvray.errors import ConfigError
-from kvray.lab.reference.tokenizer import import_transformers, read
+from kvray.reference.tokenizer import import_transformers, read
 
 _ATTENTION = "kvray_block"
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference.engine_options import to_json
+from kvray.reference.engine_options import to_json
 
 MESSAGE_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 16

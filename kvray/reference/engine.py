@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvray.errors import ConfigError
-from kvray.lab.reference.connector_manager import KvCacheConnectorManager
-from kvray.lab.reference.engine_options import EngineOptions
-from kvray.lab.reference.engine_rank import EngineRank
-from kvray.lab.reference.output import Call, Listener, Prompt, batch_of
-from kvray.lab.reference.rank_process import start_ranks
-from kvray.lab.reference.request import LlmRequest
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.engine_options import EngineOptions
+from kvray.reference.engine_rank import EngineRank
+from kvray.reference.output import Call, Listener, Prompt, batch_of
+from kvray.reference.rank_process import start_ranks
+from kvray.reference.request import LlmRequest
 
 
 class ReferenceEngine:
