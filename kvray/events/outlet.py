@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 from kvray.errors import ConfigError, TransferError
@@ -92,8 +93,8 @@ class _Client:
     """The empty frame, if its question had one."""
     replay: Iterator[tuple[int, bytes]] | None = None
     """What is left of the answer to it."""
-    num_got: int = 0
-    """Batches of replays that it has got so far."""
+    turn: int = 0
+    """Its place among the replays, lowest first."""
     waits_for: int = 0
     """The events of its socket that are waited for."""
 
@@ -126,6 +127,7 @@ class Outlet:
         self._unread: set[_Client] = set()
         """Those that have said too much for now."""
         self._replays: set[_Client] = set()
+        self._turns = count()
         self._pages: dict[tuple[int, int], _Page] = {}
         """By their place and step; the oldest first."""
         self._snapshot: int | None = None
@@ -281,6 +283,8 @@ class Outlet:
         with contextlib.suppress(TransferError):
             start = unpack_sequence(number)
             if route in ([], [b""]):
+                if client.replay is None:
+                    client.turn = next(self._turns)
                 client.route, client.replay = route, self._since(max(0, start))
                 self._replays.add(client)
 
@@ -312,18 +316,19 @@ class Outlet:
             self._wait_for(client, now)
 
     def _send_replays(self, now: float) -> None:
-        """Go on with the replays whose clients take what they get, who has got least first.
+        """Go on with the replays whose clients take what they get, a batch each in turn.
 
-        So who asks again and again waits for who asks once.
+        So nobody waits longer than a batch for each of the others takes, however often they ask or
+        connect again.
         """
         for _ in range(_STEP):
             able = [one for one in self._replays if not one.wire.is_sending]
             if not able:
                 break
-            client = min(able, key=lambda one: one.num_got)
+            client = min(able, key=lambda one: one.turn)
             assert client.replay is not None
             number, payload = next(client.replay)
-            client.num_got, client.moved_at = client.num_got + 1, now
+            client.turn, client.moved_at = next(self._turns), now
             if number == END:
                 client.replay = None
                 self._replays.discard(client)

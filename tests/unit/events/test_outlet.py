@@ -476,20 +476,34 @@ def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
     assert client not in still.outlet._clients
 
 
-def test_who_asks_once_is_served_before_who_asks_again_and_again(still):
+def test_replays_take_turns_whatever_each_has_got_before(still):
     still.outlet.publish([])
-    greedy = still.join("replay", says=GREETING + READY + ASKS)
+    peer = still.join("replay", says=GREETING + READY + ASKS)
+    (old,) = still.outlet._clients
     for _ in range(20):
-        still.drain(greedy)
-        greedy.sendall(ASKS)
-    still.serve(1)
-    still.join("replay", says=GREETING + READY)
-    (first,) = (one for one in still.outlet._clients if one.num_got)
-    (second,) = (one for one in still.outlet._clients if not one.num_got)
-    for client in (first, second):
+        still.drain(peer)
+        peer.sendall(ASKS)
+    still.drain(peer)
+    for _ in range(40):
+        still.outlet.publish([])
+    for _ in range(3):
+        still.join("replay", says=GREETING + READY)
+    for client in still.outlet._clients - {old}:
         still.outlet._take_question(client, [b"", bytes(8)])
+    still.outlet._take_question(old, [b"", pack_sequence(still.outlet.last)])
     still.serve(1)
-    assert second.replay is None, "it has got all of it"
+    assert old.replay is None, "it has got all of it"
+    assert len(still.outlet._replays) == 3
+
+
+def test_who_asks_again_before_its_turn_keeps_its_place_in_the_row(still):
+    still.outlet.publish([])
+    for _ in range(2):
+        still.join("replay", says=GREETING + READY)
+    first, second = still.outlet._clients
+    for client in (first, second, first):
+        still.outlet._take_question(client, [b"", bytes(8)])
+    assert first.turn < second.turn
 
 
 def test_replays_side_by_side_share_what_is_made_for_them(still):
