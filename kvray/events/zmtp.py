@@ -22,6 +22,8 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _PART_COST = 64
 """Bytes that a part of a message counts besides its own: empty parts take memory too."""
 _BUFFERS_MAX = 64
+_CLOSED = 7, 8
+"""The states CLOSE and CLOSE_WAIT of Linux's TCP."""
 _KEEPALIVE = (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)
 
 
@@ -81,6 +83,11 @@ class Wire:
     def is_sending(self) -> bool:
         """Whether something waits to be sent."""
         return bool(self._out)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the peer has closed the connection, also where not all it sent has been read."""
+        return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _CLOSED
 
     def receive(self, num_bytes: int) -> tuple[int, list[list[bytes]]]:
         """Read at most so many bytes; return how many came, and the messages that are whole now.

@@ -441,6 +441,21 @@ def test_a_newcomer_gets_the_place_of_the_one_that_reads_least(crowded):
     assert stuck
 
 
+def test_who_has_hung_up_keeps_no_place_though_not_all_it_said_has_been_read(crowded):
+    waits = crowded.join("replay")
+    for _ in range(2):
+        peer = crowded.join("replay")
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer.send(frame(0, b"no number") * 100)
+        crowded.serve(50, step_s=0.0)
+        peer.close()
+    assert len(crowded.outlet._unread) == 2
+    newcomer = crowded.join("replay")
+    assert [*map(crowded.is_there, (waits, newcomer))] == [True, True]
+    assert len(crowded.outlet._clients) == 2
+
+
 def test_clients_of_one_port_take_no_places_of_the_other(crowded):
     subscriber = crowded.join(says=SUBSCRIBED)
     for _ in range(9):
