@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flip_bits(arena: Arena, _: Path, chance: random.Random) -> None:
-    """Flip a thousand bits of the arena's blocks in one second of four; in the others they are hit."""
+    """Flip a thousand bits of the arena's blocks in one second of four; else they are hit."""
     ready = arena.tables.slots_in(READY)
     for _number in range(10) if len(ready) and time.monotonic() % 4 < 1 else ():
         slot = arena.slot_bytes(int(chance.choice(ready)))
