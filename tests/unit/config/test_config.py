@@ -1,9 +1,11 @@
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvray import config
 from kvray.config import (
     KVRayConfig,
     cache_dir,
@@ -12,7 +14,7 @@ from kvray.config import (
     load_config,
     parse_size,
     ray_memory_threshold,
-    sources,
+    reading,
 )
 from kvray.errors import ConfigError
 
@@ -22,7 +24,7 @@ WriteYaml = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def _no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
 
 
 @pytest.fixture
@@ -80,14 +82,14 @@ def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml: Writ
 def test_the_well_known_file_is_read_when_nothing_names_one(
     write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     assert load().cluster_name == "known"
 
 
 def test_a_named_file_wins_over_the_well_known_one(
     write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     other = tmp_path / "other.yaml"
     other.write_text("cluster_name: other")
     assert load(environ={"KVRAY_CONFIG": str(other)}).cluster_name == "other"
@@ -105,6 +107,12 @@ def test_an_empty_variable_counts_as_not_set(write_yaml: WriteYaml) -> None:
 def test_variables_that_kubernetes_sets_for_a_service_are_left_alone() -> None:
     environ = {"KVRAY_PORT": "tcp://10.0.0.1:80", "KVRAY_SERVICE_HOST": "10.0.0.1"}
     assert load(environ=environ) == KVRayConfig()
+
+
+def test_no_signature_shows_the_environment() -> None:
+    for name in config.__all__:
+        if inspect.isfunction(one := getattr(config, name)):
+            assert "environ(" not in str(inspect.signature(one)), name
 
 
 def test_numbers_from_the_environment_are_read_as_numbers() -> None:
