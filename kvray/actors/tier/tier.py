@@ -127,15 +127,18 @@ def _lookup_status(num_partitions: int, timeout_s: float) -> dict[str, Any]:
     names = lookup_names(num_partitions)
     answers = calls.ask(names, "status", timeout_s)
     partitions = _statuses("lookup", {name: answers[name] for name in names})
-    if num_partitions == 1:
-        return partitions[0]
+    return partitions[0] if num_partitions == 1 else summed(partitions[0], partitions)
+
+
+def summed(first: dict[str, Any], partitions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of the lookup from those of its partitions, which are kept beside it."""
     sums = {name: sum(one.get(name, 0) for one in partitions) for name in _SUMMED}
     apart = [
         {"lookup": name} | {key: value for key, value in one.items() if key not in _OF_ALL}
-        for name, one in zip(names, partitions, strict=True)
+        for name, one in zip(lookup_names(len(partitions)), partitions, strict=True)
     ]
     per_key = round(sums["bytes"] / max(1, sums["keys"]), 1)
-    return {**partitions[0], **sums, "bytes_per_key": per_key, "partitions": apart}
+    return {**first, **sums, "bytes_per_key": per_key, "partitions": apart}
 
 
 def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
