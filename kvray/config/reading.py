@@ -17,6 +17,7 @@ from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
     InitSettingsSource,
+    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
@@ -201,33 +202,12 @@ def _laid(
     overrides: Mapping[str, Any] | None = None,
 ) -> Effective:
     """Lay the environment and what a caller says over `values`, and check what holds."""
-    origins = Origins(origins)
-    above: list[dict[str, Any]] = []  # the later one wins
+    origins, overrides = Origins(origins), overrides or {}
     for name in variables:
-        path = _path_of(name)
-        origins.put(path, Origin("environment", name))
-        if len(path) > 1 and path[0] not in SECTIONS:
-            above.append({path[0]: {}})  # the source skips it, but it is to be refused
-    for dotted, value in (overrides or {}).items():
-        path = tuple(dotted.split("."))
-        origins.put(path, Origin("command line"))
-        above.append(reduce(lambda below, key: {key: below}, reversed(path), value))
-    # What stands in the place of a section would be replaced by the keys that are set elsewhere.
-    above.append(
-        {
-            name: values[name]
-            for name in SECTIONS & values.keys()
-            if values[name] is not None and not isinstance(values[name], dict)
-        }
-    )
-
-    environment = EnvSettingsSource(_Sourced)
-    environment.env_vars = {name.lower(): text for name, text in variables.items()}
-    sources = (
-        *(InitSettingsSource(_Sourced, given) for given in reversed(above)),
-        environment,
-        InitSettingsSource(_Sourced, values),
-    )
+        origins.put(_path_of(name), Origin("environment", name))
+    for dotted in overrides:
+        origins.put(tuple(dotted.split(".")), Origin("command line"))
+    sources = tuple(_sources(values, variables, overrides))
     try:
         read = _Sourced(_build_sources=(sources, {}))  # type: ignore[call-arg]
     except ValidationError as error:
@@ -235,6 +215,29 @@ def _laid(
     config = KVRayConfig.model_construct(read.model_fields_set, **dict(read))
     refuse_first(contradictions(config), origins)
     return Effective(config, origins)
+
+
+def _sources(
+    values: dict[str, Any], variables: Mapping[str, str], overrides: Mapping[str, Any]
+) -> Iterator[PydanticBaseSettingsSource]:
+    """Yield the sources; an earlier one wins."""
+    # What stands in the place of a section is refused, whatever keys are set over it.
+    found = [(name, values[name]) for name in SECTIONS & values.keys()]
+    no_sections = [{name: one} for name, one in found if not isinstance(one, dict | None)]
+    # So is a variable that names no section: pydantic-settings would skip it.
+    paths = [_path_of(name) for name in variables]
+    names = {path[0] for path in paths if len(path) > 1} - SECTIONS
+    unknown: list[dict[str, Any]] = [{name: {}} for name in sorted(names)]
+    said = [
+        reduce(lambda below, key: {key: below}, reversed(dotted.split(".")), value)
+        for dotted, value in overrides.items()
+    ]
+    for given in (*no_sections, *unknown, *reversed(said)):
+        yield InitSettingsSource(_Sourced, given)
+    environment = EnvSettingsSource(_Sourced)
+    environment.env_vars = {name.lower(): text for name, text in variables.items()}
+    yield environment
+    yield InitSettingsSource(_Sourced, values)
 
 
 def _labelled(

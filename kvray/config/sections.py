@@ -377,20 +377,13 @@ def _kind(found: dict[str, Any]) -> str:
     if "enum" in found:
         return ", ".join(found["enum"])
     if found.get("type") in ("integer", "number"):
-        return ("whole number" if found["type"] == "integer" else "number") + _bounds(found)
+        bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+        kind = "whole number" if found["type"] == "integer" else "number"
+        return " ".join([kind, *(f"{bounds[k]} {found[k]:g}" for k in bounds if k in found)])
     if found.get("pattern") == "^/":
         return "absolute path"
     kinds_of = {"array": "list", "object": "mapping", "string": "text"}
     return kinds_of[found["type"]]
-
-
-def _bounds(found: dict[str, Any]) -> str:
-    words = {
-        "minimum": " from {}",
-        "exclusiveMinimum": " above {}",
-        "maximum": " to {}",
-    }
-    return "".join(text.format(f"{found[k]:g}") for k, text in words.items() if k in found)
 
 
 def _written(default: Any) -> str:
