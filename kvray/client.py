@@ -11,7 +11,7 @@ from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
-from kvray.actors.tier import connection, draining, tier, weights
+from kvray.actors.tier import connection, tier
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
@@ -190,7 +190,7 @@ class Client:
                 by the version; call again.
         """
         with tier_named(self.cluster_name):
-            return weights.set_version(
+            return tier.set_weights_version(
                 replica, version, config=self._config, timeout_s=self._timeout_s
             )
 
@@ -279,12 +279,12 @@ class Client:
             ShardUnavailable: no tier runs there, or the shard did not answer.
         """
         with tier_named(self.cluster_name):
-            return draining.drain(node, seconds, config=self._config, timeout_s=self._timeout_s)
+            return tier.drain(node, seconds, config=self._config, timeout_s=self._timeout_s)
 
     def call_off_drain(self, node: str) -> str:
         """Have a node stay that `drain` was to take; arguments and errors as there."""
         with tier_named(self.cluster_name):
-            return draining.call_off(node, config=self._config, timeout_s=self._timeout_s)
+            return tier.call_off_drain(node, config=self._config, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""

@@ -1,11 +1,18 @@
 """The configuration: a YAML file with a schema, sizes in binary units, overrides by environment."""
 
 from kvray.config.complaint import values_on_nodes
-from kvray.config.environment import (
+from kvray.config.reading import (
     CONFIG_ENV,
+    WELL_KNOWN_PATH,
+    Effective,
+    Setting,
     cache_dir,
+    config_on_node,
+    effective_settings,
     environ_for,
+    load_config,
     ray_memory_threshold,
+    read_effective,
     without_settings,
 )
 from kvray.config.sections import (
@@ -19,15 +26,6 @@ from kvray.config.sections import (
     StagingConfig,
     json_schema,
     setting_rows,
-)
-from kvray.config.sources import (
-    WELL_KNOWN_PATH,
-    Effective,
-    Setting,
-    config_on_node,
-    effective_settings,
-    load_config,
-    read_effective,
 )
 from kvray.config.values import exact_size, format_size, parse_size
 

@@ -10,10 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvray.config.document import Layers, Origin, SettingPath
-from kvray.config.environment import variable_of
-from kvray.config.sections import NOT_BY_LABEL, ArenaConfig, KVRayConfig, NodeConfig, setting_rows
+from kvray.config.document import Origin, Origins, SettingPath
+from kvray.config.sections import (
+    NOT_BY_LABEL,
+    ArenaConfig,
+    KVRayConfig,
+    NodeConfig,
+    setting_rows,
+    variable_of,
+)
 from kvray.config.values import exact_size, shown
+from kvray.errors import ConfigError
 
 _NAME_MAX = 80
 """Characters of a name that are looked at and shown: a file may have any."""
@@ -43,16 +50,13 @@ _QUOTA_DIGITS = 8
 """Hex digits of a namespace's digest that the arena knows."""
 
 
-def explain(error: ValidationError, layers: Layers) -> str:
+def explain(error: ValidationError, origins: Origins) -> str:
     """Return the first problem of `error` as one sentence with its place and its fix."""
     problems = error.errors()
     # A wrong name comes first: it may cause the other problems.
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     path = tuple(str(part) for part in problem["loc"] if part != "[key]")
-    if not path:
-        message = problem["msg"].removeprefix("Value error, ")
-        return f"These settings do not go together: {message}."
-    origin = layers.origin_of(tuple(part.lower() for part in path))
+    origin = origins.of(tuple(part.lower() for part in path))
     path = tuple(
         "".join(one if one.isprintable() else repr(one)[1:-1] for one in part)[:_NAME_MAX]
         for part in path
@@ -63,11 +67,10 @@ def explain(error: ValidationError, layers: Layers) -> str:
         sentence = _unknown(path, is_variable=origin.kind == "environment")
     else:
         sentence = _wrong_value(problem, path)
-    return located(origin, sentence)
+    return _located(origin, sentence)
 
 
-def located(origin: Origin, sentence: str) -> str:
-    """Return a sentence behind the place that it is about."""
+def _located(origin: Origin, sentence: str) -> str:
     return f"{origin.where}: {sentence}" if origin.where else sentence
 
 
@@ -98,9 +101,8 @@ def _names_in(sections: Sequence[str]) -> list[str]:
     within = [part for part in sections if not part.isdigit()]
     if within == ["nodes"]:
         return sorted(NodeConfig.model_fields)
-    if within[:1] == ["nodes"]:
-        within = within[1:]  # its sections have the names of those at the top
-    at = "".join(f"{part}." for part in within)
+    # An entry's sections have the names of those at the top.
+    at = "".join(f"{part}." for part in within if part != "nodes")
     names = (row.name.removeprefix(at) for row in setting_rows() if row.name.startswith(at))
     return sorted({name.partition(".")[0] for name in names})
 
@@ -150,17 +152,50 @@ def _meant(given: object, words: str) -> str:
     return f"; did you mean {near[0]}?" if near else "."
 
 
-Contradiction = tuple[SettingPath, str]
+Contradictions = Iterator[tuple[SettingPath, str]]
 """The setting that is best changed, and the sentence with what to do about it."""
 
 
-def first_contradiction(config: KVRayConfig) -> Contradiction | None:
-    """Return the first contradiction in what holds on one node; None: there is none."""
-    return next(_contradictions(config), None)
+def refuse_first(found: Contradictions, origins: Origins) -> None:
+    """Raise ConfigError for the first contradiction, if there is one."""
+    for path, sentence in found:
+        raise ConfigError(_located(origins.of(path), sentence))
 
 
-def quota_contradiction(config: KVRayConfig) -> Contradiction | None:
-    """Return the first quota that is no bound on any node: a mistake in one of the two."""
+def contradictions(config: KVRayConfig) -> Contradictions:
+    """Yield the contradictions in what holds on one node."""
+    yield from _in_arena(config.arena)
+    yield from _in_nvme(config)
+    shard, ways, security = config.shard, config.staging.transports, config.security
+    if shard.heartbeat_s >= shard.silent_s:
+        yield (
+            ("shard", "silent_s"),
+            f"A shard would count as silent ({shard.silent_s:g} s, shard.silent_s) between two"
+            f" heartbeats ({shard.heartbeat_s:g} s, shard.heartbeat_s); raise shard.silent_s to"
+            f" {3 * shard.heartbeat_s:g}.",
+        )
+    if len(unique := list(dict.fromkeys(ways))) < len(ways):
+        says = "staging.transports names one transport twice"
+        yield ("staging", "transports"), f"{says}; write [{', '.join(unique)}]."
+    length = len(os.fsencode(config.node_dir / "socket"))
+    if length > _SOCKET_PATH_MAX:
+        yield (
+            ("arena", "dir"),
+            f"The path of the shard's socket in {config.node_dir} would have {length} bytes, and"
+            f" the kernel takes {_SOCKET_PATH_MAX}; shorten arena.dir or cluster_name.",
+        )
+
+    # Blocks count for their tenant or, without tenants, for their namespace.
+    section, says = "security", "needs security.tenant_secret_file; set it too."
+    if security.tenant_secret_file:
+        section, says = "arena", "bounds no tenants; set security.tenant_quota in its place."
+    for name in ("namespace_quota", "quotas", "tenant_quota", "tenant_quotas"):
+        if getattr(getattr(config, section), name, None):
+            yield (section, name), f"{section}.{name} {says}"
+
+
+def quota_contradictions(config: KVRayConfig) -> Contradictions:
+    """Yield the quotas that are no bound on any node: a mistake in one of the two."""
     largest = max(values_on_nodes(config, "arena", "capacity"))
     arena, security = config.arena, config.security
     quotas: dict[SettingPath, int | None] = {
@@ -173,23 +208,21 @@ def quota_contradiction(config: KVRayConfig) -> Contradiction | None:
         if size is not None and size > largest:
             says = f"{'.'.join(path)} ({exact_size(size)}) is larger than arena.capacity"
             says += f" ({exact_size(largest)}) and would bound nothing"
-            return path, f"{says}; lower it, or raise arena.capacity."
-    return None
+            yield path, f"{says}; lower it, or raise arena.capacity."
 
 
-def node_contradiction(entry: NodeConfig, index: int) -> Contradiction | None:
-    """Return what an entry of `nodes` may not say, or that it says nothing."""
+def node_contradictions(entry: NodeConfig, index: int) -> Contradictions:
+    """Yield what an entry of `nodes` may not say, or that it says nothing."""
     at = ("nodes", str(index))
     for dotted in NOT_BY_LABEL:
         section, _, name = dotted.partition(".")
         if name in getattr(entry, section):
             says = f"{dotted} cannot differ by label, because engines do not know Ray's labels"
             where = "in the environment of the node's Ray and of its engines"
-            return (*at, section, name), f"{says}; set {variable_of(dotted)} {where}."
+            yield (*at, section, name), f"{says}; set {variable_of(dotted)} {where}."
     if not entry.arena and not entry.nvme:
         says = f"The entry for {entry.label} in nodes changes nothing"
-        return at, f"{says}; give it settings in arena or nvme, or remove it."
-    return None
+        yield at, f"{says}; give it settings in arena or nvme, or remove it."
 
 
 def values_on_nodes(config: KVRayConfig, section: str, name: str) -> list[Any]:
@@ -199,25 +232,7 @@ def values_on_nodes(config: KVRayConfig, section: str, name: str) -> list[Any]:
     return [own, *(one[name] for one in given if name in one)]
 
 
-def _contradictions(config: KVRayConfig) -> Iterator[Contradiction]:
-    yield from _in_arena(config.arena)
-    yield from _in_nvme(config)
-    shard, ways = config.shard, config.staging.transports
-    if shard.heartbeat_s >= shard.silent_s:
-        says = f"A shard would count as silent ({shard.silent_s:g} s, shard.silent_s) between two"
-        says += f" heartbeats ({shard.heartbeat_s:g} s, shard.heartbeat_s)"
-        yield ("shard", "silent_s"), f"{says}; raise shard.silent_s to {3 * shard.heartbeat_s:g}."
-    if len(unique := list(dict.fromkeys(ways))) < len(ways):
-        says = "staging.transports names one transport twice"
-        yield ("staging", "transports"), f"{says}; write [{', '.join(unique)}]."
-    length = len(os.fsencode(config.node_dir / "socket"))
-    if length > _SOCKET_PATH_MAX:
-        says = f"The path of the shard's socket in {config.node_dir} would have {length} bytes,"
-        says += f" and the kernel takes {_SOCKET_PATH_MAX}"
-        yield ("arena", "dir"), f"{says}; shorten arena.dir or cluster_name."
-
-
-def _in_arena(arena: ArenaConfig) -> Iterator[Contradiction]:
+def _in_arena(arena: ArenaConfig) -> Contradictions:
     capacity, slab, slot_min = (
         f"arena.{name} ({exact_size(getattr(arena, name))})"
         for name in ("capacity", "slab", "slot_min")
@@ -228,25 +243,31 @@ def _in_arena(arena: ArenaConfig) -> Iterator[Contradiction]:
         says = f"{slab} is smaller than {slot_min}, but slots are cut from slabs"
         yield ("arena", "slab"), f"{says}; raise arena.slab, or lower arena.slot_min."
     if "slab" in arena.model_fields_set and arena.slab > arena.capacity:
-        says = f"{slab} is larger than {capacity}"
-        yield ("arena", "slab"), f"{says}; lower arena.slab, or leave it out."
+        yield (
+            ("arena", "slab"),
+            f"{slab} is larger than {capacity}; lower arena.slab, or leave it out.",
+        )
     known: dict[str, str] = {}
     for name in arena.quotas:
         other = known.setdefault(name[:_QUOTA_DIGITS], name)
         if other != name:
             says = f"arena.quotas has {other} and {name}, and kvray compares the first"
-            says += f" {_QUOTA_DIGITS} digits only"
-            yield ("arena", "quotas", name), f"{says}; keep one of the two."
+            yield (
+                ("arena", "quotas", name),
+                f"{says} {_QUOTA_DIGITS} digits only; keep one of the two.",
+            )
 
 
-def _in_nvme(config: KVRayConfig) -> Iterator[Contradiction]:
+def _in_nvme(config: KVRayConfig) -> Contradictions:
     nvme, slot_min = config.nvme, config.arena.slot_min
     segment = f"nvme.segment ({exact_size(nvme.segment)})"
     slots = f"arena.slot_min ({exact_size(slot_min)})"
     if nvme.segment >= nvme.capacity:
         says = f"nvme.capacity ({exact_size(nvme.capacity)}) has no room for one file of {segment}"
-        says += " with its table"
-        yield ("nvme", "segment"), f"{says}; lower nvme.segment, or raise nvme.capacity."
+        yield (
+            ("nvme", "segment"),
+            f"{says} with its table; lower nvme.segment, or raise nvme.capacity.",
+        )
     if nvme.dir is None:
         return
     if slot_min % _PAGE_BYTES:

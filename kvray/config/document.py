@@ -1,14 +1,11 @@
-"""Values of settings and where each comes from: a line of a YAML file, or a source on top of it."""
+"""A YAML file of settings, and the line of each."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from kvray.config.environment import variable_of
-from kvray.config.values import shown
 from kvray.errors import ConfigError
 
 _BYTES_MAX = 2**20
@@ -28,8 +25,40 @@ SettingPath = tuple[str, ...]
 """Names from the top on, as in ("arena", "capacity"); entries of a list by their number."""
 
 
-def read_document(path: Path) -> tuple[dict[str, Any], dict[SettingPath, int]]:
-    """Return what a file says, and in which line, sections included, counted from 1.
+class Origin(NamedTuple):
+    """Where a value comes from."""
+
+    kind: Literal["default", "file", "environment", "command line", "node"]
+    where: str = ""
+    """File and line, or the variable; empty if `kind` says everything."""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+DEFAULT = Origin("default")
+
+
+class Origins(dict[SettingPath, Origin]):
+    """The origin of everything that was given, sections included; a later source wins."""
+
+    def put(self, path: SettingPath, origin: Origin) -> None:
+        """Note where a value comes from; a section belongs to the first source that has it."""
+        for length in range(1, len(path)):
+            self.setdefault(path[:length], origin)
+        self[path] = origin
+
+    def of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
+        """Return the origin of a value, or of the mapping or section that it was given with.
+
+        Of the path's names, the first `at_least` count in any case; 1 is a section's.
+        """
+        parts = (path[:length] for length in range(len(path), at_least - 1, -1))
+        return next((self[part] for part in parts if part in self), DEFAULT)
+
+
+def read_document(path: Path) -> tuple[dict[str, Any], Origins]:
+    """Return what a file says, and in which line, counted from 1.
 
     ConfigError: it is no mapping in YAML, or says one thing twice.
     """
@@ -37,24 +66,22 @@ def read_document(path: Path) -> tuple[dict[str, Any], dict[SettingPath, int]]:
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is None:
-            return {}, {}
-        values = loader.construct_document(root)
+        values = None if root is None else loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError(_not_yaml(path, error)) from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; check its brackets.") from None
     except ValueError as error:  # of a date or a number that YAML knows by its form only
         raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
-    lines = dict(_lines(root, (), path, set()))
-    if values is None:
-        return {}, {}
+    if root is None or values is None:
+        return {}, Origins()
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} must hold a mapping of settings, not a {type(values).__name__}; begin with"
             " lines such as `arena:` and, below and indented, `capacity: 64GiB`."
         )
-    return values, lines
+    origins = Origins(_lines(root, (), path, set()))
+    return {str(name): value for name, value in values.items()}, origins
 
 
 def _read_text(path: Path) -> str:
@@ -89,7 +116,7 @@ def _read_text(path: Path) -> str:
 
 def _lines(
     node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
-) -> Iterator[tuple[SettingPath, int]]:
+) -> Iterator[tuple[SettingPath, Origin]]:
     """Yield the line of everything; an alias has the line of what it repeats.
 
     A key that stands twice in one mapping is refused: YAML would take the last.
@@ -97,23 +124,21 @@ def _lines(
     if len(at) > _DEPTH_MAX or id(node) in visited:
         return
     visited.add(id(node))
+    entries: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield (*at, str(index)), item.start_mark.line + 1
-            yield from _lines(item, (*at, str(index)), path, visited)
-    if not isinstance(node, yaml.MappingNode):
-        return
+        entries = [(str(index), item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        entries = [(str(key.value), key, value) for key, value in node.value]
     seen: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        below = (*at, name.lower())
+    for name, begin, value in entries:
+        line, below = begin.start_mark.line + 1, (*at, name.lower())
         if name in seen:
             raise ConfigError(
                 f"{path}:{line}: {'.'.join((*at, name))} stands in line {seen[name]} already; keep"
                 " one of the two."
             )
         seen[name] = line
-        yield below, line
+        yield below, Origin("file", f"{path}:{line}")
         yield from _lines(value, below, path, visited)
 
 
@@ -123,63 +148,3 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
     said = getattr(error, "problem", None) or " ".join(str(error).split())
     remedy = next(remedy for part, remedy in _REMEDIES.items() if part in said)
     return f"{where}: this is not valid YAML: {said}; {remedy}."
-
-
-Kind = Literal["default", "file", "environment", "command line", "node"]
-
-
-class Origin(NamedTuple):
-    """Where a value comes from."""
-
-    kind: Kind
-    where: str = ""
-    """File and line, or the variable; empty if `kind` says everything."""
-
-    def __str__(self) -> str:
-        return self.where or self.kind
-
-
-DEFAULT = Origin("default")
-
-
-@dataclass(slots=True)
-class Layers:
-    """The values so far; a later one wins."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    """Section -> key -> value, as a file has it."""
-    origins: dict[SettingPath, Origin] = field(default_factory=dict)
-    """The origin of everything that was given, sections included."""
-
-    def put(self, dotted: str, value: Any, origin: Origin) -> None:
-        """Set one value, over the earlier ones."""
-        path = tuple(dotted.split("."))
-        values = self.values
-        for depth, section in enumerate(path[:-1], 1):
-            if values.get(section) is None:
-                values[section] = {}
-            if not isinstance(values[section], dict):
-                raise ConfigError(
-                    f"{'.'.join(path[:depth])} must be a section with keys, not"
-                    f" {shown(values[section])}; {dotted} cannot be set in it."
-                )
-            values = values[section]
-        values[path[-1]] = value
-        for length in range(1, len(path)):
-            self.origins.setdefault(path[:length], origin)
-        self.origins[path] = origin
-
-    def put_environment(self, given: Mapping[str, str]) -> None:
-        """Set what the environment says."""
-        for dotted, value in given.items():
-            self.put(dotted, value, Origin("environment", variable_of(dotted)))
-
-    def origin_of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
-        """Return the origin of a value, or of the mapping or section that it was given with.
-
-        Of the path's names, the first `at_least` count in any case; 1 is a section's.
-        """
-        for length in range(len(path), at_least - 1, -1):
-            if (found := self.origins.get(path[:length])) is not None:
-                return found
-        return DEFAULT

@@ -271,23 +271,6 @@ class KVRayConfig(_Section):
     nodes: tuple[NodeConfig, ...] = Field(default=(), max_length=64)
     """settings that differ on some nodes; a later entry wins"""
 
-    @model_validator(mode="after")
-    def _have_quotas_of_one_kind(self) -> "KVRayConfig":
-        """Blocks count for their tenant or, without tenants, for their namespace."""
-        arena, security = self.arena, self.security
-        if security.tenant_secret_file is None:
-            if security.tenant_quota or security.tenant_quotas:
-                raise ValueError(
-                    "security.tenant_quota and security.tenant_quotas need"
-                    " security.tenant_secret_file; set it too"
-                )
-        elif arena.namespace_quota or arena.quotas:
-            raise ValueError(
-                "with security.tenant_secret_file blocks count for tenants, not for namespaces;"
-                " set security.tenant_quota in place of arena.namespace_quota and arena.quotas"
-            )
-        return self
-
     @property
     def events_bytes(self) -> int:
         """Bytes that KV events may take beside the arena."""
@@ -303,6 +286,14 @@ class KVRayConfig(_Section):
     def nvme_dir(self) -> Path | None:
         """Directory of this node's blocks on disk, if it is to have any there."""
         return None if self.nvme.dir is None else self.nvme.dir / f"kvray-{self.cluster_name}"
+
+
+SECTIONS = KVRayConfig.model_fields.keys() - {"cluster_name", "nodes"}
+
+
+def variable_of(dotted: str) -> str:
+    """Return the variable that names a setting."""
+    return f"KVRAY_{dotted.upper().replace('.', '__')}"
 
 
 class SettingRow(NamedTuple):
@@ -386,20 +377,13 @@ def _kind(found: dict[str, Any]) -> str:
     if "enum" in found:
         return ", ".join(found["enum"])
     if found.get("type") in ("integer", "number"):
-        return ("whole number" if found["type"] == "integer" else "number") + _bounds(found)
+        bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+        kind = "whole number" if found["type"] == "integer" else "number"
+        return " ".join([kind, *(f"{bounds[k]} {found[k]:g}" for k in bounds if k in found)])
     if found.get("pattern") == "^/":
         return "absolute path"
     kinds_of = {"array": "list", "object": "mapping", "string": "text"}
     return kinds_of[found["type"]]
-
-
-def _bounds(found: dict[str, Any]) -> str:
-    words = {
-        "minimum": " from {}",
-        "exclusiveMinimum": " above {}",
-        "maximum": " to {}",
-    }
-    return "".join(text.format(f"{found[k]:g}") for k, text in words.items() if k in found)
 
 
 def _written(default: Any) -> str:

@@ -208,7 +208,8 @@ def _check_order(said: str, before: list[dict[str, Any]]) -> None:
     assert list(made) == ["The supervisor", *parts]
     assert all("staging.fetches_max is 3 now and was 4" in why for why in made.values())
     named = [who.split()[0] for who, why in made.items() if "arena.namespace_quota is" in why]
-    assert named == [before[1]["shard"]], "the node with the label, and no other"
+    there = [f"kvray-{kind}-{node_of(before[1])}" for kind in ("shard", "mover")]
+    assert named == there, "the node with the label, and no other"
     kept = [f" {shard['arena']['blocks']} blocks in memory as before." for shard in before]
     assert all(text in said for text in kept)
 

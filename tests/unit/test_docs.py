@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from kvray.actors.tier.changes import EFFECTS
+from kvray.actors.tier.changes import EFFECTS, Effect
 from kvray.cli.app import app
 from kvray.trace.reasons import COUNTED
 
@@ -95,3 +95,4 @@ def table() -> dict[str, str]:
 
 def test_the_page_says_of_every_setting_what_is_decided() -> None:
     assert table() == {setting: effect.value for setting, effect in EFFECTS.items()}
+    assert f"\n| all others | {Effect.RESTART.value} |\n" in PAGE.read_text()

@@ -11,9 +11,10 @@ import kvray
 
 ROOT = Path(__file__).parents[2]
 
-DEPENDENCIES = frozenset(
-    ["msgpack", "numpy", "psutil", "pydantic", "ray", "rich", "torch", "typer", "xxhash", "yaml"]
-)
+DEPENDENCIES = {
+    *("msgpack", "numpy", "psutil", "pydantic", "pydantic_settings", "ray", "rich", "torch"),
+    *("typer", "xxhash", "yaml"),
+}
 
 BLOCKED = """
 import sys

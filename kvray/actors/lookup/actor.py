@@ -18,8 +18,7 @@ from kvray.actors.lookup.lookup import SILENT_S, Answer, Lookup
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.ray_glue.calls import create_actor, log_to_stderr
-from kvray.actors.telemetry.figures import Figures
-from kvray.actors.telemetry.metric_figures import lookup_figures
+from kvray.actors.telemetry.figures import Figures, lookup_figures
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.index import Match, Run
 

@@ -15,7 +15,7 @@ from kvray.actors.mover.orders import FetchReport, LeaseRequest, ReadLease, Send
 from kvray.actors.names import MOVER_PREFIX, mover_name
 from kvray.actors.ray_glue.arguments import packed, unpacked
 from kvray.actors.ray_glue.calls import call, create_actor, get_actor, log_to_stderr, node_labels
-from kvray.actors.telemetry.metric_figures import mover_figures
+from kvray.actors.telemetry.figures import mover_figures
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node
 from kvray.errors import ShardUnavailable

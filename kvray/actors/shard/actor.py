@@ -32,8 +32,7 @@ from kvray.actors.ray_glue.calls import (
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
-from kvray.actors.telemetry.figures import Figures
-from kvray.actors.telemetry.metric_figures import ShardFigures
+from kvray.actors.telemetry.figures import Figures, ShardFigures
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import ConfigError, KVRayError

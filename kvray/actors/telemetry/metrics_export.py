@@ -69,16 +69,14 @@ class MetricsExport:
     def give(self, figures: Figures) -> None:
         """Give Ray `figures`; a gauge of the last call that is missing now becomes 0."""
         for one in figures.totals:
-            grown = self._increments.take(
-                one.source, one.totals, life=one.life, counted_before=one.counted_before
-            )
+            before = one.counted_before
+            grown = self._increments.take(one.source, one.totals, counted_before=before)
             for series, by in grown.items():
                 self._increase(series, by)
         self._increments.retain({one.source for one in figures.totals})
-        for series in self._gauges - figures.gauges.keys():
-            self._set(series, 0.0)
-        for series, value in figures.gauges.items():
-            self._set(series, value)
+        gauges = {**dict.fromkeys(self._gauges, 0.0), **figures.gauges}
+        for (name, values), value in gauges.items():
+            self._object(name).set(float(value), tags=_tags(name, values))
         self._gauges = set(figures.gauges)
 
     def _increase(self, series: Series, by: float) -> None:
@@ -90,10 +88,6 @@ class MetricsExport:
         if by > 0:
             name, values = series
             self._object(name).inc(by, tags=_tags(name, values))
-
-    def _set(self, series: Series, value: float) -> None:
-        name, values = series
-        self._object(name).set(float(value), tags=_tags(name, values))
 
     def _object(self, name: str) -> Any:
         made = self._objects.get(name)

@@ -1,8 +1,7 @@
 """Decides which parts of a running tier restart when its settings or its code change; pure.
 
-A table says which parts read a setting when they start. A part restarts if one of its settings or
-its code has changed. The new shard adopts the arena of the old one, so only `NEW_ARENA` and `ASIDE`
-cost blocks.
+A part restarts if a setting that it was started with, or its code, differs now. The new shard
+adopts the arena of the old one, so only what needs `--recreate` costs blocks.
 """
 
 from collections.abc import Mapping
@@ -23,52 +22,24 @@ class Effect(Enum):
     """The consequence of a changed setting, in the words of docs/launch.md."""
 
     NOTHING = "nothing restarts: engines and commands read it when they start"
-    OTHER_TIER = "refused: it names another tier"
-    NODES = "shards start on the nodes that match now, and end on the others"
-    LOOKUP = "the lookup restarts, and the shards announce their blocks again"
-    MOVER = "movers restart"
-    SHARD = "shards restart and keep their arenas"
-    SHARD_AND_MOVER = "shards restart and keep their arenas, movers restart"
-    AS_NAMED = "the same as each setting named there, on the nodes with that label"
-    NEW_ARENA = "needs --recreate: a new arena replaces the old one"
-    ASIDE = "needs --recreate: the files on disk are renamed, not read"
+    RESTART = "shards, movers and supervisor restart; shards keep their arenas"
+    RECREATE = "needs --recreate: the blocks in memory, or those on disk, are lost"
+    REFUSE = "refused: it names another tier"
 
 
 EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are not named
-    "cluster_name": Effect.OTHER_TIER,
-    "arena.dir": Effect.NEW_ARENA,
-    "arena.capacity": Effect.NEW_ARENA,
-    "arena.slab": Effect.NEW_ARENA,
-    "arena.slot_min": Effect.NEW_ARENA,
-    "arena.numa": Effect.NEW_ARENA,
-    "arena.holders_max": Effect.NEW_ARENA,
-    "arena.lock_wait_s": Effect.MOVER,  # engines have their own
-    "arena.*": Effect.SHARD,
-    "nvme.segment": Effect.ASIDE,
-    "nvme.*": Effect.SHARD,  # the files in an old nvme.dir stay there
-    "lookup.*": Effect.SHARD,  # the supervisor starts and ends the partitions
-    "shard.silent_s": Effect.LOOKUP,
-    "shard.resource": Effect.NODES,
-    "shard.label": Effect.NODES,
-    "shard.release_idle_s": Effect.NODES,
-    "shard.*": Effect.SHARD,
-    "staging.transports": Effect.MOVER,
-    "staging.lease_s": Effect.MOVER,
-    "staging.bytes_in_flight": Effect.MOVER,
-    "staging.call_timeout_s": Effect.SHARD_AND_MOVER,
-    "staging.fetches_max": Effect.SHARD_AND_MOVER,
-    "staging.*": Effect.SHARD,
-    "copies.*": Effect.SHARD,
-    "nodes": Effect.AS_NAMED,
-    "security.*": Effect.SHARD,
-    "tracing.*": Effect.SHARD,
-    "events.*": Effect.SHARD,
+    "cluster_name": Effect.REFUSE,
+    "arena.dir": Effect.RECREATE,
+    "arena.capacity": Effect.RECREATE,
+    "arena.slab": Effect.RECREATE,
+    "arena.slot_min": Effect.RECREATE,
+    "arena.numa": Effect.RECREATE,
+    "arena.holders_max": Effect.RECREATE,
+    "nvme.segment": Effect.RECREATE,
     "connector.*": Effect.NOTHING,
     "ray.*": Effect.NOTHING,
 }
-
-_OF_SHARDS = (Effect.SHARD, Effect.SHARD_AND_MOVER, Effect.NEW_ARENA, Effect.ASIDE)
-_COSTS = (Effect.NEW_ARENA, Effect.ASIDE)
+"""All other settings restart what was started with them."""
 _RETIRES_ARENA = ("arena.dir", "arena.numa")
 """A shard replaces an arena of other sizes itself, but does not find it after these changes."""
 
@@ -76,12 +47,12 @@ _RETIRES_ARENA = ("arena.dir", "arena.numa")
 def effect_of(setting: str) -> Effect:
     """Return the consequence of a change of `setting`."""
     section = setting.partition(".")[0]
-    return EFFECTS[setting] if setting in EFFECTS else EFFECTS[f"{section}.*"]
+    return EFFECTS.get(setting) or EFFECTS.get(f"{section}.*", Effect.RESTART)
 
 
 def on_node(settings: Settings, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of a node with these labels: a later entry of `nodes` wins."""
-    found = dict(settings)
+    found = {name: value for name, value in settings.items() if name != "nodes"}
     for entry in settings.get("nodes", ()):
         name, _, value = entry["label"].partition("=")
         if labels.get(name) == value:
@@ -173,17 +144,21 @@ def _step(
     now: BuildInfo | None,
 ) -> Step:
     """Return the step for a part; it has no reasons if the part need not restart."""
-    # A setting that is new to the part had its default.
-    before = {**settings_of(KVRayConfig()), **build["settings"]}
+    before: Settings = build["settings"]
+    if is_lookup(name):
+        settings = {setting: settings[setting] for setting in before}  # it has few of them
+    else:
+        # A setting that is new to the part had its default.
+        before = {**settings_of(KVRayConfig()), **before}
     if name.startswith((SHARD_PREFIX, MOVER_PREFIX)):
         before, settings = on_node(before, labels), on_node(settings, labels)
     changed = {
         setting: f"{setting} is {value} now and was {before[setting]}"
         for setting, value in settings.items()
-        if before[setting] != value and _takes(name, setting)
+        if before[setting] != value and effect_of(setting) in (Effect.RESTART, Effect.RECREATE)
     }
     reasons = list(changed.values())
-    costs = [reason for setting, reason in changed.items() if effect_of(setting) in _COSTS]
+    costs = [why for setting, why in changed.items() if effect_of(setting) is Effect.RECREATE]
     if now is not None and now["code"] != build["code"]:
         if now["version"] == build["version"]:
             reasons.append(f"the installed code of kvray {now['version']} has changed")
@@ -198,16 +173,3 @@ def _step(
         return Step(name=name, reasons=tuple(reasons))  # only a shard has blocks
     retire = any(setting in _RETIRES_ARENA for setting in changed)
     return Step(name=name, reasons=tuple(reasons), costs=tuple(costs), retire=retire)
-
-
-def _takes(name: str, setting: str) -> bool:
-    """Return whether the part of that name reads the setting when it starts."""
-    effect = effect_of(setting)
-    if is_lookup(name):
-        return effect is Effect.LOOKUP
-    if name.startswith(SHARD_PREFIX):
-        return effect in _OF_SHARDS
-    if name.startswith(MOVER_PREFIX):
-        # It finds a new arena in the same directory by itself.
-        return effect in (Effect.MOVER, Effect.SHARD_AND_MOVER) or setting == "arena.dir"
-    return effect not in (Effect.NOTHING, Effect.OTHER_TIER)  # the supervisor starts all others

@@ -1,4 +1,7 @@
-"""The tier as a whole on a Ray cluster that this process is connected to: up, status, down."""
+"""The tier as a whole on a Ray cluster that this process is connected to: up, status, down.
+
+And what people ask of a part of it: to drain a node, to have a replica go by other weights.
+"""
 
 import time
 from collections.abc import Mapping
@@ -25,15 +28,20 @@ from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_sup
 from kvray.actors.tier.changes import check_costs
 from kvray.actors.tier.rollout import SILENT, Observer, Patience, Rollout, carry_out, look
 from kvray.actors.tier.sizing import combined
-from kvray.config import KVRayConfig, config_on_node, values_on_nodes
+from kvray.config import WEIGHTS_VERSION_MAX, KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store.sizing import Plan, result_of
 
 _SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs", "expired"
+_OF_ALL = "shards", "lookup"
+"""Of the status of a partition, what is not its own."""
+_BY_HAND = "kvray drain"
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
 _REPORT_TIMEOUT_S = 1.0
 """How long to wait for the statuses of shards that start or end, before the next look."""
+_ENGINE_S = 5.0
+"""How long engines may take to hear of other weights; they ask their shards every second."""
 _SWEEP_WAIT_S = 10.0
 """How long a killed shard's process may take to be gone."""
 
@@ -125,18 +133,12 @@ def _lookup_status(num_partitions: int, timeout_s: float) -> dict[str, Any]:
 def summed(first: dict[str, Any], partitions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the status of the lookup from those of its partitions, which are kept beside it."""
     sums = {name: sum(one.get(name, 0) for one in partitions) for name in _SUMMED}
-    return {
-        **first,
-        **sums,
-        "bytes_per_key": round(sums["bytes"] / max(1, sums["keys"]), 1),
-        "partitions": [
-            {
-                "lookup": name,
-                **{key: value for key, value in one.items() if key not in ("shards", "lookup")},
-            }
-            for name, one in zip(lookup_names(len(partitions)), partitions, strict=True)
-        ],
-    }
+    apart = [
+        {"lookup": name} | {key: value for key, value in one.items() if key not in _OF_ALL}
+        for name, one in zip(lookup_names(len(partitions)), partitions, strict=True)
+    ]
+    per_key = round(sums["bytes"] / max(1, sums["keys"]), 1)
+    return {**first, **sums, "bytes_per_key": per_key, "partitions": apart}
 
 
 def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
@@ -168,11 +170,48 @@ def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
 
     ShardUnavailable: a shard did not answer; the others have cleared.
     """
-    answers = calls.ask_shards("clear", timeout_s, proof_of(config))
-    for answer in answers.values():
-        if isinstance(answer, KVRayError):
-            raise answer
-    return sum(answers.values())
+    return sum(_all(calls.ask_shards("clear", timeout_s, proof_of(config))))
+
+
+def set_weights_version(
+    replica: str, version: str | int | None, *, config: KVRayConfig, timeout_s: float
+) -> list[int]:
+    """Have all ranks of a replica go by a version of weights; see `Client.set_weights_version`."""
+    text = version if version is None else _checked_version(version)
+    ask_to_be_admitted(config, timeout_s=timeout_s)
+    ranks = calls.call(calls.get_actor(LOOKUP_NAME).replica, replica, timeout_s=timeout_s)
+    methods = {shard: calls.get_actor(shard).set_weights_version for shard in set(ranks.values())}
+    answers = calls.ask_all(methods, timeout_s, replica, text, min(_ENGINE_S, timeout_s / 2))
+    found = {rank: ranks for answer in _all(answers) for rank, ranks in answer.items()}
+    if not found:
+        raise ConfigError(
+            f"No engine of a replica {replica!r:.80} is connected; `kvray status` shows those that"
+            " are."
+        )
+    num_ranks = max(found.values())
+    if num_ranks > 1 and (missing := set(range(num_ranks)) - set(found)):
+        raise ShardUnavailable(
+            f"Ranks {sorted(missing)} of replica {replica!r:.80} are not connected now; call again"
+            " when `kvray status` shows them."
+        )
+    return sorted(found)
+
+
+def drain(node: str, seconds: float | None, *, config: KVRayConfig, timeout_s: float) -> str:
+    """Have a node drained; return the name of its shard.
+
+    `node` is the beginning of its id, or the name of its shard.
+
+    Raises:
+        ConfigError: no node, or several, are named so; or the token is missing or wrong.
+        ShardUnavailable: no tier runs there, or the shard did not answer.
+    """
+    return _told(node, "drain", _BY_HAND, seconds, config=config, timeout_s=timeout_s)
+
+
+def call_off_drain(node: str, *, config: KVRayConfig, timeout_s: float) -> str:
+    """Have a node stay that `drain` was to take; otherwise as `drain`."""
+    return _told(node, "call_off_drain", _BY_HAND, config=config, timeout_s=timeout_s)
 
 
 def down(
@@ -219,6 +258,40 @@ def down(
     # So that `up` gets new ones and not dying ones.
     calls.await_forgotten(calls.list_actors(), timeout_s)
     return found
+
+
+def _all(answers: Mapping[str, Any]) -> list[Any]:
+    """Return all answers, or raise the error of one that is missing."""
+    for answer in answers.values():
+        if isinstance(answer, KVRayError):
+            raise answer
+    return list(answers.values())
+
+
+def _checked_version(version: object) -> str:
+    text = str(version)
+    is_one = isinstance(version, str | int) and not isinstance(version, bool)
+    if not is_one or not 0 < len(text) <= WEIGHTS_VERSION_MAX:
+        raise ConfigError(
+            f"A version of weights is a number, or a text of 1 to {WEIGHTS_VERSION_MAX} characters,"
+            f" not {version!r:.40}."
+        )
+    return text
+
+
+def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
+    """Call a method of the shard of one node; return the shard's name."""
+    ask_to_be_admitted(config, timeout_s=timeout_s)
+    nodes = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    meant = node.removeprefix(SHARD_PREFIX)
+    found = [one for one in sorted(nodes) if meant and one.startswith(meant)]
+    if len(found) != 1:
+        known = ", ".join(one[:12] for one in (found or sorted(nodes))) or "none"
+        fault = "several nodes are" if found else "no node is"
+        raise ConfigError(f"{node!r:.40}: {fault} named so; the nodes with shards are {known}.")
+    name = shard_name(found[0])
+    calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
+    return name
 
 
 def _check_namespace(config: KVRayConfig) -> None:

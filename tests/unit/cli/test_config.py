@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvray.cli.app import app
 from kvray.cli.connector_config import render
-from kvray.config import json_schema, sources
+from kvray.config import json_schema, reading
 from tests.forks import RunKvray
 from tests.unit.cli.test_app import assert_refused
 
@@ -22,7 +22,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return what runs a command in this process, in a directory of its own."""
-    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
 
@@ -213,6 +213,14 @@ WRONG = {
     "a quota of tenants above the arena": (
         "security: {tenant_secret_file: /s, tenant_quota: 5GiB}",
         "lower it, or raise arena.capacity",
+    ),
+    "a quota of tenants without any": (
+        "security: {tenant_quotas: {a: 1GiB}}",
+        "kvray.yaml:1: security.tenant_quotas needs security.tenant_secret_file",
+    ),
+    "a quota of namespaces beside tenants": (
+        "security: {tenant_secret_file: /s}\narena: {quotas: {'12': 1GiB}}",
+        "kvray.yaml:2: arena.quotas bounds no tenants",
     ),
     "a node that contradicts the tier": (
         "nodes:\n- {label: c=d, nvme: {dir: /a}}\n- {label: a=b, arena: {slab: 1GiB}}\n"

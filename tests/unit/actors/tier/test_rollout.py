@@ -41,11 +41,6 @@ def changed(setting: str) -> dict[str, Any]:
     return {**DEFAULTS, setting: other}
 
 
-@pytest.mark.parametrize("setting", DEFAULTS)
-def test_it_is_decided_of_every_setting_what_its_change_takes(setting: str) -> None:
-    assert isinstance(effect_of(setting), Effect)
-
-
 def test_nothing_is_decided_of_settings_that_there_are_not() -> None:
     sections = {name.partition(".")[0] for name in DEFAULTS}
     assert [
@@ -55,25 +50,17 @@ def test_nothing_is_decided_of_settings_that_there_are_not() -> None:
     ] == []
 
 
-RESTARTED = {
-    Effect.NOTHING: [],
-    Effect.NODES: [SUPERVISOR_NAME],
-    Effect.AS_NAMED: [SUPERVISOR_NAME],
-    Effect.LOOKUP: [SUPERVISOR_NAME, LOOKUP_NAME],
-    Effect.MOVER: [SUPERVISOR_NAME, MOVER],
-    Effect.SHARD: [SUPERVISOR_NAME, SHARD],
-    Effect.SHARD_AND_MOVER: [SUPERVISOR_NAME, SHARD, MOVER],
-    Effect.NEW_ARENA: [SUPERVISOR_NAME, SHARD],
-    Effect.ASIDE: [SUPERVISOR_NAME, SHARD],
-}
-
-
 @pytest.mark.parametrize("setting", [name for name in DEFAULTS if name != "cluster_name"])
-def test_another_value_restarts_the_parts_that_take_the_setting(setting: str) -> None:
+def test_another_value_restarts_the_parts_that_were_started_with_the_setting(setting: str) -> None:
     planned = plan(tier(), changed(setting))
-    expected = RESTARTED[effect_of(setting)] + ([MOVER] if setting == "arena.dir" else [])
-    assert names(planned) == expected
-    assert bool(planned.costs) == (effect_of(setting) in (Effect.NEW_ARENA, Effect.ASIDE))
+    if effect_of(setting) is Effect.NOTHING:
+        assert planned.steps == ()
+    elif setting == "nodes":
+        assert names(planned) == [SUPERVISOR_NAME], "no node has the label"
+    else:
+        lookup = [LOOKUP_NAME] if setting == "shard.silent_s" else []
+        assert names(planned) == [SUPERVISOR_NAME, *lookup, SHARD, MOVER]
+    assert bool(planned.costs) == (effect_of(setting) is Effect.RECREATE)
 
 
 def test_a_tier_as_it_should_be_needs_nothing() -> None:
@@ -84,7 +71,7 @@ def test_a_tier_as_it_should_be_needs_nothing() -> None:
 def test_what_a_run_before_has_restarted_already_is_left_alone() -> None:
     wanted = changed("arena.free_target")
     parts = tier()
-    parts |= {name: made(settings=wanted) for name in (SUPERVISOR_NAME, SHARD)}
+    parts |= {name: made(settings=wanted) for name in (SUPERVISOR_NAME, SHARD, MOVER)}
     parts[f"{SHARD_PREFIX}b"] = made()
     assert names(plan(parts, wanted)) == [f"{SHARD_PREFIX}b"]
 
@@ -140,9 +127,10 @@ def test_what_differs_on_nodes_with_a_label_concerns_those_only() -> None:
     parts = {SHARD: made(), f"{SHARD_PREFIX}b": made(node_id="big"), MOVER: made(node_id="big")}
     labels = {"big": {"pool": "big"}, "node": {"pool": "small"}}
     planned = plan(parts, changed("nodes"), labels=labels)
-    assert names(planned) == [f"{SHARD_PREFIX}b"]
+    assert names(planned) == [MOVER, f"{SHARD_PREFIX}b"]
     assert planned.costs == ["arena.capacity is 8GiB now and was 4GiB"]
-    parts[f"{SHARD_PREFIX}b"] = made(node_id="big", settings=changed("nodes"))
+    for name in (f"{SHARD_PREFIX}b", MOVER):
+        parts[name] = made(node_id="big", settings=changed("nodes"))
     assert plan(parts, changed("nodes"), labels=labels).steps == ()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.tier import weights
+from kvray.actors.tier import tier
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
@@ -19,10 +19,10 @@ class Cluster:
         self.ranks: dict[int, str] = {}
         self.answers: Answers = {}
         self.told: list[tuple[str, Any]] = []
-        monkeypatch.setattr(weights, "ask_to_be_admitted", lambda config, timeout_s: None)
-        monkeypatch.setattr(weights, "get_actor", self._actor)
-        monkeypatch.setattr(weights, "call", lambda method, *args, timeout_s: method(*args))
-        monkeypatch.setattr(weights, "ask_all", self._ask_all)
+        monkeypatch.setattr(tier, "ask_to_be_admitted", lambda config, timeout_s: None)
+        monkeypatch.setattr(tier.calls, "get_actor", self._actor)
+        monkeypatch.setattr(tier.calls, "call", lambda method, *args, timeout_s: method(*args))
+        monkeypatch.setattr(tier.calls, "ask_all", self._ask_all)
 
     def _actor(self, name: str) -> Any:
         return SimpleNamespace(replica=lambda replica: self.ranks, set_weights_version=name)
@@ -34,7 +34,7 @@ class Cluster:
         return {shard: self.answers[shard] for shard in methods}
 
     def name(self, version: Any) -> list[int]:
-        return weights.set_version("one", version, config=KVRayConfig(), timeout_s=9.0)
+        return tier.set_weights_version("one", version, config=KVRayConfig(), timeout_s=9.0)
 
 
 @pytest.fixture
