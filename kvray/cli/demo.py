@@ -1,6 +1,5 @@
 """`kvray demo`: the command."""
 
-import time
 from typing import Annotated
 
 import typer
@@ -46,22 +45,12 @@ def demo(
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():
-            from kvray.lab.demo import report
             from kvray.lab.demo.play import play
 
-        began = time.monotonic()
         console = printer(is_error=True)
-        records, verdict = play(
+        verdict, report = play(
             model, engine=engine, capacity=capacity, console=console, interrupts=interrupts
         )
-        seconds = time.monotonic() - began
-        if as_json:
-            print(report.to_json(records, verdict, model=model, seconds=seconds))
-        else:
-            report.print_all(printer(), records, verdict, seconds=seconds)
-        if plot is not None:
-            from kvray.lab.demo.report import draw
-
-            draw(records, plot)
+        report.show(as_json=as_json, plot=plot)
     if verdict.failures:
         raise typer.Exit(EXIT_FAILED)

@@ -21,9 +21,9 @@ from kvray.config import format_size, load_config
 from kvray.engine.device.pool import HostPool, Load
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
 from kvray.engine.model.reslicing import resliced_parts
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import ConfigError
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row, hash_rows
+from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
@@ -38,10 +38,12 @@ from kvray.lab.bench.runner import (
     measure,
     over_all,
     parse_option,
+    require_room,
     reserve_all,
     timed,
 )
 from kvray.lab.bench.worker import Worker, call_all
+from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 
 _LAYERS, _KV_HEADS, _HEAD_BYTES = 32, 8, 256
@@ -189,15 +191,9 @@ class LocalScale:
         specs = (bench_spec(self.capacity), self.lookup_spec)
         arena = max(spec.geometry().file_bytes for spec in specs)
         buffers = (1 + NUM_READERS) * self.large.num_bytes
-        for needed, free, place in (
-            (arena, shutil.disk_usage(directory).free, str(directory)),
-            (arena + buffers, psutil.virtual_memory().available, "memory"),
-        ):
-            if needed > free:
-                raise CapacityError(
-                    f"The bench takes {format_size(needed)} of {place}, and {format_size(free)} are"
-                    " free; give a smaller --capacity, or --quick."
-                )
+        hint, available = "give a smaller --capacity, or --quick", psutil.virtual_memory().available
+        require_room(arena, shutil.disk_usage(directory).free, str(directory), hint)
+        require_room(arena + buffers, available, "memory", hint)
 
 
 def run(
@@ -210,10 +206,8 @@ def run(
     """
     settings = load_config(config)
     scale = LocalScale.fit(parse_option("--capacity", capacity), repeat=repeat, quick=quick)
-    directory = runner.make_directory(settings.arena.dir)
-    scale.check_memory(directory)
-    return Report(
-        rows=_Bench(scale, directory, runner).take_all(),
+    return bench_report(
+        measure_local(scale, arena_dir=settings.arena.dir, runner=runner),
         note=f"{scale.large.shape[0]} blocks of 4 MiB and {scale.small.shape[0]} of 128 KiB in"
         f" an arena of {format_size(scale.capacity)}, on {cores()}. Ratios are medians over pairs:"
         " for copies kvray's speed over the bare copy's, for lookups kvray's time over that of"
@@ -225,6 +219,13 @@ def run(
             "pairs": scale.large.pairs,
         },
     )
+
+
+def measure_local(scale: LocalScale, *, arena_dir: Path, runner: Runner) -> list[Row]:
+    """Return the rows of all measurements; raises as `run` does."""
+    directory = runner.make_directory(arena_dir)
+    scale.check_memory(directory)
+    return _Bench(scale, directory, runner).take_all()
 
 
 class _Bench:

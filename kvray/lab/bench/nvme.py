@@ -16,7 +16,7 @@ from kvray.config import format_size, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.lab.bench.bare_disk import BareDisk, check_cold, check_disk, mount_huge, unmount
-from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row
+from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
     SLOT_MIN,
@@ -31,6 +31,7 @@ from kvray.lab.bench.runner import (
     reserve_all,
     timed,
 )
+from kvray.lab.report import Report
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import align
@@ -205,7 +206,7 @@ def run(
     runner: Runner,
     *,
     config: Path | None,
-    blocks: Sequence[str],
+    block: Sequence[str] | None,
     repeat: int | None,
     quick: bool,
     disk: Path | None,
@@ -215,7 +216,7 @@ def run(
 
     `disk` is a directory on the disk, else the one for temporary files; `huge_dir` is in shared
     memory with huge pages, else one is mounted where this user may. The figures of the first of
-    `blocks` have no size in their names.
+    `block` have no size in their names.
 
     Raises:
         ConfigError: a directory cannot be used, or a block size does not fit.
@@ -224,7 +225,7 @@ def run(
     """
     settings = load_config(config)
     num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
-    sizes = [parse_option("--block", text) for text in blocks] or [LARGE_BYTES, SMALL_BYTES]
+    sizes = [parse_option("--block", text) for text in block or ()] or [LARGE_BYTES, SMALL_BYTES]
     disk = disk or Path(tempfile.gettempdir())
     _check(disk, num_bytes, sizes)
     why_not = ""
@@ -260,8 +261,8 @@ def run(
                 f"\nBare with {pages}: stores of {bench.bare_stores}, retrieves of"
                 f" {bench.bare_retrieves}."
             )
-    return Report(
-        rows=rows,
+    return bench_report(
+        rows,
         note=f"{format_size(num_bytes)} at a time between an arena and {disk},"
         f" {'past' if facts['direct'] else 'through'} the page cache, {num_pairs} pairs on"
         f" {cores()}. Ratios are medians over pairs: kvray's speed over the bare transfer's."

@@ -15,11 +15,11 @@ from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse
 from kvray.lab.bench.serving.report import (
     Round,
     Section,
-    ServingReport,
     over_rounds,
     percentile,
     ratios,
     round_figures,
+    serving_report,
 )
 from kvray.lab.bench.serving.workload import (
     KINDS,
@@ -29,6 +29,7 @@ from kvray.lab.bench.serving.workload import (
     reusable_tokens,
 )
 from kvray.lab.replay.reading import TraceBuilder
+from kvray.lab.report import Report
 from kvray.store.replay.trace import Trace
 from tests.forks import RunKvray
 from tests.unit.lab.bench.serving.stub import Stub, running
@@ -125,13 +126,13 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert [percentile([3.0, 1.0, 2.0], percent) for percent in (50, 90, 1)] == [2.0, 3.0, 1.0]
 
 
-def report(name: str = "one-prefix") -> ServingReport:
+def report(name: str = "one-prefix") -> Report:
     section = Section.of(name, [one_round()] * 2, in_time_s=0.5, num_replicas=3)
-    return ServingReport(sections=[section], facts={"rate": 1.0})
+    return serving_report([section], {"rate": 1.0})
 
 
 def test_json_has_every_figure_by_name() -> None:
-    found = json.loads(report().to_json())
+    found = report().facts
     assert found["serving_one_prefix_first_token_p90_s_fast"] == 1.0
     assert found["serving_one_prefix_first_token_p90_s_ratio_slow"] == 2.0
     assert found["serving_one_prefix_failed_slow"] == 2
@@ -140,7 +141,7 @@ def test_json_has_every_figure_by_name() -> None:
 
 
 def test_table_names_endpoints_and_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    report().show()
+    report().show(as_json=False)
     shown = capsys.readouterr().out
     assert "fast" in shown
     assert "2.00x" in shown
