@@ -28,13 +28,9 @@ def drain(
     ],
     deadline: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, max=86_400, help="How long there is.", show_default=False
-        ),
+        typer.Option(metavar="SECONDS", min=0, max=86_400, help="How long there is."),
     ] = None,
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
-    ] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="The node stays after all.")] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
     ] = True,
@@ -81,9 +77,7 @@ def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
 def clear(
     config: ConfigOption = None,
     address: AddressOption = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask first.", show_default=False)
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Evict every block of every node, from memory and disk.
@@ -113,12 +107,10 @@ def prefetch(
         ),
     ],
     replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
-    salt: Annotated[
-        str | None, typer.Option(help="The request's cache salt.", show_default=False)
-    ] = None,
+    salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
     lora: Annotated[
         str | None,
-        typer.Option(help="Path of the request's LoRA adapter on the nodes.", show_default=False),
+        typer.Option(help="Path of the request's LoRA adapter on the nodes."),
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,

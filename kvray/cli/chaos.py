@@ -1,6 +1,5 @@
 """`kvray chaos`: the command."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -51,7 +50,7 @@ def chaos(
     """
     with boundary(verbose=verbose) as interrupts:
         with interrupts.masked():
-            from kvray.lab.chaos.judge import has_passed, print_report
+            from kvray.lab.chaos.judge import chaos_report, has_passed
             from kvray.lab.chaos.network import why_impossible
             from kvray.lab.chaos.play import Options, play
             from kvray.lab.chaos.schedule import KINDS
@@ -72,9 +71,6 @@ def chaos(
         )
         console = printer(is_error=True)
         found = play(options, console=console, interrupts=interrupts)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_report(printer(), found)
+        chaos_report(found).show(as_json=as_json)
     if not has_passed(found):
         raise typer.Exit(EXIT_FAILED)

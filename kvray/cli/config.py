@@ -16,7 +16,6 @@ _NodeLabelOption = Annotated[
     typer.Option(
         metavar="KEY=VALUE",
         help="Use the values that `nodes` has for nodes with this Ray label; repeatable.",
-        show_default=False,
     ),
 ]
 

@@ -36,11 +36,7 @@ def connector_config(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The file to write; by default stdout.",
-            show_default=False,
+            "--output", "-o", metavar="FILE", help="The file to write; by default stdout."
         ),
     ] = None,
     verbose: VerboseOption = False,

@@ -34,7 +34,6 @@ TempDirOption = Annotated[
         metavar="DIR",
         help="The --temp-dir of Ray's head. By default that of this tier's local Ray, then"
         " /tmp/ray.",
-        show_default=False,
     ),
 ]
 
@@ -49,7 +48,6 @@ def install(
             "--to",
             metavar="DIR",
             help="A directory that a Grafana loads dashboards from; this needs no Ray.",
-            show_default=False,
         ),
     ] = None,
     verbose: VerboseOption = False,

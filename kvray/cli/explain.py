@@ -28,7 +28,6 @@ def explain(
             max=2**64 - 1,
             metavar="REQUEST_ID|N",
             help="The engine's number of the request; with --last, how many requests.",
-            show_default=False,
         ),
     ] = None,
     last: Annotated[
@@ -36,7 +35,7 @@ def explain(
     ] = False,
     replica: Annotated[
         str | None,
-        typer.Option(help="Only this replica, named as in `kvray status`.", show_default=False),
+        typer.Option(help="Only this replica, named as in `kvray status`."),
     ] = None,
     tokens: Annotated[
         Path | None,
@@ -44,17 +43,14 @@ def explain(
             metavar="FILE",
             help="Explain a prompt: its token ids, as a JSON list or separated by white space;"
             " - is stdin.",
-            show_default=False,
         ),
     ] = None,
     salt: Annotated[
-        str | None, typer.Option(help="With --tokens: the prompt's cache salt.", show_default=False)
+        str | None, typer.Option(help="With --tokens: the prompt's cache salt.")
     ] = None,
     lora: Annotated[
         str | None,
-        typer.Option(
-            help="With --tokens: the path of its LoRA adapter on the nodes.", show_default=False
-        ),
+        typer.Option(help="With --tokens: the path of its LoRA adapter on the nodes."),
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,

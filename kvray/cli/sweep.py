@@ -33,10 +33,7 @@ def sweep(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir",
-            metavar="DIR",
-            help="The directory to look in; by default arena.dir.",
-            show_default=False,
+            "--dir", metavar="DIR", help="The directory to look in; by default arena.dir."
         ),
     ] = None,
     dry_run: Annotated[
