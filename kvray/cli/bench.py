@@ -1,57 +1,187 @@
 """`kvray bench`: one command for each thing that is measured, and how a bench is run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvray.cli.asking import parse_option
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot
 
 if TYPE_CHECKING:
-    from kvray.lab.bench.report import Report
-    from kvray.lab.bench.serving.report import ServingReport
+    from kvray.lab.report import Report
 
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
 ]
 
 
-def run_bench(
-    name: str,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
-    plot: Path | None = None,
-    verbose: bool,
-    taken: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Have the bench of that name run with `options`, and show its report.
+RepeatOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
+]
+BlockOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"
+    ),
+]
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure the tier beside the bare work that no cache could save.",
+    no_args_is_help=True,
+)
+
+
+def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: the bench of that name runs with the options that a function declares.
 
     `taken` names what a bench is given of a layer above its own, as `module:name`.
     """
-    with boundary(verbose=verbose) as interrupts:
-        if plot is not None:
-            check_plot(plot)
-        with interrupts.masked():  # importing starts threads
-            from kvray.lab.bench.runner import running
 
-            module = import_module(f"kvray.lab.bench.{name}")
-            options |= {option: resolve_name(path) for option, path in taken.items()}
-        with running(interrupts) as runner:
-            report: Report | ServingReport = module.run(runner, **options)
-        if as_json:
-            print(report.to_json())
-        else:
-            report.show()
-        if plot is not None:
-            report.draw(plot)
+    def decorate(declared: Callable[..., None]) -> Callable[..., None]:
+        @wraps(declared)
+        def command(
+            *, as_json: bool, verbose: bool, plot: Path | None = None, **options: Any
+        ) -> None:
+            with boundary(verbose=verbose) as interrupts:
+                if plot is not None:
+                    check_plot(plot)
+                if "capacity" in options:
+                    options["capacity"] = parse_option("--capacity", options["capacity"])
+                if blocks := options.get("block"):
+                    options["block"] = [parse_option("--block", text) for text in blocks]
+                with interrupts.masked():  # importing starts threads
+                    from kvray.lab.bench.runner import running
+
+                    module = import_module(f"kvray.lab.bench.{name}")
+                    options |= {option: resolve_name(path) for option, path in taken.items()}
+                with running(interrupts) as runner:
+                    report: Report = module.run(runner, **options)
+                report.show(as_json=as_json, plot=plot)
+
+        return command
+
+    return decorate
 
 
+@bench.command()
+@_runs("local")
+def local(
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the bench's own arena.")
+    ] = "1GiB",
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores, retrieves and lookups in an arena of this node.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, with
+    processes that store and retrieve, and removes it again.
+    """
+
+
+@bench.command()
+@_runs("gpu")
+def gpu(
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
+
+    It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
+    own under arena.dir, of some 4 GiB, and removes it again.
+    """
+
+
+@bench.command()
+@_runs("staging")
+def staging(
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast one node stages blocks from another, beside the bare transports.
+
+    It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
+    them again. It needs NIXL.
+    """
+
+
+@bench.command()
+@_runs("tier")
+def tier(
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the tier's arena.")
+    ] = "6GiB",
+    block: BlockOption = None,
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=8, metavar="N", help="Processes at once; may be repeated. [1, 2 .. as cores]"
+        ),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, max=3600, metavar="S", help="Load for each number of processes."),
+    ] = 60,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores and retrieves through a tier that runs and whose arena is full.
+
+    It starts a Ray and a tier of its own on this machine, and removes them again. Prefixes are
+    Zipf-distributed, and twice as many as the arena holds.
+    """
+
+
+@bench.command()
+@_runs("nvme")
+def nvme(
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
+        ),
+    ] = None,
+    huge_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
+        ),
+    ] = None,
+    block: BlockOption = None,
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores to and cold retrieves from a disk, beside bare direct I/O.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, and one
+    with huge pages where the machine has them. A store and a bare file on the disk take 1 GiB at
+    most. It removes them all again.
+    """
+
+
+@bench.command()
+@_runs("serving.serve", app="kvray.serve:app")
 def serve(
     url: Annotated[
         list[str] | None,
@@ -142,175 +272,3 @@ def serve(
     blocks. With --local it starts a Ray, a tier and three applications on this machine, and removes
     them again: kvray's router, Serve's own router with the tier, and without.
     """
-    fleet = {
-        "config": config,
-        "model": model or "smollm2",
-        "num_replicas": replicas or 3,
-        "num_blocks": pool_blocks,
-        "capacity": capacity,
-        "start_timeout_s": start_timeout,
-    }
-    load = {
-        "rate": rate,
-        "seconds": seconds,
-        "rounds": rounds,
-        "scale": scale,
-        "tokens_max": tokens_max,
-        "vocabulary": vocabulary,
-        "answer_tokens": answer_tokens,
-        "in_time_s": in_time,
-        "timeout_s": timeout,
-    }
-    options = {
-        "urls": url or [],
-        "trace": trace,
-        "workloads": workload or [],
-        "load": load,
-        "num_replicas": replicas or 0,
-        "model": model,
-        "fleet": fleet if is_local else None,
-    }
-    run_bench(
-        "serving.serve",
-        options,
-        as_json=as_json,
-        plot=plot,
-        verbose=verbose,
-        taken={"app": "kvray.serve:app"},
-    )
-
-
-RepeatOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
-]
-BlockOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"
-    ),
-]
-
-bench = typer.Typer(
-    name="bench",
-    help="Measure the tier beside the bare work that no cache could save.",
-    no_args_is_help=True,
-)
-
-
-@bench.command()
-def local(
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Shared memory of the bench's own arena.")
-    ] = "1GiB",
-    repeat: RepeatOption = None,
-    as_json: JsonOption = False,
-    plot: PlotOption = None,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure stores, retrieves and lookups in an arena of this node.
-
-    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, with
-    processes that store and retrieve, and removes it again.
-    """
-    options = {"config": config, "capacity": capacity, "repeat": repeat, "quick": quick}
-    run_bench("local", options, as_json=as_json, plot=plot, verbose=verbose)
-
-
-@bench.command()
-def gpu(
-    repeat: RepeatOption = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
-
-    It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
-    own under arena.dir, of some 4 GiB, and removes it again.
-    """
-    options = {"config": config, "repeat": repeat, "quick": quick}
-    run_bench("gpu.run", options, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def staging(
-    repeat: RepeatOption = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure how fast one node stages blocks from another, beside the bare transports.
-
-    It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
-    them again. It needs NIXL.
-    """
-    run_bench("staging", {"repeat": repeat, "quick": quick}, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def tier(
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Shared memory of the tier's arena.")
-    ] = "6GiB",
-    block: BlockOption = None,
-    processes: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, max=8, metavar="N", help="Processes at once; may be repeated. [1, 2 .. as cores]"
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(min=1, max=3600, metavar="S", help="Load for each number of processes."),
-    ] = 60,
-    as_json: JsonOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure stores and retrieves through a tier that runs and whose arena is full.
-
-    It starts a Ray and a tier of its own on this machine, and removes them again. Prefixes are
-    Zipf-distributed, and twice as many as the arena holds.
-    """
-    options: dict[str, Any] = {"config": config, "capacity": capacity, "blocks": block or ()}
-    options |= {"processes": processes or (), "seconds": seconds}
-    run_bench("tier", options, as_json=as_json, verbose=verbose)
-
-
-@bench.command()
-def nvme(
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
-        ),
-    ] = None,
-    arena_directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
-        ),
-    ] = None,
-    block: BlockOption = None,
-    repeat: RepeatOption = None,
-    as_json: JsonOption = False,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
-    verbose: VerboseOption = False,
-) -> None:
-    """Measure stores to and cold retrieves from a disk, beside bare direct I/O.
-
-    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, and one
-    with huge pages where the machine has them. A store and a bare file on the disk take 1 GiB at
-    most. It removes them all again.
-    """
-    options = {"config": config, "blocks": block or (), "repeat": repeat, "quick": quick}
-    options |= {"disk": directory, "huge_dir": arena_directory}
-    run_bench("nvme", options, as_json=as_json, verbose=verbose)
-
-
-bench.command()(serve)

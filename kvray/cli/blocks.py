@@ -13,7 +13,7 @@ from kvray.cli.asking import open_client, read_tokens
 from kvray.cli.text.status import drain_sentence
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, printer, stdout_kept
+from kvray.console.output import boundary, printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
 
@@ -28,13 +28,9 @@ def drain(
     ],
     deadline: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", min=0, max=86_400, help="How long there is.", show_default=False
-        ),
+        typer.Option(metavar="SECONDS", min=0, max=86_400, help="How long there is."),
     ] = None,
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
-    ] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="The node stays after all.")] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
     ] = True,
@@ -81,9 +77,7 @@ def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
 def clear(
     config: ConfigOption = None,
     address: AddressOption = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask first.", show_default=False)
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Evict every block of every node, from memory and disk.
@@ -92,13 +86,10 @@ def clear(
     with an empty tier, or to delete data. Correct answers never need it.
     """
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
+        name = load_config(config).cluster_name
         if not yes:
-            typer.confirm(f"Evict every block of the tier {settings.cluster_name}?", abort=True)
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+            typer.confirm(f"Evict every block of the tier {name}?", abort=True)
+        with open_client(config, address, interrupts) as client:
             num_blocks = client.clear()
         print(f"{num_blocks} blocks were evicted.")
 
@@ -113,12 +104,10 @@ def prefetch(
         ),
     ],
     replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
-    salt: Annotated[
-        str | None, typer.Option(help="The request's cache salt.", show_default=False)
-    ] = None,
+    salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
     lora: Annotated[
         str | None,
-        typer.Option(help="Path of the request's LoRA adapter on the nodes.", show_default=False),
+        typer.Option(help="Path of the request's LoRA adapter on the nodes."),
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,

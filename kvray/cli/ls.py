@@ -22,7 +22,6 @@ def ls(
         typer.Argument(
             metavar="NAMESPACE",
             help="List the prefixes of this namespace, named by its 8 hex digits.",
-            show_default=False,
         ),
     ] = None,
     hottest: Annotated[

@@ -1,22 +1,21 @@
-"""`kvray replay`: its options, for policies and for routers, and what is printed."""
+"""`kvray replay`: its options, for policies, for routers and for a shard's curve."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from re import fullmatch
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.output import PlotOption, boundary, check_plot, printer, write_picture
+from kvray.console.output import PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.lab.replay import Plan, Trace
-    from kvray.lab.replay.fleet import FleetPlan
-
+    from kvray.lab.replay.routers import FleetPlan
+    from kvray.lab.report import Report
 
 DEFAULTS: Mapping[str, int] = {
     **{"pool": 800, "host": 3_000, "speed": 1, "deadline": 5, "imbalance": 10},
@@ -37,50 +36,6 @@ def _positive(name: str, metavar: str, text: str) -> Any:
     return _option(name, metavar, text, min=1e-6, max=1e12)
 
 
-ReplicasOption = Annotated[
-    int | None,
-    typer.Option(
-        **{"min": 1, "max": 512, "metavar": "N"},
-        help="Compare routers instead, on N replicas with a node each.",
-    ),
-]
-RouterOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
-]
-PoolOption = Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")]
-HostOption = Annotated[str | None, _option("host", "BLOCKS", "The tier's memory of each node.")]
-SpeedOption = Annotated[
-    float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
-]
-DeadlineOption = Annotated[
-    float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
-]
-ImbalanceOption = Annotated[
-    int | None,
-    _option(
-        "imbalance",
-        "N",
-        "Queues may differ by N before affinity does as pow2.",
-        min=0,
-        max=1_000_000,
-    ),
-]
-PrefillRateOption = Annotated[
-    float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
-]
-TokenBytesOption = Annotated[
-    float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
-]
-CopyRateOption = Annotated[
-    float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
-]
-LinkRateOption = Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")]
-DiskRateOption = Annotated[
-    float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
-]
-
-
 def refuse(given: Mapping[str, object], why: str) -> None:
     """Raise ConfigError if one of the options was given."""
     for name, value in given.items():
@@ -92,7 +47,7 @@ def make_plan(
     replicas: int, given: Mapping[str, Any], *, disk_blocks: int, seed: int
 ) -> "FleetPlan":
     """Return the plan of the options that were given; for None it takes the default."""
-    from kvray.lab.replay.fleet import FleetPlan
+    from kvray.lab.replay.routers import FleetPlan
     from kvray.routing import Link, Rates
 
     values = {
@@ -118,8 +73,6 @@ def make_plan(
 
 
 Names = list[str] | None
-Found = TypeVar("Found")
-Progress = Callable[[str, int, int], None]
 
 
 def replay(
@@ -172,18 +125,50 @@ def replay(
             " gittins.",
         ),
     ] = False,
-    replicas: ReplicasOption = None,
-    router: RouterOption = None,
-    pool: PoolOption = None,
-    host: HostOption = None,
-    speed: SpeedOption = None,
-    deadline: DeadlineOption = None,
-    imbalance: ImbalanceOption = None,
-    prefill_rate: PrefillRateOption = None,
-    token_bytes: TokenBytesOption = None,
-    copy_rate: CopyRateOption = None,
-    link_rate: LinkRateOption = None,
-    disk_rate: DiskRateOption = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            **{"min": 1, "max": 512, "metavar": "N"},
+            help="Compare routers instead, on N replicas with a node each.",
+        ),
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
+    ] = None,
+    pool: Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")] = None,
+    host: Annotated[
+        str | None, _option("host", "BLOCKS", "The tier's memory of each node.")
+    ] = None,
+    speed: Annotated[
+        float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
+    ] = None,
+    deadline: Annotated[
+        float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
+    ] = None,
+    imbalance: Annotated[
+        int | None,
+        _option(
+            "imbalance",
+            "N",
+            "Queues may differ by N before affinity does as pow2.",
+            min=0,
+            max=1_000_000,
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
+    ] = None,
+    token_bytes: Annotated[
+        float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
+    ] = None,
+    copy_rate: Annotated[
+        float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
+    ] = None,
+    link_rate: Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")] = None,
+    disk_rate: Annotated[
+        float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
@@ -227,109 +212,40 @@ def replay(
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():
-            from kvray.lab.replay import Plan, simulator
-            from kvray.lab.replay.fleet import ROUTERS
+            from kvray.console.progress import counting_progress
+            from kvray.lab.replay import read_trace, simulator
+            from kvray.lab.replay.curve_check import check_curves
+            from kvray.lab.replay.report import report_curves, report_policies, report_routers
+            from kvray.lab.replay.routers import ROUTERS, compare_routers
 
-        reading = {"block_tokens": block_tokens, "concurrent": concurrent, "seed": seed}
+        policies, admissions = policy or [], admission or []
         if check_curve:
-            curve_plan = {
-                "host_blocks": host_blocks,
-                "policies": _names(policy or ["gittins"], simulator.POLICIES, "--policy"),
-                "nvme_blocks": nvme_blocks,
-                "admissions": _names(admission or ["likely"], simulator.ADMISSIONS, "--admission"),
-            }
-            _show_curve(trace, curve_plan, reading, as_json=as_json)
-            return
-        if replicas is not None:
-            routers = _names(router, list(ROUTERS), "--router")
-            fleet_plan = make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
-            _show_routers(trace, fleet_plan, routers, reading, as_json=as_json, plot=plot)
-            return
-        admissions = _names(admission, simulator.ADMISSIONS, "--admission")
-        plan = Plan(
-            policies=_names(policy, simulator.POLICIES, "--policy"),
+            policies, admissions = policies or ["gittins"], admissions or ["likely"]
+        plan = simulator.Plan(
+            policies=_names(policies, simulator.POLICIES, "--policy"),
             host_blocks=host_blocks,
             nvme_blocks=nvme_blocks,
-            admissions=admissions if nvme_blocks else (None,),
+            admissions=_names(admissions, simulator.ADMISSIONS, "--admission"),
         )
-        _show_policies(trace, plan, reading, as_json=as_json, plot=plot)
+        routers = _names(router, list(ROUTERS), "--router")
+        with counting_progress(printer(is_error=True)) as bar:
+            task = bar.add_task("Reading", total=None)
 
+            def show(title: str, done: int, total: int) -> None:
+                bar.update(task, description=title, completed=done, total=total)
 
-def _show_policies(
-    path: Path, plan: "Plan", reading: dict[str, Any], *, as_json: bool, plot: Path | None
-) -> None:
-    """Compare policies on a trace, and print what came of it."""
-    from kvray.lab.replay import compare, report, simulator
-
-    found = _with_bar(
-        path, reading, lambda trace, show: compare(trace, plan, simulator.simulate, progress=show)
-    )
-    if as_json:
-        print(report.to_json(found, concurrent=reading["concurrent"], seed=reading["seed"]))
-    else:
-        report.print_all(printer(), found)
-    if plot is not None:
-        from kvray.lab.replay.report import make_figure
-
-        write_picture(make_figure(found), plot)
-
-
-def _show_curve(
-    path: Path, plan: dict[str, Any], reading: dict[str, Any], *, as_json: bool
-) -> None:
-    """Check the curve of a shard on a trace, and print how far off it is."""
-    from kvray.lab.replay.curve_check import check_curves, curves_to_json, print_curves
-
-    found = _with_bar(
-        path,
-        reading,
-        lambda trace, show: check_curves(trace, **plan, seed=reading["seed"], progress=show),
-    )
-    if as_json:
-        print(curves_to_json(found))
-    else:
-        print_curves(printer(), found)
-
-
-def _show_routers(
-    path: Path,
-    plan: "FleetPlan",
-    routers: Sequence[str],
-    reading: dict[str, Any],
-    *,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    """Compare routers on a trace, and print what came of it."""
-    from kvray.lab.replay.fleet import compare_routers, report
-
-    found = _with_bar(
-        path, reading, lambda trace, show: compare_routers(trace, plan, routers, progress=show)
-    )
-    if as_json:
-        print(report.to_json(found, concurrent=reading["concurrent"]))
-    else:
-        report.print_fleet(printer(), found)
-    if plot is not None:
-        from kvray.lab.replay.fleet.report import make_figure
-
-        write_picture(make_figure(found), plot)
-
-
-def _with_bar(
-    path: Path, reading: dict[str, Any], run: "Callable[[Trace, Progress], Found]"
-) -> Found:
-    """Read a trace and replay it; a bar shows how far it is."""
-    from kvray.console.progress import counting_progress
-    from kvray.lab.replay import read_trace
-
-    with counting_progress(printer(is_error=True)) as bar:
-        task = bar.add_task("Reading", total=None)
-
-        def show(title: str, done: int, total: int) -> None:
-            bar.update(task, description=title, completed=done, total=total)
-
-        return run(read_trace(path, **reading), show)
+            read = read_trace(trace, block_tokens=block_tokens, concurrent=concurrent, seed=seed)
+            report: Report
+            if check_curve:
+                report = report_curves(check_curves(read, plan, seed=seed, progress=show))
+            elif replicas is not None:
+                fleet_plan = make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
+                routed = compare_routers(read, fleet_plan, routers, progress=show)
+                report = report_routers(routed, concurrent=concurrent)
+            else:
+                found = simulator.compare(read, plan, simulator.simulate, progress=show)
+                report = report_policies(found, concurrent=concurrent, seed=seed)
+        report.show(as_json=as_json, plot=plot)
 
 
 def parse_sizes(texts: list[str], option: str) -> list[int]:

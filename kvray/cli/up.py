@@ -2,13 +2,13 @@
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
-from kvray.console.interrupts import Interrupts
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer
 from kvray.console.progress import LaunchProgress
@@ -27,12 +27,7 @@ def up(
     address: AddressOption = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help="Port of the local Ray's head; a free one by default.",
-            show_default=False,
-        ),
+        typer.Option(min=1, max=65535, help="Port of the local Ray's head; a free one by default."),
     ] = None,
     dashboard: Annotated[
         bool, typer.Option(help="Start the local Ray with its dashboard.")
@@ -45,7 +40,7 @@ def up(
     ] = True,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Restart all parts, changed or not.", show_default=False),
+        typer.Option("--restart", help="Restart all parts, changed or not."),
     ] = False,
     recreate: Annotated[
         bool,
@@ -53,12 +48,11 @@ def up(
             "--recreate",
             help="Go on even if arenas must be recreated. Their blocks are lost, except those on"
             " disk.",
-            show_default=False,
         ),
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Show the changes, and make none.", show_default=False),
+        typer.Option("--plan", help="Show the changes, and make none."),
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -77,20 +71,45 @@ def up(
                     f" {settings.ray.address}; leave one of the two out."
                 )
         with interrupts.masked():
-            from kvray.actors.tier.rollout import Rollout
+            from kvray.actors.tier.launch import bring_up
+            from kvray.actors.tier.rollout import Observer, Rollout
 
         rollout = Rollout(restart=restart, recreate=recreate)
         if plan:
             _show_plan(settings, rollout)
-        else:
-            _carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)
+            return
+        console = printer(soft_wrap=True)
+        done: list[str] = []
+
+        def tell(sentence: str) -> None:
+            done.append(sentence)
+            console.print(sentence)
+
+        # A signal waits for the next report, so that a half-started Ray is not left behind.
+        progress = LaunchProgress(printer(is_error=True), interrupts)
+        with progress, interrupts.held():
+            launch = bring_up(
+                settings,
+                port=port,
+                dashboard=dashboard,
+                observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
+                wait=wait,
+                rollout=rollout,
+            )
+        if not launch.started_ray and (port is not None or dashboard):
+            console.print(
+                "--port and --dashboard apply when Ray starts, but it ran already. To change them,"
+                " run `kvray down` first."
+            )
+        for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
+            console.print(sentence)
 
 
 def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
     """Print the changes that would be made; of a tier that does not run, its memory here."""
     from kvray.actors.tier.launch import preview
 
-    console, name = _console(), settings.cluster_name
+    console, name = printer(soft_wrap=True), settings.cluster_name
     try:
         planned = preview(settings, rollout)
     except ShardUnavailable:  # such as of a Ray that is not started yet
@@ -161,77 +180,23 @@ def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
     return " ".join(words)
 
 
-def _carry_out(
-    settings: KVRayConfig,
-    rollout: "Rollout",
-    interrupts: Interrupts,
-    *,
-    port: int | None,
-    dashboard: bool,
-    wait: bool,
-) -> None:
-    """Bring the tier up as `settings` say, and report each step."""
-    with interrupts.masked():
-        from kvray.actors.tier.launch import bring_up
-        from kvray.actors.tier.rollout import Observer
-
-    console = _console()
-    done: list[str] = []
-
-    def tell(sentence: str) -> None:
-        done.append(sentence)
-        console.print(sentence)
-
-    # A signal waits for the next report, so that a half-started Ray is not left behind.
-    progress = LaunchProgress(printer(is_error=True), interrupts)
-    with progress, interrupts.held():
-        launch = bring_up(
-            settings,
-            port=port,
-            dashboard=dashboard,
-            observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
-            wait=wait,
-            rollout=rollout,
-        )
-    if not launch.started_ray and (port is not None or dashboard):
-        console.print(
-            "--port and --dashboard apply when Ray starts, but it ran already. To change them, run"
-            " `kvray down` first."
-        )
-    _tell(console, settings, launch, has_changed=launch.started_tier or bool(done))
-
-
-def _tell(console: Console, settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> None:
+def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> Iterator[str]:
+    """Yield what is up, what is doubtful about the nodes' disks, and where Ray is."""
+    serving = [shard for shard in launch.shards if shard["state"] == "serving"]
+    capacity = format_size(sum(shard["arena"]["capacity_bytes"] for shard in serving))
+    count = f"{len(serving)} shard{'' if len(serving) == 1 else 's'}, {capacity}"
+    to_come = len(launch.shards) - len(serving)
     verb = "is up" if has_changed else "was up already"
-    console.print(f"The tier {settings.cluster_name} {verb}: {_describe(launch.shards)}.")
-    for sentence in _about_disks(launch.shards):
-        console.print(sentence)
+    rest = f", {to_come} to come" if to_come else ""
+    yield f"The tier {settings.cluster_name} {verb}: {count}{rest}."
+    disks = [shard["nvme"] for shard in launch.shards if "nvme" in shard]
+    remarks = [one for disk in disks for one in (disk["message"], *disk.get("remarks", ())) if one]
+    yield from dict.fromkeys(remarks)
     if launch.local is None:
-        console.print(f"Ray: {settings.ray.address}")
-    else:
-        dashboard = f", dashboard at {launch.local.dashboard_url}"
-        console.print(
-            f"Ray: {launch.local.address} (local{dashboard if launch.local.dashboard_url else ''})"
-        )
-
-
-def _describe(shards: list[dict[str, Any]]) -> str:
-    serving = [shard for shard in shards if shard["state"] == "serving"]
-    capacity = sum(shard["arena"]["capacity_bytes"] for shard in serving)
-    plural = "" if len(serving) == 1 else "s"
-    rest = f", {len(shards) - len(serving)} to come" if len(shards) > len(serving) else ""
-    return f"{len(serving)} shard{plural}, {format_size(capacity)}{rest}"
-
-
-def _about_disks(shards: list[dict[str, Any]]) -> list[str]:
-    """Return what is wrong or doubtful about the nodes' disks; equal sentences once."""
-    disks = [shard["nvme"] for shard in shards if "nvme" in shard]
-    found = [text for disk in disks for text in (disk["message"], *disk.get("remarks", ())) if text]
-    return list(dict.fromkeys(found))
-
-
-def _console() -> Console:
-    return printer(soft_wrap=True)
+        yield f"Ray: {settings.ray.address}"
+        return
+    url = launch.local.dashboard_url
+    yield f"Ray: {launch.local.address} (local{f', dashboard at {url}' if url else ''})"
 
 
 def down(

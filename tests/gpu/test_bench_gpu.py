@@ -1,6 +1,5 @@
 """`kvray bench gpu` on a real GPU, with a small model."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 
 from kvray.console.interrupts import Interrupts
-from kvray.lab.bench.gpu.copies import GpuDevice
-from kvray.lab.bench.gpu.prefill import Shapes
-from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
+from kvray.lab.bench.gpu import GpuScale, Shapes, measure_gpu
+from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
 
 pytestmark = [
@@ -38,7 +36,7 @@ def test_a_small_run_gives_every_figure() -> None:
             device = GpuDevice("cuda:0")
             report = measure_gpu(scale, device, arena_dir=Path(directory), runner=runner)
         assert list(Path(directory).iterdir()) == []
-    figures = json.loads(report.to_json())
+    figures = report.facts
     assert figures["gpu_h2d_ratio_4mib"] > 0.1
     assert figures["gpu_d2h_ratio_128kib_busy"] > 0.1
     assert figures["ttft_loaded_ms_1k"] > 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvray.lab.demo.prompts import shareable_tokens
+from kvray.lab.demo.play import shareable_tokens
 from tests.ray.command_line import SHM, Shell, open_shell
 
 pytestmark = pytest.mark.ray

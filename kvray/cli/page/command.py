@@ -1,15 +1,23 @@
-"""`kvray dashboard serve`: starts the page's server, and ends it at Ctrl-C."""
+"""`kvray dashboard serve`: starts the page's server, and ends it at Ctrl-C.
+
+A process that asks the tier feeds its board.
+"""
 
 import asyncio
 import contextlib
 import ipaddress
+import json
 import socket
 import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvray.cli.page.board import STATUS, Board
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary
@@ -18,10 +26,12 @@ from kvray.errors import ConfigError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from kvray.cli.page.feed import Feed
-
 _REQUESTS_MAX = 64
 _END_S = 2
+_LINE_BYTES_MAX = 64 * 2**20
+_SILENT_S = 20.0
+"""A process that says nothing for so long hangs: each of its questions has a deadline."""
+_PAUSE_S = 1.0
 
 
 def serve(
@@ -43,8 +53,6 @@ def serve(
             raise ConfigError(
                 "The page needs FastAPI and uvicorn; run `pip install 'kvray[dashboard]'`."
             ) from None
-        from kvray.cli.page.board import Board
-        from kvray.cli.page.feed import Feed
         from kvray.cli.page.server import Gate, make_app
 
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -56,7 +64,64 @@ def serve(
             asyncio.run(_run(make_app(board, gate, feed.look), feed, listener))
 
 
-async def _run(app: "FastAPI", feed: "Feed", listener: socket.socket) -> None:
+class Feed:
+    """The process that asks, and another one in its place when it ends or hangs."""
+
+    def __init__(
+        self, board: Board, config: Path | None, address: str | None, *, verbose: bool
+    ) -> None:
+        """Feed `board` about the tier of a configuration file, in the Ray cluster at `address`."""
+        self._board = board
+        self._command = [sys.executable, "-m", "kvray.cli.page.asker"]
+        self._command += [str(config or ""), address or ""]
+        self._stderr = None if verbose else DEVNULL
+        self._process: Process | None = None
+
+    def look(self) -> None:
+        """Tell the process that somebody looks at the page."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # it has just ended
+                self._process.stdin.write(b"\n")
+
+    async def run(self) -> None:
+        """Feed the board until this is cancelled."""
+        while True:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=self._stderr,
+                limit=_LINE_BYTES_MAX,
+                start_new_session=True,  # Ctrl-C is for the page's process, which ends this one
+            )
+            try:
+                why = await self._read(self._process)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+            self._board.lose(why, time.time())
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _read(self, process: Process) -> str:
+        """Take answers until the process ends or hangs; return which of both."""
+        assert process.stdout is not None
+        heard_at = time.monotonic()
+        while (left_s := heard_at + _SILENT_S - time.monotonic()) > 0:
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), left_s)
+            except asyncio.TimeoutError:
+                break
+            if not line:
+                return "The process that asks the tier has ended; the next one starts."
+            told = json.loads(line)
+            if told["part"] == STATUS:
+                heard_at = time.monotonic()
+            self._board.take(told, time.time())
+        return "The Ray cluster does not answer; it is asked again."
+
+
+async def _run(app: "FastAPI", feed: Feed, listener: socket.socket) -> None:
     """Serve until a signal comes; both parts end together."""
     import uvicorn
 

@@ -21,9 +21,9 @@ from kvray.config import format_size, load_config
 from kvray.engine.device.pool import HostPool, Load
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
 from kvray.engine.model.reslicing import resliced_parts
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import ConfigError
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row, hash_rows
+from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
@@ -37,11 +37,12 @@ from kvray.lab.bench.runner import (
     bench_spec,
     measure,
     over_all,
-    parse_option,
+    require_room,
     reserve_all,
     timed,
 )
 from kvray.lab.bench.worker import Worker, call_all
+from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 
 _LAYERS, _KV_HEADS, _HEAD_BYTES = 32, 8, 256
@@ -53,18 +54,6 @@ _CAPACITY_MIN = 64 * 2**20
 _LOOKUP_BLOCK_BYTES = 4096
 _SMALL_PAIRS = 5
 """Pairs of small blocks for each of large ones: they take a thirtieth of the time."""
-
-
-def resliced_rows(arena: Arena, *, num_blocks: int, pairs: int) -> list[Row]:
-    """Return a row for each case: one rank loads `num_blocks` blocks into host memory.
-
-    KVRayError: the arena has no room.
-    """
-    arena.join("bench")
-    try:
-        return [_resliced_row(arena, *case, num_blocks=num_blocks, pairs=pairs) for case in _CASES]
-    finally:
-        arena.leave()
 
 
 def _resliced_row(arena: Arena, stored_by: int, size: int, *, num_blocks: int, pairs: int) -> Row:
@@ -189,19 +178,13 @@ class LocalScale:
         specs = (bench_spec(self.capacity), self.lookup_spec)
         arena = max(spec.geometry().file_bytes for spec in specs)
         buffers = (1 + NUM_READERS) * self.large.num_bytes
-        for needed, free, place in (
-            (arena, shutil.disk_usage(directory).free, str(directory)),
-            (arena + buffers, psutil.virtual_memory().available, "memory"),
-        ):
-            if needed > free:
-                raise CapacityError(
-                    f"The bench takes {format_size(needed)} of {place}, and {format_size(free)} are"
-                    " free; give a smaller --capacity, or --quick."
-                )
+        hint, available = "give a smaller --capacity, or --quick", psutil.virtual_memory().available
+        require_room(arena, shutil.disk_usage(directory).free, str(directory), hint)
+        require_room(arena + buffers, available, "memory", hint)
 
 
 def run(
-    runner: Runner, *, config: Path | None, capacity: str, repeat: int | None, quick: bool
+    runner: Runner, *, config: Path | None, capacity: int, repeat: int | None, quick: bool
 ) -> Report:
     """Take all measurements.
 
@@ -209,11 +192,9 @@ def run(
         KVRayError: there is no room, or a step failed.
     """
     settings = load_config(config)
-    scale = LocalScale.fit(parse_option("--capacity", capacity), repeat=repeat, quick=quick)
-    directory = runner.make_directory(settings.arena.dir)
-    scale.check_memory(directory)
-    return Report(
-        rows=_Bench(scale, directory, runner).take_all(),
+    scale = LocalScale.fit(capacity, repeat=repeat, quick=quick)
+    return bench_report(
+        measure_local(scale, arena_dir=settings.arena.dir, runner=runner),
         note=f"{scale.large.shape[0]} blocks of 4 MiB and {scale.small.shape[0]} of 128 KiB in"
         f" an arena of {format_size(scale.capacity)}, on {cores()}. Ratios are medians over pairs:"
         " for copies kvray's speed over the bare copy's, for lookups kvray's time over that of"
@@ -225,6 +206,13 @@ def run(
             "pairs": scale.large.pairs,
         },
     )
+
+
+def measure_local(scale: LocalScale, *, arena_dir: Path, runner: Runner) -> list[Row]:
+    """Return the rows of all measurements; raises as `run` does."""
+    directory = runner.make_directory(arena_dir)
+    scale.check_memory(directory)
+    return _Bench(scale, directory, runner).take_all()
 
 
 class _Bench:
@@ -318,7 +306,14 @@ class _Bench:
         assert self._arena is not None
         # Blocks of the largest case and of its plain loads are in the arena together.
         num_blocks = max(2, min(large.shape[0] // 4, 64))
-        return resliced_rows(self._arena, num_blocks=num_blocks, pairs=large.pairs)
+        self._arena.join("bench")
+        try:
+            return [
+                _resliced_row(self._arena, *case, num_blocks=num_blocks, pairs=large.pairs)
+                for case in _CASES
+            ]
+        finally:
+            self._arena.leave()
 
     def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False
@@ -358,6 +353,7 @@ class _Bench:
                     prompt + suffix,
                 )
                 pairs = [Pair(Duration(ours), Duration(floor)) for ours, floor in found]
+                name = prompt + suffix
                 rows += hash_rows(title, name, pairs, has_spread=name == "lookup_8k")
         return rows
 

@@ -1,30 +1,26 @@
-"""The report of a bench: rows with figures, as a table, as one JSON object, or as a picture."""
+"""The rows of a bench, each with its figures, and the report of them."""
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich import box
-from rich.table import Table
 
-from kvray import __version__
-from kvray.console.output import printer, write_picture
+from kvray.console.output import empty_table
 from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
+from kvray.lab.report import Report, blank_figure, machine_facts
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GB = 1e9
 
 _PANELS = (("GB/s", "Copies", "higher is better"), ("ms", "Lookups", "lower is better"))
 _INCHES_PER_ROW = 0.5
+_P99 = "    99th percentile"
 _OURS, _FLOOR = "#2a78b5", "#b8bcc2"
 
 
@@ -41,69 +37,27 @@ class Row:
     figures: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The result of one run of a subcommand."""
+def bench_report(rows: Sequence[Row], *, note: str, facts: Mapping[str, Any]) -> Report:
+    """Return the report of a bench.
 
-    rows: Sequence[Row]
-    note: str
-    """Sentences below the table that say what was measured."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes, counts and the machine, for the JSON."""
-
-    def to_json(self) -> str:
-        """Return all figures as one JSON object."""
-        found: dict[str, Any] = {
-            name: float(f"{value:.5g}") for row in self.rows for name, value in row.figures.items()
-        }
-        found |= {
-            **self.facts,
-            "cpu_cores": psutil.cpu_count(),
-            "machine": platform.machine(),
-            "version": __version__,
-        }
-        return json.dumps(found, indent=2)
-
-    def show(self) -> None:
-        """Print the table and the note."""
-        console = printer()
-        table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-        table.add_column("", no_wrap=True)
-        for name in ("kvray", "bare work", "ratio"):
-            table.add_column(name, justify="right", no_wrap=True)
-        unit = ""
-        for row in self.rows:
-            if unit not in ("", row.unit):
-                table.add_section()
-            unit = row.unit
-            table.add_row(
-                row.title,
-                f"{_digits(row.ours)} {unit}",
-                "" if row.floor is None else f"{_digits(row.floor)} {unit}",
-                "" if row.ratio is None else f"{row.ratio:.2f}",
-            )
-        console.print(table)
-        console.print(self.note)
-
-    def draw(self, path: Path) -> None:
-        """Write a PNG with kvray beside the bare work, copies and times apart.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        from matplotlib.figure import Figure
-
-        panels = [
-            [row for row in self.rows if row.unit == unit and row.floor is not None]
-            for unit, _, _ in _PANELS
-        ]
-        height = 2 + _INCHES_PER_ROW * sum(map(len, panels))
-        figure = Figure(figsize=(10, height), layout="constrained")
-        all_axes = figure.subplots(2, 1, height_ratios=[max(1, len(rows)) for rows in panels])
-        for axes, (unit, title, note), rows in zip(all_axes, _PANELS, panels, strict=True):
-            axes.set_title(f"{title}, {unit} ({note})", loc="left")
-            _draw_panel(axes, rows)
-        write_picture(figure, path)
+    `note` has sentences below the table that say what was measured; `facts` has sizes and counts.
+    """
+    table = empty_table("", numbers=("kvray", "bare work", "ratio"))
+    for row, before in zip(rows, [None, *rows], strict=False):
+        if before is not None and before.unit not in ("", row.unit):
+            table.add_section()
+        table.add_row(
+            row.title,
+            f"{_digits(row.ours)} {row.unit}",
+            "" if row.floor is None else f"{_digits(row.floor)} {row.unit}",
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+        )
+    figures = {name: float(f"{value:.5g}") for row in rows for name, value in row.figures.items()}
+    return Report(
+        parts=[table, note],
+        facts={**figures, **facts, **machine_facts()},
+        figure=lambda: _draw(rows),
+    )
 
 
 def copy_row(
@@ -115,13 +69,11 @@ def copy_row(
     all three, such as `store_{}_4mib`.
     """
     if isinstance(names, str):
-        ratio_name, ours_name, floor_name = map(names.format, ("ratio", "gb_s", "floor_gb_s"))
-    else:
-        ratio_name, ours_name, floor_name = names
+        names = (names.format("ratio"), names.format("gb_s"), names.format("floor_gb_s"))
     ours = num_bytes / GB / median_s([pair.ours for pair in pairs])
     floor = num_bytes / GB / median_s([pair.floor for pair in pairs])
     ratio = speed_ratio(pairs)
-    figures = {ratio_name: ratio, ours_name: ours, floor_name: floor}
+    figures = dict(zip(names, (ratio, ours, floor), strict=True))
     return Row(title=title, unit="GB/s", ours=ours, floor=floor, ratio=ratio, figures=figures)
 
 
@@ -130,7 +82,7 @@ def cpu_row(title: str, names: tuple[str, str], pairs: Sequence[Pair], *, num_by
     ours = statistics.median(pair.ours.cpu_s for pair in pairs) / (num_bytes / GB)
     floor = statistics.median(pair.floor.cpu_s for pair in pairs) / (num_bytes / GB)
     ratio = ours / floor if floor else None
-    figures = {names[0]: ours, names[1]: floor}
+    figures = dict(zip(names, (ours, floor), strict=True))
     return Row(title=title, unit="s/GB", ours=ours, floor=floor, ratio=ratio, figures=figures)
 
 
@@ -159,25 +111,20 @@ def hash_rows(
     """
     ours, floor = [pair.ours for pair in pairs], [pair.floor for pair in pairs]
     p50, p99, bare = (1000 * s for s in (median_s(ours), percentile_s(ours, 99), median_s(floor)))
-    ratio = time_ratio(pairs)
-    median = Row(
-        title=title,
-        unit="ms",
-        ours=p50,
-        floor=bare,
-        ratio=ratio,
-        figures={f"{name}_ms_p50": p50, f"{name}_hash_ms_p50": bare, f"{name}_over_hash": ratio},
-    )
-    if not has_spread:
-        return [median, value_row("    99th percentile", "ms", p99, f"{name}_ms_p99")]
-    spread = Row(
-        title="    its 99th percentile, over its median",
-        unit="ms",
-        ours=p99,
-        ratio=p99 / p50,
-        figures={f"{name}_ms_p99": p99, f"{name}_p99_over_p50": p99 / p50},
-    )
-    return [median, spread]
+    ratio, spread = time_ratio(pairs), {f"{name}_ms_p99": p99}
+    figures = {f"{name}_ms_p50": p50, f"{name}_hash_ms_p50": bare, f"{name}_over_hash": ratio}
+    if has_spread:
+        spread[f"{name}_p99_over_p50"] = p99 / p50
+    return [
+        Row(title=title, unit="ms", ours=p50, floor=bare, ratio=ratio, figures=figures),
+        Row(
+            title="    its 99th percentile, over its median" if has_spread else _P99,
+            unit="ms",
+            ours=p99,
+            ratio=p99 / p50 if has_spread else None,
+            figures=spread,
+        ),
+    ]
 
 
 def cores() -> str:
@@ -189,15 +136,25 @@ def _digits(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    places = range(len(rows))
-    axes.barh([at - 0.2 for at in places], [row.ours for row in rows], 0.4, color=_OURS)
-    axes.barh([at + 0.2 for at in places], [row.floor or 0 for row in rows], 0.4, color=_FLOOR)
-    axes.set_yticks(places, [row.title.strip() for row in rows])
-    axes.invert_yaxis()
-    axes.legend(
-        ["kvray", "bare work"], frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2
-    )
-    for at, row in zip(places, rows, strict=True):
-        axes.annotate(f" {row.ratio:.2f}", (row.ours, at - 0.2), va="center", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+def _draw(rows: Sequence[Row]) -> Figure:
+    """Draw kvray beside the bare work, copies and times apart."""
+    panels = [
+        [row for row in rows if row.unit == unit and row.floor is not None]
+        for unit, _, _ in _PANELS
+    ]
+    height = 2 + _INCHES_PER_ROW * sum(map(len, panels))
+    ratios = [max(1, len(some)) for some in panels]
+    figure, all_axes = blank_figure(10, height, rows=2, height_ratios=ratios)
+    for axes, (unit, title, note), some in zip(all_axes, _PANELS, panels, strict=True):
+        places = range(len(some))
+        axes.set_title(f"{title}, {unit} ({note})", loc="left")
+        axes.barh([at - 0.2 for at in places], [row.ours for row in some], 0.4, color=_OURS)
+        axes.barh([at + 0.2 for at in places], [row.floor or 0 for row in some], 0.4, color=_FLOOR)
+        axes.set_yticks(places, [row.title.strip() for row in some])
+        axes.invert_yaxis()
+        axes.legend(
+            ["kvray", "bare work"], frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2
+        )
+        for at, row in zip(places, some, strict=True):
+            axes.annotate(f" {row.ratio:.2f}", (row.ours, at - 0.2), va="center", fontsize=8)
+    return figure

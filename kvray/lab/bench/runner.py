@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from rich.progress import Progress, TaskID
 
-from kvray.config import parse_size
+from kvray.config import format_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.output import printer
 from kvray.console.progress import counting_progress
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import CapacityError, ConfigError, KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation
 
@@ -56,6 +57,12 @@ def timed(work: Callable[[], object]) -> Duration:
     work()
     seconds = time.perf_counter() - began
     return Duration(seconds, time.process_time() - cpu_s)
+
+
+def cpu_seconds(*pids: int) -> float:
+    """Return the CPU time that processes have had so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(one.user + one.system for one in times))
 
 
 def measure(count: int, *, ours: Timed, floor: Timed, first: int = 0) -> list[Pair]:
@@ -108,16 +115,13 @@ def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
     return Duration(max(ended) - min(began), sum(cpu_s))
 
 
-def parse_option(option: str, text: str) -> int:
-    """Return the bytes of a size that the user gave.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}.") from None
+def require_room(needed: int, free: int, place: str, hint: str) -> None:
+    """Raise CapacityError unless so many bytes are free in a place; `hint` says what to do."""
+    if needed > free:
+        raise CapacityError(
+            f"The bench takes {format_size(needed)} of {place} and {format_size(free)} are free;"
+            f" {hint}."
+        )
 
 
 def bench_spec(capacity: int, *, slot_min: int = SLOT_MIN) -> ArenaSpec:

@@ -16,11 +16,20 @@ from kvray.actors.ray_glue.calls import call, create_actor, tier_named
 from kvray.actors.tier.launch import Launch, local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import ConfigError
 from kvray.lab.bench import local
-from kvray.lab.bench.report import Report, Row, copy_row, cores, time_rows, value_row
-from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Duration, Pair, Runner, parse_option
+from kvray.lab.bench.report import Row, bench_report, copy_row, cores, time_rows, value_row
+from kvray.lab.bench.runner import (
+    LARGE_BYTES,
+    SMALL_BYTES,
+    Duration,
+    Pair,
+    Runner,
+    cpu_seconds,
+    require_room,
+)
 from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, Worker, call_all, merge
+from kvray.lab.report import Report
 from kvray.store import ArenaSpec
 
 SIZES = (LARGE_BYTES, 2**20, SMALL_BYTES)
@@ -41,9 +50,9 @@ def run(
     runner: Runner,
     *,
     config: Path | None,
-    capacity: str,
-    blocks: Sequence[str],
-    processes: Sequence[int],
+    capacity: int,
+    block: Sequence[int] | None,
+    processes: Sequence[int] | None,
     seconds: float,
 ) -> Report:
     """Start a tier, fill its arena, and load it.
@@ -51,35 +60,32 @@ def run(
     Raises:
         KVRayError: there is no room, Ray or the tier did not start, or a process died.
     """
-    num_bytes = parse_option("--capacity", capacity)
-    sizes = [parse_option("--block", text) for text in blocks] or list(SIZES)
-    steps = sorted(set(processes)) or [1 << n for n in range(4) if 1 << n <= _num_cores()]
-    settings = own_settings(config, capacity=num_bytes)
+    num_cores = len(os.sched_getaffinity(0))
+    sizes = list(block or SIZES)
+    steps = sorted(set(processes or ())) or [1 << n for n in range(4) if 1 << n <= num_cores]
+    settings = own_settings(config, capacity=capacity)
     _check(settings, sizes, num_processes=steps[-1])
     bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
     with runner.scope() as scope:
-        quick = num_bytes < 2**30
-        beside = local.run(scope, config=config, capacity="1GiB", repeat=5, quick=quick)
-    rows = [row for row in beside.rows if _LOCAL_FIGURES & row.figures.keys()]
+        quick = capacity < 2**30
+        scale = local.LocalScale.fit(2**30, repeat=5, quick=quick)
+        beside = local.measure_local(scale, arena_dir=settings.arena.dir, runner=scope)
+    rows = [row for row in beside if _LOCAL_FIGURES & row.figures.keys()]
     rows += bench.take_all()
     names = ", ".join(map(format_size, sizes))
-    return Report(
-        rows=rows,
-        note=f"Blocks of {names} in an arena of {format_size(num_bytes)} that is full,"
+    return bench_report(
+        rows,
+        note=f"Blocks of {names} in an arena of {format_size(capacity)} that is full,"
         f" {seconds:g} s for each number of processes, on {cores()}. The first rows are those of"
         " `kvray bench local`: an arena with room and no shard. Ratios are kvray's speed over the"
         " bare copy's.",
         facts={
-            "capacity_bytes": num_bytes,
+            "capacity_bytes": capacity,
             "block_bytes": sizes,
             "processes": steps,
             "seconds": seconds,
         },
     )
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def own_settings(config: Path | None, **arena: int) -> KVRayConfig:
@@ -120,15 +126,10 @@ def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -
                 f" {format_size(settings.arena.slot_min)} to {format_size(PREFIX_BYTES)}."
             )
     arena = ArenaSpec.of(settings).geometry().file_bytes
-    for needed, free, place in (
-        (arena, shutil.disk_usage(settings.arena.dir).free, str(settings.arena.dir)),
-        (arena + num_processes * BUFFER_BYTES, psutil.virtual_memory().available, "memory"),
-    ):
-        if needed > free:
-            raise CapacityError(
-                f"The bench takes {format_size(needed)} of {place}, and {format_size(free)} are"
-                " free; give a smaller --capacity, or fewer --processes."
-            )
+    directory, hint = settings.arena.dir, "give a smaller --capacity, or fewer --processes"
+    require_room(arena, shutil.disk_usage(directory).free, str(directory), hint)
+    buffers = num_processes * BUFFER_BYTES
+    require_room(arena + buffers, psutil.virtual_memory().available, "memory", hint)
 
 
 class _Idle:
@@ -169,7 +170,7 @@ class _Bench:
         )
         # The short form of `bench local` has counted its own steps.
         runner.show("Starting a tier", total=5 + 1 + asked + turns * len(self._steps) + 1)
-        shard = psutil.Process(int(start_tier(self._runner, self._settings).shards[0]["pid"]))
+        shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
         self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         call_all(
@@ -190,11 +191,13 @@ class _Bench:
         runner.show("Doing nothing")
         with tier_named(self._settings.cluster_name):
             other = create_actor(_Idle, f"bench-idle-{os.getpid()}")
-            actor = psutil.Process(call(other.pid, timeout_s=_ACTOR_S))
+            actor = call(other.pid, timeout_s=_ACTOR_S)
         time.sleep(_SETTLE_S)
-        began, idle_s = (_cpu_s(shard), _cpu_s(actor)), min(_IDLE_S, self._seconds)
+        idle_s, pids = min(_IDLE_S, self._seconds), (shard, actor)
+        began = [cpu_seconds(pid) for pid in pids]
         time.sleep(idle_s)
-        share, bare = (_cpu_s(shard) - began[0]) / idle_s, (_cpu_s(actor) - began[1]) / idle_s
+        spent = [cpu_seconds(pid) - before for pid, before in zip(pids, began, strict=True)]
+        share, bare = (seconds / idle_s for seconds in spent)
         runner.advance()
         idle = {"tier_idle_cpu_share": share, "tier_idle_actor_cpu_share": bare}
         idle["tier_idle_own_cpu_share"] = max(0.0, share - bare)
@@ -211,12 +214,12 @@ class _Bench:
             self._runner.advance()
         return merge(founds)
 
-    def _load(self, num_processes: int, turns: int, shard: psutil.Process) -> Iterator[Row]:
+    def _load(self, num_processes: int, turns: int, shard: int) -> Iterator[Row]:
         """Have so many processes play at once; yield the rows."""
         title = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         self._runner.show(f"Loading ({title})")
         founds, workers = [], self._workers[:num_processes]
-        cpu_s, began = _cpu_s(shard), time.monotonic()
+        cpu_s, began = cpu_seconds(shard), time.monotonic()
         for _ in range(turns):
             for worker in workers:
                 worker.send(
@@ -228,7 +231,7 @@ class _Bench:
                 )
             founds += [worker.receive() for worker in workers]
             self._runner.advance()
-        share = (_cpu_s(shard) - cpu_s) / (time.monotonic() - began)
+        share = (cpu_seconds(shard) - cpu_s) / (time.monotonic() - began)
         found, end = merge(founds), f"{num_processes}p"
         for name in sorted(found["copies"], key=_size_last):
             what, size = name.split()
@@ -255,10 +258,5 @@ def _copy_row(title: str, names: str, found: Found, name: str = "") -> Row:
     return copy_row(title, names, [Pair(Duration(ours), Duration(bare))], num_bytes=int(num_bytes))
 
 
-def _size_last(name: str) -> tuple[str, ...]:
-    return tuple(reversed(name.split()))
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _size_last(name: str) -> list[str]:
+    return name.split()[::-1]

@@ -1,4 +1,4 @@
-"""The verdict on a run, and how it is printed: counts, hits, stalls, how soon hits were back."""
+"""The verdict on a run, and its report: counts, hits, stalls, how soon hits were back."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kvray.console.output import empty_table
 from kvray.lab.chaos.schedule import KINDS
 from kvray.lab.chaos.servers import Losses, Served
 from kvray.lab.chaos.stalls import MATCH, PASS
+from kvray.lab.report import Report
 from kvray.reference import Output
 
 IN_FLIGHT_MIN = 10
@@ -197,35 +197,10 @@ def _outputs(served: Iterable[Served]) -> list[Output]:
     return [output for batch in served for output in batch.outputs]
 
 
-def print_report(console: Console, found: dict[str, Any]) -> None:
-    """Print the table, the figures and the verdict."""
-    console.print(kinds_table(found))
-    console.print(
-        f"{found['requests']} requests, {found['faults_injected']} faults; hits are"
-        f" {found['hit_tokens_ratio']:.0%} of those without faults."
-    )
-    console.print(
-        f"Scheduler stalls, 99th percentile: {found['stall_ms_p99']:.1f} ms; with an empty"
-        f" connector {found['control_stall_ms_p99']:.1f} ms."
-    )
-    for kind, reason in found["skipped_kinds"].items():
-        console.print(f"{kind} was left out: {reason}.")
-    for failure in found["failures"]:
-        console.print(f"✘ {failure}", soft_wrap=True)
-    result = "passed" if has_passed(found) else "failed"
-    console.print(
-        f"Verdict: {result}, {found['wrong_tokens']} wrong tokens; beyond the injected faults"
-        f" {found['engine_deaths']} engine deaths, {found['hung_requests']} hung requests and"
-        f" {found['unsettled_nodes']} nodes that are not back to normal."
-    )
-
-
-def kinds_table(found: dict[str, Any]) -> Table:
-    """Return one row for each kind of fault that was due."""
-    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    table.add_column("fault", no_wrap=True)
-    for name in ("struck", "in flight\nat least", "hits back\nwithin"):
-        table.add_column(name, justify="right")
+def chaos_report(found: dict[str, Any]) -> Report:
+    """Return the report: one row for each kind of fault that was due, figures and the verdict."""
+    numbers = ("struck", "in flight\nat least", "hits back\nwithin")
+    table = empty_table("fault", numbers=numbers)
     table.add_column("did not strike")
     for kind in KINDS:
         if (row := found["by_kind"].get(kind.name)) is not None:
@@ -237,4 +212,17 @@ def kinds_table(found: dict[str, Any]) -> Table:
                 "" if back is None else f"{back:.1f} s",
                 ", ".join(f"{count}: {reason}" for reason, count in row["skipped"].items()),
             )
-    return table
+    result = "passed" if has_passed(found) else "failed"
+    parts: list[str | Table] = [
+        table,
+        f"{found['requests']} requests, {found['faults_injected']} faults; hits are"
+        f" {found['hit_tokens_ratio']:.0%} of those without faults.",
+        f"Scheduler stalls, 99th percentile: {found['stall_ms_p99']:.1f} ms; with an empty"
+        f" connector {found['control_stall_ms_p99']:.1f} ms.",
+        *(f"{kind} was left out: {reason}." for kind, reason in found["skipped_kinds"].items()),
+        *(f"✘ {failure}" for failure in found["failures"]),
+        f"Verdict: {result}, {found['wrong_tokens']} wrong tokens; beyond the injected faults"
+        f" {found['engine_deaths']} engine deaths, {found['hung_requests']} hung requests and"
+        f" {found['unsettled_nodes']} nodes that are not back to normal.",
+    ]
+    return Report(parts=parts, facts=found)

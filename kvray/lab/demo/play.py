@@ -1,13 +1,19 @@
-"""The whole demo: model, tier, phases, verdict. Everything ends with it, however it ends.
+"""The whole demo: model, tier, engines, phases, verdict. Everything ends with it, however it ends.
 
-The model is found or downloaded first, unpacked and read later.
+The prompts are a handbook, each time from another chapter on, and a question. The model is found or
+downloaded first, unpacked and read later.
 """
 
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -19,23 +25,138 @@ from kvray.config import environ_for, format_size, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress, ProgressLine
 from kvray.errors import ConfigError
-from kvray.lab.demo.engines import ORACLE_PHASE, PHASES, Engines, find_make
-from kvray.lab.demo.prompts import make_prompts
-from kvray.lab.demo.record import ORACLE, Record, Verdict, judge
+from kvray.lab import vllm
+from kvray.lab.demo.report import (
+    ORACLE,
+    WITH_KVRAY,
+    WITHOUT_KVRAY,
+    Record,
+    Verdict,
+    judge,
+    report,
+)
+from kvray.lab.report import Report
+from kvray.reference import KvConnectorConfig, Replica
 from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from kvray.reference.weights import find_weights
 
+TOKENS_PER_BLOCK = 32
+LONG_BLOCKS = 48
+"""Blocks of the long prompt, which fills them exactly: the last token is the last of a block."""
+UNALIGNED_BLOCKS = 22
+UNALIGNED_TOKENS = 13
+"""Tokens of the other long prompt after its last full block."""
+SYSTEM_BLOCKS = 16
+OFFLOAD_BLOCKS = 18
+_OFFLOAD_TOKENS = 9
+
+LONG, UNALIGNED = "long", "unaligned"
+SAME_SYSTEM = ("question 1", "question 2", "question 3")
+"""Only these prompts begin with the same block."""
+OFFLOAD_A, OFFLOAD_B = "A", "B"
+
+_CHAT = (
+    "<|im_start|>system\nAnswer from this handbook in one sentence.\n\n",
+    "<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+)
+"""The text before the document, and the text after it with the question."""
+_PLAIN = ("", "\n\nQuestion: {question}\nAnswer:")
+
+_ENGINES = ("reference", "vllm")
+_CONNECTOR = KvConnectorConfig(
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
+)
+_MAX_TOKENS = 16
+_THREADS_MAX = 4
+_SAVED_TIMEOUT_S = 20.0
+_POLL_S = 0.02
+_ONE, _TWO = "replica-1", "replica-2"
+_POOL_BLOCKS = LONG_BLOCKS + 2
+"""The blocks of the long prompt and its answer, and one more."""
+_OFFLOAD_POOL_BLOCKS = OFFLOAD_BLOCKS + 1
+"""Room for one prompt of phase c with its answer, and for nothing else."""
+
 _SMOLLM2 = "smollm2"
+_SHM = Path("/dev/shm")
 _ROOM = 1.1
 """Free memory that the demo asks for, in capacities: the tables, and Ray's own share."""
 
+_PHASES = {
+    "a": "one long prompt on two replicas",
+    "b": "one system prompt, three questions",
+    "c": "A, B, A, B on a pool for one",
+    "d": "both replicas restarted",
+}
 
-def is_tiny(model: str) -> bool:
+Prompts = dict[str, tuple[int, ...]]
+"""Name -> token ids."""
+
+
+def play(
+    model: str, *, engine: str, capacity: int, console: Console, interrupts: Interrupts
+) -> tuple[Verdict, Report]:
+    """Play all phases with an engine on a tier of `capacity` bytes, and judge them.
+
+    Raises:
+        KVRayError: the model, the tier or an engine did not work.
+    """
+    began = time.monotonic()
+    if engine not in _ENGINES:
+        raise ConfigError(f"There is no engine {engine!r}; give one of {', '.join(_ENGINES)}.")
+    if engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed here; install it, or run `make test-vllm` in a checkout, which"
+            " makes an environment with vLLM for the CPU."
+        )
+    _fetch_model(model)
+    with interrupts.closing() as stack:
+        with interrupts.held():
+            scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        config_path = _write_config(scratch, capacity, console, model=model)
+        settings = load_config(config_path, environ={})
+        # A signal is held back until the next report, so that no Ray is left behind.
+        with LaunchProgress(console, interrupts) as progress, interrupts.held():
+            observer = Observer(waiting=progress.waiting, report=progress.report)
+            stack.enter_context(local_tier(settings, observer=observer))
+        # Only now: torch starts threads, and there must be none while Ray takes over the signals.
+        path, tokenizer = _read_model(model, console)
+        engines = Engines(
+            stack.enter_context(Client(settings)),
+            make_prompts(tokenizer),
+            engine=engine,
+            model=path,
+            environ=environ_for(config_path),
+        )
+        stack.callback(engines.close)
+        with ProgressLine(console) as line:
+            for phase, title in {ORACLE: "The answers without any reuse", **_PHASES}.items():
+                steps = [*_steps(engines, phase)]
+                shown = title if phase == ORACLE else f"Phase {phase}: {title}"
+                with line.during(shown, len(steps)) as advance:
+                    for step in steps:
+                        step()
+                        advance()
+    oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
+    records = [record for record in engines.records if record.phase != ORACLE]
+    verdict = judge(records, oracle=oracle)
+    return verdict, report(
+        records,
+        verdict,
+        titles=_PHASES,
+        facts={"model": model, "tokens_per_block": TOKENS_PER_BLOCK},
+        seconds=time.monotonic() - began,
+    )
+
+
+def _is_tiny(model: str) -> bool:
     """Return whether a model is random weights, which exist in memory only."""
     return model.partition(":")[0] == "tiny"
 
 
-def fetch_model(model: str) -> None:
+def _fetch_model(model: str) -> None:
     """Make sure that the model is on this machine.
 
     Raises:
@@ -48,20 +169,20 @@ def fetch_model(model: str) -> None:
         )
     if model == _SMOLLM2:
         find_weights()  # shows a bar if it has to download them
-    elif not is_tiny(model) and not Path(model).expanduser().exists():
+    elif not _is_tiny(model) and not Path(model).expanduser().exists():
         raise ConfigError(
             f"There is no model at {model}; give smollm2, tiny, or the path of a Llama-family"
             " checkpoint (a directory or a .gguf file)."
         )
 
 
-def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
+def _read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
     """Return the name or path that engines load, and the tokenizer.
 
     Raises:
         ConfigError: the model cannot be read, or cannot be unpacked into the cache.
     """
-    if is_tiny(model):
+    if _is_tiny(model):
         return model, ByteTokenizer()
     with console.status("Reading the model"):
         path = Path(model).expanduser().absolute()
@@ -73,50 +194,6 @@ def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
             return str(path), load_tokenizer(path)
         except (OSError, ValueError) as error:  # transformers raises both
             raise ConfigError(f"The tokenizer at {path} cannot be read: {error}") from None
-
-
-_SHM = Path("/dev/shm")
-
-
-def play(
-    model: str, *, engine: str, capacity: int, console: Console, interrupts: Interrupts
-) -> tuple[list[Record], Verdict]:
-    """Play all phases with a make of engine on a tier of `capacity` bytes, and judge them.
-
-    Raises:
-        KVRayError: the model, the tier or an engine did not work.
-    """
-    make = find_make(engine)
-    fetch_model(model)
-    with interrupts.closing() as stack:
-        with interrupts.held():
-            scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
-            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        config_path = _write_config(scratch, capacity, console, model=model)
-        settings = load_config(config_path, environ={})
-        # A signal is held back until the next report, so that no Ray is left behind.
-        with LaunchProgress(console, interrupts) as progress, interrupts.held():
-            observer = Observer(waiting=progress.waiting, report=progress.report)
-            stack.enter_context(local_tier(settings, observer=observer))
-        # Only now: torch starts threads, and there must be none while Ray takes over the signals.
-        path, tokenizer = read_model(model, console)
-        engines = Engines(
-            stack.enter_context(Client(settings)),
-            make_prompts(tokenizer),
-            model=path,
-            make=make,
-            environ=environ_for(config_path),
-        )
-        stack.callback(engines.close)
-        with ProgressLine(console) as line:
-            for phase in (ORACLE_PHASE, *PHASES):
-                title = "" if phase is ORACLE_PHASE else f"Phase {phase.name}: "
-                with line.during(title + phase.title, phase.num_steps) as advance:
-                    engines.advance = advance
-                    phase.play(engines)
-    oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
-    records = [record for record in engines.records if record.phase != ORACLE]
-    return records, judge(records, oracle=oracle)
 
 
 def _write_config(scratch: Path, capacity: int, console: Console, *, model: str) -> Path:
@@ -132,8 +209,191 @@ def _write_config(scratch: Path, capacity: int, console: Console, *, model: str)
         # Two engines, a shard and Ray may share two cores: wait for a neighbour to be scheduled.
         "arena": {"dir": str(directory), "capacity": capacity, "lock_wait_s": 0.05},
     }
-    if is_tiny(model):  # random weights have no checkpoint that tells them apart
+    if _is_tiny(model):  # random weights have no checkpoint that tells them apart
         settings["connector"] = {"model_key": model.replace(":", "-")}
     path = scratch / "kvray.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
+
+
+def make_prompts(tokenizer: Tokenizer) -> Prompts:
+    """Cut the prompts to their exact numbers of tokens."""
+    # SmolLM2's tokenizer knows the marks of a chat; others get plain text.
+    begin, end = _CHAT if len(tokenizer.encode("<|im_start|>")) == 1 else _PLAIN
+
+    text = (files("kvray.lab.demo") / "handbook.txt").read_text(encoding="utf-8")
+    paragraphs = text.strip().split("\n\n")
+    starts = [index for index, paragraph in enumerate(paragraphs) if len(paragraph) < 60]
+
+    def make(chapter: int, question: str, num_blocks: int, more: int | None = 0) -> tuple[int, ...]:
+        """Return a prompt with `more` tokens after its full blocks; None: with all the question."""
+        asked = tokenizer.encode(end.format(question=question))
+        num_tokens = num_blocks * TOKENS_PER_BLOCK + (len(asked) if more is None else more)
+        # From a chapter's title on, with the chapters before it at the end.
+        turned = paragraphs[starts[chapter] :] + paragraphs[: starts[chapter]]
+        document = tokenizer.encode(begin + "\n\n".join(turned))[: num_tokens - len(asked)]
+        assert len(document) + len(asked) == num_tokens, "the handbook is long enough"
+        return (*document, *asked)
+
+    failures = "Which failures are unfriendly, and why?"
+    full_cache = "What is the worst answer to a full cache?"
+    one, two, three = SAME_SYSTEM
+    return {
+        LONG: make(0, "What is the hard part of serving language models?", LONG_BLOCKS),
+        UNALIGNED: make(3, full_cache, UNALIGNED_BLOCKS, UNALIGNED_TOKENS),
+        one: make(2, "Why is a replica slow after a restart?", SYSTEM_BLOCKS, None),
+        two: make(2, "What is to be done before a process is stopped?", SYSTEM_BLOCKS, None),
+        three: make(2, "What does the fingerprint cover?", SYSTEM_BLOCKS, None),
+        OFFLOAD_A: make(4, failures, OFFLOAD_BLOCKS, _OFFLOAD_TOKENS),
+        OFFLOAD_B: make(1, "Which two clocks do users feel?", OFFLOAD_BLOCKS, _OFFLOAD_TOKENS),
+    }
+
+
+def shareable_tokens(num_tokens: int) -> int:
+    """Return how many tokens of a prompt another engine can take from the tier.
+
+    Full blocks only, and never the whole prompt: the engine computes at least one token.
+    """
+    return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+
+
+class Engines:
+    """Starts engines, sends them prompts, and records their answers."""
+
+    def __init__(
+        self,
+        client: Client,
+        prompts: Prompts,
+        *,
+        engine: str,
+        model: str,
+        environ: Mapping[str, str],
+    ) -> None:
+        """Begin without an engine; `environ` has the variables with which one finds the tier."""
+        self.prompts = prompts
+        self.records: list[Record] = []
+        self._client = client
+        self._engine = engine
+        self._model = model
+        self._environ = environ
+        # Equal answers need equal numbers of threads.
+        self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
+        self._replicas: dict[str, Replica] = {}
+
+    def start(
+        self, *names: str, num_blocks: int, with_kvray: bool = True, with_reuse: bool = True
+    ) -> None:
+        """Start engines side by side and return when all are ready."""
+        for name in names:
+            env = {**self._environ, "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-")}
+            made = self._arguments(num_blocks, with_kvray=with_kvray, with_reuse=with_reuse)
+            if self._engine == "vllm":
+                env |= vllm.environ(self._num_threads)
+            self._replicas[name] = Replica.spawn(name, env=env, **made)
+        for name in names:
+            self._replicas[name].wait_ready()
+
+    def end(self, *names: str) -> None:
+        """Let engines end on their own."""
+        for name in names:
+            self._replicas.pop(name).close()
+
+    def close(self) -> None:
+        """End all engines at once. Twice is fine."""
+        while self._replicas:
+            self._replicas.popitem()[1].kill()
+
+    def ask(
+        self,
+        phase: str,
+        replica: str,
+        prompt: str,
+        *,
+        expected_hit_tokens: int | None = None,
+        until_saved: bool = False,
+    ) -> None:
+        """Send a prompt to one engine and record the answer.
+
+        `until_saved` returns when the computed blocks are in the tier, to which the prompt must be
+        new. If they do not come, the hits that follow will tell.
+        """
+        stored_before = self._num_stored() if until_saved else 0
+        tokens = self.prompts[prompt]
+        output = self._replicas[replica].generate([tokens], max_tokens=_MAX_TOKENS)[0]
+        self.records.append(
+            Record(
+                phase=phase,
+                replica=replica,
+                prompt=prompt,
+                output=output,
+                expected_hit_tokens=expected_hit_tokens,
+            )
+        )
+        if until_saved:
+            computed = output.prompt_tokens - output.reused_tokens - output.hit_tokens
+            num_stored = stored_before + computed // TOKENS_PER_BLOCK
+            deadline = time.monotonic() + _SAVED_TIMEOUT_S
+            while self._num_stored() < num_stored and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+    def _arguments(self, num_blocks: int, *, with_kvray: bool, with_reuse: bool) -> dict[str, Any]:
+        if self._engine == "vllm":
+            return {
+                "module": vllm.MODULE,
+                "model": self._model,
+                "block_size": TOKENS_PER_BLOCK,
+                "num_blocks": num_blocks + 1,  # vLLM keeps one for itself
+                "max_model_len": num_blocks * TOKENS_PER_BLOCK,
+                "dtype": "float32",
+                "enable_prefix_caching": with_reuse,
+                "with_kvray": with_kvray,
+            }
+        return {
+            "model": self._model,
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "num_blocks": num_blocks,
+            "connector": _CONNECTOR if with_kvray else None,
+            "enable_block_reuse": with_reuse,
+            "num_threads": self._num_threads,
+        }
+
+    def _num_stored(self) -> int:
+        return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
+
+
+def _steps(engines: Engines, phase: str) -> Iterator[Callable[[], None]]:
+    """Yield the steps of a phase."""
+    ask = partial(engines.ask, phase)
+    both = partial(engines.start, _ONE, _TWO, num_blocks=_POOL_BLOCKS)
+    shared = {name: shareable_tokens(len(tokens)) for name, tokens in engines.prompts.items()}
+    if phase == ORACLE:  # an engine that has no connector and reuses nothing
+        start = partial(engines.start, ORACLE, num_blocks=_POOL_BLOCKS)
+        yield partial(start, with_kvray=False, with_reuse=False)
+        for prompt in engines.prompts:
+            yield partial(ask, ORACLE, prompt)
+        yield partial(engines.end, ORACLE)
+    elif phase == "a":  # replica 1 computes prompts, replica 2 copies their blocks
+        yield both
+        for prompt in (LONG, UNALIGNED):
+            yield partial(ask, _ONE, prompt, expected_hit_tokens=0, until_saved=True)
+            yield partial(ask, _TWO, prompt, expected_hit_tokens=shared[prompt])
+    elif phase == "b":  # prompts that differ after a common beginning share the beginning
+        first, second, third = SAME_SYSTEM
+        yield partial(ask, _ONE, first, expected_hit_tokens=0, until_saved=True)
+        yield partial(ask, _TWO, second, expected_hit_tokens=SYSTEM_BLOCKS * TOKENS_PER_BLOCK)
+        yield partial(ask, _ONE, third)
+    elif phase == "c":  # the pool holds one of both, without kvray and with it
+        for name in (WITHOUT_KVRAY, WITH_KVRAY):
+            has_tier = name == WITH_KVRAY
+            start = partial(engines.start, name, num_blocks=_OFFLOAD_POOL_BLOCKS)
+            yield partial(start, with_kvray=has_tier)
+            for until_saved in (has_tier, False):
+                for prompt in (OFFLOAD_A, OFFLOAD_B):
+                    yield partial(ask, name, prompt, until_saved=until_saved)
+            yield partial(engines.end, name)
+    else:  # both replicas restart, and their first prompt hits at once
+        yield partial(engines.end, _ONE, _TWO)
+        yield both
+        for replica, prompt in ((_ONE, LONG), (_TWO, UNALIGNED)):
+            yield partial(ask, replica, prompt, expected_hit_tokens=shared[prompt])
+        yield partial(engines.end, _ONE, _TWO)

@@ -1,7 +1,7 @@
 """Request traces, the bounds that no cache beats on them, and how policies compare."""
 
-from kvray.lab.replay.comparison import Comparison, Outcome, Plan, belady, compare, infinite
 from kvray.lab.replay.reading import read_trace
+from kvray.lab.replay.simulator import Comparison, Outcome, Plan, belady, compare, infinite
 from kvray.store.replay.trace import Trace
 
 __all__ = [

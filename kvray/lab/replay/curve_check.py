@@ -1,26 +1,21 @@
-"""The curve that a shard would have drawn of a trace, beside full replays, and its report."""
+"""The curve that a shard would have drawn of a trace, beside full replays."""
 
 from __future__ import annotations
 
-import json
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Console
 
-from kvray.console.output import empty_table
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, split_keys
-from kvray.lab.replay.comparison import EVERYTHING
-from kvray.lab.replay.report import percent
-from kvray.lab.replay.simulator import simulate
+from kvray.lab.replay.simulator import EVERYTHING, Plan, simulate
 from kvray.node import PromptNotes
 from kvray.store.replay import Trace
 from kvray.store.replay.trace import Floats
-from kvray.store.sizing import CPU_SHARE, SampledPrompts, TrafficSample, Window, curve, result_of
+from kvray.store.sizing import SampledPrompts, TrafficSample, Window, curve, result_of
 
 PROMPTS_PER_S, _ENGINES = 2000, 4
 """The load at which costs are measured."""
@@ -166,28 +161,21 @@ def check_curve(
 
 
 def check_curves(
-    trace: Trace,
-    host_blocks: Sequence[int],
-    *,
-    policies: Sequence[str],
-    nvme_blocks: int,
-    admissions: Sequence[str],
-    seed: int,
-    progress: Callable[[str, int, int], None],
+    trace: Trace, plan: Plan, *, seed: int, progress: Callable[[str, int, int], None]
 ) -> list[CurveCheck]:
     """Return the check of every policy and, with a disk, every admission."""
     return [
         check_curve(
             trace,
-            host_blocks,
+            plan.host_blocks,
             policy=policy,
-            nvme_blocks=nvme_blocks,
+            nvme_blocks=plan.nvme_blocks,
             admission=admission,
             seed=seed,
             progress=progress,
         )
-        for policy in policies
-        for admission in (admissions if nvme_blocks else (EVERYTHING,))
+        for policy in plan.policies
+        for admission in (plan.admissions if plan.nvme_blocks else (EVERYTHING,))
     ]
 
 
@@ -202,34 +190,3 @@ def _memory_bytes(
         return tracemalloc.get_traced_memory()[1] + sample.num_bytes
     finally:
         tracemalloc.stop()
-
-
-def print_curves(console: Console, checks: Sequence[CurveCheck]) -> None:
-    """Print each curve beside the full replays, and what it cost."""
-    for check in checks:
-        disk = f" + {check.admission}, {check.nvme_blocks:,} blocks of NVMe below"
-        title = f"{check.policy}{disk if check.nvme_blocks else ''}"
-        numbers = ("blocks", "full replay", "curve", "standard error", "off by")
-        table = empty_table(numbers=numbers, title=title)
-        for one in check.points:
-            shares = map(percent, (one.full, one.live, one.error, one.live - one.full))
-            table.add_row(f"{one.host_blocks:,}", *shares)
-        console.print(table)
-        console.print(
-            f"Mean error {100 * check.mean_error:.2f} points, of {check.sampled_blocks:,} blocks in"
-            f" {check.sampled_prompts:,} prompts: one key in {1 / check.rate:,.0f}."
-        )
-        console.print(
-            f"At {PROMPTS_PER_S:,} prompts a second each costs {check.note_us:.1f} us of its"
-            f" engine's thread and {check.look_us:.1f} us of its link, and all together"
-            f" {100 * check.add_share:.2f} % of a core of the shard. The sample's replays take"
-            f" {check.replay_s:.1f} s of CPU time, for which a shard gives"
-            f" {percent(CPU_SHARE)} of a core, and sample and replay"
-            f" {check.memory_bytes / 2**20:.1f} MiB at most."
-        )
-
-
-def curves_to_json(checks: Sequence[CurveCheck]) -> str:
-    """Return everything as one JSON object."""
-    found = [{**asdict(one), "mean_error": one.mean_error} for one in checks]
-    return json.dumps({"checks": found}, indent=2)

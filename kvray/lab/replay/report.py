@@ -1,78 +1,149 @@
-"""The output of a replay: a table, one JSON object, or miss-ratio curves as a picture."""
+"""The reports of replays: of policies, of routers, and of a shard's curve."""
 
 from __future__ import annotations
 
-import json
-import platform
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from kvray import __version__
-from kvray.lab.replay import Comparison, Outcome, Trace
-from kvray.lab.replay.comparison import BASELINE
+from kvray.console.output import empty_table
+from kvray.lab.replay.curve_check import PROMPTS_PER_S, CurveCheck
+from kvray.lab.replay.routers import ONE, FleetComparison, FleetOutcome
+from kvray.lab.replay.simulator import BASELINE, Comparison, Outcome
+from kvray.lab.report import Report, blank_figure, machine_facts, percent
+from kvray.store.replay import Trace
+from kvray.store.sizing import CPU_SHARE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
-_DISK = ("host", "NVMe", "written", "per hit", "of LRU's")
 _HITS = ("hit_ratio", "token_hit_ratio", "hit_blocks", "hit_tokens")
 _RUN = (
     *("policy", "admission", "host_blocks", "nvme_blocks", *_HITS, "host_hit_blocks"),
     *("nvme_hit_blocks", "nvme_written_blocks", "written_per_hit", "seconds", "refs_per_s"),
     *("gain", "write_share"),
 )
+_PLAN = (
+    *("num_replicas", "pool_blocks", "host_blocks", "disk_blocks", "speed", "deadline_s"),
+    *("imbalance_max", "seed"),
+)
+_SOURCES = ("pool", "host", "disk", "remote")
 _BOUND = "#8a8f98"
 
 
-def make_table(found: Comparison) -> Table:
-    """Return one row for each run, and the bounds below those of each size."""
-    has_disk = found.plan.nvme_blocks > 0
-    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    for name in _ALWAYS + (_DISK if has_disk else ()) + ("refs/s",):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for host_blocks in found.plan.host_blocks:
-        size = f"{host_blocks:,}"
-        for outcome in found.outcomes:
-            if outcome.host_blocks == host_blocks:
-                table.add_row(size, *_cells(outcome, has_disk=has_disk))
-                size = ""
-        table.add_row("", "Belady", *_hit_cells(found.belady[host_blocks]), style="dim")
-        table.add_section()
-    table.add_row("∞", "infinite", *_hit_cells(found.infinite), style="dim")
-    return table
-
-
-def print_all(console: Console, found: Comparison) -> None:
-    """Print the trace's size, the table, and the mean gains."""
-    print_trace(console, found.trace)
-    console.print(make_table(found))
-    console.print(
+def report_policies(found: Comparison, *, concurrent: int, seed: int) -> Report:
+    """Return the report of policies; `concurrent` and `seed` are the command's options."""
+    parts: list[str | Table] = [
+        _trace_text(found.trace),
+        _policy_table(found),
         "Hits are blocks of contiguous prefixes. Gain: 0 is LRU, 1 is Belady's optimum, which"
-        " knows the future."
-    )
+        " knows the future.",
+    ]
     if found.plan.nvme_blocks:
-        console.print(
+        parts.append(
             f"Below the host tier are {found.plan.nvme_blocks:,} blocks of NVMe; Belady has one"
             " tier as large as both. Written: blocks. Per hit: bytes written for each byte found"
             " there. Of LRU's: relative to LRU with a disk that takes every block."
         )
     titles = {(one.policy, one.admission): one.title for one in found.outcomes}
-    for name, gain in found.mean_gains().items():
-        if gain is not None and titles[name] != BASELINE:
-            console.print(f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}")
+    gains = found.mean_gains()
+    parts += [
+        f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}"
+        for name, gain in gains.items()
+        if gain is not None and titles[name] != BASELINE
+    ]
+    facts = {
+        **_trace_facts(found.trace),
+        "concurrent": concurrent,
+        "seed": seed,
+        "nvme_blocks": found.plan.nvme_blocks,
+        "infinite": _pick(found.infinite, _HITS),
+        "belady": [
+            {"host_blocks": size, "blocks": bound.host_blocks, **_pick(bound, _HITS)}
+            for size, bound in found.belady.items()
+        ],
+        "results": [_pick(one, _RUN) for one in found.outcomes],
+        "mean_gains": [
+            {"policy": policy, "admission": admission, "mean_gain": gain}
+            for (policy, admission), gain in gains.items()
+        ],
+        **machine_facts(),
+    }
+    return Report(parts=parts, facts=facts, figure=lambda: _draw_policies(found))
 
 
-def print_trace(console: Console, trace: Trace) -> None:
-    """Print what the trace asks for."""
+def report_routers(found: FleetComparison, *, concurrent: int) -> Report:
+    """Return the report of routers; `concurrent` is the command's option."""
+    plan, rates = found.plan, found.plan.rates
+    has_disk = plan.disk_blocks > 0
+    sources = [source for source in _SOURCES if source != "disk" or has_disk]
+    numbers = ("p50", "p90", "in time", "goodput", "spread", "of one")
+    table = empty_table("router", numbers=["reuse", *sources, *numbers])
+    for outcome in found.outcomes:
+        table.add_row(*_router_cells(outcome, sources))
+    table.add_row(*_router_cells(found.one, sources), style="dim")
+    disk = f" and {plan.disk_blocks:,} on disk" if has_disk else ""
+    parts: list[str | Table] = [
+        _trace_text(found.trace),
+        f"{plan.num_replicas} replicas at {plan.speed:g} times the trace's speed: each has a pool"
+        f" of {plan.pool_blocks:,} blocks, {plan.host_blocks:,} in its node's memory{disk}, and"
+        f" computes {rates.prefill_tokens_per_s:,.0f} tokens/s.",
+        table,
+        "Reuse: tokens that were not computed, and where they were. p50, p90: seconds to the first"
+        f" token. In time: within {plan.deadline_s:g} s; goodput: such requests a second. Spread:"
+        f" most work of a replica over the mean. Of one: reuse over that of {ONE}, which has"
+        " all the memory and all the rates.",
+    ]
+    facts = {
+        **_trace_facts(found.trace),
+        "concurrent": concurrent,
+        **_pick(plan, _PLAN),
+        "prefill_tokens_per_s": rates.prefill_tokens_per_s,
+        "token_bytes": rates.token_bytes,
+        "host_bytes_per_s": rates.host.bytes_per_s,
+        "link_bytes_per_s": rates.remote.bytes_per_s,
+        "link_latency_s": rates.remote.latency_s,
+        "disk_bytes_per_s": rates.disk.bytes_per_s if rates.disk else None,
+        "one_replica": asdict(found.one),
+        "routers": [asdict(outcome) for outcome in found.outcomes],
+        **machine_facts(),
+    }
+    return Report(parts=parts, facts=facts, figure=lambda: _draw_routers(found))
+
+
+def report_curves(checks: Sequence[CurveCheck]) -> Report:
+    """Return the report of each curve beside the full replays, and what it cost."""
+    parts: list[str | Table] = []
+    for check in checks:
+        disk = f" + {check.admission}, {check.nvme_blocks:,} blocks of NVMe below"
+        title = f"{check.policy}{disk if check.nvme_blocks else ''}"
+        numbers = ("blocks", "full replay", "curve", "standard error", "off by")
+        table = empty_table(numbers=numbers, title=title)
+        for one in check.points:
+            shares = map(percent, (one.full, one.live, one.error, one.live - one.full))
+            table.add_row(f"{one.host_blocks:,}", *shares)
+        parts += [
+            table,
+            f"Mean error {100 * check.mean_error:.2f} points, of {check.sampled_blocks:,} blocks in"
+            f" {check.sampled_prompts:,} prompts: one key in {1 / check.rate:,.0f}.",
+            f"At {PROMPTS_PER_S:,} prompts a second each costs {check.note_us:.1f} us of its"
+            f" engine's thread and {check.look_us:.1f} us of its link, and all together"
+            f" {100 * check.add_share:.2f} % of a core of the shard. The sample's replays take"
+            f" {check.replay_s:.1f} s of CPU time, for which a shard gives"
+            f" {percent(CPU_SHARE)} of a core, and sample and replay"
+            f" {check.memory_bytes / 2**20:.1f} MiB at most.",
+        ]
+    facts = {"checks": [{**asdict(one), "mean_error": one.mean_error} for one in checks]}
+    return Report(parts=parts, facts=facts)
+
+
+def _trace_text(trace: Trace) -> str:
     once = int((np.bincount(trace.ids) == 1).sum())
-    console.print(
+    return (
         f"{trace.name}: {trace.num_requests:,} requests in"
         f" {timedelta(seconds=round(trace.seconds))} with {trace.prompt_tokens:,} tokens ask for"
         f" {trace.num_refs:,} blocks of {trace.block_tokens} tokens; {trace.num_unique:,} of them"
@@ -80,32 +151,7 @@ def print_trace(console: Console, trace: Trace) -> None:
     )
 
 
-def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
-    """Return everything as one JSON object; `concurrent` and `seed` are the command's options."""
-    return json.dumps(
-        {
-            **trace_figures(found.trace),
-            "concurrent": concurrent,
-            "seed": seed,
-            "nvme_blocks": found.plan.nvme_blocks,
-            "infinite": _figures(found.infinite, _HITS),
-            "belady": [
-                {"host_blocks": size, "blocks": bound.host_blocks, **_figures(bound, _HITS)}
-                for size, bound in found.belady.items()
-            ],
-            "results": [_figures(one, _RUN) for one in found.outcomes],
-            "mean_gains": [
-                {"policy": policy, "admission": admission, "mean_gain": gain}
-                for (policy, admission), gain in found.mean_gains().items()
-            ],
-            **machine_figures(),
-        },
-        indent=2,
-    )
-
-
-def trace_figures(trace: Trace) -> dict[str, Any]:
-    """Return what JSON says of a trace."""
+def _trace_facts(trace: Trace) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "block_tokens": trace.block_tokens,
@@ -117,21 +163,30 @@ def trace_figures(trace: Trace) -> dict[str, Any]:
     }
 
 
-def machine_figures() -> dict[str, Any]:
-    """Return what JSON says of the machine and of kvray."""
-    return {
-        "cpu_cores": psutil.cpu_count(),
-        "machine": platform.machine(),
-        "version": __version__,
-    }
+def _pick(record: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
-def percent(ratio: float) -> str:
-    """Return a ratio as people read it."""
-    return f"{100 * ratio:.1f} %"
+def _policy_table(found: Comparison) -> Table:
+    """Return one row for each run, and the bounds below those of each size."""
+    has_disk = found.plan.nvme_blocks > 0
+    disk = ("host", "NVMe", "written", "per hit", "of LRU's") if has_disk else ()
+    table = empty_table(numbers=("blocks", "policy", "hit ratio", "of tokens", "gain", *disk))
+    table.columns[1].justify = "left"
+    table.add_column("refs/s", justify="right")
+    for host_blocks in found.plan.host_blocks:
+        size = f"{host_blocks:,}"
+        for outcome in found.outcomes:
+            if outcome.host_blocks == host_blocks:
+                table.add_row(size, *_policy_cells(outcome, has_disk=has_disk))
+                size = ""
+        table.add_row("", "Belady", *_hit_cells(found.belady[host_blocks]), style="dim")
+        table.add_section()
+    table.add_row("∞", "infinite", *_hit_cells(found.infinite), style="dim")
+    return table
 
 
-def _cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
+def _policy_cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
     gain, per_hit, share = outcome.gain, outcome.written_per_hit, outcome.write_share
     cells = [outcome.title, *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
     if has_disk:
@@ -149,19 +204,27 @@ def _hit_cells(outcome: Outcome) -> list[str]:
     return [percent(outcome.hit_ratio), percent(outcome.token_hit_ratio)]
 
 
-def _figures(outcome: Outcome, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(outcome, name) for name in names}
+def _router_cells(outcome: FleetOutcome, sources: Sequence[str]) -> list[str]:
+    of_one = outcome.reuse_of_one
+    return [
+        outcome.router,
+        percent(outcome.reuse),
+        *(percent(getattr(outcome, f"{source}_reuse")) for source in sources),
+        f"{outcome.first_token_p50_s:.2f}",
+        f"{outcome.first_token_p90_s:.2f}",
+        percent(outcome.in_time),
+        f"{outcome.goodput_per_s:.2f}",
+        f"{outcome.load_spread:.2f}",
+        "" if of_one is None else percent(of_one),
+    ]
 
 
-def make_figure(found: Comparison) -> Figure:
-    """Return the share of blocks that each policy missed, by the size of the host tier.
+def _draw_policies(found: Comparison) -> Figure:
+    """Draw the share of blocks that each policy missed, by the size of the host tier.
 
     The y axis starts at 0, so that distances do not deceive.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = blank_figure(9, 5.5)
     sizes = list(found.plan.host_blocks)
     lines: dict[str, list[float]] = {}
     for outcome in found.outcomes:
@@ -181,6 +244,32 @@ def make_figure(found: Comparison) -> Figure:
     axes.set_ylabel("blocks missed, %")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    return figure
+
+
+def _draw_routers(found: FleetComparison) -> Figure:
+    """Draw reuse by source and the first token's percentiles, for each router; both from 0."""
+    figure, (left, right) = blank_figure(10, 4.5, columns=2)
+    names = [outcome.router for outcome in found.outcomes]
+    bottom = [0.0] * len(names)
+    for source in _SOURCES:
+        parts = [100 * getattr(outcome, f"{source}_reuse") for outcome in found.outcomes]
+        if any(parts):
+            left.bar(names, parts, bottom=bottom, label=source)
+            bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
+    left.axhline(100 * found.one.reuse, color=_BOUND, linestyle="--", label=found.one.router)
+    left.set_ylabel("tokens not computed, %")
+    places = range(len(names))
+    for shift, name in ((-0.2, "p50"), (0.2, "p90")):
+        heights = [getattr(outcome, f"first_token_{name}_s") for outcome in found.outcomes]
+        right.bar([place + shift for place in places], heights, width=0.4, label=name)
+    right.set_xticks(list(places), names)
+    right.set_ylabel("first token, s")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
+    plan = found.plan
+    figure.suptitle(f"{found.trace.name}, {plan.num_replicas} replicas, speed {plan.speed:g}")
     return figure

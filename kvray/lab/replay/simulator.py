@@ -1,72 +1,94 @@
-"""Replays a trace in virtual time through the parts of a tier that decide; no bytes are moved.
+"""A trace through policies and sizes, in virtual time and without bytes, beside LRU and bounds.
 
-A lookup's index knows the content of tiers as announced, a batch at a time.
+No policy beats the bounds: an infinite cache, and Belady's optimum for a finite one.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from numpy.random import default_rng
 
-from kvray.index import Index
-from kvray.lab.replay.comparison import EVERYTHING, Outcome
 from kvray.store import policy as policies
-from kvray.store.arena.tables import Array
-from kvray.store.replay import Replay, Trace
-from kvray.store.replay.tier import NOWHERE
-
-BATCH_REFS = 20_000
-"""Blocks that requests ask for between two announcements: as many as a shard makes at a time."""
-
-
-class Announced:
-    """The index of a lookup, to which each tier announces its blocks as a shard would."""
-
-    def __init__(self, replay: Replay, trace: Trace) -> None:
-        num_blocks = trace.num_unique
-        self._index = Index()
-        self._trace = trace
-        self._next = 0  # the request before which the tiers announce again
-        self._tiers = (replay.host, replay.disk)
-        self._known = np.zeros((len(self._tiers), num_blocks), dtype=bool)
-        # As uniform as sha256's.
-        self._keys = default_rng(0).integers(0, 2**64, size=(num_blocks, 4), dtype=np.uint64)
-
-    def before(self, request: int) -> None:
-        """Announce, if it is time, before a request is made."""
-        if request == self._next:
-            starts = self._trace.starts
-            beyond = np.searchsorted(starts, starts[request] + BATCH_REFS, side="right")
-            self._next = max(request + 1, int(beyond) - 1)
-            self._announce(self._trace.ids[starts[request] : starts[self._next]])
-
-    def at_end(self) -> None:
-        """Announce what the last requests left."""
-        self._announce(self._trace.ids[:0])
-
-    def _announce(self, asked_next: Array) -> None:
-        """Tell the index what came and left; it must find of the blocks what the tiers have."""
-        for at, tier in enumerate(self._tiers):
-            is_here = tier.slots != NOWHERE
-            has_changed = is_here != self._known[at]
-            removed, added = self._keys[has_changed & ~is_here], self._keys[has_changed & is_here]
-            self._index.remove(str(at), removed.tobytes(), [0] * len(removed))
-            self._index.add(str(at), added.tobytes(), [0] * len(added))
-            self._known[at] = is_here
-        assert len(self._index) == np.count_nonzero(self._known.any(axis=0)), "nothing is forgotten"
-        blocks = np.unique(asked_next)
-        found = np.zeros((len(self._tiers), len(blocks)), dtype=bool)
-        start = 0
-        for run in self._index.locate(self._keys[blocks].tobytes()):
-            found[:, start : run.stop] = [[str(at) in run.holders] for at in range(len(found))]
-            start = run.stop
-        assert (found == self._known[:, blocks]).all(), "the index says so too"
-
+from kvray.store.replay import Replay
+from kvray.store.replay.trace import Ints, Trace
 
 POLICIES = tuple(policies.POLICIES)
 ADMISSIONS = tuple(policies.ADMISSIONS)
+_NEVER = np.iinfo(np.int64).max
+BASELINE = "lru"
+"""The policy that the others are compared with."""
+EVERYTHING = "all"
+"""The admission that keeps no block out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One trace replayed through one policy, or a bound, at one size."""
+
+    policy: str
+    admission: str | None = None
+    """It decides which blocks the NVMe tier takes; None without that tier."""
+    host_blocks: int | None
+    """None: infinite."""
+    nvme_blocks: int = 0
+    """Size of the NVMe tier; 0 without one."""
+    refs: int
+    """Blocks that the requests asked for."""
+    prompt_tokens: int
+    hit_blocks: int
+    """Blocks of the contiguous prefixes that were found, in either tier."""
+    hit_tokens: int
+    host_hit_blocks: int = 0
+    nvme_hit_blocks: int = 0
+    nvme_written_blocks: int = 0
+    seconds: float = 0.0
+    """CPU time of the replay."""
+    gain: float | None = None
+    """Its part of the blocks that Belady finds and LRU does not; None if there are none."""
+    write_share: float | None = None
+    """Its writes to disk over those of LRU with a disk that takes everything; None if none."""
+
+    @classmethod
+    def of(cls, trace: Trace, hits: Ints, **fields: Any) -> Outcome:
+        """Return the outcome of a trace whose request `r` found `hits[r]` blocks."""
+        return cls(
+            refs=trace.num_refs,
+            prompt_tokens=trace.prompt_tokens,
+            hit_blocks=int(hits.sum()),
+            hit_tokens=trace.hit_tokens(hits),
+            **fields,
+        )
+
+    @property
+    def title(self) -> str:
+        """The name of the policy, and of the admission if there is one."""
+        return self.policy if self.admission is None else f"{self.policy} + {self.admission}"
+
+    @property
+    def hit_ratio(self) -> float:
+        """Blocks found over blocks asked for."""
+        return self.hit_blocks / max(1, self.refs)
+
+    @property
+    def token_hit_ratio(self) -> float:
+        """Tokens in blocks that were found over tokens of all prompts."""
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def refs_per_s(self) -> float:
+        """Blocks asked for in each second of CPU time; 0 if that was too short to be measured."""
+        return self.refs / self.seconds if self.seconds else 0.0
+
+    @property
+    def written_per_hit(self) -> float | None:
+        """Bytes written to the NVMe tier over bytes found there; None if nothing was."""
+        return self.nvme_written_blocks / self.nvme_hit_blocks if self.nvme_hit_blocks else None
 
 
 def simulate(
@@ -87,10 +109,8 @@ def simulate(
     enough = 2 * max(1, trace.num_unique)
     sizes = min(host_blocks, enough), min(nvme_blocks, enough)
     replay = Replay(trace, policy, *sizes, admission=admission or EVERYTHING)
-    announced = Announced(replay, trace)
-    for request in replay.run():
-        announced.before(request)
-    announced.at_end()
+    for _ in replay.run():
+        pass
     return Outcome.of(
         trace,
         replay.host_hits + replay.disk_hits,
@@ -102,4 +122,130 @@ def simulate(
         nvme_hit_blocks=int(replay.disk_hits.sum()),
         nvme_written_blocks=replay.num_written,
         seconds=time.process_time() - began_s,
+    )
+
+
+def infinite(trace: Trace) -> Outcome:
+    """Return what a cache that never evicts finds: every block but at its first use."""
+    is_first = np.zeros(trace.num_refs + 1, dtype=np.int64)
+    is_first[1 + np.unique(trace.ids, return_index=True)[1]] = 1
+    hits = np.diff(trace.starts) - np.diff(np.cumsum(is_first)[trace.starts])
+    return Outcome.of(trace, hits, policy="infinite", host_blocks=None)
+
+
+def belady(trace: Trace, num_blocks: int) -> Outcome:
+    """Return what a cache of `num_blocks` finds that knows the future.
+
+    A block that is never used again goes at once; then the one whose next use is the farthest
+    away, and of those with the same next request the deepest. A parent is used whenever its child
+    is, so it never goes before the child.
+
+    No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
+    optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
+    """
+    ids, next_uses = trace.ids.tolist(), _next_uses(trace.ids).tolist()
+    is_cached = [False] * trace.num_unique
+    farthest: list[int] = []
+    """A heap of next uses: negative places in `ids`. A place that has passed lies below all that
+    have not, and is never looked at, as everything cached has its next use in here."""
+    used, hits = 0, []
+    for start, end in pairwise(trace.starts.tolist()):
+        hit = 0
+        for at in range(start, end):
+            block, is_used_again = ids[at], next_uses[at] != _NEVER
+            hit += is_cached[block]
+            used += is_used_again - is_cached[block]
+            is_cached[block] = is_used_again
+            if is_used_again:
+                heappush(farthest, -next_uses[at])
+        hits.append(hit)
+        while used > num_blocks:
+            is_cached[ids[-heappop(farthest)]] = False
+            used -= 1
+    found = np.array(hits, dtype=np.int64)
+    return Outcome.of(trace, found, policy="belady", host_blocks=num_blocks)
+
+
+def _next_uses(ids: Ints) -> Ints:
+    """Return where each block comes next, or `_NEVER`; shape [num_refs]."""
+    order = np.argsort(ids, kind="stable")
+    found = np.full(len(order), _NEVER)
+    same = ids[order[1:]] == ids[order[:-1]]
+    found[order[:-1][same]] = order[1:][same]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The runs of a replay: every policy at every size, and with a disk every admission."""
+
+    policies: Sequence[str]
+    host_blocks: Sequence[int]
+    nvme_blocks: int = 0
+    """Size of the NVMe tier; 0 for none."""
+    admissions: Sequence[str] = ()
+    """Of the NVMe tier, if there is one."""
+
+    def runs(self) -> Iterator[tuple[int, str, str | None]]:
+        """Return size, policy and admission of each run, the baseline's first at each size."""
+        baseline = (BASELINE, EVERYTHING if self.nvme_blocks else None)
+        admissions: Sequence[str | None] = self.admissions if self.nvme_blocks else (None,)
+        others = [(policy, admission) for policy in self.policies for admission in admissions]
+        for host_blocks in self.host_blocks:
+            for policy, admission in dict.fromkeys([baseline, *others]):
+                yield host_blocks, policy, admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcomes of all runs, and the bounds beside them."""
+
+    trace: Trace
+    plan: Plan
+    infinite: Outcome
+    belady: dict[int, Outcome]
+    """The optimum for each size of the host tier; with a disk, for one tier as large as both."""
+    outcomes: Sequence[Outcome]
+
+    def mean_gains(self) -> dict[tuple[str, str | None], float | None]:
+        """Return for each policy and admission the mean over the sizes at which it has a gain."""
+        gains: dict[tuple[str, str | None], list[float]] = {}
+        for outcome in self.outcomes:
+            of_one = gains.setdefault((outcome.policy, outcome.admission), [])
+            if outcome.gain is not None:
+                of_one.append(outcome.gain)
+        return {name: sum(some) / len(some) if some else None for name, some in gains.items()}
+
+
+def compare(
+    trace: Trace,
+    plan: Plan,
+    simulate: Callable[..., Outcome],
+    *,
+    progress: Callable[[str, int, int], None] = lambda title, done, total: None,
+) -> Comparison:
+    """Replay a trace as planned; `simulate` does one run, as the function above.
+
+    `progress` takes the name of the next run, and how many runs are done and in all.
+    """
+    runs = list(plan.runs())
+    total = len(plan.host_blocks) + len(runs)
+    bounds: dict[int, Outcome] = {}
+    baselines: dict[int, Outcome] = {}
+    outcomes: list[Outcome] = []
+    for blocks in plan.host_blocks:
+        size = blocks + plan.nvme_blocks
+        progress(f"Belady, {size:,} blocks", len(bounds), total)
+        bounds[blocks] = belady(trace, size)
+    for blocks, policy, admission in runs:
+        progress(f"{policy}, {blocks:,} blocks", len(bounds) + len(outcomes), total)
+        options = {"policy": policy, "admission": admission, "nvme_blocks": plan.nvme_blocks}
+        found = simulate(trace, host_blocks=blocks, **options)
+        lru = baselines.setdefault(blocks, found)
+        room, written = bounds[blocks].hit_blocks - lru.hit_blocks, lru.nvme_written_blocks
+        gain = (found.hit_blocks - lru.hit_blocks) / room if room else None
+        share = found.nvme_written_blocks / written if written else None
+        outcomes.append(replace(found, gain=gain, write_share=share))
+    return Comparison(
+        trace=trace, plan=plan, infinite=infinite(trace), belady=bounds, outcomes=outcomes
     )

@@ -3,7 +3,7 @@
 import time
 
 from kvray.lab.replay import Outcome, Trace
-from tests.unit.lab.replay.lru import lru_hits
+from tests.unit.lab.replay.excerpts import lru_hits
 
 
 def simulate(

@@ -1,9 +1,9 @@
-"""Bad input: one sentence, exit status 2, nothing left behind."""
+"""Bad input: one sentence, exit status 2, nothing left behind; and the dashboard's files."""
 
 import io
 import itertools
+import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 import kvray
@@ -121,6 +122,27 @@ def test_unknown_setting_is_refused_with_the_nearest_one(
     assert_refused(done, tmp_path, "did you mean arena.capacity", kept={"kvray.yaml"})
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("up --config nowhere.yaml", ("nowhere.yaml", "cannot be read")),
+        ("up --address head", ("'head' is no Ray address",)),
+        ("up --port 7000 --address 10.0.0.5:6379", ("leave one of the two out",)),
+        ("up --dashboard --address 10.0.0.5:6379", ("leave one of the two out",)),
+        ("status --watch --json", ("--watch", "--json")),
+        ("status", ("'no-such-tier'", "`kvray up`")),
+        ("demo --model /no/such/model", ("/no/such/model",)),
+        ("demo --arena some", ("--arena", "64GiB")),
+        ("size --add 64sheep", ("--add", "64GiB")),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    run_kvray: RunKvray, tmp_path: Path, command: str, words: tuple[str, ...]
+) -> None:
+    done = run_kvray(*command.split(), KVRAY_CLUSTER_NAME="no-such-tier")
+    assert_refused(done, tmp_path, *words)
+
+
 @pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much", str(10**30), "9" * 14 + "TiB"])
 def test_size_that_is_none_is_refused(run_kvray: RunKvray, tmp_path: Path, size: str) -> None:
     (tmp_path / "kvray.yaml").write_text(f"arena: {{capacity: {size}}}\n")
@@ -179,11 +201,6 @@ def _kvray_to(stdout: TextIO, args: list[str]) -> "subprocess.CompletedProcess[s
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
-def test_missing_configuration_is_named(run_kvray: RunKvray, tmp_path: Path) -> None:
-    done = run_kvray("up", "--config", "nowhere.yaml")
-    assert_refused(done, tmp_path, "nowhere.yaml", "cannot be read")
-
-
 @pytest.mark.parametrize("command", ["up", "down", "status"])
 def test_dead_ray_address_is_named(
     run_kvray: RunKvray, tmp_path: Path, closed_port: int, command: str
@@ -193,21 +210,9 @@ def test_dead_ray_address_is_named(
     assert_refused(done, tmp_path, f"Nobody answers at the Ray address {address}")
 
 
-def test_address_that_is_none_is_refused(run_kvray: RunKvray, tmp_path: Path) -> None:
-    assert_refused(run_kvray("up", "--address", "head"), tmp_path, "'head' is no Ray address")
-
-
 def test_port_in_use_is_refused(run_kvray: RunKvray, tmp_path: Path, open_port: int) -> None:
     done = run_kvray("up", "--port", str(open_port))
     assert_refused(done, tmp_path, f"Port {open_port}", "choose another --port")
-
-
-@pytest.mark.parametrize("option", [["--port", "7000"], ["--dashboard"]])
-def test_what_is_for_a_local_ray_and_an_address_exclude_each_other(
-    run_kvray: RunKvray, tmp_path: Path, option: list[str]
-) -> None:
-    done = run_kvray("up", *option, "--address", "10.0.0.5:6379")
-    assert_refused(done, tmp_path, "leave one of the two out")
 
 
 def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(
@@ -303,28 +308,11 @@ def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
         yield from ((path, parameter) for parameter in command.params)
 
 
-def test_a_watched_status_is_no_json(run_kvray: RunKvray, tmp_path: Path) -> None:
-    assert_refused(run_kvray("status", "--watch", "--json"), tmp_path, "--watch", "--json")
-
-
-def test_status_without_a_tier_says_how_to_start_one(run_kvray: RunKvray, tmp_path: Path) -> None:
-    done = run_kvray("status", KVRAY_CLUSTER_NAME="no-such-tier")
-    assert_refused(done, tmp_path, "'no-such-tier'", "`kvray up`")
-
-
 def test_down_without_a_tier_is_fine(run_kvray: RunKvray, tmp_path: Path) -> None:
     done = run_kvray("down", KVRAY_CLUSTER_NAME="no-such-tier")
     assert done.returncode == 0
     assert done.stdout == "No tier no-such-tier was running.\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_demo_refuses_a_model_that_is_not_there(run_kvray: RunKvray, tmp_path: Path) -> None:
-    assert_refused(run_kvray("demo", "--model", "/no/such/model"), tmp_path, "/no/such/model")
-
-
-def test_demo_refuses_a_size_that_is_none(run_kvray: RunKvray, tmp_path: Path) -> None:
-    assert_refused(run_kvray("demo", "--arena", "some"), tmp_path, "--arena", "64GiB")
 
 
 def test_verbose_shows_where_an_error_came_from(run_kvray: RunKvray) -> None:
@@ -340,53 +328,103 @@ def test_help_imports_neither_ray_nor_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "prompt.json").write_text("[1, 15043, 29871]")
-
-    assert read_tokens(tmp_path / "prompt.json") == [1, 15043, 29871]
-
-
-def test_tokens_are_read_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("[7]"))
-
-    assert read_tokens(Path("-")) == [7]
+@pytest.mark.parametrize("text", ["[1, 15043, 29871]", "1 15043\n29871\n"])
+def test_tokens_are_read_from_a_file_or_stdin(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt").write_text(text)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    for path in (tmp_path / "prompt", Path("-")):
+        assert read_tokens(path) == [1, 15043, 29871]
 
 
-@pytest.mark.parametrize("text", ["", "Hello", '["1"]', "[true]", '{"tokens": [1]}'])
-def test_what_are_no_tokens_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "prompt.json").write_text(text)
-
+@pytest.mark.parametrize("text", [None, "", "Hello", '["1"]', "[true]", '{"tokens": [1]}'])
+def test_what_are_no_tokens_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "prompt.json").write_text(text)
     with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
         read_tokens(tmp_path / "prompt.json")
 
 
-def test_numbers_may_be_apart_by_white_space(tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("1 15043\n29871\n")
-
-    assert read_tokens(tmp_path / "prompt.txt") == [1, 15043, 29871]
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read"):
-        read_tokens(tmp_path / "nowhere.json")
-
-
-@pytest.fixture
-def arena_dir() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield path
-    shutil.rmtree(path)
-
-
 def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(
-    run_kvray: RunKvray, arena_dir: Path
+    run_kvray: RunKvray, parent: Path
 ) -> None:
-    environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(arena_dir)}
-    with shard_process(arena_dir / "kvray-prod", "kvray-shard-0") as process:
+    environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(parent)}
+    with shard_process(parent / "kvray-prod", "kvray-shard-0") as process:
         done = run_kvray("down", **environ)
         assert process.poll() is None
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvray: Shard kvray-shard-0 (process {process.pid}, since 20")
     assert "with the --address that it was started with" in done.stderr
     assert run_kvray("down", **environ).stdout == "The tier prod is down.\n"
-    assert list(arena_dir.iterdir()) == []
+    assert list(parent.iterdir()) == []
+
+
+def make_session(temp_dir: Path, name: str, dashboards: Path) -> None:
+    """Make what Ray's dashboard writes at the start of a session."""
+    session = temp_dir / name
+    providers = session / "metrics" / "grafana" / "provisioning" / "dashboards"
+    providers.mkdir(parents=True)
+    described = {"providers": [{"name": "Ray", "options": {"path": str(dashboards)}}]}
+    (providers / "default.yml").write_text(yaml.safe_dump(described))
+    dashboards.mkdir(parents=True)
+    latest = temp_dir / "session_latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(session)
+
+
+def test_it_goes_into_the_latest_session_again_and_again(
+    run_kvray: RunKvray, tmp_path: Path
+) -> None:
+    ray = tmp_path / "ray"
+    for name in ("session_1", "session_2"):
+        make_session(ray, name, tmp_path / name)
+        for _ in range(2):
+            done = run_kvray("dashboard", "install", "--ray-temp-dir", ray)
+            assert done.returncode == 0, done.stderr
+        assert str(tmp_path / name) in done.stdout
+        (path,) = (tmp_path / name).iterdir()
+        assert json.loads(path.read_text())["uid"] == "kvray"
+    assert "repeat this after a restart" in done.stdout
+
+
+def test_what_prometheus_needs_is_printed_as_yaml(run_kvray: RunKvray, tmp_path: Path) -> None:
+    make_session(tmp_path / "ray", "session_1", tmp_path / "boards")
+
+    done = run_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
+
+    needed = yaml.safe_load(done.stdout)
+    (rules,) = needed["rule_files"]
+    assert "KvrayCorruptBlocks" in Path(rules).read_text()
+    (job,) = needed["scrape_configs"]
+    (files,) = job["file_sd_configs"]
+    assert files["files"] == [str(tmp_path / "ray" / "prom_metrics_service_discovery.json")]
+
+
+def test_any_directory_of_a_grafana_will_do(run_kvray: RunKvray, tmp_path: Path) -> None:
+    done = run_kvray("dashboard", "install", "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "kvray_kvray.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("install --ray-temp-dir none", "on the node of Ray's head"),
+        ("scrape --ray-temp-dir none", "on the node of Ray's head"),
+        ("install --ray-temp-dir .", "--include-dashboard=true"),
+        ("install --to absent", "absent"),
+    ],
+    ids=["no session", "no session to scrape", "a Ray without its dashboard", "no directory"],
+)
+def test_a_dashboard_that_cannot_be_put_anywhere_says_why(
+    run_kvray: RunKvray, tmp_path: Path, options: str, words: str
+) -> None:
+    (tmp_path / "session_latest").mkdir()
+    done = run_kvray("dashboard", *options.split())
+    assert_refused(done, tmp_path, words, kept={"session_latest"})
+
+
+def test_rules_and_json_can_be_printed(run_kvray: RunKvray) -> None:
+    assert "groups:" in run_kvray("dashboard", "rules").stdout
+    assert json.loads(run_kvray("dashboard", "show").stdout)["title"] == "kvray"

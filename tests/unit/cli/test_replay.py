@@ -7,16 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvray.cli.replay import parse_sizes
 from kvray.errors import ConfigError
 from kvray.lab.replay import belady
+from kvray.lab.replay.routers import ROUTERS
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
 from tests.forks import RunKvray
-from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
-from tests.unit.lab.replay.lru import lru_hits
+from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,9 @@ def test_tier_larger_than_the_trace_costs_no_more_than_the_trace() -> None:
     assert hits[99999999999 * 10**6] == hits[10**5] > 0
 
 
-def test_json_has_every_policy_and_size_beside_the_bounds(replay: Replay) -> None:
+def test_json_has_every_policy_and_size_beside_the_bounds(
+    replay: Replay,
+) -> None:
     done = replay(SYNTHETIC, "--capacity", "100,0.3k", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -79,6 +82,9 @@ def test_json_has_every_policy_and_size_beside_the_bounds(replay: Replay) -> Non
     gains = [by_run[size, "double"]["gain"] for size in (100, 300)]
     mean = {one["policy"]: one["mean_gain"] for one in found["mean_gains"]}
     assert mean == {"lru": 0, "double": pytest.approx(sum(gains) / 2)}
+    page = (ROOT / "docs" / "replay.md").read_text()
+    keys = {*found, *found["infinite"], *found["belady"][0], *found["results"][0]}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
@@ -92,14 +98,6 @@ def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
     assert (everything["write_share"], half["write_share"]) == (1, pytest.approx(0.5, abs=0.001))
     assert half["written_per_hit"] == half["nvme_written_blocks"] / half["nvme_hit_blocks"]
     assert found["belady"][0]["blocks"] == 1300
-
-
-def test_the_documentation_names_every_key(replay: Replay) -> None:
-    done = replay(SYNTHETIC, "--capacity", "300", "--json")
-    found = json.loads(done.stdout)
-    page = (ROOT / "docs" / "replay.md").read_text()
-    keys = {*found, *found["infinite"], *found["belady"][0], *found["results"][0]}
-    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 def test_the_table_has_a_line_for_each_run_and_bound(replay: Replay) -> None:
@@ -129,21 +127,19 @@ def test_picture_is_a_png(replay: Replay, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
-def test_the_order_of_sessions_hangs_on_the_options(replay: Replay) -> None:
-    def hits(*options: str) -> int:
+def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(replay: Replay) -> None:
+    def found(*options: str) -> dict[str, Any]:
         done = replay(SESSIONS, "--capacity", "1k", "--policy", "lru", "--json", *options)
         assert done.returncode == 0, done.stderr
-        return int(json.loads(done.stdout)["results"][0]["hit_blocks"])
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert {one["refs_per_s"] for one in told["results"]} == {2 * told["refs"]}
+        return told
 
-    assert hits() == hits("--concurrent", "16", "--seed", "0")
-    assert hits() != hits("--concurrent", "1")
-
-
-def test_json_says_how_sessions_were_laid_out_and_how_fast_it_was(replay: Replay) -> None:
-    options = ("--capacity", "1k", "--concurrent", "3", "--seed", "7", "--json")
-    found = json.loads(replay(SESSIONS, *options).stdout)
-    assert (found["concurrent"], found["seed"]) == (3, 7)
-    assert {one["refs_per_s"] for one in found["results"]} == {2 * found["refs"]}
+    usual, same = found(), found("--concurrent", "16", "--seed", "0")
+    other = found("--concurrent", "1", "--seed", "7")
+    assert usual["results"] == same["results"]
+    assert usual["results"][0]["hit_blocks"] != other["results"][0]["hit_blocks"]
+    assert (other["concurrent"], other["seed"]) == (1, 7)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +225,48 @@ def test_a_disk_is_replayed_with_all_admissions(run_kvray: RunKvray) -> None:
         assert one["host_hit_blocks"] + one["nvme_hit_blocks"] == one["hit_blocks"]
     written = {run: one["nvme_written_blocks"] for run, one in runs.items()}
     assert written["gittins", "twice"] <= written["gittins", "all"]
+
+
+def test_all_routers_are_compared(run_kvray: RunKvray, tmp_path: Path) -> None:
+    picture = tmp_path / "routers.png"
+    done = run_kvray(
+        *("replay", CONVERSATION, "--replicas", "4", "--speed", "2.5", "--json", "--plot", picture)
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["router"] for one in found["routers"]] == list(ROUTERS)
+    assert (found["num_replicas"], found["speed"], found["pool_blocks"]) == (4, 2.5, 800)
+    assert picture.read_bytes().startswith(PNG)
+    page = (ROOT / "docs" / "replay.md").read_text()
+    keys = {*found, *found["one_replica"]}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
+
+
+def test_the_table_has_a_line_for_each_router_that_was_asked_for(run_kvray: RunKvray) -> None:
+    options = ("--replicas", "3", "--router", "pow2,kvray", "--nvme", "1k", "--host", "0.2k")
+    done = run_kvray("replay", SESSIONS, *options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    names = [row[0] for row in rows if row]
+    assert names == ["router", "pow2", "kvray", "one"]
+    assert "200 in its node's memory and 1,000 on disk" in " ".join(done.stdout.split())
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--speed", "2"), ("--speed", "--replicas")),
+        (("--router", "pow2"), ("--router", "--replicas")),
+        (("--imbalance", "0"), ("--imbalance", "--replicas")),
+        (("--replicas", "2", "--policy", "lru"), ("--policy", "--replicas")),
+        (("--replicas", "2", "--router", "pow"), ("'pow'", "did you mean pow2?")),
+        (("--replicas", "2", "--pool", "many"), ("--pool", "'many' is no number of blocks")),
+        (("--replicas", "2", "--disk-rate", "3"), ("--disk-rate", "--nvme")),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    run_kvray: RunKvray, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    done = run_kvray("replay", CONVERSATION, *options)
+    assert_refused(done, *words)

@@ -1,11 +1,15 @@
+"""`kvray status`: shards, lookups, memory, replicas, namespaces, engines that read checkpoints."""
+
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
+from kvray.actors.staging.replicas import Replicas
 from kvray.actors.tier.tier import summed
 from kvray.cli import status
+from kvray.cli.doctor.tier import hit_findings
 from kvray.cli.status import (
     _print,
     _watch,
@@ -16,52 +20,39 @@ from kvray.cli.status import (
     shards_table,
 )
 from kvray.cli.text.hits import total_counters
+from kvray.cli.text.status import namespaces_report, shares_report, unnamed_sentences
 from kvray.errors import ShardUnavailable
-
-ARENA = {
-    "resident_bytes": 3 * 2**20,
-    "capacity_bytes": 2**30,
-    "blocks": 12,
-    "leased_blocks": 2,
-    "evicted": 5,
-    "dropped": 1,
-    "corrupt": 0,
-}
+from kvray.identity.block import Namespace
+from tests.unit.actors.small_shard import NAMESPACE
+from tests.unit.cli.answers import ARENA, SERVING, replica
+from tests.unit.cli.conftest import rows, shown
 
 
-def text_of(table: Table, width: int = 80) -> str:
-    console = Console(width=width, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
-def test_shard_that_serves_shows_its_memory() -> None:
-    shard = {"shard": "kvray-shard-0123456789ab", "state": "serving", "arena": ARENA}
-    words = text_of(shards_table([shard])).split()
-    assert words[-8:] == ["0123456789ab", "serving", "3MiB/1GiB", "12", "2", "5", "1", "0"]
-
-
-def test_shard_that_gets_ready_shows_how_far_it_is() -> None:
-    shard = {"shard": "kvray-shard-0123456789ab", "state": "preparing", "done": 1, "total": 4}
-    assert "preparing 25 %" in text_of(shards_table([shard]))
-
-
-def test_shard_that_does_not_answer_says_so() -> None:
-    shard = {"shard": "kvray-shard-0123456789ab", "state": "unreachable", "message": "no answer"}
-    assert "unreachable" in text_of(shards_table([shard]))
+@pytest.mark.parametrize(
+    ("shard", "row"),
+    [
+        ({"state": "serving", "arena": ARENA}, "serving 3MiB/1GiB 12 2 5 1 0"),
+        ({"state": "preparing", "done": 1, "total": 4}, "preparing 25 %"),
+        ({"state": "unreachable", "message": "no answer"}, "unreachable"),
+    ],
+    ids=["it serves", "it gets ready", "it does not answer"],
+)
+def test_a_shard_shows_its_memory_or_its_state(shard: dict[str, Any], row: str) -> None:
+    table = shards_table([{"shard": "kvray-shard-0123456789ab", **shard}])
+    assert f"0123456789ab {row}" in rows(shown(table))
 
 
 def test_process_that_is_stopped_with_the_lock_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stopped = {"pid": 4242, "name": "[bold]engine", "since": 1.0}
-    shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
-    found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [shard]}
+    found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
     _print(found)
     assert "stopped" not in capsys.readouterr().out
-    _print({**found, "shards": [{**shard, "stopped_with_lock": stopped}]})
-    line = "kvray-shard-01: process 4242 ([bold]engine) is stopped while it has the arena's lock"
+    _print({**found, "shards": [{**SERVING, "stopped_with_lock": stopped}]})
+    line = (
+        f"{SERVING['shard']}: process 4242 ([bold]engine) is stopped while it has the arena's lock"
+    )
     said = capsys.readouterr().out
     assert line in said
     assert "kill -CONT 4242" in said
@@ -70,9 +61,8 @@ def test_process_that_is_stopped_with_the_lock_is_named(
 def test_lookup_that_does_not_answer_is_said_beside_the_shards(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
     silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
-    _print({"cluster_name": "c", "lookup": silent, "shards": [shard]})
+    _print({"cluster_name": "c", "lookup": silent, "shards": [SERVING]})
     said = capsys.readouterr().out
     assert "1 shard, the lookup does not answer: No answer in time." in said
     assert "3MiB/1GiB" in said
@@ -87,8 +77,7 @@ class WatchedClient:
         self.num_answers += 1
         if self.num_answers > 1:
             raise ShardUnavailable("No tier runs.")
-        shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
-        return {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [shard]}
+        return {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
 
 
 def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(
@@ -102,9 +91,9 @@ def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(
 
     monkeypatch.setattr(status.time, "sleep", sleep)
     _watch(client, console)  # type: ignore[arg-type]
-    shown = console.export_text()
-    assert "No answer: No tier runs. Trying again." in shown
-    assert "3MiB/1GiB" in shown
+    text = console.export_text()
+    assert "No answer: No tier runs. Trying again." in text
+    assert "3MiB/1GiB" in text
 
 
 def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:
@@ -114,11 +103,11 @@ def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:
     found = summed(one, [one, two, silent])
     assert (found["keys"], found["entries"], found["shards"]) == (8, 16, {"a": 1})
     assert found["bytes_per_key"] == round((600 + 2**20) / 8, 1)
-    shown = text_of(lookups_table(found["partitions"])).splitlines()
-    first, second, third = (line.split() for line in shown if "kvray-lookup" in line)
-    assert first == ["kvray-lookup", "answers", "3", "6", "600B", "2", "1"]
-    assert second[:5] == ["kvray-lookup-1", "answers", "5", "10", "1MiB"]
-    assert third == ["kvray-lookup-2", "unreachable"]
+    lines = rows(shown(lookups_table(found["partitions"])))
+    first, second, third = (line for line in lines if "kvray-lookup" in line)
+    assert first == "kvray-lookup answers 3 6 600B 2 1"
+    assert second.startswith("kvray-lookup-1 answers 5 10 1MiB")
+    assert third == "kvray-lookup-2 unreachable"
 
 
 SLABS = {
@@ -136,17 +125,11 @@ SLABS = {
 
 def test_memory_is_shown_for_each_block_size_and_what_is_spare() -> None:
     arena = {**ARENA, "slabs": [SLABS, {**SLABS, "block_bytes": 2**22}], "spare_slabs": 13}
-    shard = {"shard": "kvray-shard-0123456789ab", "state": "serving", "arena": arena}
-    lines = text_of(memory_table([shard])).splitlines()
-    figures = ["3", "1500", "36", "20", "25%", "2MiB"]
-    assert ["0123456789ab", "128KiB", *figures] in [line.split() for line in lines]
-    assert ["0123456789ab", "4MiB", *figures] in [line.split() for line in lines]
-    assert ["0123456789ab", "spare", "13"] in [line.split() for line in lines]
-
-
-def make_replica(**fields: Any) -> dict[str, Any]:
-    defaults = {"replica": "r-1", "rank": 0, "connected": True, "namespace": "01", "counters": {}}
-    return {**defaults, **fields}
+    lines = rows(shown(memory_table([SERVING | {"arena": arena}])))
+    figures = "3 1500 36 20 25% 2MiB"
+    assert f"aa 128KiB {figures}" in lines
+    assert f"aa 4MiB {figures}" in lines
+    assert "aa spare 13" in lines
 
 
 def test_replica_shows_hits_and_misses_by_reason() -> None:
@@ -163,19 +146,16 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
         "miss_tokens_arena_busy": 0,
         "stored_blocks": 10,
     }
-    table = replicas_table([make_replica(counters=counters)])
-    words = " ".join(text_of(table, width=120).split())
+    table = replicas_table([replica(**counters)])
+    words = " ".join(shown(table, width=120).split())
     shares = "4% 50% 2% 4% 40%"
     assert f"r-1 0 7 900 {shares} 320 not stored 10 stored blocks" in words
     assert "busy" not in words
 
 
-def test_replica_that_is_gone_is_marked() -> None:
-    assert "gone" in text_of(replicas_table([make_replica(connected=False)]))
-
-
-def test_name_of_a_replica_is_no_markup() -> None:
-    assert "[red]" in text_of(replicas_table([make_replica(replica="[red]")]))
+def test_replica_that_is_gone_is_marked_and_its_name_is_no_markup() -> None:
+    assert "gone" in shown(replicas_table([replica(connected=False)]))
+    assert "[red]" in shown(replicas_table([replica("[red]")]))
 
 
 def test_who_ended_a_while_ago_is_a_sum() -> None:
@@ -187,20 +167,160 @@ def test_who_ended_a_while_ago_is_a_sum() -> None:
         "42 ranks ended before and are not listed: 1,500 requests, 700 hit tokens."
     )
     assert ended_line(ended[1:]) == "2 ranks ended before and are not listed."
-    assert (
-        total_counters([make_replica(counters={"prompt_tokens": 1}), *ended])["prompt_tokens"]
-        == 9001
-    )
+    totals = total_counters([replica(prompt_tokens=1), *ended])
+    assert totals["prompt_tokens"] == 9001
 
 
 def test_a_counter_or_name_with_markup_is_printed_as_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = "[/nothing][bold]"
-    replica = make_replica(replica=name) | {"counters": {name: 7, f"miss_tokens_{name}": 8}}
-    shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [replica]}
+    one = replica(name, counters={name: 7, f"miss_tokens_{name}": 8})
+    shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [one]}
     lookup = {"state": "unreachable", "message": name}
     _print({"cluster_name": name, "lookup": lookup, "shards": [shard]})
     said = capsys.readouterr().out
     for line in (f"Tier {name}", f"7 {name}", f"8 {name}", f"answer: {name}", f": {name}"):
         assert line in said
+
+
+MINE = replace(NAMESPACE, model="sha256:ab")
+
+
+def shard_of(**namespaces: Namespace) -> tuple[Replicas, dict[str, Any]]:
+    """Return the replicas of a shard, by name and in this order, and what its status says."""
+    replicas = Replicas()
+    for connection, (name, namespace) in enumerate(namespaces.items()):
+        replicas.register(connection, name, 0, namespace)
+    return replicas, status_of(replicas)
+
+
+def status_of(replicas: Replicas) -> dict[str, Any]:
+    return {"replicas": replicas.status(), "namespaces": replicas.namespaces()}
+
+
+def words_of(*shards: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of table and sentence as words; of no report nothing."""
+    text = shown(*(namespaces_report(list(shards)) or ()), width=120)
+    return [line.split() for line in text.splitlines()]
+
+
+def test_replicas_of_one_namespace_need_no_table() -> None:
+    _, shard = shard_of(a=MINE, b=MINE)
+    assert words_of(shard) == []
+    assert words_of() == []
+    assert words_of({"state": "preparing"}) == []
+
+
+def test_only_what_differs_is_shown_and_who_differs() -> None:
+    _, shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
+    title, _, first, last, digests, _, row, _, sentence = words_of(shard)
+    assert title == ["Namespaces"]
+    assert digests == [replica["namespace"] for replica in shard["replicas"]][:2]
+    assert (first, last) == (["a"], ["c", "b"])
+    assert row == ["tp_layout", "tp1", "tp4"]
+    assert sentence[:5] == ["Replicas", "in", "different", "columns", "share"]
+
+
+def test_replicas_of_several_nodes_are_compared() -> None:
+    _, here = shard_of(a=MINE)
+    _, there = shard_of(b=replace(MINE, kv_dtype="float8", part_bytes=256))
+    lines = words_of(here, there)
+    assert ["kv_dtype", "bfloat16", "float8"] in lines
+    assert ["part_bytes", "512", "256"] in lines
+
+
+def test_who_is_gone_is_shown_too_since_their_blocks_are_not_found() -> None:
+    replicas, _ = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"))
+    replicas.disconnect(0)
+    assert ["a", "gone", "b"] in words_of(status_of(replicas))
+
+
+def test_many_namespaces_and_replicas_are_cut_short_and_counted() -> None:
+    many = {f"r{n}": replace(MINE, tp_layout=f"tp{n}") for n in range(8)}
+    same = {f"s{n}": many["r0"] for n in range(6)}
+    _, shard = shard_of(**many, **same)
+    lines = words_of(shard)
+    assert "2 more namespaces are in kvray status --json." in " ".join(lines[-1])
+    assert ["tp_layout", "tp0", "tp1", "tp2", "tp3", "tp4", "tp5"] in lines
+    assert ["and", "3", "more", "r1", "r2", "r3", "r4", "r5"] in lines
+
+
+def test_names_and_values_are_no_markup() -> None:
+    _, shard = shard_of(**{"[red]": MINE, "b": replace(MINE, overrides="[bold]")})
+    text = str(words_of(shard))
+    assert "[red]" in text
+    assert "[bold]" in text
+
+
+def reading(**changes: Any) -> dict[str, Any]:
+    counters = {
+        "fingerprint_bytes": 120 * 2**30,
+        "fingerprint_bytes_read": 30 * 2**30,
+        "fingerprint_failed": 0,
+        "uptime_s": 20,
+    }
+    return replica("a", **counters | changes)
+
+
+FAR = "uses no tier until it has read its checkpoint: "
+
+
+@pytest.mark.parametrize(
+    ("counters", "said", "fix"),
+    [
+        ({}, f"{FAR}30GiB of 120GiB read, about 60 s left", "connector.model_key"),
+        ({"fingerprint_bytes_read": 0}, f"{FAR}0B of 120GiB read", "wait"),
+        ({"fingerprint_failed": 1}, "cannot read its checkpoint, and uses no tier", "log"),
+    ],
+    ids=["a reading that goes on", "one that has just begun", "one that failed"],
+)
+def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(
+    counters: dict[str, int], said: str, fix: str
+) -> None:
+    ((says, remedy),) = unnamed_sentences([reading(**counters)])
+    assert says == f"replica a rank 0 {said}"
+    assert fix in remedy
+
+
+def test_figures_that_are_missing_count_as_none() -> None:
+    said = []
+    for one in ({}, {"fingerprint_bytes_read": 2**29}):
+        ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **one)])
+        said.append(says.partition(": ")[2])
+    assert said == ["0B of 1GiB read", "512MiB of 1GiB read, about 0 s left"]
+
+
+def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence() -> None:
+    known = replica(uptime_s=20)
+    assert not list(unnamed_sentences([known, reading(connected=False)]))
+
+
+def test_doctor_says_why_nothing_is_promised_yet() -> None:
+    status = {"shards": [{"replicas": [reading()]}]}
+    findings = {one.check: one for one in hit_findings(status)}
+    assert "30GiB of 120GiB" in findings["checkpoint"].says
+
+
+def memory_shard_of(
+    *namespaces: tuple[str, int, int | None], over_quota: int = 0
+) -> dict[str, Any]:
+    held = [
+        {"namespace": name, "blocks": blocks, "bytes": blocks * 2**20, "quota_bytes": quota}
+        for name, blocks, quota in namespaces
+    ]
+    arena = {"namespaces": held, "over_quota": over_quota}
+    return {"shard": "kvray-shard-0123", "state": "serving", "arena": arena}
+
+
+def test_every_namespace_shows_what_it_has_and_may_have() -> None:
+    shard = memory_shard_of(("12ab34cd", 3, 5 * 2**20), ("", 2, None), over_quota=7)
+    lines = rows(shown(*shares_report([shard])))
+    assert "0123 12ab34cd 3 3MiB 5MiB" in lines
+    assert "0123 not known 2 2MiB" in lines
+    assert "7 blocks were evicted because their namespace was over its quota." in lines
+
+
+def test_one_namespace_without_a_quota_needs_no_table() -> None:
+    assert shares_report([memory_shard_of(("12ab34cd", 3, None)), {"shard": "b"}]) == []
+    assert len(shares_report([memory_shard_of(("12ab34cd", 3, 2**30))])) == 1

@@ -1,24 +1,22 @@
-"""What the answers of a round, and of all rounds, come to: as a table, JSON or a picture."""
+"""The figures of the answers of a round, and of all rounds, and the report of them."""
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
-from rich import box
 from rich.table import Table
 
-from kvray import __version__
-from kvray.console.output import printer, write_picture
+from kvray.console.output import empty_table
 from kvray.lab.bench.runner import percentile
 from kvray.lab.bench.serving.load import Answer, Due
+from kvray.lab.report import Report, blank_figure, machine_facts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Figures = dict[str, float]
 """Name -> value; what was not measured is missing."""
@@ -96,9 +94,8 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
     rates the first one's over the other's.
     """
     first, *others = rounds[0]
-    found: dict[str, Figures] = {}
+    found: dict[str, Figures] = {other: {} for other in others}
     for other in others:
-        found[other] = {}
         for figure in FASTER + MORE:
             pairs = [(one[first].get(figure), one[other].get(figure)) for one in rounds]
             of_rounds = [
@@ -183,15 +180,14 @@ class Section:
         cls, name: str, rounds: Sequence[Round], *, in_time_s: float, num_replicas: int
     ) -> Section:
         """Return the section of a workload's rounds; arguments as of `round_figures`."""
+        limits: dict[str, Any] = {"in_time_s": in_time_s, "num_replicas": num_replicas}
         answers = {
             endpoint: [answer for one in rounds for answer in one.answers[endpoint]]
             for endpoint in rounds[0].answers
         }
         return cls(
             name=name,
-            rounds=[
-                round_figures(one, in_time_s=in_time_s, num_replicas=num_replicas) for one in rounds
-            ],
+            rounds=[round_figures(one, **limits) for one in rounds],
             first_tokens={
                 endpoint: [one.first_token_s for one in some if not one.error]
                 for endpoint, some in answers.items()
@@ -204,89 +200,59 @@ class Section:
 
     def figures(self) -> dict[str, float]:
         """Return every figure, by its name in the JSON."""
-        workload = self.name.replace("-", "_")
-        found = {}
-        for endpoint, figures in over_rounds(self.rounds).items():
-            for name, value in figures.items():
-                found[f"serving_{workload}_{name}_{endpoint}"] = round(value, 5)
-        for endpoint, figures in ratios(self.rounds).items():
-            for name, value in figures.items():
-                found[f"serving_{workload}_{name}_ratio_{endpoint}"] = round(value, 4)
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingReport:
-    """The result of one run."""
-
-    sections: Sequence[Section]
-    facts: Mapping[str, Any]
-
-    def to_json(self) -> str:
-        """Return one JSON object."""
-        figures = {name: value for one in self.sections for name, value in one.figures().items()}
-        found = {
-            **figures,
-            "workloads": [asdict(one) for one in self.sections],
-            **self.facts,
-            "cpu_cores": psutil.cpu_count(),
-            "machine": platform.machine(),
-            "version": __version__,
+        start = f"serving_{self.name.replace('-', '_')}"
+        return {
+            f"{start}_{name}{suffix}_{endpoint}": round(value, digits)
+            for suffix, digits, found in (
+                ("", 5, over_rounds(self.rounds)),
+                ("_ratio", 4, ratios(self.rounds)),
+            )
+            for endpoint, figures in found.items()
+            for name, value in figures.items()
         }
-        return json.dumps(found, indent=2)
 
-    def show(self) -> None:
-        """Print a table for each workload."""
-        console = printer()
-        for section in self.sections:
-            console.print(_table(section))
-            for endpoint, errors in section.errors.items():
-                for error in errors[:3]:
-                    console.print(f"{endpoint}: {error}")
 
-    def draw(self, path: Path) -> None:
-        """Write a PNG with the share of requests that had their first token by a time.
+def serving_report(sections: Sequence[Section], facts: Mapping[str, Any]) -> Report:
+    """Return the report: a table for each workload, and what went wrong."""
+    parts: list[str | Table] = []
+    found: dict[str, Any] = {}
+    for section in sections:
+        found |= section.figures()
+        parts.append(_table(section))
+        for endpoint, errors in section.errors.items():
+            parts += [f"{endpoint}: {error}" for error in errors[:3]]
+    found |= {"workloads": [asdict(one) for one in sections], **facts, **machine_facts()}
+    return Report(parts=parts, facts=found, figure=lambda: _draw(sections))
 
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 3.5 * len(self.sections)), layout="constrained")
-        panels = figure.subplots(len(self.sections), squeeze=False)[:, 0]
-        for axes, section in zip(panels, self.sections, strict=True):
-            for endpoint, seconds in section.first_tokens.items():
-                shares = [100 * (at + 1) / len(seconds) for at in range(len(seconds))]
-                axes.step(sorted(seconds), shares, where="post", label=endpoint)
-            axes.set_title(section.name, loc="left")
-            axes.set_xlabel("time to the first token, s")
-            axes.set_ylabel("requests, %")
-            axes.set_ylim(0, 100)
-            axes.set_xlim(left=0)
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, loc="lower right")
-        write_picture(figure, path)
+def _draw(sections: Sequence[Section]) -> Figure:
+    """Draw the share of requests that had their first token by a time."""
+    figure, panels = blank_figure(8, 3.5 * len(sections), rows=len(sections))
+    for axes, section in zip(panels, sections, strict=True):
+        for endpoint, seconds in section.first_tokens.items():
+            shares = [100 * (at + 1) / len(seconds) for at in range(len(seconds))]
+            axes.step(sorted(seconds), shares, where="post", label=endpoint)
+        axes.set_title(section.name, loc="left")
+        axes.set_xlabel("time to the first token, s")
+        axes.set_ylabel("requests, %")
+        axes.set_ylim(0, 100)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="lower right")
+    return figure
 
 
 def _table(section: Section) -> Table:
     found, better = over_rounds(section.rounds), ratios(section.rounds)
-    table = Table(title=section.name, box=box.SIMPLE, title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in found:
-        table.add_column(name, justify="right", no_wrap=True)
+    first = next(iter(found))
+    table = empty_table("", numbers=[*found], title=section.name)
     for figure, (title, written) in _ROWS.items():
         if any(figure in figures for figures in found.values()):
             values = (figures.get(figure) for figures in found.values())
             table.add_row(title, *("" if one is None else written.format(one) for one in values))
-    first = next(iter(found))
-    if better:
-        table.add_section()
+    table.add_section()
     for figure in next(iter(better.values()), {}):
-        cells = ("" if name == first else _times(better[name].get(figure)) for name in found)
+        times = (better.get(name, {}).get(figure) for name in found)
+        cells = ("" if one is None else f"{one:.2f}x" for one in times)
         table.add_row(f"{first} is better: {_ROWS[figure][0].strip()}", *cells)
     return table
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"

@@ -13,7 +13,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +22,16 @@ import yaml
 
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, parse_option
-from kvray.lab.bench.serving.load import Due, Endpoint, ask_model, parse_endpoint, play
-from kvray.lab.bench.serving.report import Round, Section, ServingReport
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner
+from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
+from kvray.lab.bench.serving.report import Round, Section, serving_report
 from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
 from kvray.lab.bench.tier import own_settings, start_tier
-from kvray.lab.replay import Trace, read_trace
+from kvray.lab.replay import read_trace
+from kvray.lab.report import Report
 
 if TYPE_CHECKING:
     from ray.serve import Application
-
-    MakeApp = Callable[[dict[str, Any]], Application]
-    from ray.serve import Application
-
 
 _POLL_S = 0.5
 _ROUTERS = {"kvray": "kvray", "serve": "serve", "no-tier": "serve"}
@@ -44,19 +42,174 @@ _WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """What is started."""
+class Options:
+    """The options of the command: how much is asked, and how, and what --local starts."""
 
+    rate: float
+    """Requests per second."""
+    seconds: float
+    rounds: int
+    scale: float
+    """Lengths of a trace are divided by it."""
+    tokens_max: int
+    """Longer prompts of a trace lose their end."""
+    vocabulary: int
+    """Token ids of prompts are below it."""
+    answer_tokens: int
+    in_time: float
+    timeout: float
+    replicas: int | None
+    """Behind each endpoint; None: those that answer."""
+    model: str | None
+    """What to ask for; None: what the endpoints list."""
     config: Path | None
-    model: str
-    num_replicas: int
-    num_blocks: int
+    pool_blocks: int
     """Of each engine's own pool."""
-    capacity: str
+    capacity: int
     """Of the tier's arena."""
-    start_timeout_s: float
+    start_timeout: float
 
-    def start(self, runner: Runner, app: MakeApp) -> list[Endpoint]:
+    @property
+    def num_requests(self) -> int:
+        """Of a round."""
+        return max(1, round(self.rate * self.seconds))
+
+
+def run(
+    runner: Runner,
+    *,
+    url: Sequence[str] | None,
+    is_local: bool,
+    trace: Path | None,
+    workload: Sequence[str] | None,
+    app: Callable[[dict[str, Any]], Application],
+    **options: Any,
+) -> Report:
+    """Send each workload to all endpoints in turn.
+
+    Args:
+        runner: the run.
+        url: the endpoints, NAME=URL.
+        is_local: start a fleet in place of `url`.
+        trace: where requests come from in place of `workload`.
+        workload: names of `KINDS`; none: conversations, and with a fleet all of them.
+        app: `kvray.serve.app`.
+        options: the fields of `Options`.
+
+    Raises:
+        KVRayError: an option is wrong, an endpoint does not answer, or the fleet did not start.
+    """
+    made = Options(**options)
+    sources = _sources(trace, workload or (list(KINDS) if is_local else ["conversations"]), made)
+    if bool(url) == is_local:
+        raise ConfigError("Give the endpoints with --url, or --local.")
+    if is_local:
+        made = replace(made, replicas=made.replicas or 3, model=made.model or "smollm2")
+        return measure(runner, _Fleet(made).start(runner, app), sources, made)
+    named = [parse_endpoint(one) for one in url or ()]
+    if len({name for name, _ in named}) < len(named):
+        raise ConfigError("Two endpoints have the same name; give each --url one of its own.")
+    endpoints = [
+        Endpoint(name=name, url=where, model=made.model or asyncio.run(ask_model(name, where)))
+        for name, where in named
+    ]
+    return measure(runner, endpoints, sources, made)
+
+
+def measure(
+    runner: Runner,
+    endpoints: Sequence[Endpoint],
+    sources: dict[str, Callable[..., list[Request]]],
+    options: Options,
+) -> Report:
+    """Play all rounds of all workloads; a source makes the requests of a round from its seed."""
+    warm_ups = _WARM_UPS * (options.replicas or 1)
+    per_endpoint = warm_ups + len(sources) * options.rounds * options.num_requests
+    runner.show("Warming up", total=len(endpoints) * per_endpoint)
+    # Requests one after the other, which nobody else's prompts begin with.
+    for endpoint in endpoints:
+        for request in generate("no-prefix", num_requests=warm_ups, seconds=0.0, seed=0):
+            tokens = request.tokens(0, vocabulary=options.vocabulary)
+            _play(runner, endpoint, [Due(at_s=0.0, tokens=tokens)], options)
+    limits: dict[str, Any] = {"in_time_s": options.in_time, "num_replicas": options.replicas or 0}
+    sections = []
+    for at, (name, source) in enumerate(sources.items()):
+        rounds = []
+        for number in range(options.rounds):
+            title = f"{name}, round {number + 1} of {options.rounds}"
+            seed = at * options.rounds + number + 1  # 0 is the warm-up's
+            rounds.append(_round(runner, endpoints, source, options, title=title, seed=seed))
+        sections.append(Section.of(name, rounds, **limits))
+    return serving_report(
+        sections,
+        {
+            "rate": options.rate,
+            "seconds": options.seconds,
+            "rounds": options.rounds,
+            "requests": options.num_requests,
+            "answer_tokens": options.answer_tokens,
+            "in_time_s": options.in_time,
+            "replicas": options.replicas,
+        },
+    )
+
+
+def _sources(
+    trace: Path | None, workloads: Sequence[str], options: Options
+) -> dict[str, Callable[..., list[Request]]]:
+    """Return the workloads by name; the requests of a trace are the same in each round."""
+    size: dict[str, Any] = {"num_requests": options.num_requests, "seconds": options.seconds}
+    if trace is not None:
+        read = read_trace(trace)
+        found = from_trace(read, **size, scale=options.scale, tokens_max=options.tokens_max)
+        return {read.name: lambda *, seed: found}
+    for name in workloads:
+        if name not in KINDS:
+            raise ConfigError(f"--workload {name}: give one of {', '.join(KINDS)}.")
+    return {name: partial(generate, name, **size) for name in workloads}
+
+
+def _round(
+    runner: Runner,
+    endpoints: Sequence[Endpoint],
+    source: Callable[..., list[Request]],
+    options: Options,
+    *,
+    title: str,
+    seed: int,
+) -> Round:
+    """Have the endpoints answer the same requests in turn; in each round another one begins."""
+    requests = [
+        Due(at_s=one.at_s, tokens=one.tokens(seed, vocabulary=options.vocabulary))
+        for one in source(seed=seed)
+    ]
+    answers = {}
+    first = (seed - 1) % len(endpoints)
+    for endpoint in (*endpoints[first:], *endpoints[:first]):
+        runner.show(f"{title}: {endpoint.name}")
+        answers[endpoint.name] = _play(runner, endpoint, requests, options)
+    prompts = [due.tokens for due in requests]
+    return Round(
+        requests=requests,
+        reusable=reusable_tokens(prompts, tokens_per_block=TOKENS_PER_BLOCK),
+        answers={one.name: answers[one.name] for one in endpoints},
+    )
+
+
+def _play(
+    runner: Runner, endpoint: Endpoint, requests: Sequence[Due], options: Options
+) -> list[Answer]:
+    limits: dict[str, Any] = {"max_tokens": options.answer_tokens, "timeout_s": options.timeout}
+    return asyncio.run(play(endpoint, requests, **limits, advance=runner.advance))
+
+
+class _Fleet:
+    """A tier and three applications."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def start(self, runner: Runner, app: Callable[[dict[str, Any]], Application]) -> list[Endpoint]:
         """Start Ray, the tier and the applications, which end with the run.
 
         Raises:
@@ -65,14 +218,14 @@ class Fleet:
         runner.show("Starting a tier")
         # Ray prints words about its workers, which are no part of the report.
         runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        capacity = parse_option("--capacity", self.capacity)
-        settings = own_settings(self.config, capacity=capacity)
+        settings = own_settings(self._options.config, capacity=self._options.capacity)
         launch = start_tier(runner, settings)
         assert launch.local is not None, "the tier is on a Ray of its own"
         directory = runner.make_directory(Path(tempfile.gettempdir()))
         from ray import serve
 
-        port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = int(server.getsockname()[1])
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with runner.interrupts.held():
             runner.stack.callback(serve.shutdown)
@@ -83,24 +236,21 @@ class Fleet:
             target = serve.RunTarget(app(self._arguments(name, path)), name, f"/{name}")
             serve.run_many([target], wait_for_applications_running=False)
             self._wait(runner, serve.status, name)
-        return [
-            Endpoint(name=name, url=f"http://127.0.0.1:{port}/{name}", model=self.model)
-            for name in _ROUTERS
-        ]
+        model, where = str(self._options.model), f"http://127.0.0.1:{port}"
+        return [Endpoint(name=name, url=f"{where}/{name}", model=model) for name in _ROUTERS]
 
     def _arguments(self, name: str, config: Path) -> dict[str, Any]:
         """Return the arguments of an application."""
-        options = {"num_blocks": self.num_blocks, "num_threads": 1}
         nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
         return {
             **nothing_to_fetch,
             "engine": "reference",
-            "model": self.model,
-            "num_replicas": self.num_replicas,
+            "model": self._options.model,
+            "num_replicas": self._options.replicas,
             "router": _ROUTERS[name],
             "kvray_config": str(config),
-            "engine_options": options,
-            "pool_blocks": self.num_blocks,
+            "engine_options": {"num_blocks": self._options.pool_blocks, "num_threads": 1},
+            "pool_blocks": self._options.pool_blocks,
         }
 
     def _write_config(
@@ -120,7 +270,8 @@ class Fleet:
 
     def _wait(self, runner: Runner, status: Callable[[], Any], name: str) -> None:
         """Wait until an application runs."""
-        deadline = time.monotonic() + self.start_timeout_s
+        timeout_s = self._options.start_timeout
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             runner.interrupts.check()
             found = status().applications.get(name)
@@ -129,205 +280,4 @@ class Fleet:
             if found is not None and found.status == "DEPLOY_FAILED":
                 raise ConfigError(f"{name} did not start: {found.message}")
             time.sleep(_POLL_S)
-        raise KVRayError(
-            f"{name} did not start within {self.start_timeout_s:.0f} s; give fewer --replicas."
-        )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How much is asked, and how."""
-
-    rate: float
-    """Requests per second."""
-    seconds: float
-    rounds: int
-    scale: float
-    """Lengths of a trace are divided by it."""
-    tokens_max: int
-    """Longer prompts of a trace lose their end."""
-    vocabulary: int
-    """Token ids of prompts are below it."""
-    answer_tokens: int
-    in_time_s: float
-    timeout_s: float
-
-    @property
-    def num_requests(self) -> int:
-        """Of a round."""
-        return max(1, round(self.rate * self.seconds))
-
-
-def run(
-    runner: Runner,
-    *,
-    urls: Sequence[str],
-    trace: Path | None,
-    workloads: Sequence[str],
-    load: dict[str, Any],
-    num_replicas: int,
-    model: str | None,
-    fleet: dict[str, Any] | None,
-    app: Callable[[dict[str, Any]], Application],
-) -> ServingReport:
-    """Send each workload to all endpoints in turn.
-
-    Args:
-        runner: the run.
-        urls: the endpoints, NAME=URL.
-        trace: where requests come from in place of `workloads`.
-        workloads: names of `KINDS`; none: conversations, and with a fleet all of them.
-        load: the fields of `Load`.
-        num_replicas: behind each endpoint; 0: those that answer.
-        model: what to ask for; None: what the endpoints list.
-        fleet: the fields of `Fleet`, which is started in place of `urls`; None: it is not.
-        app: `kvray.serve.app`.
-
-    Raises:
-        KVRayError: an option is wrong, an endpoint does not answer, or the fleet did not start.
-    """
-    made = Load(**load)
-    kinds = workloads or (["conversations"] if fleet is None else list(KINDS))
-    sources = _sources(trace, kinds, made)
-    if bool(urls) == (fleet is not None):
-        raise ConfigError("Give the endpoints with --url, or --local.")
-    if fleet is not None:
-        started = Fleet(**fleet)
-        endpoints = started.start(runner, app)
-        return measure(runner, endpoints, sources, made, num_replicas=started.num_replicas)
-    named = [parse_endpoint(url) for url in urls]
-    if len({name for name, _ in named}) < len(named):
-        raise ConfigError("Two endpoints have the same name; give each --url one of its own.")
-    endpoints = [
-        Endpoint(name=name, url=url, model=model or asyncio.run(ask_model(name, url)))
-        for name, url in named
-    ]
-    return measure(runner, endpoints, sources, made, num_replicas=num_replicas)
-
-
-def measure(
-    runner: Runner,
-    endpoints: Sequence[Endpoint],
-    sources: dict[str, Callable[[int], list[Request]]],
-    load: Load,
-    *,
-    num_replicas: int,
-) -> ServingReport:
-    """Play all rounds of all workloads; a source makes the requests of a round from its seed."""
-    warm_ups = _WARM_UPS * max(1, num_replicas)
-    per_endpoint = warm_ups + len(sources) * load.rounds * load.num_requests
-    runner.show("Warming up", total=len(endpoints) * per_endpoint)
-    for endpoint in endpoints:
-        asyncio.run(_warm_up(runner, endpoint, load, warm_ups))
-    sections = []
-    for at, (name, source) in enumerate(sources.items()):
-        rounds = [
-            _round(
-                runner,
-                endpoints,
-                source,
-                load,
-                title=f"{name}, round {number + 1} of {load.rounds}",
-                number=at * load.rounds + number,
-            )
-            for number in range(load.rounds)
-        ]
-        sections.append(
-            Section.of(name, rounds, in_time_s=load.in_time_s, num_replicas=num_replicas)
-        )
-    return ServingReport(
-        sections=sections,
-        facts={
-            "rate": load.rate,
-            "seconds": load.seconds,
-            "rounds": load.rounds,
-            "requests": load.num_requests,
-            "answer_tokens": load.answer_tokens,
-            "in_time_s": load.in_time_s,
-            "replicas": num_replicas or None,
-        },
-    )
-
-
-def _sources(
-    trace: Path | None, workloads: Sequence[str], load: Load
-) -> dict[str, Callable[[int], list[Request]]]:
-    """Return the workloads by name; the requests of a trace are the same in each round."""
-    if trace is not None:
-        read = read_trace(trace)
-        found = _of_trace(read, load)
-        return {read.name: lambda seed: found}
-    for name in workloads:
-        if name not in KINDS:
-            raise ConfigError(f"--workload {name}: give one of {', '.join(KINDS)}.")
-
-    def of_kind(kind: str) -> Callable[[int], list[Request]]:
-        return lambda seed: generate(
-            kind, num_requests=load.num_requests, seconds=load.seconds, seed=seed
-        )
-
-    return {name: of_kind(name) for name in dict.fromkeys(workloads)}
-
-
-def _of_trace(trace: Trace, load: Load) -> list[Request]:
-    return from_trace(
-        trace,
-        num_requests=load.num_requests,
-        seconds=load.seconds,
-        scale=load.scale,
-        tokens_max=load.tokens_max,
-    )
-
-
-async def _warm_up(runner: Runner, endpoint: Endpoint, load: Load, count: int) -> None:
-    """Send some requests, one after the other, which nobody else's prompts begin with."""
-    for request in generate("no-prefix", num_requests=count, seconds=0.0, seed=0):
-        due = Due(at_s=0.0, tokens=request.tokens(0, vocabulary=load.vocabulary))
-        await play(
-            endpoint,
-            [due],
-            max_tokens=load.answer_tokens,
-            timeout_s=load.timeout_s,
-            advance=runner.advance,
-        )
-
-
-def _round(
-    runner: Runner,
-    endpoints: Sequence[Endpoint],
-    source: Callable[[int], list[Request]],
-    load: Load,
-    *,
-    title: str,
-    number: int,
-) -> Round:
-    """Have the endpoints answer the same requests in turn; in each round another one begins."""
-    seed = number + 1  # 0 is the warm-up's
-    requests = [
-        Due(at_s=one.at_s, tokens=one.tokens(seed, vocabulary=load.vocabulary))
-        for one in source(seed)
-    ]
-    answers = {}
-    first = number % len(endpoints)
-    for endpoint in (*endpoints[first:], *endpoints[:first]):
-        runner.show(f"{title}: {endpoint.name}")
-        answers[endpoint.name] = asyncio.run(
-            play(
-                endpoint,
-                requests,
-                max_tokens=load.answer_tokens,
-                timeout_s=load.timeout_s,
-                advance=runner.advance,
-            )
-        )
-    prompts = [due.tokens for due in requests]
-    return Round(
-        requests=requests,
-        reusable=reusable_tokens(prompts, tokens_per_block=TOKENS_PER_BLOCK),
-        answers={one.name: answers[one.name] for one in endpoints},
-    )
+        raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")

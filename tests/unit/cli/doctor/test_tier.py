@@ -7,18 +7,9 @@ import pytest
 from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.tier import hit_findings, tier_findings
 from kvray.trace.reasons import COUNTED
+from tests.unit.cli.answers import ARENA, NVME, SERVING, mover, replica
 
-ARENA = {"capacity_bytes": 2**30, "blocks": 12, "leased_blocks": 2, "corrupt": 0}
 GIB = 2**30
-NVME = {
-    "file_bytes": 2**30,
-    "message": "",
-    "segments_without_room": 0,
-    "write_budget_bytes": None,
-    "is_direct": True,
-    "corrupt": 0,
-}
-SERVING = {"shard": "kvray-shard-aa", "state": "serving", "arena": ARENA}
 
 
 def found(*shards: dict[str, Any], movers: tuple[dict[str, Any], ...] = ()) -> dict[str, Finding]:
@@ -82,33 +73,32 @@ def pages(**changes: Any) -> Finding:
     return found({**SERVING, "memory": {**memory, **changes}})["pages aa"]
 
 
-def test_an_arena_in_small_pages_is_told_the_command() -> None:
-    one = pages()
-    assert (one.verdict, one.says) == ("hint", "none of its memory is in huge pages")
-    assert one.fix == (
-        "for pages of 2MiB run `mount -o remount,huge=advise /dev/shm` as root, then `kvray down`"
-        " and `kvray up`"
-    )
-
-
-def test_an_arena_in_huge_pages_needs_no_command() -> None:
-    one = pages(huge_bytes=4 * GIB, command=None)
-    assert (one.verdict, one.says) == ("ok", "its memory is in huge pages of 2MiB")
-
-
-def test_an_arena_partly_in_huge_pages_says_how_much() -> None:
-    assert pages(huge_bytes=3 * GIB).says == "75 % of its memory is in huge pages"
-
-
-def test_where_there_are_no_huge_pages_none_are_offered() -> None:
-    one = pages(huge_page_bytes=0, command=None)
-    assert (one.verdict, one.says) == ("ok", "its memory is in small pages")
-
-
-def test_several_numa_nodes_are_named() -> None:
-    said = pages(numa_nodes=4, interleaved_nodes=4).says
-    assert said.endswith("pages, interleaved over 4 NUMA nodes")
-    assert pages(numa_nodes=4).says.endswith("pages, not interleaved over the 4 NUMA nodes")
+@pytest.mark.parametrize(
+    ("changes", "verdict", "says"),
+    [
+        ({}, "hint", "none of its memory is in huge pages"),
+        ({"huge_bytes": 3 * GIB}, "hint", "75 % of its memory is in huge pages"),
+        ({"huge_bytes": 4 * GIB, "command": None}, "ok", "its memory is in huge pages of 2MiB"),
+        ({"huge_page_bytes": 0, "command": None}, "ok", "its memory is in small pages"),
+        (
+            {"numa_nodes": 4, "interleaved_nodes": 4},
+            "hint",
+            "none of its memory is in huge pages, interleaved over 4 NUMA nodes",
+        ),
+        (
+            {"numa_nodes": 4},
+            "hint",
+            "none of its memory is in huge pages, not interleaved over the 4 NUMA nodes",
+        ),
+    ],
+)
+def test_an_arena_s_pages_are_told_with_the_command_for_larger_ones(
+    changes: dict[str, Any], verdict: str, says: str
+) -> None:
+    one = pages(**changes)
+    assert (one.verdict, one.says) == (verdict, says)
+    command = "for pages of 2MiB run `mount -o remount,huge=advise /dev/shm` as root, then"
+    assert one.fix == (f"{command} `kvray down` and `kvray up`" if verdict == "hint" else "")
 
 
 def test_a_shard_that_does_not_know_its_pages_says_nothing() -> None:
@@ -135,42 +125,28 @@ def test_disk_that_does_not_do_its_work_is_reported(
 
 def test_a_disk_that_was_hardly_meant_is_a_hint() -> None:
     remark = "/nvme is on the root file system; mount one at nvme.dir."
-    status = {"lookup": {"keys": 7}, "movers": []}
-    shard = {**SERVING, "nvme": {**NVME, "remarks": [remark]}}
-    hints = [one for one in tier_findings({**status, "shards": [shard]}) if one.verdict == "hint"]
-    assert [(one.says, one.fix) for one in hints] == [
-        ("/nvme is on the root file system", "mount one at nvme.dir")
-    ]
+    status = {"lookup": {"keys": 7}, "shards": [{**SERVING, "nvme": {**NVME, "remarks": [remark]}}]}
+    (one,) = [one for one in tier_findings(status) if one.verdict == "hint"]
+    assert (one.says, one.fix) == ("/nvme is on the root file system", "mount one at nvme.dir")
 
 
-def mover(node: str, *, available: bool = True) -> dict[str, Any]:
-    transport = {"available": available, "reason": "no library", "rdma": False}
-    return {"mover": f"kvray-mover-{node}", "state": "serving", "transports": {"nixl": transport}}
+def mover_with(node: str, *, available: bool = True) -> dict[str, Any]:
+    return mover(node, nixl={"available": available, "reason": "no library", "rdma": False})
 
 
 def test_nodes_between_which_nothing_can_be_moved_are_a_fault() -> None:
-    shown = found(SERVING, movers=(mover("aa"), mover("bb", available=False)))
+    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb", available=False)))
     assert shown["link aa > bb"].verdict == "fault"
     assert "no library" in shown["link aa > bb"].says
 
 
 def test_transport_between_two_nodes_is_named() -> None:
-    shown = found(SERVING, movers=(mover("aa"), mover("bb")))
+    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb")))
     assert shown["link aa > bb"].says == "nixl (both have it; TCP: no RDMA device)"
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:
     return {"shards": [{"shard": "a", "arena": {"dropped": 0, **arena}, "replicas": [*replicas]}]}
-
-
-def replica(name: str = "r-0", namespace: str = "01", **counters: int) -> dict[str, Any]:
-    return {
-        "replica": name,
-        "rank": 0,
-        "connected": True,
-        "namespace": namespace,
-        "counters": counters,
-    }
 
 
 def hits_found(*replicas: dict[str, Any], **arena: int) -> dict[str, Finding]:
@@ -183,17 +159,26 @@ def test_tier_without_engines_says_how_to_connect_one() -> None:
     assert "kvray connector-config" in one.fix
 
 
-def test_engines_that_have_all_gone_are_a_hint() -> None:
-    gone = {**replica(requests=1, prompt_tokens=64), "connected": False}
-    assert hits_found(gone)["replicas"].verdict == "hint"
+GONE = replica(requests=1, prompt_tokens=64, connected=False)
 
 
-def test_engines_that_were_asked_for_nothing_are_a_hint() -> None:
-    assert "none has had a request" in hits_found(replica(requests=0))["requests"].says
-
-
-def test_requests_that_all_went_past_the_cache_are_a_fault() -> None:
-    assert hits_found(replica(requests=0, bypassed_requests=7))["requests"].verdict == "fault"
+@pytest.mark.parametrize(
+    ("one", "check", "verdict", "words"),
+    [
+        (GONE, "replicas", "hint", "none is connected now"),
+        (replica(requests=0), "requests", "hint", "none has had a request"),
+        (replica(requests=0, bypassed_requests=7), "requests", "fault", "bypassed the cache"),
+        (replica(requests=1, prompt_tokens=64, errors=2), "errors", "hint", "had 2 errors"),
+    ],
+    ids=["all have gone", "nothing was asked for", "all went past the cache", "defects inside"],
+)
+def test_engines_whose_requests_find_nothing_are_reported(
+    one: dict[str, Any], check: str, verdict: str, words: str
+) -> None:
+    finding = hits_found(one)[check]
+    assert finding.verdict == verdict
+    assert words in finding.says
+    assert finding.fix
 
 
 def test_hit_rate_is_of_all_prompt_tokens_by_where_they_came_from() -> None:
@@ -209,9 +194,9 @@ def test_a_tensor_cache_is_asked_for_something_too() -> None:
 
 def test_replicas_that_share_no_namespace_are_named() -> None:
     counters = {"requests": 1, "prompt_tokens": 64}
-    apart = hits_found(replica("a", "01", **counters), replica("b", "02", **counters))
+    apart = hits_found(replica("a", **counters), replica("b", namespace="02", **counters))
     assert apart["namespaces"].verdict == "hint"
-    together = hits_found(replica("a", "01", **counters), replica("b", "01", **counters))
+    together = hits_found(replica("a", **counters), replica("b", **counters))
     assert "namespaces" not in together
 
 
@@ -238,8 +223,3 @@ def test_blocks_that_were_not_stored_are_reported() -> None:
     reasons = {"dropped_blocks_no_room": 2, "dropped_blocks_too_slow": 3}
     said = hits_found(replica(**counters, dropped_blocks=5, **reasons))["saves"].says
     assert said.endswith("5 blocks were not stored: 3 too_slow, 2 no_room")
-
-
-def test_defects_inside_the_connector_are_reported() -> None:
-    shown = hits_found(replica(requests=1, prompt_tokens=64, errors=2))
-    assert "log" in shown["errors"].fix

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvray.cli.page import feed as feeding
+from kvray.cli.page import command
 from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board, Shares
-from kvray.cli.page.feed import Feed
+from kvray.cli.page.command import Feed
 from kvray.cli.text.hits import ReplicaRates
-from tests.unit.cli.page.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
+from tests.unit.cli.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
 def told(board: Board, *, seconds: int = 20) -> Board:
@@ -201,7 +201,7 @@ def test_process_that_ends_is_said() -> None:
 
 
 def test_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "_SILENT_S", 1.0)
+    monkeypatch.setattr(command, "_SILENT_S", 1.0)
     assert "does not answer" in fed(HANGS, "does not answer")
 
 

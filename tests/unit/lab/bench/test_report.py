@@ -1,12 +1,10 @@
 """Interleaved pairs, the figures that follow from them, their table and their JSON."""
 
-import json
-
 import pytest
 
 from kvray.errors import ConfigError
 from kvray.lab.bench.local import LocalScale
-from kvray.lab.bench.report import Report, Row, copy_row, cpu_row, hash_rows
+from kvray.lab.bench.report import Row, bench_report, copy_row, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
     Duration,
     Pair,
@@ -21,31 +19,30 @@ from kvray.lab.bench.runner import (
 SCALE = LocalScale.fit(2**30, repeat=None, quick=False)
 
 
-def pairs(ours: float, floor: float, *, cpu_s: float = 0.0) -> list[Pair]:
-    return [
-        Pair(ours=Duration(seconds=ours, cpu_s=cpu_s), floor=Duration(seconds=floor, cpu_s=0.5))
-    ]
+def pair(ours: float, floor: float, *, cpu_s: float = 0.0) -> Pair:
+    return Pair(Duration(ours, cpu_s), Duration(floor, cpu_s / 2))
 
 
 def rows() -> list[Row]:
     return [
-        copy_row("store", "store_{}_4mib", pairs(2, 1), num_bytes=10**9),
-        copy_row("first", "first_store_{}", pairs(0.05, 0.1), num_bytes=10**9),
+        copy_row("store", "store_{}_4mib", [pair(2, 1)], num_bytes=10**9),
+        copy_row("first", "first_store_{}", [pair(0.05, 0.1)], num_bytes=10**9),
         cpu_row(
             "CPU",
             ("retrieve_cpu_s_per_gb", "retrieve_floor_cpu_s_per_gb"),
-            pairs(2, 1, cpu_s=1),
+            [pair(2, 1, cpu_s=1)],
             num_bytes=10**9,
         ),
-        *hash_rows("lookup", "lookup_8k", pairs(3e-4, 2e-4), has_spread=True),
+        *hash_rows("lookup", "lookup_8k", [pair(3e-4, 2e-4)], has_spread=True),
     ]
 
 
-REPORT = Report(rows=rows(), note="Two of three rows.", facts={"pairs": 1})
+NOTE = "Two of three rows."
+REPORT = bench_report(rows(), note=NOTE, facts={"pairs": 1})
 
 
 def test_json_has_the_figures_of_every_row() -> None:
-    found = json.loads(REPORT.to_json())
+    found = REPORT.facts
     assert found["store_ratio_4mib"] == 0.5
     assert found["store_floor_gb_s_4mib"] == 1
     assert found["first_store_gb_s"] == 20
@@ -60,11 +57,11 @@ def test_json_has_the_figures_of_every_row() -> None:
 def test_table_shows_ours_floor_and_ratio(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    REPORT.show()
+    REPORT.show(as_json=False)
     text = capsys.readouterr().out
     store = next(line for line in text.splitlines() if "store" in line)
     assert store.split() == ["store", "0.5", "GB/s", "1", "GB/s", "0.50"]
-    assert text.rstrip().endswith(REPORT.note)
+    assert text.rstrip().endswith(NOTE)
 
 
 def test_scale_fits_the_blocks_into_the_capacity() -> None:
@@ -81,10 +78,6 @@ def test_scale_fits_the_blocks_into_the_capacity() -> None:
 def test_capacity_that_measures_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         LocalScale.fit(2**20, repeat=None, quick=False)
-
-
-def pair(ours: float, floor: float) -> Pair:
-    return Pair(ours=Duration(seconds=ours), floor=Duration(seconds=floor))
 
 
 def test_who_goes_first_takes_turns() -> None:

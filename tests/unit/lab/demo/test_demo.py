@@ -4,17 +4,28 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from kvray.lab.demo import prompts
-from kvray.lab.demo.prompts import (
+import pytest
+
+from kvray.lab.demo.play import (
     LONG,
+    LONG_BLOCKS,
     SAME_SYSTEM,
+    SYSTEM_BLOCKS,
     TOKENS_PER_BLOCK,
     UNALIGNED,
+    UNALIGNED_TOKENS,
     make_prompts,
     shareable_tokens,
 )
-from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, judge
-from kvray.lab.demo.report import colour_of
+from kvray.lab.demo.report import (
+    ORACLE,
+    WITH_KVRAY,
+    WITHOUT_KVRAY,
+    Record,
+    Verdict,
+    judge,
+    source_of,
+)
 from kvray.reference import Output
 from kvray.reference.output import count_wrong
 from kvray.reference.tokenizer import ByteTokenizer
@@ -81,42 +92,35 @@ def test_other_token_of_equal_text_fails() -> None:
     assert verdict.failures
 
 
-def test_missing_and_surplus_tokens_count() -> None:
-    assert count_wrong((1, 2, 3), (1, 2, 3)) == 0
-    assert count_wrong((1, 9, 3), (1, 2, 3)) == 1
-    assert count_wrong((1,), (1, 2, 3)) == 2
-    assert count_wrong((1, 2, 3, 4), (1, 2, 3)) == 1
+@pytest.mark.parametrize(
+    ("tokens", "count"), [((1, 2, 3), 0), ((1, 9, 3), 1), ((1,), 2), ((1, 2, 3, 4), 1)]
+)
+def test_missing_and_surplus_tokens_count(tokens: tuple[int, ...], count: int) -> None:
+    assert count_wrong(tokens, (1, 2, 3)) == count
 
 
-def test_fewer_hits_than_must_be_fail() -> None:
-    verdict = verdict_of(COLD, changed(SHARED, hit_tokens=0), WITHOUT, WITH)
-    assert "found 0 tokens" in verdict.failures[0]
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ((COLD, changed(SHARED, hit_tokens=0), WITHOUT, WITH), "found 0 tokens"),
+        ((COLD, changed(SHARED, hit_tokens=64), WITHOUT, WITH), "found 64 tokens"),
+        ((COLD, SHARED, WITHOUT, changed(WITH, hit_tokens=0)), "Phase c"),
+        ((COLD, SHARED, changed(WITHOUT, reused_tokens=32), WITH), "Phase c"),
+    ],
+    ids=["fewer hits", "more hits", "offloading without effect", "reuse without kvray"],
+)
+def test_other_hits_than_must_be_fail(records: tuple[Record, ...], words: str) -> None:
+    verdict = verdict_of(*records)
+    assert words in verdict.failures[0]
     assert verdict.identical_text
-
-
-def test_more_hits_than_can_be_fail() -> None:
-    assert verdict_of(COLD, changed(SHARED, hit_tokens=64), WITHOUT, WITH).failures
-
-
-def test_offloading_without_effect_fails() -> None:
-    verdict = verdict_of(COLD, SHARED, WITHOUT, changed(WITH, hit_tokens=0))
-    assert "Phase c" in verdict.failures[0]
-
-
-def test_reuse_without_kvray_fails() -> None:
-    verdict = verdict_of(COLD, SHARED, changed(WITHOUT, reused_tokens=32), WITH)
-    assert "Phase c" in verdict.failures[0]
 
 
 PROMPTS = make_prompts(ByteTokenizer())
 
 
-def test_long_prompt_ends_with_a_block() -> None:
-    assert len(PROMPTS[LONG]) == prompts.LONG_BLOCKS * TOKENS_PER_BLOCK
-
-
-def test_unaligned_prompt_ends_within_a_block() -> None:
-    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == prompts.UNALIGNED_TOKENS
+def test_one_prompt_ends_with_a_block_and_one_within() -> None:
+    assert len(PROMPTS[LONG]) == LONG_BLOCKS * TOKENS_PER_BLOCK
+    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == UNALIGNED_TOKENS
 
 
 def common_blocks(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -129,7 +133,7 @@ def test_only_the_questions_to_one_system_prompt_share_a_block() -> None:
     for one, other in itertools.combinations(PROMPTS, 2):
         is_same = {one, other} <= set(SAME_SYSTEM)
         shared = common_blocks(PROMPTS[one], PROMPTS[other])
-        assert shared == (prompts.SYSTEM_BLOCKS if is_same else 0)
+        assert shared == (SYSTEM_BLOCKS if is_same else 0)
 
 
 def test_questions_to_one_system_prompt_differ() -> None:
@@ -143,9 +147,6 @@ def test_last_token_is_always_computed() -> None:
 
 def test_bars_tell_where_prefixes_came_from() -> None:
     outputs = (make_output(), make_output(reused_tokens=32), make_output(hit_tokens=32))
-    assert len({colour_of(output) for output in outputs}) == 3
-
-
-def test_a_hit_beside_what_the_pool_had_is_a_hit() -> None:
     both = make_output(reused_tokens=32, hit_tokens=32)
-    assert colour_of(both) == colour_of(make_output(hit_tokens=32))
+    assert len({source_of(output) for output in outputs}) == 3
+    assert source_of(both) == source_of(outputs[2])

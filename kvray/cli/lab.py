@@ -1,15 +1,56 @@
-"""`kvray chaos`: the command."""
+"""`kvray demo` and `kvray chaos`: what shows kvray, and what attacks it, on Rays of their own."""
 
-import json
 from typing import Annotated
 
 import typer
 
+from kvray.cli.asking import parse_option
 from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.output import boundary, printer
+from kvray.console.output import PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
 
-EXIT_FAILED = 1
+_EXIT_FAILED = 1
+
+
+def demo(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path"
+            " of a Llama-family checkpoint.",
+        ),
+    ] = "smollm2",
+    engine: Annotated[
+        str,
+        typer.Option(metavar="ENGINE", help="reference, or vllm, where vLLM is installed."),
+    ] = "reference",
+    as_json: JsonOption = False,
+    arena: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
+    ] = "1GiB",
+    plot: PlotOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Let two replicas of a language model share prefixes, and compare every text.
+
+    It starts its own Ray and tier, beside others that run, and ends them. The exit status is 1 if
+    a token differs from a run without kvray, or if a prefix was not shared.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        capacity = parse_option("--arena", arena)
+        if plot is not None:
+            check_plot(plot)
+        with interrupts.masked():
+            from kvray.lab.demo.play import play
+
+        console = printer(is_error=True)
+        verdict, report = play(
+            model, engine=engine, capacity=capacity, console=console, interrupts=interrupts
+        )
+        report.show(as_json=as_json, plot=plot)
+    if verdict.failures:
+        raise typer.Exit(_EXIT_FAILED)
 
 
 def chaos(
@@ -51,7 +92,7 @@ def chaos(
     """
     with boundary(verbose=verbose) as interrupts:
         with interrupts.masked():
-            from kvray.lab.chaos.judge import has_passed, print_report
+            from kvray.lab.chaos.judge import chaos_report, has_passed
             from kvray.lab.chaos.network import why_impossible
             from kvray.lab.chaos.play import Options, play
             from kvray.lab.chaos.schedule import KINDS
@@ -72,9 +113,6 @@ def chaos(
         )
         console = printer(is_error=True)
         found = play(options, console=console, interrupts=interrupts)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_report(printer(), found)
+        chaos_report(found).show(as_json=as_json)
     if not has_passed(found):
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(_EXIT_FAILED)

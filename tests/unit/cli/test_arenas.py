@@ -1,13 +1,12 @@
-"""`kvray sweep` on a directory in which arenas were left in every way."""
+"""`kvray sweep` and `kvray verify` on real arenas: what they say, exit with, and leave."""
 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,14 @@ from typing import Any
 import pytest
 
 from kvray.cli.text.explanation import age_text
-from tests.forks import RunKvray
+from kvray.store import Arena
+from tests.forks import Done, RunKvray
 from tests.unit.actors.shard_process import ROOT, shard_process
 from tests.unit.actors.small_shard import open_arena
 from tests.unit.store.conftest import Child
-from tests.unit.store.small_arena import make_arena
+from tests.unit.store.small_arena import SLOT, chain, make_arena, overwrite, spec, store
 
 Sweep = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def parent() -> Iterator[Path]:
-    """A directory as arena.dir names one."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
@@ -219,18 +211,184 @@ def test_a_directory_that_is_none_is_refused(run_kvray: RunKvray) -> None:
     )
 
 
-def test_no_ray_is_imported(parent: Path) -> None:
-    code = "from kvray.cli.app import app; import sys; app(sys.argv[1:], standalone_mode=False);"
-    code += "sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "sweep", "--dir", parent], cwd=ROOT, check=False
-    )
-    assert done.returncode == 0
-
-
 @pytest.mark.parametrize(
     ("age_s", "text"),
     [(-1, "0 s"), (0.5, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (86400 * 3, "3 d")],
 )
 def test_an_age_is_told_in_its_largest_unit(age_s: float, text: str) -> None:
     assert age_text(age_s) == text
+
+
+KEYS = chain(20)
+WAIT_S = 20.0
+
+MakeArena = Callable[..., Arena]
+Verify = Callable[..., Done]
+
+
+@pytest.fixture
+def verify(run_kvray: RunKvray, parent: Path) -> Verify:
+    """Runs the command on the arenas in `parent`."""
+    return lambda *args: run_kvray("verify", *args, KVRAY_ARENA__DIR=str(parent))
+
+
+@pytest.fixture
+def make(parent: Path) -> Iterator[MakeArena]:
+    """Makes arenas of clusters named as told, of which this process is a holder."""
+    made: list[Arena] = []
+
+    def make_one(cluster_name: str = "kvray", **figures: int) -> Arena:
+        directory = parent / f"kvray-{cluster_name}"
+        directory.mkdir()
+        made.append(make_arena(directory, asked=spec(**figures)))
+        made[-1].join("test")
+        return made[-1]
+
+    yield make_one
+    for arena in made:
+        arena.close()
+
+
+def spoil(arena: Arena, slot: int) -> str:
+    """Change one byte of a block; return the name of its key."""
+    slab, row = arena.tables.geometry.place_of(slot)
+    arena.tables.rows(slab)[row, 17] ^= 1
+    return arena.tables.slot_key[slot].tobytes().hex()[:8]
+
+
+def test_a_sound_arena_exits_with_0(verify: Verify, make: MakeArena) -> None:
+    store(make(), KEYS)
+    done = verify()
+    assert (done.returncode, done.stderr) == (0, "")
+    row = next(line for line in done.stdout.splitlines() if "kvray-kvray" in line).split()
+    assert row[1:3] == ["20", "80KiB"]
+    assert row[4:] == ["0", "0"]
+
+
+def test_a_wrong_block_is_named_and_exits_with_1(verify: Verify, make: MakeArena) -> None:
+    arena = make()
+    name = spoil(arena, int(store(arena, KEYS).slots[7]))
+    done = verify()
+    assert done.returncode == 1
+    assert f"corrupt, now quarantined: {name}" in done.stdout
+    assert arena.match(KEYS) == 7
+    assert verify().returncode == 0
+
+
+def test_damaged_tables_are_said_and_exit_with_1(verify: Verify, make: MakeArena) -> None:
+    arena = make()
+    arena.tables.slot_parent[int(store(arena, KEYS).slots[7])] = 2**20
+    done = verify()
+    assert done.returncode == 1
+    assert "tables damaged: 1 parents, 1 children." in done.stdout
+    (arena_found,) = json.loads(verify("--json").stdout)["arenas"]
+    assert arena_found["damage"] == {"parents": 1, "children": 1}
+
+
+def test_overwritten_tables_are_said_in_a_sentence(verify: Verify, make: MakeArena) -> None:
+    store(arena := make(), KEYS)
+    overwrite(arena.tables)
+    done = verify()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "tables damaged" in done.stdout
+
+
+def test_json_has_every_figure(verify: Verify, parent: Path, make: MakeArena) -> None:
+    arena = make()
+    name = spoil(arena, int(store(arena, KEYS).slots[7]))
+    done = verify("--json")
+    found = json.loads(done.stdout)
+    assert found["errors"] == []
+    assert found["arenas"][0].pop("seconds") >= 0
+    assert found["arenas"] == [
+        {
+            "cluster_name": "test",
+            "directory": str(parent / "kvray-kvray"),
+            "blocks": 20,
+            "bytes": 20 * SLOT,
+            "corrupt": [name],
+            "damage": {},
+            "skipped": 0,
+        }
+    ]
+
+
+def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(
+    verify: Verify, parent: Path, make: MakeArena
+) -> None:
+    for name in ("a", "b"):
+        store(make(name), KEYS)
+    (parent / "kvray-c").mkdir()
+    (parent / "kvray-d").mkdir()
+    (parent / "kvray-d" / "arena").write_bytes(b"no arena")
+    done = verify("--all")
+    assert done.returncode == 2
+    assert "kvray-a" in done.stdout
+    assert "kvray-b" in done.stdout
+    assert "kvray-c" not in done.stdout
+    assert "kvray-d/arena is too short to be an arena" in done.stderr
+    assert done.stderr.count("\n") == 1, "one sentence"
+
+
+def test_all_without_an_arena_is_sound(verify: Verify, parent: Path) -> None:
+    done = verify("--all")
+    assert done.returncode == 0
+    assert done.stdout == f"This user has no arena under {parent}.\n"
+
+
+def test_no_arena_is_an_error_that_says_how_to_get_one(verify: Verify, parent: Path) -> None:
+    done = verify()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "start the tier with `kvray up`" in done.stderr
+    assert list(parent.iterdir()) == []
+
+
+def test_a_terminal_sees_how_far_it_is(parent: Path, make: MakeArena) -> None:
+    store(make(), KEYS)
+    ours, theirs = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvray", "verify"],
+        env={**os.environ, "KVRAY_ARENA__DIR": str(parent), "TERM": "xterm", "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 2**16).decode()
+    os.close(ours)
+    assert "Checking kvray-kvray" in shown
+    assert b"Checking" not in done.stdout
+
+
+def test_ctrl_c_leaves_no_lease_and_no_holder(parent: Path, make: MakeArena) -> None:
+    arena = make(num_slabs=64, slots_per_slab=256)
+    store(arena, chain(64 * 256))
+    command = subprocess.Popen(
+        [sys.executable, "-m", "kvray", "verify"],
+        env={**os.environ, "KVRAY_ARENA__DIR": str(parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + WAIT_S
+    while arena.stats()["holders"] < 2:
+        assert time.monotonic() < deadline, "it never joined"
+    # Nothing new can be leased while the lock is kept, so it does not end before the signal.
+    assert arena._lock.acquire(WAIT_S)
+    command.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    arena._lock.release()
+    stdout, stderr = command.communicate(timeout=WAIT_S)
+    assert (command.returncode, stdout, stderr) == (130, "", "kvray: interrupted.\n")
+    assert not arena.tables.slot_leases.any()
+    assert arena.stats()["holders"] == 1
+
+
+@pytest.mark.parametrize("command", ["sweep", "verify"])
+def test_no_ray_is_imported(parent: Path, make: MakeArena, command: str) -> None:
+    store(make(), KEYS)
+    code = "from kvray.cli.app import app; import sys; app(sys.argv[1:], standalone_mode=False);"
+    code += "sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    environ = {**os.environ, "KVRAY_ARENA__DIR": str(parent)}
+    done = subprocess.run([sys.executable, "-c", code, command], cwd=ROOT, env=environ, check=False)
+    assert done.returncode == 0

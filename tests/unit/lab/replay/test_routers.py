@@ -1,18 +1,77 @@
 """Replicas in virtual time: what their tier holds, where routers send requests, and the outcome."""
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvray.lab.replay import infinite
-from kvray.lab.replay.fleet import ROUTERS, compare_routers
-from kvray.lab.replay.fleet.plan import Memory
-from kvray.lab.replay.fleet.report import make_figure
-from kvray.lab.replay.fleet.routers import Request, Router
-from kvray.lab.replay.fleet.simulator import simulate
-from kvray.routing import Link, Stretch
+from kvray.lab.replay import Trace, infinite
+from kvray.lab.replay.reading import TraceBuilder
+from kvray.lab.replay.report import report_routers
+from kvray.lab.replay.routers import (
+    ROUTERS,
+    FleetPlan,
+    Memory,
+    Request,
+    Router,
+    compare_routers,
+    simulate,
+)
+from kvray.routing import Link, Rates, Stretch
 from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt
-from tests.unit.lab.replay.fleet.synthetic import RATES, conversations, plan, random_trace, trace_of
+
+RATES = Rates(
+    prefill_tokens_per_s=1000.0,
+    token_bytes=1.0,
+    host=Link(bytes_per_s=1e5),
+    remote=Link(bytes_per_s=1e4),
+)
+
+
+def plan(num_replicas: int = 8, **fields: Any) -> FleetPlan:
+    """Return a fleet that computes a block of 100 tokens in 0.1 s, and copies it in 1 or 11 ms."""
+    known = {"pool_blocks": 100, "host_blocks": 1000, "rates": RATES, "deadline_s": 2.0}
+    return FleetPlan(num_replicas=num_replicas, **known | fields)
+
+
+def trace_of(*prompts: tuple[float, str]) -> Trace:
+    """Return requests of a time and a letter for each block."""
+    builder = TraceBuilder(name="letters", block_tokens=100)
+    for time_s, letters in prompts:
+        builder.add(time_s=time_s, num_tokens=100 * len(letters), ids=[*map(ord, letters)])
+    return builder.build()
+
+
+def random_trace(
+    num_requests: int, *, shared_blocks: int, own_blocks: int, load: float, replicas: int = 8
+) -> Trace:
+    """Return requests with a prefix that all of them share, at a load of what is their own."""
+    numbers, builder = random.Random(7), TraceBuilder(name="random", block_tokens=100)
+    rate = load * replicas / (0.1 * own_blocks)
+    now, block = 0.0, shared_blocks
+    for _ in range(num_requests):
+        now += numbers.expovariate(rate)
+        count = numbers.randint(1, 2 * own_blocks - 1)
+        ids = [*range(shared_blocks), *range(block, block + count)]
+        block += count
+        builder.add(time_s=now, num_tokens=100 * len(ids), ids=ids)
+    return builder.build()
+
+
+def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> Trace:
+    """Return users who each say a few blocks more in every turn, at a load with all that reuse."""
+    numbers, builder = random.Random(7), TraceBuilder(name="conversations", block_tokens=100)
+    rate, now, block = load * replicas / (0.1 * 3), 0.0, 1
+    said: dict[int, list[int]] = {user: [0] for user in range(num_users)}
+    for _ in range(num_users * turns):
+        now += numbers.expovariate(rate)
+        ids = said[numbers.randrange(num_users)]
+        count = numbers.randint(1, 5)
+        ids += range(block, block + count)
+        block += count
+        builder.add(time_s=now, num_tokens=100 * len(ids), ids=ids.copy())
+    return builder.build()
 
 
 def test_a_request_waits_for_the_one_before_it() -> None:
@@ -152,7 +211,7 @@ def test_the_last_block_may_be_partial() -> None:
 def test_both_pictures_start_at_0_and_name_every_router() -> None:
     found = compare_routers(excerpt(SYNTHETIC), plan(4), ["pow2", "kvray"])
 
-    for axes in make_figure(found).axes:
+    for axes in report_routers(found, concurrent=1).figure().axes:
         assert axes.get_ylim()[0] == 0
         assert [label.get_text() for label in axes.get_xticklabels()] == ["pow2", "kvray"]
 

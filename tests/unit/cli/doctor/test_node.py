@@ -1,11 +1,11 @@
-"""Environments in which an engine cannot use its node's arena, made with real shards and files."""
+"""What this machine gives a process, and where an engine cannot use its node's arena: for real."""
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from kvray.actors.owner.ownership import sweep
 from kvray.cli.doctor import arena as arena_checks
+from kvray.cli.doctor import machine
 from kvray.cli.doctor.arena import arena_findings, why_not_here
 from kvray.cli.doctor.finding import Finding
 from kvray.config import KVRayConfig, load_config
@@ -24,15 +25,93 @@ from kvray.wire import SOCKET_FILE
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.store.conftest import Child
 
-NOBODY = 65534
+DEFAULTS = load_config(environ={})
 
 
 @pytest.fixture
-def parent() -> Iterator[Path]:
-    """A directory in memory, for `arena.dir`."""
-    made = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield made
-    shutil.rmtree(made)
+def files_limit() -> Iterator[None]:
+    """Few files that may be open, as some containers have it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_this_machine_has_no_fault() -> None:
+    found = {one.check: one for one in machine.machine_findings(DEFAULTS)}
+    assert not [one for one in found.values() if one.verdict == "fault"]
+    assert found["software"].says.startswith("kvray ")
+    assert found["connector"].says.endswith("without Ray")
+    assert all(one.fix for one in found.values() if one.verdict == "hint")
+
+
+def test_few_open_files_are_a_hint(files_limit: None) -> None:
+    one = machine._open_files()
+    assert one.verdict == "hint"
+    assert "ulimit -n" in one.fix
+
+
+def test_nixl_is_not_tried_where_it_is_not_configured() -> None:
+    config = load_config(overrides={"staging.transports": ["object_ref"]}, environ={})
+    assert machine._nixl(config).verdict == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("raise ImportError('libcore.so is broken')", "does not load (libcore.so is broken)"),
+        ("import a_library_of_it", "does not load (No module named 'a_library_of_it')"),
+    ],
+)
+def test_nixl_that_is_broken_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: str
+) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text("")
+    (tmp_path / "nixl" / "_bindings.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = machine._nixl(DEFAULTS)
+    assert words in one.says
+    assert "pip install" not in one.says + one.fix
+
+
+def test_connector_that_cannot_be_imported_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = machine._connector()
+    assert one.verdict == "fault"
+    assert "torch is broken here" in one.says
+
+
+def test_locked_memory_matters_to_rdma_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, before[1]))
+    try:
+        assert machine._locked_memory(DEFAULTS).verdict == "ok"
+        monkeypatch.setattr(machine, "has_rdma", lambda: True)
+        assert "memlock" in machine._locked_memory(DEFAULTS).fix
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_a_secret_that_cannot_be_used_is_a_fault(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    config = load_config(overrides={"security.auth_token_file": str(token)}, environ={})
+    for mode, verdict, fix in ((0o644, "fault", "chmod 600"), (0o600, "ok", "")):
+        token.chmod(mode)
+        (one,) = machine._secrets(config)
+        assert (one.verdict, fix in one.fix) == (verdict, True)
+    token.unlink()
+    (one,) = machine._secrets(config)
+    assert "cannot be read" in one.says
+
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 
 
 @pytest.fixture
@@ -111,15 +190,12 @@ def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(pare
     assert "remount,size=" in found.fix
 
 
-def test_tier_of_another_name_is_named(shard: ShardProcess, parent: Path) -> None:
-    found = only_fault(config_of(parent, cluster_name="tset"))
-    assert "'test'" in found.says
-    assert "cluster_name" in found.fix
-
-
 def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
     shard: ShardProcess, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = only_fault(config_of(parent, cluster_name="tset"))
+    assert "'test'" in found.says
+    assert "cluster_name" in found.fix
     room = read_mount(parent)
     assert room is not None
     monkeypatch.setattr(arena_checks, "read_mount", lambda _: replace(room, free=0))
@@ -130,11 +206,10 @@ def test_node_without_a_tier_is_told_to_start_one(config: KVRayConfig) -> None:
     assert "kvray up" in only_fault(config).fix
 
 
+@needs_root
 def test_tier_of_another_user_is_a_matter_of_users(
     shard: ShardProcess, config: KVRayConfig
 ) -> None:
-    if os.getuid() != 0:
-        pytest.skip("needs root, to be another user")
     config.arena.dir.chmod(0o755)
     with another_user():
         found = only_fault(config)
@@ -142,11 +217,10 @@ def test_tier_of_another_user_is_a_matter_of_users(
     assert f"({NOBODY})" in found.says
 
 
+@needs_root
 def test_arena_that_another_user_has_laid_is_not_trusted_even_by_root(
     shard: ShardProcess, config: KVRayConfig
 ) -> None:
-    if os.getuid() != 0:
-        pytest.skip("needs root, to be another user")
     os.chown(config.node_dir, NOBODY, NOBODY)
     try:
         found = only_fault(config)
@@ -231,17 +305,16 @@ def test_arena_whose_places_are_all_taken_names_the_setting(
     assert "arena.holders_max" in found.fix
 
 
-def test_dead_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRayConfig) -> None:
-    shard.kill()
-    shard.wait()
-    assert only_fault(config).check == "socket"
-
-
-def test_frozen_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRayConfig) -> None:
+def test_frozen_or_dead_shard_is_a_matter_of_the_socket(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
     with frozen(shard):
         found = only_fault(config)
     assert found.check == "socket"
     assert "did not answer" in found.says
+    shard.kill()
+    shard.wait()
+    assert only_fault(config).check == "socket"
 
 
 def test_stranger_behind_the_socket_does_not_pass_for_a_shard(

@@ -1,0 +1,379 @@
+"""What people read of requests, prompts, rates, links between nodes, namespaces and memory."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvray.actors.tier.sizing import combined
+from kvray.cli.ls import namespaces, namespaces_table, prefixes
+from kvray.cli.size import _print, make_figure
+from kvray.cli.text.explanation import (
+    CAUSES,
+    REASONS,
+    clock,
+    prompt_report,
+    request_report,
+    requests_sentence,
+    requests_table,
+)
+from kvray.cli.text.hits import History, headline, replicas_table, source_shares
+from kvray.cli.text.sizing import sizing_line
+from kvray.cli.text.transports import choose, node_links
+from kvray.store.block_history import CAUSES as CAUSE_NAMES
+from kvray.trace.reasons import MISS_REASONS
+from tests.unit.actors.tier.test_sizing import node
+from tests.unit.cli.answers import NOW, mover, replica, request, span
+from tests.unit.cli.conftest import shown
+
+LEFT = {
+    "left_at": [NOW - 60, NOW - 50],
+    "left_node": "kvray-shard-a",
+    "left_tier": "host",
+    "left_by": "writer",
+}
+
+
+EVICTED = {
+    "reason": "evicted",
+    "ranges": [
+        span(0, 160, "hit", way="nixl", source="kvray-shard-0123456789ab"),
+        span(160, 304, "miss", reason="evicted", places=[], **LEFT),
+        span(304, 320, "computed"),
+    ],
+}
+
+
+def test_a_request_is_told_range_by_range_and_in_a_sentence() -> None:
+    text = shown(*request_report(request(**EVICTED), now=NOW))
+    assert "Request 7 of replica one" in text
+    assert "brought over NIXL from node 0123456789ab" in text
+    assert "evicted: left the memory of node a" in text
+    assert "by a writer of that node, because the memory was full" in text
+    assert "160 of 320 tokens were hits" in text
+    assert "144 were missed because they were stored, and had left the tier" in text
+    assert "Raise arena.capacity" in text
+
+
+def test_what_was_never_stored_is_so_as_far_as_is_remembered() -> None:
+    missed = span(0, 304, "miss", reason="never_stored", places=[])
+    one = request(reason="never_stored", hit_tokens=0, missed_tokens=304, ranges=[missed])
+    text = shown(*request_report(one, now=NOW))
+    assert "never stored, at least not since" in text
+    assert "(2 h ago)" in text
+    assert "0 of 320 tokens were hits" in text
+
+
+def test_a_request_that_had_nothing_to_miss_says_why() -> None:
+    one = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
+    assert "the request has no keys" in shown(*request_report(one, now=NOW))
+
+
+def test_several_requests_are_one_line_each_and_a_sentence() -> None:
+    some = [
+        request(**EVICTED),
+        request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0),
+    ]
+    table = shown(requests_table(some, now=NOW))
+    assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
+    assert "464 of 640 tokens of these 2 requests were hits" in shown(requests_sentence(some))
+
+
+def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
+    prompt = {
+        "replica": "one",
+        "namespace": "3f0a91c2",
+        "num_tokens": 330,
+        "stored_tokens": 160,
+        "reason": "never_stored",
+        "log_since": NOW - 100,
+        "leaving": ["kvray-shard-a"],
+        "ranges": [
+            span(0, 160, "stored", places=[{"node": "kvray-shard-a", "tier": "nvme"}]),
+            span(160, 320, "never_stored", places=[]),
+            span(320, 330, "computed"),
+        ],
+    }
+    text = shown(*prompt_report(prompt, now=NOW))
+    assert "on the disk of node a" in text
+    assert "Node a is to go; what only it has goes to others." in text
+    assert "160 of 330 tokens are stored now" in text
+    whole = {**prompt, "reason": "none", "stored_tokens": 320}
+    assert "only whole blocks are stored" in shown(*prompt_report(whole, now=NOW))
+
+
+def test_every_reason_and_cause_has_its_words() -> None:
+    assert REASONS.keys() == MISS_REASONS
+    assert set(CAUSE_NAMES) == CAUSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ago"), [(0.2, "0 s"), (90, "2 min"), (7200, "2 h"), (200_000, "2 d")]
+)
+def test_moments_are_told_with_how_long_ago_they_were(seconds: float, ago: str) -> None:
+    assert clock(NOW - seconds, NOW).endswith(f"({ago} ago)")
+    assert clock(0.0, NOW) == "never"
+
+
+def status(
+    *, prompt: int = 0, hit: int = 0, missed: int = 0, evicted: int = 0, staged: int = 0
+) -> dict[str, Any]:
+    counters = {
+        "prompt_tokens": prompt,
+        "hit_tokens": hit,
+        "hit_tokens_from_host": hit,
+        "miss_tokens_not_stored": missed,
+        "miss_tokens_too_slow": missed // 2,
+    }
+    return {
+        "cluster_name": "prod",
+        "shards": [
+            {
+                "shard": "kvray-shard-a",
+                "state": "serving",
+                "arena": {
+                    "resident_bytes": 2**20,
+                    "capacity_bytes": 2**22,
+                    "evicted": evicted,
+                },
+                "staging": {"staged_bytes": staged},
+                "replicas": [replica("one", **counters)],
+            },
+            {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"},
+        ],
+    }
+
+
+def test_rates_are_those_of_the_time_that_is_kept() -> None:
+    history = History(5.0)
+    for second in range(8):
+        now = 100.0 + second
+        history.add(
+            now, status(prompt=1000 * second, hit=250 * second, missed=100 * second, staged=second)
+        )
+    assert history.seconds == 5.0
+    (one,) = history.replicas()
+    assert one.prompt == 1000.0
+    assert source_shares(one.counters)["host"] == "25%"
+    assert one.missed == {"not_stored": 100.0, "too_slow": 50.0}
+    assert [node.staged_bytes for node in history.nodes()] == [1.0, 0.0]
+
+
+def test_an_engine_that_was_restarted_has_no_negative_rate() -> None:
+    history = History(5.0)
+    history.add(1.0, status(prompt=1000, evicted=50))
+    history.add(2.0, status(prompt=10))
+    assert history.replicas()[0].prompt == 0.0
+    assert history.nodes()[0].evicted == 0.0
+
+
+def test_rates_of_replicas_are_shown_with_why_tokens_were_missed() -> None:
+    history = History(5.0)
+    history.add(1.0, status())
+    history.add(2.0, status(prompt=1000, hit=900, missed=50))
+    replicas = history.replicas()
+    said = headline("prod", history, replicas)
+    assert "1,000 prompt tokens/s: own pool 0.0%, host 90.0%" in said
+    assert "not stored 50, too slow 25" in shown(replicas_table(replicas))
+
+
+NO_NIXL = {"available": False, "reason": "NIXL is not installed"}
+HAS = {"available": True}
+RDMA = {"available": True, "rdma": True}
+BOTH = "nixl: both have it; "
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "chosen"),
+    [
+        ({"nixl": RDMA, "object_ref": HAS}, {"nixl": RDMA, "object_ref": HAS}, BOTH + "RDMA"),
+        ({"nixl": RDMA}, {"nixl": HAS}, BOTH + "TCP: no RDMA device"),
+        (
+            {"nixl": NO_NIXL, "object_ref": HAS},
+            {"nixl": HAS, "object_ref": HAS},
+            "object_ref: a has no nixl: NIXL is not installed",
+        ),
+        ({"nixl": HAS}, {"object_ref": HAS}, "None: a has no object_ref: not configured"),
+    ],
+    ids=["the first of both", "RDMA at one end only", "who lacks the better one", "none in common"],
+)
+def test_the_transport_between_two_movers_has_its_reason(
+    sender: dict[str, Any], receiver: dict[str, Any], chosen: str
+) -> None:
+    transport, why = choose("a", mover("a", **sender), "b", mover("b", **receiver))
+    assert f"{transport}: {why}" == chosen
+
+
+def test_a_transport_that_keeps_failing_between_them_is_passed_over() -> None:
+    sender, receiver = (mover(name, nixl=HAS, object_ref=HAS) for name in "ab")
+    way = {
+        "source": "kvray-mover-a",
+        "transport": "nixl",
+        "left_out": True,
+        "failures": 2,
+        "error": "A push did not end in time.",
+    }
+    receiver["failing_links"] = [way]
+
+    transport, why = choose("a", sender, "b", receiver)
+    assert transport == "object_ref"
+    assert why == "nixl keeps failing from a: A push did not end in time."
+
+    receiver["failing_links"] = [{**way, "left_out": False}]
+    assert choose("a", sender, "b", receiver)[0] == "nixl"
+    receiver["failing_links"] = [{**way, "source": "kvray-mover-c"}]
+    assert choose("a", sender, "b", receiver)[0] == "nixl"
+
+
+def test_if_nothing_else_is_there_it_is_tried_all_the_same() -> None:
+    sender, receiver = (mover(name, nixl=HAS) for name in "ab")
+    receiver["failing_links"] = [
+        {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
+    ]
+
+    assert choose("a", sender, "b", receiver) == ("nixl", "nixl keeps failing from a: It broke.")
+
+
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_a_mover_that_does_not_serve_moves_nothing(end: str) -> None:
+    ends = {name: mover(name, nixl=HAS) for name in "ab"}
+    ends[end] = {"mover": end, "state": "unreachable", "message": "It did not answer."}
+
+    transport, why = choose("a", ends["a"], "b", ends["b"])
+
+    assert transport is None
+    assert why == f"the mover of {end} is unreachable: It did not answer."
+
+
+def test_each_way_has_what_its_target_measured() -> None:
+    peer = {
+        "peer": "kvray-mover-a",
+        "bytes_per_s": 5.0,
+        "breaker": "open",
+        "error": "It did not answer.",
+    }
+    lookup = {"peer": "kvray-lookup", "bytes_per_s": None, "breaker": "closed", "error": ""}
+    found = {
+        "shards": [
+            {"shard": "kvray-shard-a", "staging": {"peers": []}},
+            {"shard": "kvray-shard-b", "staging": {"peers": [lookup, peer]}},
+        ],
+        "movers": [mover("a", nixl=HAS), mover("b", nixl=HAS)],
+    }
+
+    made = {(link.source, link.target): link for link in node_links(found)}
+
+    assert made.keys() == {("a", "b"), ("b", "a")}
+    assert (made["a", "b"].bytes_per_s, made["a", "b"].breaker) == (5.0, "open")
+    assert (made["b", "a"].bytes_per_s, made["b", "a"].breaker) == (None, "closed")
+
+
+def test_a_tier_of_one_node_has_no_ways() -> None:
+    alone = {"shard": "kvray-shard-a", "state": "serving"}
+    assert node_links({"shards": [alone], "movers": []}) == []
+
+
+def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
+    return {
+        "shard": name,
+        "namespaces": {"3f0a91c2": {"model": "key:m", "kv_dtype": "bf16"}},
+        "replicas": [replica(rank, prompt_tokens=100, hit_tokens=hit)],
+    }
+
+
+def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace() -> None:
+    shards = [
+        shard_of("a", "one", 10),
+        shard_of("b", "two", 50),
+        {"shard": "c", "state": "preparing"},
+    ]
+    contents = {
+        "a": {"namespaces": {"3f0a91c2": {"host_blocks": 2, "host_bytes": 20}}},
+        "b": {
+            "namespaces": {
+                "3f0a91c2": {"host_blocks": 1, "host_bytes": 10},
+                "00ff00ff": {"nvme_blocks": 9, "nvme_bytes": 90},
+            }
+        },
+    }
+    other, mine = namespaces(shards, contents)
+    assert (other["namespace"], other["nvme_bytes"], other["replicas"]) == ("00ff00ff", 90, [])
+    assert (mine["host_blocks"], mine["host_bytes"], mine["hit_tokens"]) == (3, 30, 60)
+    assert mine["replicas"] == ["one", "two"]
+    assert namespaces_table([other, mine]).row_count == 2
+
+
+def test_a_prefix_that_several_nodes_have_is_one() -> None:
+    def one(key: str, uses: int, age: float | None) -> dict[str, Any]:
+        return {"key": key, "num_blocks": 4, "uses": uses, "used_s_ago": age}
+
+    contents = {
+        "kvray-shard-a": {"prefixes": [one("aa", 3, 9.0), one("bb", 4, 1.0)]},
+        "kvray-shard-b": {"prefixes": [one("aa", 2, 5.0), one("cc", 0, None)]},
+    }
+    first, second, third = prefixes(contents)
+    assert first == {**one("aa", 5, 5.0), "nodes": ["a", "b"]}
+    assert (second["key"], third["used_s_ago"]) == ("bb", None)
+
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return what `kvray size` prints of nodes, for sizes to add."""
+
+    def say(*nodes: dict[str, Any], more: Sequence[int] = ()) -> str:
+        _print(combined(nodes), list(more))
+        return capsys.readouterr().out
+
+    return say
+
+
+def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said: Said) -> None:
+    text = said(node("a", disk=[0.2, 0.1, 0.04, 0.0]))
+    now = "At today's 40B of host memory 34 % of prompt tokens hit: 10 % are in the engines' own"
+    more = "With +40B of host memory 40 % of prompt tokens would hit instead of 34 %"
+    for words in (now, more, "3f0a91c2 (key:m)", "give or take 6 points"):
+        assert words in text
+    assert "The disk gives 4 points." in text
+    assert "Below 10B it is not worth running." in text
+    assert "too fast to be looked at: 1." in text
+
+
+def test_a_size_beyond_the_curve_gets_no_figure(said: Said) -> None:
+    assert "The curve ends at 80B" in said(node("a"), more=[1000])
+
+
+def test_where_all_fits_it_says_so(said: Said) -> None:
+    one = node("a")
+    one["traffic"]["distinct_bytes"] = 30
+    assert "fit into 30B" in said(one)
+    assert "fit into" not in said(node("a"))
+
+
+def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said: Said) -> None:
+    assert "Too little traffic" in said()
+    assert "Too little traffic" in sizing_line(combined([]))
+
+
+def test_status_has_one_sentence() -> None:
+    line = sizing_line(combined([node("a")]))
+    assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit")
+    assert "`kvray size`" in line
+
+
+def test_the_picture_has_a_curve_for_each_namespace() -> None:
+    figure = make_figure(combined([node("a")]))
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines[:2]] == [
+        "and disk",
+        "engines' pools and host memory",
+    ]
+    assert make_figure(combined([])).axes == []
+
+
+def test_json_has_everything() -> None:
+    found = combined([node("a")])
+    assert json.loads(json.dumps(found)) == found
