@@ -80,6 +80,6 @@ def test_threads_that_ask_at_once_get_one_cache(config: KVRayConfig) -> None:
 def test_caches_of_one_process_report_under_different_names(config: KVRayConfig) -> None:
     first = TensorCache.get_or_create("one", config, METADATA)
     second = TensorCache.get_or_create("two", config, METADATA)
-    assert [first._name, second._name] == ["test", "test.2"]
+    assert [first._place[2], second._place[2]] == ["test", "test.2"]
     TensorCache.destroy("one")
-    assert TensorCache.get_or_create("one", config, METADATA)._name == "test"
+    assert TensorCache.get_or_create("one", config, METADATA)._place[2] == "test"

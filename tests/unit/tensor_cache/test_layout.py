@@ -8,7 +8,7 @@ import torch
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.keys import chain_keys
 from kvray.tensor_cache import layout
-from kvray.tensor_cache.prompt import MaskedPrompt, read_prompt
+from kvray.tensor_cache.layout import MaskedPrompt, read_prompt
 from tests.unit.tensor_cache.conftest import BLOCK, METADATA, changed
 from tests.unit.tensor_cache.kv import assert_same, cut, pairs, random_blob
 

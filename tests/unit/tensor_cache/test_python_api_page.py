@@ -8,7 +8,7 @@ import pytest
 import kvray
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
-from kvray.tensor_cache.metadata import TensorMetadata
+from kvray.tensor_cache import TensorMetadata
 
 PAGE = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
 EXAMPLES = [

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvray.tensor_cache.staging import StoreQueue
+from kvray.tensor_cache.cache import StoreQueue
 from tests.waiting import HANG_S
 
 

@@ -225,14 +225,14 @@ def test_an_arena_given_up_during_a_retrieve_makes_a_miss(
     own_shards.append(start_shard(own_config))
     cache = make_cache(own_config)
     cache.store(TOKENS, BLOB)
-    read = Arena.read
+    read = Arena.read_sound
 
-    def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> None:
+    def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> Any:
         own_shards[0].stop(retire=True, timeout_s=10)
         arena.leave()
-        read(arena, *args, **kwargs)
+        return read(arena, *args, **kwargs)
 
-    monkeypatch.setattr(Arena, "read", interrupted)
+    monkeypatch.setattr(Arena, "read_sound", interrupted)
     kv, ret_mask = cache.retrieve(TOKENS)
     assert kv == ()
     assert not ret_mask.any()
