@@ -15,7 +15,7 @@ from kvray.lab.replay.comparison import EVERYTHING, Outcome
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.replay import Replay, Trace
-from kvray.store.replay.tier import NOWHERE
+from kvray.store.replay.replay import NOWHERE
 
 BATCH_REFS = 20_000
 """Blocks that requests ask for between two announcements: as many as a shard makes at a time."""

@@ -10,12 +10,11 @@ import numpy as np
 from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired
 from kvray.identity.block import BlockKey
 from kvray.store.arena import holders, key_index, lease, payload, slots
-from kvray.store.arena.copier import Copier
 from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
 from kvray.store.arena.lease import Held, Lease, PartRequest
 from kvray.store.arena.mapped import MappedArena
-from kvray.store.arena.payload import Strip
+from kvray.store.arena.payload import Copier, Strip
 from kvray.store.arena.slots import Reservation
 from kvray.store.arena.tables import Array
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvray.errors import ShardUnavailable
 from kvray.store import block_history as gone
-from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots
+from kvray.store.arena import audit, eviction, holders, key_index, slabs, slots
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.arena import Arena
 from kvray.store.arena.eviction import Rank
@@ -205,7 +205,7 @@ class ArenaOwner:
         return self.arena.tables
 
     def _rebuild(self) -> None:
-        repair.rebuild(self._tables, now=time.monotonic())
+        audit.rebuild(self._tables, now=time.monotonic())
         set_quotas(self._tables, self._quotas)
         self._tables.repairs += 1
 

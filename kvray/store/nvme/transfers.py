@@ -20,7 +20,7 @@ from kvray.store.arena.layout import Array, Geometry, align
 from kvray.store.arena.payload import runs
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.disk import BUFFERS_MAX
-from kvray.store.nvme.segment import Segment
+from kvray.store.nvme.segment_files import Segment
 
 Task = Callable[[], None]
 
