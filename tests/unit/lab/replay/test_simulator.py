@@ -15,7 +15,7 @@ from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
 from kvray.store.replay import Replay
-from kvray.store.replay.tier import NOWHERE
+from kvray.store.replay.replay import NOWHERE
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
 from tests.unit.lab.replay.lru import lru_hits
 
