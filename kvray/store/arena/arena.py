@@ -234,9 +234,8 @@ class Arena(MappedArena):
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
         with self.making_sense():
             for one in reads:
-                payload.read_strips(
-                    self.tables, one.slots, one.strips, one.pages, block_bytes=one.block_bytes
-                )
+                areas = payload.areas(self.tables, one.slots, one.pages, one.block_bytes)
+                payload.scatter(areas, one.strips, one.pages)
 
     def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
         """Accept the copy of the leased slots `chosen`, or raise as `read` does."""

@@ -164,8 +164,15 @@ def rebuild(tables: Tables, *, now: float) -> int:
     slabs.recount(tables)
     drop_unsound_leases(tables)
     tables.slot_leases[tables.backed] = lease.count_leases(tables)
-    used = _used_oldest_first(tables)
-    _relink(tables, used)
+    # READY before RESERVED, each from the oldest on: of two slots that claim one block, that of the
+    # interrupted call comes last.
+    used = tables.slots_in(READY, RESERVED)
+    used = used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
+    # A parent link stays only where the parent is in use and one step nearer to the root.
+    is_linked = np.zeros(tables.num_backed, dtype=bool)
+    is_linked[used[~has_wrong_parent(tables, used)]] = True
+    tables.slot_parent[tables.backed][~is_linked] = -1
+    tables.slot_children[tables.backed] = count_children(tables, np.arange(tables.num_backed))
     tables.index_slot[:] = 0
     tables.index_tag[:] = 0
     lost = key_index.repeated(tables.slot_key[used], tables.slot_part[used])
@@ -190,7 +197,7 @@ def _free_unsound(tables: Tables) -> None:
     for size in slabs.block_sizes(tables):  # only a flipped bit gives slabs a size without rows
         if not slabs.has_rows(tables, size):
             slabs.serve(tables, every_slab[sizes == size], 0)
-    everything = _all_slots(tables)
+    everything = np.arange(tables.num_backed)
     tables.slot_state[everything[has_wrong_state(tables, everything)]] = FREE
 
 
@@ -206,23 +213,6 @@ def drop_unsound_leases(tables: Tables) -> None:
     tables.page_holder[pages[bad]] = 0
 
 
-def _used_oldest_first(tables: Tables) -> Array:
-    """Return the slots that name a block: READY before RESERVED, each from the oldest on.
-
-    Of two slots that claim one block, that of the interrupted call comes last.
-    """
-    used = tables.slots_in(READY, RESERVED)
-    return used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
-
-
-def _relink(tables: Tables, used: Array) -> None:
-    """Keep a parent link only where the parent is in use and one step nearer to the root."""
-    is_linked = np.zeros(tables.num_backed, dtype=bool)
-    is_linked[used[~has_wrong_parent(tables, used)]] = True
-    tables.slot_parent[tables.backed][~is_linked] = -1
-    tables.slot_children[tables.backed] = count_children(tables, _all_slots(tables))
-
-
 def _give_up(tables: Tables, lost: Array, now: float) -> None:
     """Take slots out of use without breaking a lease or a copy that is under way."""
     reserved = tables.slot_state[lost] == RESERVED
@@ -232,7 +222,3 @@ def _give_up(tables: Tables, lost: Array, now: float) -> None:
     tables.slot_state[lost[leased]] = QUARANTINED
     unlink(tables, lost[reserved | leased])
     free(tables, lost[~reserved & ~leased])
-
-
-def _all_slots(tables: Tables) -> Array:
-    return np.arange(tables.num_backed)

@@ -73,8 +73,10 @@ def match(
     run = len(keys)
     if whole:
         slots = key_index.find_run(tables, keys, [one.part for one in whole])
-        found = dict(zip(whole, slots, strict=True))
-        run = min(_fitting_run(tables, one, found[one]) for one in whole)
+        found, run = dict(zip(whole, slots, strict=True)), slots.shape[1]
+        for one in whole:
+            if one.block_bytes is not None and not (fits := _fits(tables, one, found[one])).all():
+                run = min(run, int(fits.argmin()))
     if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
         windows = [
@@ -86,14 +88,6 @@ def match(
     return run, {
         one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
     }
-
-
-def _fitting_run(tables: Tables, request: PartRequest, slots: Array) -> int:
-    """Return how many leading `slots` have blocks of the requested size."""
-    if request.block_bytes is None:
-        return len(slots)
-    fits = _fits(tables, request, slots)
-    return len(slots) if fits.all() else int(fits.argmin())
 
 
 def _fits(tables: Tables, request: PartRequest, slots: Array) -> Array:

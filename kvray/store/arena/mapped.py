@@ -268,8 +268,13 @@ class MappedArena:
         def opened() -> bool:
             if not undo.begin():
                 return True
-            with self.making_sense():
-                return self._repair(may_rebuild=may_rebuild)
+            with self.making_sense():  # a writer died in its step: only the owner may rebuild
+                if not undo.roll_back():
+                    if not may_rebuild:
+                        return False
+                    audit.rebuild(self.tables, now=time.monotonic())
+                self.tables.repairs += 1
+            return True
 
         def closed(error: BaseException | None) -> None:
             undo.end(error is None)
@@ -300,15 +305,6 @@ class MappedArena:
                 " them."
             )
         return f"The arena in {self.directory} stays locked; try again."
-
-    def _repair(self, *, may_rebuild: bool) -> bool:
-        """Undo a step whose writer died; False if only the owner can repair it."""
-        if not self.tables.undo.roll_back():
-            if not may_rebuild:
-                return False
-            audit.rebuild(self.tables, now=time.monotonic())
-        self.tables.repairs += 1
-        return True
 
     def check_sense(self, error: BaseException | None) -> None:
         """Raise ShardUnavailable if damaged tables have caused `error`."""

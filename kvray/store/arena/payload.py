@@ -83,7 +83,9 @@ class Copier:
         byte would get a right checksum.
         """
         checksums = [0] * len(seeds)  # a list: it takes a few numbers at a time for less
-        turns = iter([(copy, at) for copy in copies for at in _starts(copy)])
+        turns = iter(
+            [(copy, at) for copy in copies for at in range(0, len(copy.source), _step(copy))]
+        )
         second = None
         if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
             # What crosses: `turns`, of which each thread takes the next, and its own `checksums`.
@@ -132,10 +134,6 @@ def copy_run(target: Array, source: Array) -> None:
 def sum_blocks(blocks: Array, seeds: list[int]) -> list[int]:
     """Return the checksum of each block: xxh3, seeded with its word."""
     return list(map(xxhash.xxh3_64_intdigest, blocks, seeds))
-
-
-def _starts(copy: Copy) -> range:
-    return range(0, len(copy.source), _step(copy))
 
 
 def _step(copy: Copy) -> int:
@@ -194,9 +192,18 @@ def write(
         runs = _runs(tables, slots, regions[0], pages)
         copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
         return copier.copy_and_sum(copies, _seeds(tables, slots), of_source=True)
-    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
-        copy_run(in_arena, in_region)
-    return _sum_pages(regions, pages, _seeds(tables, slots))
+    edges = [0, *accumulate(region.shape[1] for region in regions)]
+    for start, stop, area in areas(tables, slots, pages, edges[-1]):
+        page = pages[start]
+        for region, (at, end) in zip(regions, pairwise(edges), strict=True):
+            copy_run(area[:, at:end], region[page : page + stop - start])
+    checksums = []
+    for page, seed in zip(pages.tolist(), _seeds(tables, slots), strict=True):
+        digest = xxhash.xxh3_64(seed=seed)
+        for region in regions:
+            digest.update(region[page].data)
+        checksums.append(digest.intdigest())
+    return np.array(checksums, dtype="<u8")
 
 
 def read(
@@ -222,21 +229,10 @@ def read(
     return sound
 
 
-def read_strips(
-    tables: Tables, slots: Array, strips: Sequence[Strip], pages: Array, *, block_bytes: int
-) -> None:
-    """Copy what `strips` have of leased slots of `block_bytes` into their pages; raises as `write`.
-
-    `pages` has a row for each slot.
-    """
-    scatter(_areas(tables, slots, pages, block_bytes), strips, pages)
-
-
 def scatter(areas: Iterable[tuple[int, int, Array]], strips: Sequence[Strip], pages: Array) -> None:
     """Copy what `strips` have of blocks into pages.
 
-    `areas` has runs of blocks, contiguous in memory and in pages, each as (start, stop, bytes
-    [stop - start, block_bytes]); `pages` has a row for each block.
+    `areas` has runs of blocks, as `areas` yields those of slots; `pages` has a row for each block.
     """
     for start, stop, area in areas:
         page = pages[start]
@@ -272,17 +268,6 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
             checksums[start:end] = sum_blocks(area, seeds[start:end])
             start = end
     return checksums
-
-
-def _sum_pages(regions: Sequence[Array], pages: Array, seeds: list[int]) -> Array:
-    """Return the checksum of each page, whose bytes are those of its regions end to end."""
-    checksums = []
-    for page, seed in zip(pages.tolist(), seeds, strict=True):
-        digest = xxhash.xxh3_64(seed=seed)
-        for region in regions:
-            digest.update(region[page].data)
-        checksums.append(digest.intdigest())
-    return np.array(checksums, dtype="<u8")
 
 
 def slot_bytes(tables: Tables, slot: int) -> Array:
@@ -326,26 +311,18 @@ def _runs(
 
     A run is contiguous in slots and in the pool; its blocks are [num_blocks, block_bytes].
     """
-    for start, stop, area in _areas(tables, slots, block_ids, pool.shape[1]):
+    for start, stop, area in areas(tables, slots, block_ids, pool.shape[1]):
         row = block_ids[start]
         yield start, area, pool[row : row + stop - start]
 
 
-def _region_runs(
-    tables: Tables, slots: Array, regions: Sequence[Array], pages: Array
-) -> Iterator[tuple[Array, Array]]:
-    """Yield (bytes in the arena, bytes in a region) of each run, both [num_pages, size]."""
-    edges = [0, *accumulate(region.shape[1] for region in regions)]
-    for start, stop, area in _areas(tables, slots, pages, edges[-1]):
-        page = pages[start]
-        for region, (at, end) in zip(regions, pairwise(edges), strict=True):
-            yield area[:, at:end], region[page : page + stop - start]
-
-
-def _areas(
+def areas(
     tables: Tables, slots: Array, block_ids: Array, block_bytes: int
 ) -> Iterator[tuple[int, int, Array]]:
-    """Yield (start, stop, bytes [stop - start, block_bytes]) of each run, contiguous in both."""
+    """Yield (start, stop, bytes [stop - start, block_bytes]) of each run, contiguous in both.
+
+    Raises as `write`.
+    """
     if len(slots) != len(block_ids):
         raise ConfigError(
             f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"

@@ -233,21 +233,12 @@ def use_order(tables: Tables, slots: Array) -> Array:
     return ticks
 
 
-def last_used(tables: Tables, slabs: Array) -> Array:
-    """Return the `use_order` of the last use of each of `slabs` that can be cleared, in order."""
-    return _by_last_use(tables, slabs)[:, 1]
-
-
 def coldest_first(tables: Tables, slabs: Array) -> Array:
     """Return those of `slabs` that have blocks, all free to go: first those used longest ago.
 
-    Retention priority comes before use. Needs no lock.
+    Retention priority comes before use. Needs no lock. Each row, i8, has the slab, the `use_order`
+    of its last use, and the depth of what was used then, less than 0.
     """
-    return _by_last_use(tables, slabs)[:, 0]
-
-
-def _by_last_use(tables: Tables, slabs: Array) -> Array:
-    """Return (slab, order of its last use, depth) of those that can be cleared, in order."""
     per_slab, found = _backed_in_slab(tables), [np.empty((0, 3), dtype=np.int64)]
     step = max(1, _PIECE // per_slab)
     for start in range(0, len(slabs), step):

@@ -74,12 +74,6 @@ def number_of(path: Path) -> int | None:
     return None if named is None else int(named[1])
 
 
-def unfinished(directory: Path) -> list[Path]:
-    """Return the segment files that are incomplete because their maker died."""
-    found = sorted(directory.glob(f"segment-*{_UNFINISHED}"))
-    return [path for path in found if number_of(path.with_suffix("")) is not None]
-
-
 def create_segment(
     disk: Disk, directory: Path, number: int, cluster_name: str, shape: SegmentShape
 ) -> Segment:
@@ -217,8 +211,9 @@ class SegmentFiles:
             one.file.close()
 
     def _open_existing(self) -> None:
-        for path in unfinished(self._directory):
-            self._disk.remove(path)
+        for path in sorted(self._directory.glob(f"segment-*{_UNFINISHED}")):
+            if number_of(path.with_suffix("")) is not None:
+                self._disk.remove(path)
         aside = []
         with device_errors(self._directory, "listed"):
             numbers = {path: number_of(path) for path in sorted(self._directory.iterdir())}

@@ -82,7 +82,11 @@ class Writer:
 
     def _make_files(self, targets: Array) -> Array:
         """Give the slabs of `targets` their files; return a mask of the slots that have one."""
-        self._look_for_room()
+        if num_closed(self._tables) and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _RETRY_S
+            if self._files.has_room_for_one():
+                with self._section():
+                    reopen(self._tables)
         slab_of = self._geometry.slab_of(targets)
         has_file = np.ones(len(targets), dtype=bool)
         for slab in np.unique(slab_of).tolist():
@@ -109,14 +113,6 @@ class Writer:
         if len(closed):
             _log.warning("%s The NVMe tier goes on with the segments that it has.", error)
         self._look_at = time.monotonic() + _RETRY_S
-
-    def _look_for_room(self) -> None:
-        if not num_closed(self._tables) or time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + _RETRY_S
-        if self._files.has_room_for_one():
-            with self._section():
-                reopen(self._tables)
 
     # -- blocks -------------------------------------------------------------------------------
 
