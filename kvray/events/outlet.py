@@ -119,7 +119,10 @@ class Outlet:
         self._selector = selectors.EpollSelector()
         self._listeners: dict[str, socket.socket] = {}
         self._clients: set[_Client] = set()
-        self._places = _places()
+        self._places = _CLIENTS_MAX
+        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files_max != resource.RLIM_INFINITY:  # of few descriptors the others need most
+            self._places = max(2, min(_CLIENTS_MAX, files_max // 32))
         self._accept_at = {True: 0.0, False: 0.0}
         """When new clients are heard next, on the port for what happens and on that for replays."""
         self._look_at = 0.0
@@ -209,7 +212,10 @@ class Outlet:
         self._send_replays(now)
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._drop_idle(now)
+            for client in tuple(self._clients):
+                is_late = not client.wire.is_ready and now > client.moved_at + _FIRST_S
+                if is_late or (client.replay is not None and now > client.moved_at + _REPLAY_S):
+                    self._drop(client)
 
     def _accept(self, listener: socket.socket, now: float, *, is_live: bool) -> None:
         self._accept_at[is_live] = now + _ACCEPT_S
@@ -222,8 +228,7 @@ class Outlet:
             host = str(address[0])
             self._make_room(host, is_live=is_live)
             wire = Wire(connection, "XPUB" if is_live else "ROUTER", message_max=_REQUEST_MAX)
-            client = _Client(wire, host, is_live, now)
-            self._clients.add(client)
+            self._clients.add(client := _Client(wire, host, is_live, now))
             self._wait_for(client, now)
 
     def _make_room(self, host: str, *, is_live: bool) -> None:
@@ -391,13 +396,6 @@ class Outlet:
             if self._snapshot is None:
                 return
 
-    def _drop_idle(self, now: float) -> None:
-        """Drop who does not say what it is, or takes nothing of a replay."""
-        for client in tuple(self._clients):
-            is_late = not client.wire.is_ready and now > client.moved_at + _FIRST_S
-            if is_late or (client.replay is not None and now > client.moved_at + _REPLAY_S):
-                self._drop(client)
-
     def _drop(self, client: _Client) -> None:
         self._clients.discard(client)
         self._unread.discard(client)
@@ -453,13 +451,6 @@ class Outlet:
         self._listeners[bound] = listener
         self._selector.register(listener, selectors.EVENT_READ, is_live)
         return bound
-
-
-def _places() -> int:
-    """Return how many clients a port may have: of few descriptors the others need most."""
-    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_unbounded = files_max == resource.RLIM_INFINITY
-    return _CLIENTS_MAX if is_unbounded else max(2, min(_CLIENTS_MAX, files_max // 32))
 
 
 def _may_be_read(client: _Client, now: float) -> bool:
