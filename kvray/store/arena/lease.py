@@ -178,9 +178,9 @@ def take(
         if lease_id is None:
             tables.next_lease += 1
         known_by = tables.next_lease if lease_id is None else lease_id
-        page = _record(tables, slots, pages[at : at + count], known_by, now)
+        _record(tables, slots, pages[at : at + count], known_by, now)
         leases.append(
-            Lease(lease_id=known_by, page=page, num_slots=len(slots), check=_check(words))
+            Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=_check(words))
         )
         at += count
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
@@ -288,8 +288,8 @@ def _ready(tables: Tables, slots: Array) -> Array:
     return ready
 
 
-def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
-    """Write a lease's record into free pages, which get their holder later; return the first."""
+def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> None:
+    """Write a lease's record into free pages, which get their holder later."""
     for place, page in enumerate(pages):
         named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
         tables.page_slots[page, : len(named)] = named
@@ -297,7 +297,6 @@ def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: 
         tables.page_next[page] = pages[place + 1] if place + 1 < len(pages) else -1
         tables.page_lease[page] = lease_id
         tables.page_since[page] = now
-    return pages[0]
 
 
 def _free_pages(tables: Tables, count: int) -> list[int] | None:

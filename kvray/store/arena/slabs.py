@@ -215,7 +215,8 @@ def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array)
     while True:
         chosen = among[:num_looked_at]
         while True:
-            used = _used_in(tables, chosen)
+            slots = _inside(tables, chosen, _backed_in_slab(tables))
+            used: Array = slots[tables.slot_state.take(slots) != FREE]
             kept = keep_evictable(tables, used, protect=protect)
             is_whole = _num_in(tables, kept, chosen) == _num_in(tables, used, chosen)
             if is_whole.all() and len(chosen) <= count:
@@ -304,12 +305,6 @@ def _some(is_meant: Array, most: int, turn: int) -> Array:
 def _inside(tables: Tables, slabs: Array, each: int) -> Array:
     """Return the first `each` slots of each of `slabs`, slab by slab."""
     return tables.geometry.slots_at(slabs[:, None], np.arange(each)).ravel()
-
-
-def _used_in(tables: Tables, slabs: Array) -> Array:
-    slots = _inside(tables, slabs, _backed_in_slab(tables))
-    used: Array = slots[tables.slot_state.take(slots) != FREE]
-    return used
 
 
 def _num_in(tables: Tables, slots: Array, slabs: Array) -> Array:

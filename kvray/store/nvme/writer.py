@@ -24,7 +24,7 @@ from kvray.store.nvme.book import Pages, RecordBook
 from kvray.store.nvme.record import RECORD
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
-from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, moves, write_tasks
+from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, chunks, moves
 
 _log = logging.getLogger("kvray.nvme")
 
@@ -122,7 +122,13 @@ class Writer:
         # finds a block that memory or the disk has damaged meanwhile.
         each = moves(self._files.by_slab, targets, self._geometry, arena, sources)
         size = chunk_bytes(each, self._threads.num_threads)
-        self._threads.run([task for one in each for task in write_tasks(one, chunk_bytes=size)])
+        self._threads.run(
+            [
+                partial(one.segment.file.write, chunk.buffers, chunk.offset)
+                for one in each
+                for chunk in chunks(one, size)
+            ]
+        )
         self._sync(np.unique(self._geometry.slab_of(targets)).tolist())
         self.written_bytes += sum(
             len(one.rows) * align(one.segment.shape.block_bytes) for one in each

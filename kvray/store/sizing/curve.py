@@ -93,6 +93,9 @@ def curve(
     prompts' tokens. A namespace with too few blocks in the sample is not there.
     """
     tally = _Tally(window)
+    # A small cache ranks as many blocks at a time as stand for those that a full one does.
+    rate = max((space.rate for space in window.spaces), default=1.0)
+    ranked_min = max(_RANKED_FEWEST, round(RANKED_MIN * rate))
     columns: list[Array] = []
     for size in host_bytes:
         replay = Replay(
@@ -101,7 +104,7 @@ def curve(
             _slots(window, size),
             _slots(window, disk_bytes) if disk_bytes else 0,
             admission=admission,
-            ranked_min=_ranked_min(window),
+            ranked_min=ranked_min,
         )
         for _ in replay.run():
             yield
@@ -185,9 +188,3 @@ def _block_share(space: Space) -> float:
 def _slots(window: Window, size: int) -> int:
     # Half empty, a tier neither evicts nor demotes: a larger one would find the same.
     return min(max(1, round(size / window.quantum)), 2 * max(1, window.trace.num_unique))
-
-
-def _ranked_min(window: Window) -> int:
-    """Return how many blocks a small cache ranks at a time, for as many as a full one does."""
-    rate = max((space.rate for space in window.spaces), default=1.0)
-    return max(_RANKED_FEWEST, round(RANKED_MIN * rate))
