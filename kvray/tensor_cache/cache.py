@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,8 @@ class TensorCache:
         self._stores = StoreQueue(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
         name = connector.replica or f"{platform.node()}-{os.getpid()}"
         with _making:
-            places = ((self.config.node_dir, metadata.rank, one) for one in _numbered(name))
+            names = chain([name], (f"{name}.{number}" for number in count(2)))
+            places = ((self.config.node_dir, metadata.rank, one) for one in names)
             self._place = next(place for place in places if place not in _reported)
             _reported.add(self._place)
         self._link = attach(
@@ -487,12 +488,6 @@ def _run(action: Callable[[], None]) -> None:
         action()
     except Exception:  # noqa: BLE001 - a defect; what waits is stored all the same
         _log.exception("kvray: a defect while KV was stored in the background")
-
-
-def _numbered(name: str) -> Iterator[str]:
-    """Yield `name`, and then with a number behind it."""
-    yield name
-    yield from (f"{name}.{number}" for number in count(2))
 
 
 def _fingerprint(model: str) -> str | None:

@@ -8,8 +8,6 @@ younger than a whole slab of another size gets that slab.
 A file in an arena's place can be ended even if this code cannot map it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
