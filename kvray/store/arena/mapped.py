@@ -268,7 +268,8 @@ class MappedArena:
         def opened() -> bool:
             if not undo.begin():
                 return True
-            with self.making_sense():  # a writer died in its step: only the owner may rebuild
+            # A writer died in its step. Only the owner rebuilds what cannot be undone.
+            with self.making_sense():
                 if not undo.roll_back():
                     if not may_rebuild:
                         return False

@@ -163,7 +163,8 @@ def reserve(
     found = chain[here]
     protect = found if before < 0 else np.concatenate((found, [before]))
     tables.slot_tick[protect] = number
-    if len(found):  # what is here keeps the higher priority; not undone: so has the next request
+    if len(found):
+        # A block takes the higher priority. Not undone: the same request later has the same result.
         asked = priority if isinstance(priority, int) else priority[here]
         if ((held := tables.slot_priority.take(found)) < asked).any():
             tables.slot_priority[found] = np.maximum(held, asked)
