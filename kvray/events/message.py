@@ -6,7 +6,7 @@ its `type`; older publishers send a list that begins with it. See docs/kv_events
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -78,15 +78,10 @@ class AllBlocksCleared:
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 _FIELDS = {
-    "BlockStored": (
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
-        *("lora_id", "medium", "lora_name", "extra_keys", "group_idx"),
-        *("kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
-    "AllBlocksCleared": (),
+    kind.__name__: tuple(one.name for one in fields(kind) if one.name != "type")
+    for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
-"""The fields of events that are lists, in their order."""
+"""The fields of events that are lists, in their order, which is that of the classes."""
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
 _RANK: TypeAdapter[int | None] = TypeAdapter(_Small | None)
 

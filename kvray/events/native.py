@@ -109,7 +109,7 @@ class NativePool:
             case "stored":
                 yield from self._store(rank, data)
             case "removed":
-                yield from self._remove(rank, [*_hashes(data["block_hashes"])])
+                yield from self._remove(rank, [*data["block_hashes"]])
             case "updated" if data.get("cache_level") is not None:
                 block = _hash(data["block_hash"])
                 medium = _medium(data["cache_level"]["new_value"])
@@ -181,10 +181,14 @@ class NativePool:
         for before, found in left.items():
             yield BlockRemoved(block_hashes=found, medium=before)
 
-    def _remove(self, rank: int, hashes: Iterable[_Hash]) -> Iterator[Event]:
+    def _remove(self, rank: int, hashes: Iterable[Any]) -> Iterator[Event]:
         gone: dict[str, list[_Hash]] = {}
-        for one in hashes:
-            if (block := self._blocks.get(one)) is None:
+        for given in hashes:
+            try:
+                one = _hash(given)
+            except ValueError:
+                continue
+            if one is None or (block := self._blocks.get(one)) is None:
                 continue  # a partial one
             medium = block.holders.pop(rank, None)
             if medium is not None and medium not in block.holders.values():
@@ -241,17 +245,6 @@ def _hash(given: Any) -> _Hash | None:
     if len(own) > HASH_BYTES_MAX if isinstance(own, bytes) else not -(2**63) <= own < 2**64:
         raise ValueError("a hash has 64 bits, or some bytes")
     return own
-
-
-def _hashes(given: Iterable[Any]) -> Iterator[_Hash]:
-    """Yield those that can be of a block that is known."""
-    for one in given:
-        try:
-            own = _hash(one)
-        except ValueError:
-            continue
-        if own is not None:
-            yield own
 
 
 def _number(given: Any, end: int) -> int:

@@ -182,9 +182,6 @@ class Reception:
             self.content.clear()
             self.content.is_whole = True
         self._next, self._last = number + 1, xxh3_64_intdigest(payload)
-        self._take(batch)
-
-    def _take(self, batch: Batch | None) -> None:
         self.num_applied += 1
         if batch is None:
             self.content.is_whole = False

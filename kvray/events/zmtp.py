@@ -73,7 +73,10 @@ class Wire:
         self._parts: list[bytes] = []
         self._size = 0
         self._out: deque[bytes | memoryview] = deque([_GREETING])
-        self._send_frame(_COMMAND, b"\x05READY" + _property(b"Socket-Type", kind.encode()))
+        name = kind.encode()
+        self._send_frame(
+            _COMMAND, b"\x05READY\x0bSocket-Type" + len(name).to_bytes(4, "big") + name
+        )
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -197,7 +200,3 @@ class Wire:
             case b"CANCEL":
                 return [[b"\x00" + rest]]
         return []
-
-
-def _property(name: bytes, value: bytes) -> bytes:
-    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value

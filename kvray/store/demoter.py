@@ -97,7 +97,8 @@ class Demoter:
         self._release()
         tables = self._arena.tables
         for size in slabs.block_sizes(tables):
-            above = self._num_above(size)
+            most = slabs.num_possible(tables, size)
+            above = most - slabs.num_available(tables, size) - int(self._high_watermark * most)
             if above > 0 and size not in self._is_full_for:
                 within = slabs.slots_of(tables, size)
                 going = choose_victims(tables, above, within=within, rank=self._retention.rank)
@@ -141,12 +142,6 @@ class Demoter:
         self._budget.save(self._store.directory)
 
     # -- choosing -----------------------------------------------------------------------------
-
-    def _num_above(self, block_bytes: int) -> int:
-        tables = self._arena.tables
-        most = slabs.num_possible(tables, block_bytes)
-        used = most - slabs.num_available(tables, block_bytes)
-        return used - int(self._high_watermark * most)
 
     def _demote(self, going: Array, block_bytes: int) -> int:
         """Write the first of the blocks `going`, all of one size; return how many."""

@@ -1,7 +1,6 @@
 """The tensor API: for people who hold KV tensors instead of an engine."""
 
 from kvray.tensor_cache.cache import TensorCache
-from kvray.tensor_cache.layout import KV
-from kvray.tensor_cache.metadata import TensorLayout, TensorMetadata
+from kvray.tensor_cache.layout import KV, TensorLayout, TensorMetadata
 
 __all__ = ["KV", "TensorCache", "TensorLayout", "TensorMetadata"]

@@ -1,12 +1,16 @@
 """The tensor cache: stores and retrieves KV tensors by their tokens, in this node's arena."""
 
+import contextlib
 import logging
 import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import fields, replace
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 
 from kvray.config import KVRayConfig, cache_dir, load_config
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.block import BlockKey, namespace_id
+from kvray.identity.block import namespace_id
 from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.keys import request_seed
 from kvray.node import Registration, attach
@@ -22,19 +26,17 @@ from kvray.store.arena.tables import Array
 from kvray.store.machine.access import Access
 from kvray.tensor_cache import layout
 from kvray.tensor_cache.blocks import ArenaBlocks, Source
-from kvray.tensor_cache.layout import KV, Heads
-from kvray.tensor_cache.lifetime import CacheCounters, Lifetime
-from kvray.tensor_cache.metadata import TensorMetadata
-from kvray.tensor_cache.prompt import (
+from kvray.tensor_cache.layout import (
+    KV,
+    Heads,
     Mask,
     MaskedPrompt,
+    TensorMetadata,
     Tokens,
-    claim_name,
     read_prompt,
-    release_name,
 )
-from kvray.tensor_cache.staging import Staging, StoreQueue
-from kvray.trace.arrival import Arrivals
+from kvray.trace.arrival import Arrivals, runs_between
+from kvray.trace.reasons import MISS_PREFIX
 
 _log = logging.getLogger("kvray.tensor_cache")
 
@@ -47,8 +49,11 @@ _WAITING_BYTES_MAX = 2**30
 """Copies of tensors that may wait for the background."""
 
 _instances: dict[str, "TensorCache"] = {}
-# Held while a cache is made, so that two threads that ask for one id get one cache.
-_making = threading.Lock()
+_reported: set[tuple[Path, int, str]] = set()
+"""The tier, rank and name under which each cache of this process reports."""
+# Held while a cache is made, so that two threads that ask for one id get one cache, and while one
+# chooses its name.
+_making = threading.RLock()
 
 
 class TensorCache:
@@ -59,6 +64,9 @@ class TensorCache:
     `connector.stage_wait_s` at most; later blocks are there for a later call. Without a tier
     nothing is stored and nothing found, and the log says so once. The cache uses the tier when it
     appears or comes back. A tensor may be on any device; retrieved tensors are on the CPU.
+
+    A method that takes tokens, shape [num_tokens], raises ConfigError if it cannot read them or
+    their mask, and once the cache is closed.
 
     Source: the contract of LMCache's LMCacheEngine and LMCacheEngineBuilder.
     """
@@ -80,38 +88,44 @@ class TensorCache:
         self.namespace = replace(metadata.namespace(fingerprint=fingerprint), weights=weights or "")
         self._seed: bytes | None = request_seed(self.namespace.digest(), salt=metadata.salt)
         """Of all keys; None while the weights have no name."""
-        self._step = max(1, _STEP_BYTES // metadata.block_bytes)
-        self._counters = CacheCounters()
-        self._lifetime = Lifetime(self._leave)
-        connector, access = self.config.connector, Access.of(self.config.arena.group)
+        self._lock = threading.Lock()
+        """Guards the counts, the users and the end."""
+        self._counted: Counter[str] = Counter()
+        self._pid, began_at = os.getpid(), time.monotonic()
+        # The calls under way, and the cache itself until it is closed: their blocks stay leased or
+        # reserved while they copy, so only the last one may let go of the arena.
+        self._users = 1
+        self._closed, self._has_left = False, threading.Event()
+        connector = self.config.connector
         self._stores = StoreQueue(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
-        self._name = claim_name(
-            (self.config.node_dir, metadata.rank),
-            connector.replica or f"{platform.node()}-{os.getpid()}",
-        )
+        name = connector.replica or f"{platform.node()}-{os.getpid()}"
+        with _making:
+            names = chain([name], (f"{name}.{number}" for number in count(2)))
+            places = ((self.config.node_dir, metadata.rank, one) for one in names)
+            self._place = next(place for place in places if place not in _reported)
+            _reported.add(self._place)
         self._link = attach(
             self.config.node_dir,
-            label=f"tensors {self._name} rank {metadata.rank}",
+            label=f"tensors {self._place[2]} rank {metadata.rank}",
             lock_wait_s=self.config.arena.lock_wait_s,
             attach_retry_s=connector.attach_retry_s,
-            access=access,
+            access=Access.of(self.config.arena.group),
+        )
+        self._registration = Registration(
+            replica=self._place[2],
+            rank=metadata.rank,
+            namespace=self.namespace,
+            counters=lambda: self.counters() | {"uptime_s": int(time.monotonic() - began_at)},
+            name_weights=self.set_weights_version,
         )
         self._blocks = ArenaBlocks(
             self._link,
+            self._registration,
             block_bytes=metadata.block_bytes,
-            blocks_per_step=self._step,
+            blocks_per_step=max(1, _STEP_BYTES // metadata.block_bytes),
             verify=connector.verify_on_load != "never",
             namespace=namespace_id(self.namespace.digest()),
         )
-        self._registration = Registration(
-            replica=self._name,
-            rank=metadata.rank,
-            namespace=self.namespace,
-            counters=self._counters.reported,
-            name_weights=self.set_weights_version,
-        )
-        self._staging = Staging(self._link, self._registration)
-        self._wait_s = connector.stage_wait_s
         self._link.register(self._registration)
 
     # -- by instance id -----------------------------------------------------------------------
@@ -130,7 +144,8 @@ class TensorCache:
             found = cls.get(instance_id)
             if found is None:
                 found = _instances[instance_id] = cls(settings, metadata)
-        different = found.metadata.difference(metadata)
+        names = (field.name for field in fields(metadata))
+        different = [n for n in names if getattr(found.metadata, n) != getattr(metadata, n)]
         if found.config != settings:
             different.append("the configuration")
         if different:
@@ -184,7 +199,6 @@ class TensorCache:
             Tokens that were newly stored; 0 with blocking=False.
 
         Raises:
-            ConfigError: tokens or a mask that cannot be read, or the cache is closed.
             LayoutMismatch: the tensors are not what the metadata says.
         """
         prompt = self._read_prompt(tokens, mask)
@@ -195,7 +209,7 @@ class TensorCache:
                 f"The KV is of {heads[0].shape[1]} tokens where tokens and mask ask for"
                 f" {expected}; give the KV of exactly the tokens that the mask does not leave out."
             )
-        with self._lifetime.using():
+        with self._using():
             if not blocking:
                 self._store_later(prompt, heads, renew=not skip_existing)
                 return 0
@@ -221,17 +235,14 @@ class TensorCache:
             (kv, ret_mask). ret_mask, a bool tensor of shape [num_tokens], is True for the tokens
             that were found. kv holds exactly those, in the layout of the metadata, as CPU tensors
             of the caller's own; () if none was found. A damaged block ends the run.
-
-        Raises:
-            ConfigError: tokens or a mask that cannot be read, or the cache is closed.
         """
         prompt = self._read_prompt(tokens, mask)
-        with self._lifetime.using():
-            _, arrivals, reason = self._find(prompt.keys, wait_s=self._wait_s)
-            blob = self._load(prompt)
-        found = layout.num_tokens(blob, self.metadata)
-        block = self.metadata.tokens_per_block
-        self._counters.add_request(prompt, found, arrivals, reason, block)
+        with self._using():
+            _, arrivals, reason = self._blocks.find(
+                prompt.keys, wait_s=self.config.connector.stage_wait_s
+            )
+            found, blob = self._load(prompt)
+        self._count_request(prompt, found, arrivals, reason)
         ret_mask = torch.zeros(prompt.num_tokens, dtype=torch.bool, device="cpu")
         ret_mask[prompt.num_masked : prompt.num_masked + found] = True
         if not found:
@@ -243,11 +254,8 @@ class TensorCache:
         """Return how many leading tokens can be retrieved now, a multiple of tokens_per_block.
 
         They are neither held nor read: `retrieve` may find fewer.
-
-        Raises:
-            ConfigError: tokens that cannot be read, or the cache is closed.
         """
-        return self.prefetch(tokens, timeout_s=self._wait_s)
+        return self.prefetch(tokens, timeout_s=self.config.connector.stage_wait_s)
 
     def prefetch(self, tokens: Tokens, timeout_s: float = _PREFETCH_S) -> int:
         """Stage blocks from the node's disk and other nodes, and return as `lookup`.
@@ -255,13 +263,11 @@ class TensorCache:
         Args:
             tokens: token ids, shape [num_tokens].
             timeout_s: how long to wait for it; `staging.deadline_s` bounds it, too.
-
-        Raises:
-            ConfigError: tokens that cannot be read, or the cache is closed.
         """
         prompt = self._read_prompt(tokens, None)
-        with self._lifetime.using():
-            return self._find(prompt.keys, wait_s=timeout_s)[0] * self.metadata.tokens_per_block
+        with self._using():
+            here, _, _ = self._blocks.find(prompt.keys, wait_s=timeout_s)
+            return here * self.metadata.tokens_per_block
 
     def set_weights_version(self, version: str | None) -> None:
         """Name the weights that all KV from now on is computed with.
@@ -286,14 +292,15 @@ class TensorCache:
         A call of `retrieve` is a request, and what its mask leaves out are tokens of the caller's
         own. Hits are counted by where they came from, misses by reason.
         """
-        return self._counters.totals()
+        with self._lock:
+            return dict(self._counted)
 
     # -- its life -----------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """Whether no call may begin: closed, or this is a forked child of its process."""
-        return self._lifetime.closed
+        return self._closed or os.getpid() != self._pid
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait for the stores with blocking=False; False: not done within `timeout_s`."""
@@ -301,13 +308,16 @@ class TensorCache:
 
     def close(self) -> None:
         """Finish what is under way, within a deadline, and leave the tier. Twice is fine."""
-        if not self._lifetime.end():
-            return
+        with self._lock:
+            if self.closed:
+                return
+            self._closed = True
         deadline = time.monotonic() + _CLOSE_S
         given_up = self._stores.close(_CLOSE_S)
         if given_up:
             _log.warning("kvray: %d stores were given up at close", given_up)
-        if not self._lifetime.wait(deadline):
+        self._let_go()
+        if not self._has_left.wait(max(0.0, deadline - time.monotonic())):
             _log.warning("kvray: calls are still under way after close")
 
     def __enter__(self) -> "TensorCache":
@@ -316,11 +326,32 @@ class TensorCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _leave(self) -> None:
-        self._staging.close()
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the arena for a call; ConfigError: the cache is closed."""
+        with self._lock:
+            if self.closed:
+                raise ConfigError(
+                    "This TensorCache is closed (or belongs to the parent of this forked process);"
+                    " make a new one."
+                )
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """End one use; the last one leaves the tier."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        self._blocks.close()
         self._link.unregister(self._registration)
         self._link.detach()
-        release_name((self.config.node_dir, self.metadata.rank), self._name)
+        _reported.discard(self._place)
+        self._has_left.set()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -328,27 +359,16 @@ class TensorCache:
         size = self.metadata.tokens_per_block
         return read_prompt(tokens, mask, tokens_per_block=size, seed=self._seed)
 
-    def _find(self, keys: Sequence[BlockKey], *, wait_s: float) -> tuple[int, Arrivals, str]:
-        """Stage `keys`, as far as any node has them.
-
-        Returns how many leading ones are here, how they came, and why there are not more.
-        """
-        here = self._blocks.count(keys)
-        if here == len(keys):
-            return here, (), "none"
-        staged = self._staging.stage(keys, wait_s=wait_s)
-        if staged.num_blocks > here:
-            here = self._blocks.count(keys)
-        return here, staged.arrivals, staged.reason
-
     def _store(self, prompt: MaskedPrompt, source: Source, *, renew: bool) -> int:
         """Store the blocks of the suffix; return the tokens that were new."""
         size = self.metadata.tokens_per_block
         if prompt.first:  # without those before it, nothing of the suffix could be found
-            self._find(prompt.keys[: prompt.first], wait_s=self._wait_s)
+            self._blocks.find(
+                prompt.keys[: prompt.first], wait_s=self.config.connector.stage_wait_s
+            )
         stored, existing = self._blocks.write(prompt.keys, prompt.first, source, renew=renew)
         dropped = prompt.num_blocks - stored - existing
-        self._counters.add(stored_tokens=stored * size, dropped_tokens=dropped * size)
+        self._count(stored_tokens=stored * size, dropped_tokens=dropped * size)
         return stored * size
 
     def _store_later(self, prompt: MaskedPrompt, heads: Heads, *, renew: bool) -> None:
@@ -366,32 +386,108 @@ class TensorCache:
 
             if self._stores.submit(size, store):
                 return
-        self._counters.add(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
+        self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
         if has_arena and len(missing):
             self._blocks.say_once(
                 "saves",
-                "kvray: KV was not stored: too many stores wait for the background (said once)",
+                "KV was not stored: too many stores wait for the background (said once)",
             )
 
-    def _load(self, prompt: MaskedPrompt) -> torch.Tensor:
-        """Return the KV of the suffix's blocks that are here and sound, as one tensor."""
-        metadata, step = self.metadata, self._step
-        loaded = layout.empty_blob(0, metadata)
+    def _load(self, prompt: MaskedPrompt) -> tuple[int, torch.Tensor]:
+        """Return how many tokens of the suffix are here and sound, and their KV as one tensor."""
+        metadata, num_sound = self.metadata, 0
         with self._blocks.leased(prompt.keys) as held:
-            found = 0 if held is None else max(0, held.num_blocks - prompt.first)
+            found = 0 if held is None else max(0, held[1].num_slots - prompt.first)
             blob = layout.empty_blob(found * metadata.tokens_per_block, metadata)
             heads = layout.heads_of(blob, metadata)
-            pool = np.empty((min(found, step), metadata.block_bytes), dtype=np.uint8)
-            for start in range(0, found, step):
-                assert held is not None
-                rows = pool[: found - start]
-                sound = held.read(prompt.first + start, rows)
-                if sound < len(rows):
-                    end = prompt.first + start + sound
-                    return self._load(replace(prompt, keys=prompt.keys[:end]))
+            for start, rows in () if held is None else self._blocks.read(held, prompt.first):
                 layout.unpack(rows, heads, start, metadata)
-            loaded = blob
-        return loaded
+                num_sound = (start + len(rows)) * metadata.tokens_per_block
+        return num_sound, layout.cut(blob, num_sound, metadata)
+
+    def _count(self, **tokens: int) -> None:
+        with self._lock:
+            self._counted.update(tokens)
+
+    def _count_request(
+        self, prompt: MaskedPrompt, found: int, arrivals: Arrivals, reason: str
+    ) -> None:
+        """Count a `retrieve`, as a connector counts a request.
+
+        So many tokens were `found`, in blocks that came by `arrivals`; `reason` is why not more.
+        """
+        block = self.metadata.tokens_per_block
+        counts = Counter(
+            requests=1,
+            prompt_tokens=prompt.num_tokens,
+            local_tokens=prompt.num_masked,
+            hit_tokens=found,
+        )
+        end = prompt.first + found // block
+        for start, stop, way, _ in runs_between(arrivals, prompt.first, end):
+            counts[f"hit_tokens_from_{way}"] += (stop - start) * block
+        if missed := prompt.num_blocks * block - found:
+            # If all was here, a block was damaged since, or has just been evicted.
+            counts[f"{MISS_PREFIX}{'not_stored' if reason == 'none' else reason}"] += missed
+        self._count(**counts)
+
+
+class StoreQueue:
+    """Does one action after the other in the background; any thread may call any method.
+
+    It holds at most `saves_max` actions of `bytes_max` bytes; a single one may have any size. What
+    crosses to its thread: closures that own all they touch.
+    """
+
+    def __init__(self, *, saves_max: int, bytes_max: int) -> None:
+        self._saves_max = saves_max
+        self._bytes_max = bytes_max
+        self._executor = ThreadPoolExecutor(1, "kvray-saver")
+        self._lock = threading.RLock()
+        self._sizes: dict[Future[None], int] = {}
+        self._closed = False
+
+    def has_room(self, size: int) -> bool:
+        """Return whether `submit` would take `size` bytes now."""
+        with self._lock:
+            self._sizes = {one: size for one, size in self._sizes.items() if not one.done()}
+            num_waiting = sum(not one.running() for one in self._sizes)
+            used = sum(self._sizes.values())
+            has_bytes = used == 0 or used + size <= self._bytes_max
+            return not self._closed and num_waiting < self._saves_max and has_bytes
+
+    def submit(self, size: int, action: Callable[[], None]) -> bool:
+        """Do `action`, which keeps `size` bytes, soon; False: too much is waiting already."""
+        with self._lock:
+            if not self.has_room(size):
+                return False
+            self._sizes[self._executor.submit(_run, action)] = size
+            return True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting or under way; False: not within `timeout_s`."""
+        with self._lock:
+            pending = list(self._sizes)
+        return not wait(pending, timeout_s).not_done
+
+    def close(self, timeout_s: float) -> int:
+        """Do what is waiting and end the thread; return how much was given up for lack of time.
+
+        An action that is under way at the deadline goes on.
+        """
+        with self._lock:
+            self._closed = True
+        self.flush(timeout_s)
+        given_up = sum(one.cancel() for one in self._sizes)
+        self._executor.shutdown(wait=self.flush(0))
+        return given_up
+
+
+def _run(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:  # noqa: BLE001 - a defect; what waits is stored all the same
+        _log.exception("kvray: a defect while KV was stored in the background")
 
 
 def _fingerprint(model: str) -> str | None:

@@ -7,8 +7,8 @@ import torch
 
 from kvray.config import load_config
 from kvray.tensor_cache import TensorCache
-from tests.unit.tensor_cache.conftest import METADATA, changed, start_shard
-from tests.unit.tensor_cache.kv import assert_same, random_blob
+from tests.unit.tensor_cache.conftest import start_shard
+from tests.unit.tensor_cache.kv import METADATA, assert_same, changed, random_blob
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,7 +29,7 @@ from kvray.identity.tenant import TenantSalts
 from kvray.store.arena import key_index, lease, quotas, slabs
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.hot_prefixes import hot_prefixes
+from kvray.store.retention import hot_prefixes
 from kvray.store.sizing import Plan
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.request_note import RequestNote, unpack

@@ -27,9 +27,8 @@ from kvray.errors import KVRayError, ShardUnavailable
 from kvray.index import PARTS_MAX
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
-from kvray.store.arena.events import EventReader
 from kvray.store.arena.layout import QUARANTINED, READY
-from kvray.store.arena.tables import Array, Tables
+from kvray.store.arena.tables import Array, EventReader, Tables
 from kvray.store.block_history import CORRUPT, DISK_ROOM, HOST, NVME, WRITER
 from kvray.store.nvme import NvmeStore
 

@@ -31,8 +31,8 @@ from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
 from kvray.store import Arena, block_history
 from kvray.store.arena import key_index
-from kvray.store.arena.figures import by_namespace
 from kvray.store.arena.layout import READY
+from kvray.store.arena.mapped import by_namespace
 from kvray.store.block_history import BlockHistory
 from kvray.store.demoter import Brought, Demoter, Progress, Promoted, Promoter
 from kvray.store.nvme import NvmeSpec, NvmeStore

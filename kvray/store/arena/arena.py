@@ -10,12 +10,11 @@ import numpy as np
 from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired
 from kvray.identity.block import BlockKey
 from kvray.store.arena import holders, key_index, lease, payload, slots
-from kvray.store.arena.copier import Copier
 from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
 from kvray.store.arena.lease import Held, Lease, PartRequest
 from kvray.store.arena.mapped import MappedArena
-from kvray.store.arena.payload import Strip
+from kvray.store.arena.payload import Copier, Strip
 from kvray.store.arena.slots import Reservation
 from kvray.store.arena.tables import Array
 
@@ -235,9 +234,8 @@ class Arena(MappedArena):
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
         with self.making_sense():
             for one in reads:
-                payload.read_strips(
-                    self.tables, one.slots, one.strips, one.pages, block_bytes=one.block_bytes
-                )
+                areas = payload.areas(self.tables, one.slots, one.pages, one.block_bytes)
+                payload.scatter(areas, one.strips, one.pages)
 
     def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
         """Accept the copy of the leased slots `chosen`, or raise as `read` does."""

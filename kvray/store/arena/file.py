@@ -34,8 +34,8 @@ from kvray.store.arena.prefault import (
     rows_of,
 )
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.machine import numa
 from kvray.store.machine.capacity import MemoryClaims, check_room
+from kvray.store.machine.pages import spread
 from kvray.store.machine.side_file import SideFile
 
 ARENA_FILE = "arena"
@@ -254,7 +254,7 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
         memory = mapping_of(tables)
         ask_for_huge_pages(memory)
         if spec.interleave:
-            numa.spread(memory)
+            spread(memory)
         if _page_bytes(path) == ALIGNMENT:  # a huge page holds rows of both kinds
             tables.missing_rows = geometry.num_slots - geometry.first_rows
         # A full mount must be an error here, not a SIGBUS in some copy.

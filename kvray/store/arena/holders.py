@@ -37,23 +37,19 @@ def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int
     for row in range(tables.geometry.holders_max):
         if side_file.try_lock(HOLDER_BYTES + row):
             try:
-                _occupy(tables, row, name, now=now)
+                # Marked live, but nobody had its byte: it belonged to a dead process.
+                if tables.holder_live[row]:
+                    bury(tables, row, now=now)
+                tables.holder_generation[row] = (int(tables.holder_generation[row]) + 1) % 2**32
+                tables.holder_pid[row] = os.getpid()
+                tables.holder_since[row] = now
+                tables.holder_label[row] = name
+                tables.put(np.array([row]), holder_live=1)
             except BaseException:
                 side_file.unlock(HOLDER_BYTES + row)
                 raise
             return row
     return None
-
-
-def _occupy(tables: Tables, row: int, label: bytes, *, now: float) -> None:
-    # Marked live, but nobody had its byte: it belonged to a dead process.
-    if tables.holder_live[row]:
-        bury(tables, row, now=now)
-    tables.holder_generation[row] = (int(tables.holder_generation[row]) + 1) % 2**32
-    tables.holder_pid[row] = os.getpid()
-    tables.holder_since[row] = now
-    tables.holder_label[row] = label
-    tables.put(np.array([row]), holder_live=1)
 
 
 def leave(tables: Tables, row: int) -> None:

@@ -105,9 +105,16 @@ def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
 
 
 def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
-    rows = _find_rows(tables, keys, parts)
-    if rows is not None:
-        return rows
+    rows: list[Array] = []
+    for one in parts if len(keys) else ():
+        row = _find_row(tables, keys, one)
+        if row is None:
+            break
+        if not row.size:  # without one part nothing is here, whatever the others have
+            return np.empty((len(parts), 0), dtype=np.int64)
+        rows.append(row)
+    if len(rows) == len(parts):
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
     part: int | Array = parts[0]
     num_parts = len(parts)
     if num_parts > 1:
@@ -128,21 +135,6 @@ def _ready_head(tables: Tables, slots: Array) -> Array:
     ready = (slots >= 0) & (tables.slot_state.take(slots, mode="clip") == READY)
     here = ready.all(axis=0)
     return slots if here.all() else slots[:, : here.argmin()]
-
-
-def _find_rows(tables: Tables, keys: Array, parts: Sequence[int]) -> "Array | None":
-    """Return the slots of `keys`, a row for each part, as `_find_row` does for one."""
-    rows: list[Array] = []
-    for part in parts if len(keys) else ():
-        row = _find_row(tables, keys, part)
-        if row is None:
-            return None
-        if not row.size:  # without one part nothing is here, whatever the others have
-            return np.empty((len(parts), 0), dtype=np.int64)
-        rows.append(row)
-    if len(rows) < 2:
-        return rows[0] if rows else None
-    return np.concatenate(rows)
 
 
 def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":

@@ -225,7 +225,7 @@ class Geometry:
 
     @property
     def event_rows(self) -> int:
-        """Rows of the ring of slots whose blocks came, went or were used: see `events`."""
+        """Rows of the ring of slots whose blocks came, went or were used: see `tables`."""
         return max(4096, self.num_slots // 4)
 
     def stride(self, block_bytes: int) -> int:

@@ -73,8 +73,10 @@ def match(
     run = len(keys)
     if whole:
         slots = key_index.find_run(tables, keys, [one.part for one in whole])
-        found = dict(zip(whole, slots, strict=True))
-        run = min(_fitting_run(tables, one, found[one]) for one in whole)
+        found, run = dict(zip(whole, slots, strict=True)), slots.shape[1]
+        for one in whole:
+            if one.block_bytes is not None and not (fits := _fits(tables, one, found[one])).all():
+                run = min(run, int(fits.argmin()))
     if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
         windows = [
@@ -86,14 +88,6 @@ def match(
     return run, {
         one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
     }
-
-
-def _fitting_run(tables: Tables, request: PartRequest, slots: Array) -> int:
-    """Return how many leading `slots` have blocks of the requested size."""
-    if request.block_bytes is None:
-        return len(slots)
-    fits = _fits(tables, request, slots)
-    return len(slots) if fits.all() else int(fits.argmin())
 
 
 def _fits(tables: Tables, request: PartRequest, slots: Array) -> Array:
@@ -184,9 +178,9 @@ def take(
         if lease_id is None:
             tables.next_lease += 1
         known_by = tables.next_lease if lease_id is None else lease_id
-        page = _record(tables, slots, pages[at : at + count], known_by, now)
+        _record(tables, slots, pages[at : at + count], known_by, now)
         leases.append(
-            Lease(lease_id=known_by, page=page, num_slots=len(slots), check=_check(words))
+            Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=_check(words))
         )
         at += count
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
@@ -294,8 +288,8 @@ def _ready(tables: Tables, slots: Array) -> Array:
     return ready
 
 
-def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
-    """Write a lease's record into free pages, which get their holder later; return the first."""
+def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> None:
+    """Write a lease's record into free pages, which get their holder later."""
     for place, page in enumerate(pages):
         named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
         tables.page_slots[page, : len(named)] = named
@@ -303,7 +297,6 @@ def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: 
         tables.page_next[page] = pages[place + 1] if place + 1 < len(pages) else -1
         tables.page_lease[page] = lease_id
         tables.page_since[page] = now
-    return pages[0]
 
 
 def _free_pages(tables: Tables, count: int) -> list[int] | None:

@@ -1,5 +1,10 @@
 """The owner's part in an arena: adopt it, keep it in order, tell what changed, end it.
 
+Room is made ahead of need, so that writers mostly find FREE slots. The owner evicts the blocks of
+each size that were chosen to go next, and chooses more when they run out. So a round costs what it
+evicts; the search among all blocks comes once for an eighth of them. A size whose own blocks are
+younger than a whole slab of another size gets that slab.
+
 A file in an arena's place can be ended even if this code cannot map it.
 """
 
@@ -7,27 +12,41 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from kvray.errors import ShardUnavailable
 from kvray.store import block_history as gone
-from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots
+from kvray.store.arena import audit, eviction, holders, key_index, slabs, slots, victims
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.arena import Arena
 from kvray.store.arena.eviction import Rank
 from kvray.store.arena.file import ARENA_FILE
-from kvray.store.arena.layout import LIMBO, MAGIC, READY, RETIRED
+from kvray.store.arena.layout import LIMBO, MAGIC, NO_SLOTS, READY, RETIRED
 from kvray.store.arena.quotas import excess, set_quotas
-from kvray.store.arena.room_ahead import EVICT_BATCH, RoomAhead
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.block_history import BlockHistory
 
 _PATIENT_S = 5.0
 """How long a command that a person waits for tries for the lock."""
+
+EVICT_BATCH = 256
+"""Blocks that one section evicts: the lock is kept for a moment only."""
+
+_DEMAND_ROUNDS = 2
+"""So many times what writers took since the last round is kept free, up to a share of the arena."""
+_DEMAND_SHARE = 16
+
+_SLABS_MAX = 8
+"""Slabs of other sizes that one round clears for a size."""
+
+_LONG_LOOK_S = 0.02
+_PAUSE_SHARE = 1.0
+"""A search for the blocks that go next that takes long is followed by a pause, as long again."""
 
 _QUOTA_STEP = 4096
 """Most blocks that go at a time because of quotas; a new quota may concern many."""
@@ -49,7 +68,7 @@ class ArenaOwner:
         self._audited = 0
         self._within_at = -1
         """Count of changes when no namespace was over its quota."""
-        self._room = RoomAhead(arena, self.section, self._evict_in_batches, self._let_go_ahead)
+        self._room = RoomAhead(self)
 
     def adopt(self) -> int:
         """Fence off the last owner, set the quotas; return the new shard_epoch.
@@ -186,6 +205,23 @@ class ArenaOwner:
             if cleared == before:
                 return cleared
 
+    def evict_in_batches(self, found: Array, *, beyond_quota: bool = False) -> int:
+        """Evict what of `found` still can go, until the arena is busy; return how many went."""
+        evicted = 0
+        # Each can go if all before it have. The lock is kept for a batch at a time.
+        for start in range(0, len(found), EVICT_BATCH):
+            batch = found[start : start + EVICT_BATCH]
+            causes = np.full(len(batch), gone.QUOTA) if beyond_quota else self._ahead(batch)
+            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
+            if went is None:
+                break
+            evicted += went
+        return evicted
+
+    def let_go_ahead(self, going: Array) -> None:
+        """Evict `going`, which can go for sure, ahead of need; in a section."""
+        self._let_go(going, self._ahead(going))
+
     def section(self, wait_s: float | None = None) -> AbstractContextManager[bool]:
         """Hold the arena's lock; False: not now. It derives tables that a death left half done."""
         wait_s = self.arena.lock_wait_s if wait_s is None else wait_s
@@ -205,7 +241,7 @@ class ArenaOwner:
         return self.arena.tables
 
     def _rebuild(self) -> None:
-        repair.rebuild(self._tables, now=time.monotonic())
+        audit.rebuild(self._tables, now=time.monotonic())
         set_quotas(self._tables, self._quotas)
         self._tables.repairs += 1
 
@@ -218,33 +254,12 @@ class ArenaOwner:
             self._within_at = changes
             return 0
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
-        return self._evict_in_batches(found, lambda batch: np.full(len(batch), gone.QUOTA))
-
-    def _let_go_ahead(self, going: Array) -> None:
-        self._let_go(going, self._ahead(going))
+        return self.evict_in_batches(found, beyond_quota=True)
 
     def _ahead(self, going: Array) -> Array:
         """Return why each of `going` goes ahead of need."""
         given_up = self._tables.slot_tick[going] == 0
         return np.where(given_up, gone.GIVEN_UP, gone.AHEAD)
-
-    def _evict_in_batches(
-        self, found: Array, causes_of: Callable[[Array], Array] | None = None
-    ) -> int:
-        """Evict what of `found` still can go, until the arena is busy; return how many went.
-
-        Without `causes_of` they go ahead of need.
-        """
-        causes_of = causes_of or self._ahead
-        evicted = 0
-        # Each can go if all before it have. The lock is kept for a batch at a time.
-        for start in range(0, len(found), EVICT_BATCH):
-            batch = found[start : start + EVICT_BATCH]
-            went = self._evict_found(batch, causes_of(batch), wait_s=self.arena.lock_wait_s)
-            if went is None:
-                break
-            evicted += went
-        return evicted
 
     def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
         """Evict what of `found` still can go, each for its cause; None if the arena was busy."""
@@ -266,6 +281,113 @@ class ArenaOwner:
         self.history.note(tables.slot_key[going, 0], gone.HOST, causes, now=time.time())
 
 
+@dataclass(slots=True, kw_only=True)
+class _Size:
+    """What is known of a block size since the last round."""
+
+    left: int = 0
+    """Blocks that there was room for."""
+    changes: int = -1
+    """The arena's count of changes when the last search began."""
+    search_at: float = 0.0
+    """Time of `time.monotonic` before which there is no other."""
+
+
+class RoomAhead:
+    """Makes room for each block size; single-threaded."""
+
+    def __init__(self, owner: ArenaOwner) -> None:
+        self._owner = owner
+        self._sizes: dict[int, _Size] = {}
+
+    def make(self, block_bytes: int, free_target: float, rank: Rank | None) -> int:
+        """Evict until a share of the size's slots is free; return how many blocks went.
+
+        Where writers take more than that share in two rounds, what they take is kept free.
+        """
+        tables = self._owner.arena.tables
+        size = self._sizes.setdefault(block_bytes, _Size())
+        taken = max(0, size.left - slabs.num_available(tables, block_bytes))
+        most = tables.geometry.num_slabs * slabs.usable(tables, block_bytes) // _DEMAND_SHARE
+        demand = min(_DEMAND_ROUNDS * taken, most)
+        evicted = 0
+        if self._shortfall(block_bytes, free_target, demand):
+            evicted = self._clear_older(block_bytes, free_target, demand)
+        short = self._shortfall(block_bytes, free_target, demand)
+        went = self._evict_queued(block_bytes, short)
+        if self._is_search_due(block_bytes, size, is_short=went < short):
+            went += self._search(block_bytes, size, max(0, short - went), rank)
+        size.left = slabs.num_available(tables, block_bytes)
+        return evicted + went
+
+    def _shortfall(self, block_bytes: int, free_target: float, demand: int) -> int:
+        tables = self._owner.arena.tables
+        short = slabs.shortfall(tables, block_bytes, free_target)
+        return max(short, demand - slabs.num_available(tables, block_bytes))
+
+    def _clear_older(self, block_bytes: int, free_target: float, demand: int) -> int:
+        """Clear slabs of other sizes that were used before the next victim of this one."""
+        tables, evicted = self._owner.arena.tables, 0
+        for _ in range(_SLABS_MAX):
+            next_victim = victims.head(tables, block_bytes)
+            among = victims.next_slabs(tables, block_bytes)[:1]
+            if next_victim is None or not len(among):
+                break
+            last = slabs.coldest_first(tables, among)
+            if not len(last) or last[0, 1] >= slabs.use_order(tables, next_victim)[0]:
+                break
+            found = slabs.choose_to_clear(tables, 1, among=among, protect=NO_SLOTS)
+            went = self._owner.evict_in_batches(found) if len(found) else 0
+            with self._owner.section() as entered:
+                if entered:
+                    victims.pass_slabs(tables, at_least=1)
+            evicted += went
+            if not self._shortfall(block_bytes, free_target, demand):
+                break
+        return evicted
+
+    def _evict_queued(self, block_bytes: int, count: int) -> int:
+        """Evict up to `count` blocks of those chosen ahead; return how many went."""
+        evicted = 0
+        while evicted < count:
+            num = min(EVICT_BATCH, count - evicted)
+            with self._owner.section() as entered:
+                going = victims.take(self._owner.arena.tables, block_bytes, num if entered else 0)
+                self._owner.let_go_ahead(going)
+            evicted += len(going)
+            if len(going) < num:
+                break
+        return evicted
+
+    def _is_search_due(self, block_bytes: int, size: _Size, *, is_short: bool) -> bool:
+        """Whether to search among all blocks of a size for those that go next."""
+        if time.monotonic() < size.search_at:
+            return False
+        tables = self._owner.arena.tables
+        most = victims.most(tables, block_bytes)
+        is_near = slabs.num_available(tables, block_bytes) <= most
+        is_low = 2 * victims.num_left(tables, block_bytes) < most
+        return is_short or (is_near and is_low and tables.changes != size.changes)
+
+    def _search(self, block_bytes: int, size: _Size, short: int, rank: Rank | None) -> int:
+        """Choose the blocks of a size that go next, and evict the first `short` of them."""
+        tables, began = self._owner.arena.tables, time.monotonic()
+        tick, size.changes = tables.tick, tables.changes
+        count = short + victims.most(tables, block_bytes)
+        within = slabs.slots_of(tables, block_bytes)
+        found = eviction.choose_victims(tables, count, within=within, rank=rank)
+        evicted = self._owner.evict_in_batches(found[:short])
+        to_clear = slabs.coldest_first(tables, np.flatnonzero(tables.slab_block_bytes))[:, 0]
+        with self._owner.section() as entered:
+            if entered:
+                victims.put(tables, block_bytes, found[short:], tick=tick)
+                victims.put_slabs(tables, to_clear)
+        ended = time.monotonic()
+        pause = _PAUSE_SHARE * (ended - began) if ended - began > _LONG_LOOK_S else 0
+        size.search_at = ended + pause
+        return evicted
+
+
 STATE_BYTES = slice(12, 16)
 """Place of an arena's state in the file, in every version of the format."""
 
@@ -281,17 +403,13 @@ def retire_file(path: Path) -> None:
         OSError: it cannot be unlinked; it is a directory, for example.
     """
     with contextlib.suppress(OSError, ValueError):
-        _mark_retired(path)
+        # Follows no link, and does not wait at a FIFO.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            # Mapped, because hugetlbfs knows no write.
+            with mmap.mmap(fd, 0) as mapping:
+                if mapping[: len(MAGIC)] == MAGIC and len(mapping) >= STATE_BYTES.stop:
+                    mapping[STATE_BYTES] = RETIRED.to_bytes(4, "little")
+        finally:
+            os.close(fd)
     path.unlink(missing_ok=True)
-
-
-def _mark_retired(path: Path) -> None:
-    # Follows no link, and does not wait at a FIFO.
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        # Mapped, because hugetlbfs knows no write.
-        with mmap.mmap(fd, 0) as mapping:
-            if mapping[: len(MAGIC)] == MAGIC and len(mapping) >= STATE_BYTES.stop:
-                mapping[STATE_BYTES] = RETIRED.to_bytes(4, "little")
-    finally:
-        os.close(fd)

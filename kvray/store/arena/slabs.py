@@ -215,7 +215,8 @@ def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array)
     while True:
         chosen = among[:num_looked_at]
         while True:
-            used = _used_in(tables, chosen)
+            slots = _inside(tables, chosen, _backed_in_slab(tables))
+            used: Array = slots[tables.slot_state.take(slots) != FREE]
             kept = keep_evictable(tables, used, protect=protect)
             is_whole = _num_in(tables, kept, chosen) == _num_in(tables, used, chosen)
             if is_whole.all() and len(chosen) <= count:
@@ -233,21 +234,12 @@ def use_order(tables: Tables, slots: Array) -> Array:
     return ticks
 
 
-def last_used(tables: Tables, slabs: Array) -> Array:
-    """Return the `use_order` of the last use of each of `slabs` that can be cleared, in order."""
-    return _by_last_use(tables, slabs)[:, 1]
-
-
 def coldest_first(tables: Tables, slabs: Array) -> Array:
     """Return those of `slabs` that have blocks, all free to go: first those used longest ago.
 
-    Retention priority comes before use. Needs no lock.
+    Retention priority comes before use. Needs no lock. Each row, i8, has the slab, the `use_order`
+    of its last use, and the depth of what was used then, less than 0.
     """
-    return _by_last_use(tables, slabs)[:, 0]
-
-
-def _by_last_use(tables: Tables, slabs: Array) -> Array:
-    """Return (slab, order of its last use, depth) of those that can be cleared, in order."""
     per_slab, found = _backed_in_slab(tables), [np.empty((0, 3), dtype=np.int64)]
     step = max(1, _PIECE // per_slab)
     for start in range(0, len(slabs), step):
@@ -313,12 +305,6 @@ def _some(is_meant: Array, most: int, turn: int) -> Array:
 def _inside(tables: Tables, slabs: Array, each: int) -> Array:
     """Return the first `each` slots of each of `slabs`, slab by slab."""
     return tables.geometry.slots_at(slabs[:, None], np.arange(each)).ravel()
-
-
-def _used_in(tables: Tables, slabs: Array) -> Array:
-    slots = _inside(tables, slabs, _backed_in_slab(tables))
-    used: Array = slots[tables.slot_state.take(slots) != FREE]
-    return used
 
 
 def _num_in(tables: Tables, slots: Array, slabs: Array) -> Array:

@@ -118,7 +118,7 @@ def find_candidates(
         others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
         if not len(others):
             among = slabs.some_others(tables, block_bytes, turn=tick)
-            among = slabs.coldest_first(tables, among)
+            among = slabs.coldest_first(tables, among)[:, 0]
             others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
     return Candidates(own=own, others=others, tick=tick)
 
@@ -151,7 +151,8 @@ def reserve(
     before, chain = _find(tables, keys, parent, part)
     if parent is not None and before < 0 and needs_parent:
         tables.dropped += len(keys)
-        return _nothing(dropped=len(keys))
+        none = NO_SLOTS.astype("<u8")
+        return Reservation(rows=NO_SLOTS, slots=NO_SLOTS, words=none, existing=0, dropped=len(keys))
     if before >= 0:
         depth = int(tables.slot_depth[before]) + 1
         head = int(tables.slot_head[before]) or head
@@ -163,7 +164,10 @@ def reserve(
     protect = found if before < 0 else np.concatenate((found, [before]))
     tables.slot_tick[protect] = number
     if len(found):
-        _raise_priority(tables, found, priority if isinstance(priority, int) else priority[here])
+        # A block takes the higher priority. Not undone: the same request later has the same result.
+        asked = priority if isinstance(priority, int) else priority[here]
+        if ((held := tables.slot_priority.take(found)) < asked).any():
+            tables.slot_priority[found] = np.maximum(held, asked)
     wanted = (~here).nonzero()[0]
     taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
     if len(taken) < len(wanted) and not is_last:
@@ -205,11 +209,6 @@ def _find(tables: Tables, keys: Array, parent: Array | None, part: int) -> tuple
     return int(found[0]), found[1:]
 
 
-def _nothing(*, dropped: int) -> Reservation:
-    none = NO_SLOTS.astype("<u8")
-    return Reservation(rows=NO_SLOTS, slots=NO_SLOTS, words=none, existing=0, dropped=dropped)
-
-
 def _fill(
     tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int, holder: int
 ) -> None:
@@ -220,16 +219,6 @@ def _fill(
     tables.slot_parent[slots] = -1
     tables.slot_holder[slots] = holder + 1
     tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
-
-
-def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
-    """Raise the priority of blocks that are here to the one requested now.
-
-    Not undone: the same request later has the same result.
-    """
-    held = tables.slot_priority.take(slots)
-    if (held < asked).any():
-        tables.slot_priority[slots] = np.maximum(held, asked)
 
 
 def _chain(tables: Tables, slots: Array, before: int) -> None:

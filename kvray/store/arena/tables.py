@@ -12,6 +12,13 @@ the lock sees every store before that point.
 
 Values that nobody reads now are not noted: the rows of a FREE slot or page, recency, and counters
 that only grow. So a slot that a step frees must not be filled before the step is settled.
+
+A ring of the tables has what happened to blocks, for those who follow it. Whoever makes a slot
+READY, ends that, or leases it as a use, notes its number there, in the same step. So a look costs
+what has happened since the last one, and not what the arena has. A reader that was overtaken looks
+at all slots again, a piece at a time, as at first. Why nothing is missed: a step notes before it
+ends, and a reader reads under the lock. So what a reader sees of the tables is no older than the
+notes behind which it goes on. The note of a step that was undone costs a look in vain.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,6 +29,7 @@ import numpy.ma  # which np.unique would import within a request: 40 to 150 ms
 
 from kvray.store.arena.layout import (
     HEADER,
+    NO_SLOTS,
     SIZE_FACTOR,
     UNDO_ENTRIES,
     Array,
@@ -261,7 +269,7 @@ class Tables(Columns):
         self.changes += 1
 
     def note_event(self, slots: Array) -> None:
-        """Note that the blocks in `slots` came, went or were used: see `events`."""
+        """Note that the blocks in `slots` came, went or were used: see the module."""
         count, rows = len(slots), len(self.event_slot)
         start = self.events % rows
         if start + count <= rows:
@@ -333,3 +341,42 @@ class Tables(Columns):
         count = geometry.slab_bytes // stride
         start = slab * geometry.slab_bytes
         return self.data[start : start + count * stride].reshape(count, stride)
+
+
+_PIECE = 32_768
+"""Slots that one look goes through of those that it has to look at without a note."""
+
+
+class EventReader:
+    """One reader's place in the ring; at first all slots are to be looked at."""
+
+    def __init__(self) -> None:
+        self._read = -1
+        """Count of events before which it has read everything; -1: nothing."""
+        self._scan_at = 0
+        """The first slot that it has not looked at since it was overtaken."""
+
+    def has_more(self, tables: Tables) -> bool:
+        """Return whether anything is to be looked at; needs no lock."""
+        return self._read != tables.events or self.is_behind(tables)
+
+    def is_behind(self, tables: Tables) -> bool:
+        """Return whether there are slots that it has not looked at since it was overtaken."""
+        return self._scan_at < tables.num_backed
+
+    def take(self, tables: Tables) -> Array:
+        """Return slots to look at next, ascending, each once; the lock is held."""
+        events, num_slots, rows = tables.events, tables.num_backed, len(tables.event_slot)
+        noted = NO_SLOTS
+        if self._read >= 0 and 0 <= events - self._read <= rows:
+            at = np.arange(self._read, events) % rows
+            noted = np.unique(tables.event_slot.take(at)).astype(np.int64)
+            noted = noted[: np.searchsorted(noted, num_slots)]  # a damaged table may name others
+        else:
+            self._scan_at = 0
+        self._read = events
+        start, self._scan_at = self._scan_at, min(self._scan_at + _PIECE, num_slots)
+        piece = np.arange(start, self._scan_at)
+        if not len(piece):
+            return noted
+        return np.union1d(noted, piece) if len(noted) else piece

@@ -107,7 +107,14 @@ def limiting_cgroups(
 
     `membership` is as in /proc/self/cgroup, `listed` are the mounts; None: ask the kernel.
     """
-    own = _own_paths(_SELF.read_text() if membership is None else membership)
+    # Kind of hierarchy -> this process's cgroup in it, if it may count memory.
+    own: dict[str, str] = {}
+    for line in (_SELF.read_text() if membership is None else membership).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
     return [
         cgroup
         for mount in (mounts() if listed is None else listed)
@@ -115,18 +122,6 @@ def limiting_cgroups(
         for directory in _upwards(mount, own.get(mount.kind, "/"))
         if (cgroup := _read(mount, directory)) is not None
     ]
-
-
-def _own_paths(membership: str) -> dict[str, str]:
-    """Return kind of hierarchy -> this process's cgroup in it, if it may count memory."""
-    paths = {}
-    for line in membership.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    return paths
 
 
 def _upwards(mount: Mount, own: str) -> list[Path]:
@@ -253,15 +248,22 @@ def check_room(
 
 def read_memory(directory: Path) -> NodeMemory:
     """Return this machine's memory for a file in `directory`."""
-    machine = psutil.virtual_memory()
-    mount = mount_of(directory)
-    is_huge = mount is not None and mount.kind == "hugetlbfs"
+    machine, mount = psutil.virtual_memory(), mount_of(directory)
+    pool: HugePool | None = None
+    if mount is not None and mount.kind == "hugetlbfs":
+        page_bytes = os.statvfs(directory).f_frsize
+        path = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
+        total, free, promised = (
+            int((path / name).read_text())
+            for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+        )
+        pool = HugePool(path=path, page_bytes=page_bytes, total=total, left=free - promised)
     return NodeMemory(
         total=machine.total,
         available=machine.available,
         cgroups=tuple(limiting_cgroups()),
         mount=read_mount(directory),
-        pool=_huge_pool(os.statvfs(directory).f_frsize) if is_huge else None,
+        pool=pool,
     )
 
 
@@ -353,15 +355,6 @@ def _rounded_down(size: int) -> str:
     if size >= 2**30:
         return f"{size * 10 // 2**30 / 10:.1f}GiB"
     return f"{size // 2**20}MiB" if size >= 2**20 else ""
-
-
-def _huge_pool(page_bytes: int) -> HugePool:
-    pool = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
-    total, free, promised = (
-        int((pool / name).read_text())
-        for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
-    )
-    return HugePool(path=pool, page_bytes=page_bytes, total=total, left=free - promised)
 
 
 def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:

@@ -71,12 +71,10 @@ def _bytes_of(pid: int, file: os.stat_result) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), file):
                 with open(f"/proc/{pid}/fdinfo/{descriptor}") as info:
-                    yield from _locked(info)
-
-
-def _locked(info: Iterable[str]) -> Iterator[int]:
-    """Yield the bytes of lines like `lock: 1: OFDLCK ADVISORY WRITE -1 00:1b:5540 0 0`."""
-    for line in info:
-        words = line.split()
-        if words[:1] == ["lock:"] and "OFDLCK" in words:
-            yield int(words[-2])
+                    lines = [line.split() for line in info]
+                # Such as `lock: 1: OFDLCK ADVISORY WRITE -1 00:1b:5540 0 0`.
+                yield from (
+                    int(words[-2])
+                    for words in lines
+                    if words[:1] == ["lock:"] and "OFDLCK" in words
+                )

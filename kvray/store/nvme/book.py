@@ -4,18 +4,13 @@ The user of a book holds the store's lock. A page is copied under it and written
 lock is never held over I/O, and no record changes while the device reads it.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 
 from kvray.store.arena.layout import Array, Geometry, align
-from kvray.store.arena.tables import Tables
-from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.disk import aligned
 from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
-from kvray.store.nvme.segment_files import SegmentFiles
-from kvray.store.nvme.transfers import IoThreads
 
 
 class Pages(NamedTuple):
@@ -84,14 +79,3 @@ class RecordBook:
         """Mark the pages `taken` as unwritten again: their write failed."""
         for one in taken:
             self._dirty[one.slab, one.pages] = True
-
-
-class StoreParts(NamedTuple):
-    """The parts of an open store that its reader and its writer share."""
-
-    tables: Tables
-    book: RecordBook
-    files: SegmentFiles
-    threads: IoThreads
-    section: Callable[[], AbstractContextManager[bool]]
-    """The lock of tables and book, held for moments and never over I/O."""

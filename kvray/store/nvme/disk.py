@@ -1,4 +1,4 @@
-"""Files past the page cache, and directories that survive a power loss.
+"""Files past the page cache, memory for them, and directories that survive a power loss.
 
 Only this module of the NVMe tier calls the operating system. Tests replace `Disk` by one that notes
 every write and sync, or fails some.
@@ -8,14 +8,16 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from kvray.errors import CapacityError, TierError
 from kvray.store.arena.layout import Array
 from kvray.store.machine.access import OWN_USER, Access
-from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import PAGE_BYTES
 
 _log = logging.getLogger("kvray.nvme")
@@ -24,8 +26,22 @@ BUFFERS_MAX = 1024  # IOV_MAX of Linux: pieces of memory that one call reads or 
 
 _Call = Callable[[int, list[memoryview], int], int]
 
+_NORESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python names from 3.11 on: most tables are never touched."""
+
 _PROBE_FILE = "probe"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def private(size: int) -> mmap.mmap:
+    """Return zero bytes on pages of this process alone, which cost nothing until they are used."""
+    # Private: a forked child must not write into its parent's tables.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+
+
+def aligned(size: int) -> Array:
+    """Return `size` zero bytes, page-aligned for direct I/O."""
+    return np.frombuffer(private(size), dtype="u1", count=size)
 
 
 class DiskFile:

@@ -1,23 +1,137 @@
 """The segment files of a store, one a slab: made as blocks need them, within budget and room.
 
-An empty file stays: its room is the tier's anyway, and to write into it again is cheaper than into
-a new one. It goes when its slab must serve another block size.
+A file is complete before it has its name, and opened only if it is this tier's. An empty file
+stays: its room is the tier's anyway, and to write into it again is cheaper than into a new one. It
+goes when its slab must serve another block size.
 """
 
+import contextlib
 import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvray.errors import CapacityError
-from kvray.store.arena.layout import Array
-from kvray.store.nvme.disk import Disk, device_errors
-from kvray.store.nvme.memory import aligned
-from kvray.store.nvme.record import RECORD, SegmentShape, is_sound
-from kvray.store.nvme.segment import Segment, create_segment, number_of, open_segment, unfinished
+from kvray.errors import CapacityError, TierError
+from kvray.store.arena.layout import Array, Geometry
+from kvray.store.arena.payload import runs
+from kvray.store.nvme.disk import Disk, DiskFile, aligned, device_errors
+from kvray.store.nvme.record import (
+    PAGE_BYTES,
+    RECORD,
+    RECORDS_PER_PAGE,
+    SegmentShape,
+    is_sound,
+    make_header,
+    read_header,
+    seal,
+)
 from kvray.store.nvme.terms import NvmeSpec
 
 _log = logging.getLogger("kvray.nvme")
+
+
+_NAME = re.compile(r"segment-(\d{8})")
+_UNFINISHED = ".new"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """An open segment file, owned by this process; from `create_segment` or `open_segment`."""
+
+    file: DiskFile
+    number: int
+    segment_id: int
+    shape: SegmentShape
+
+    def offsets(self, rows: Array) -> Array:
+        """Return where each slot's payload lies in the file."""
+        return self.shape.payload_offset + rows * self.shape.stride
+
+    def read_table(self, target: Array) -> int:
+        """Fill `target`, page-aligned whole pages of RECORD; return how many the file has."""
+        end = min(self.file.size(), self.shape.payload_offset)
+        pages = max(0, end - self.shape.table_offset) // PAGE_BYTES
+        memory = target.view("u1")[: pages * PAGE_BYTES]
+        if pages:
+            self.file.read([memory], self.shape.table_offset)
+        return min(self.shape.num_slots, pages * RECORDS_PER_PAGE)
+
+    def write_pages(self, pages: Array, records: Array) -> None:
+        """Seal, in place, and write a copy of pages of records, as `Pages` has them."""
+        for start, end in runs(np.diff(pages) != 1, len(pages)):
+            run, page = records[start:end].reshape(-1), int(pages[start])
+            seal(run, segment_id=self.segment_id, first_row=page * RECORDS_PER_PAGE)
+            self.file.write([run.view("u1")], self.shape.table_offset + page * PAGE_BYTES)
+
+
+def number_of(path: Path) -> int | None:
+    """Return the number in a segment file's name; None for other files."""
+    named = _NAME.fullmatch(path.name)
+    return None if named is None else int(named[1])
+
+
+def create_segment(
+    disk: Disk, directory: Path, number: int, cluster_name: str, shape: SegmentShape
+) -> Segment:
+    """Make an empty segment file that survives a power loss once this returns.
+
+    CapacityError: there is no room for it.
+    """
+    path = directory / f"segment-{number:08d}"
+    young = path.with_name(path.name + _UNFINISHED)
+    segment_id = secrets.randbits(64)
+    page = make_header(
+        shape,
+        cluster_name=cluster_name,
+        segment_id=segment_id,
+        number=number,
+        created=time.time(),
+    )
+    with contextlib.ExitStack() as on_failure:
+        file = disk.create(young, shape.file_bytes)
+        on_failure.callback(_discard, disk, file)
+        memory = aligned(PAGE_BYTES)
+        memory[:] = np.frombuffer(page, dtype="u1")
+        file.write([memory], 0)
+        # Whole before it is named, so that a file with a name is never half a segment.
+        file.sync()
+        disk.rename(young, path)
+        file.path = path
+        disk.sync_directory(directory)
+        on_failure.pop_all()
+    return Segment(file, number=number, segment_id=segment_id, shape=shape)
+
+
+def open_segment(
+    disk: Disk, path: Path, number: int, cluster_name: str, geometry: Geometry
+) -> "Segment | str":
+    """Open a segment file, or return in one word why it is not one of this tier's."""
+    file = disk.open(path)
+    try:
+        memory = aligned(PAGE_BYTES)
+        if file.size() >= PAGE_BYTES:
+            file.read([memory], 0)
+        found = read_header(
+            memory.tobytes(), cluster_name=cluster_name, number=number, geometry=geometry
+        )
+    except BaseException:
+        file.close()
+        raise
+    if isinstance(found, str):
+        file.close()
+        return found
+    segment_id, shape = found
+    return Segment(file, number=number, segment_id=segment_id, shape=shape)
+
+
+def _discard(disk: Disk, file: DiskFile) -> None:
+    file.close()
+    with contextlib.suppress(TierError):
+        disk.remove(file.path)
 
 
 class SegmentFiles:
@@ -97,8 +211,9 @@ class SegmentFiles:
             one.file.close()
 
     def _open_existing(self) -> None:
-        for path in unfinished(self._directory):
-            self._disk.remove(path)
+        for path in sorted(self._directory.glob(f"segment-*{_UNFINISHED}")):
+            if number_of(path.with_suffix("")) is not None:
+                self._disk.remove(path)
         aside = []
         with device_errors(self._directory, "listed"):
             numbers = {path: number_of(path) for path in sorted(self._directory.iterdir())}

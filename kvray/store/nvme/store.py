@@ -14,6 +14,7 @@ Invariants:
 
 import contextlib
 import errno
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,15 +28,15 @@ from kvray.store.arena.layout import DEFAULT_PRIORITY, READY, Array
 from kvray.store.arena.tables import Tables
 from kvray.store.machine.access import Access
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
-from kvray.store.nvme import growth, recovery
-from kvray.store.nvme.book import RecordBook, StoreParts
-from kvray.store.nvme.disk import Disk, device_errors
-from kvray.store.nvme.memory import private_tables
-from kvray.store.nvme.reader import Reader
+from kvray.store.nvme import recovery
+from kvray.store.nvme.book import RecordBook
+from kvray.store.nvme.disk import Disk, device_errors, private
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Promoted
-from kvray.store.nvme.transfers import IoThreads
-from kvray.store.nvme.writer import Writer
+from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, moves, read_tasks
+from kvray.store.nvme.writer import CLOSED, Writer, num_closed
+
+_log = logging.getLogger("kvray.nvme")
 
 OWNER_FILE = "owner"
 _UNFIT = (
@@ -77,7 +78,8 @@ class NvmeStore:
         self._turn = threading.Lock()
         """The writer's; it guards no state but the order of what is written."""
         self._is_closed = False
-        self.tables = private_tables(self.geometry)
+        memory = private(self.geometry.table_bytes)
+        self.tables = Tables(memory, self.geometry, has_data=False)
         """Changed under the store's lock only; others may read them, and choose victims."""
         self._book = RecordBook(self.geometry)
         self._owner_file = _own(directory, access)
@@ -89,9 +91,10 @@ class NvmeStore:
             self.report = recovery.read_tables(self._files, self._book, self.tables)
             on_failure.pop_all()
         self._threads = IoThreads(spec.io_threads)
-        parts = StoreParts(self.tables, self._book, self._files, self._threads, self.section)
-        self._writer = Writer(parts)
-        self._reader = Reader(parts)
+        self._writer = Writer(self.tables, self._book, self._files, self._threads, self.section)
+        self._idle = threading.Condition()
+        self._num_reading = self._num_unreadable = self._read_bytes = 0
+        self._takes_reads = True
 
     def close(self) -> None:
         """Close the files and give the directory up; unflushed blocks may be lost.
@@ -101,7 +104,9 @@ class NvmeStore:
         with self._turn:
             if self._is_closed:
                 return
-            self._reader.close()
+            with self._idle:  # no read begins from now on, and none is under way
+                self._takes_reads = False
+                self._idle.wait_for(lambda: not self._num_reading)
             with self._lock:
                 self._is_closed = True
             self._threads.close()
@@ -203,7 +208,7 @@ class NvmeStore:
             tables, files = self.tables, list(self._files.by_slab.values())
             ready = tables.slot_state.reshape(self.geometry.num_slabs, -1) == READY
             strides = [
-                self.geometry.stride(size) if 0 < size < growth.CLOSED else 0
+                self.geometry.stride(size) if 0 < size < CLOSED else 0
                 for size in tables.slab_block_bytes.tolist()
             ]
             return NvmeStats(
@@ -211,14 +216,14 @@ class NvmeStore:
                 block_bytes=int(ready.sum(axis=1) @ np.array(strides, dtype=np.int64)),
                 segments=len(files),
                 file_bytes=self._files.file_bytes,
-                segments_without_room=growth.num_closed(tables),
+                segments_without_room=num_closed(tables),
                 stored=tables.stored,
                 evicted=tables.evicted,
                 dropped=tables.dropped,
                 corrupt=tables.corrupt,
-                unreadable=self._reader.num_unreadable,
+                unreadable=self._num_unreadable,
                 written_bytes=self._writer.written_bytes,
-                read_bytes=self._reader.read_bytes,
+                read_bytes=self._read_bytes,
                 is_direct=self._disk.is_direct,
             )
 
@@ -260,7 +265,7 @@ class NvmeStore:
         with self._turn:
             self._check_open()
             if note_use:
-                self._reader.note_use()
+                self._note_use()
             self._writer.flush()
 
     def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
@@ -270,9 +275,91 @@ class NvmeStore:
         refuses to read is a miss, and stays: the fault may pass. ConfigError, LayoutMismatch: a
         slot of the arena is reserved for another block, or for one of another size.
         """
-        return self._reader.read(keys, part, arena, arena_slots)
+        sound = np.zeros(len(keys), dtype=bool)
+        checksums = np.zeros(len(keys), dtype="<u8")
+        with self._under_way(), self._leased(keys, part) as found:
+            rows = np.flatnonzero(found >= 0)
+            held, into = found[rows], arena_slots[rows]
+            check_same(self.tables, held, arena, into)
+            sums = np.zeros(len(rows), dtype="<u8")
+            unreadable = np.zeros(len(rows), dtype=bool)
+            each = moves(self._files.by_slab, held, self.tables.geometry, arena, into)
+            size = chunk_bytes(each, self._threads.num_threads)
+            self._threads.run(
+                [
+                    task
+                    for one in each
+                    for task in read_tasks(one, chunk_bytes=size, sums=sums, unreadable=unreadable)
+                ]
+            )
+            same = (sums == self.tables.slot_checksum[held]) & ~unreadable
+            self._note(held, same, unreadable)
+        checksums[rows], sound[rows] = sums, same
+        return Promoted(sound=sound, checksums=checksums)
 
     # -- private ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _leased(self, keys: Array, part: int) -> Iterator[Array]:
+        """Lease the blocks that are here; yields the slot of each key, -1 where there is none."""
+        with self.section():
+            found = key_index.find(self.tables, keys, part)
+            found[self.tables.slot_state[found] != READY] = -1
+            held = found[found >= 0]
+            self.tables.add(held, slot_leases=1)
+        try:
+            yield found
+        finally:
+            with self.section():
+                self.tables.add(held, slot_leases=-1)
+
+    def _note_use(self) -> None:
+        """Write into the book when blocks were used."""
+        with self.section():
+            ready = np.flatnonzero(self.tables.slot_state == READY)
+            records = self._book.records(ready)
+            used = self.tables.slot_tick[ready]
+            changed = records["used"] != used
+            records["used"] = used
+            self._book.put(ready[changed], records[changed])
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        with self._idle:
+            if not self._takes_reads:
+                raise ShardUnavailable(
+                    f"This process has closed the NVMe tier in {self.directory}."
+                )
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_reading -= 1
+                self._idle.notify_all()
+
+    def _note(self, held: Array, same: Array, unreadable: Array) -> None:
+        tables = self.tables
+        bad, good = held[~same & ~unreadable], held[same]
+        with self.section():
+            slots.quarantine(tables, bad)
+            # The bytes that its record promises are lost, after a restart too.
+            self._book.bury(bad)
+            tables.slot_tick[good] = tables.next_tick()
+            self._num_unreadable += int(np.count_nonzero(unreadable))
+            self._read_bytes += int(tables.block_bytes(good).sum())
+        if len(bad):
+            _log.error(
+                "%d blocks of the NVMe tier do not have their checksum, the first of key %s; they"
+                " are out of service",
+                len(bad),
+                tables.name(bad[0]),
+            )
+        if unreadable.any():
+            _log.error(
+                "The device of the NVMe tier refused to read %d blocks; look at it with `dmesg`",
+                np.count_nonzero(unreadable),
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

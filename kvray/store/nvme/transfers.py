@@ -20,7 +20,7 @@ from kvray.store.arena.layout import Array, Geometry, align
 from kvray.store.arena.payload import runs
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.disk import BUFFERS_MAX
-from kvray.store.nvme.segment import Segment
+from kvray.store.nvme.segment_files import Segment
 
 Task = Callable[[], None]
 
@@ -103,14 +103,6 @@ def chunk_bytes(moves: Sequence[Move], num_threads: int) -> int:
     return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), _CHUNK_BYTES_MAX)
 
 
-def write_tasks(move: Move, *, chunk_bytes: int) -> list[Task]:
-    """Return the tasks that write blocks to their segment."""
-    return [
-        partial(move.segment.file.write, chunk.buffers, chunk.offset)
-        for chunk in _chunks(move, chunk_bytes)
-    ]
-
-
 def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) -> list[Task]:
     """Return the tasks that read blocks from their segment.
 
@@ -129,13 +121,13 @@ def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) 
             some = move._replace(
                 disk_rows=move.disk_rows[chunk.rows], arena_slots=move.arena_slots[chunk.rows]
             )
-            for one in _chunks(some, chunk_bytes=1):
+            for one in chunks(some, chunk_bytes=1):
                 read(one._replace(rows=chunk.rows[one.rows]))
             return
         slots = move.arena_slots[chunk.rows]
         sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
 
-    return [partial(read, chunk) for chunk in _chunks(move, chunk_bytes)]
+    return [partial(read, chunk) for chunk in chunks(move, chunk_bytes)]
 
 
 def moves(
@@ -162,7 +154,8 @@ def check_same(tables: Tables, slots: Array, arena: Tables, arena_slots: Array) 
         )
 
 
-def _chunks(move: Move, chunk_bytes: int) -> list[Chunk]:
+def chunks(move: Move, chunk_bytes: int) -> list[Chunk]:
+    """Return the transfers of a move."""
     block_bytes = move.segment.shape.block_bytes
     return cut(
         move.arena.data,

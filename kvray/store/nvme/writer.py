@@ -1,25 +1,30 @@
 """The only writer of a store's files: payloads, a sync, records; and a sync for `flush`.
 
 The caller has the writer's turn. The store's lock is held for moments, never over I/O.
+
+Slabs without a file, because the disk is full, are closed: out of use until there is room. A closed
+slab serves a block size that fits nowhere, and its first slot is in LIMBO. So it is not spare, and
+nobody clears it.
 """
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
 
 from kvray.errors import CapacityError, TierError
-from kvray.store.arena import slots
-from kvray.store.arena.layout import NO_SLOTS, RESERVED, Array, align
+from kvray.store.arena import slabs, slots
+from kvray.store.arena.layout import FREE, LIMBO, NO_SLOTS, RESERVED, Array, align
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme import growth
-from kvray.store.nvme.book import Pages, StoreParts
+from kvray.store.nvme.book import Pages, RecordBook
 from kvray.store.nvme.record import RECORD
+from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
-from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tasks
+from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, chunks, moves
 
 _log = logging.getLogger("kvray.nvme")
 
@@ -29,10 +34,19 @@ _RETRY_S = 10.0  # how often a full disk is checked for room
 class Writer:
     """Writes blocks and records; see `NvmeStore.write` and `NvmeStore.flush`."""
 
-    def __init__(self, parts: StoreParts) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        book: RecordBook,
+        files: SegmentFiles,
+        threads: IoThreads,
+        section: Callable[[], AbstractContextManager[bool]],
+    ) -> None:
+        """`section` is the lock of tables and book, held for moments and never over I/O."""
         self.written_bytes = 0
-        self._tables, self._book, self._files, self._threads, self._section = parts
-        self._geometry = parts.tables.geometry
+        self._tables, self._book, self._files = tables, book, files
+        self._threads, self._section = threads, section
+        self._geometry = tables.geometry
         self._unsynced: set[int] = set()
         """Slabs with records that a power loss could take."""
         self._look_at = 0.0
@@ -68,10 +82,14 @@ class Writer:
 
     def _make_files(self, targets: Array) -> Array:
         """Give the slabs of `targets` their files; return a mask of the slots that have one."""
-        self._look_for_room()
-        slabs = self._geometry.slab_of(targets)
+        if num_closed(self._tables) and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _RETRY_S
+            if self._files.has_room_for_one():
+                with self._section():
+                    reopen(self._tables)
+        slab_of = self._geometry.slab_of(targets)
         has_file = np.ones(len(targets), dtype=bool)
-        for slab in np.unique(slabs).tolist():
+        for slab in np.unique(slab_of).tolist():
             block_bytes = int(self._tables.slab_block_bytes[slab])
             if self._files.serves(slab, block_bytes):
                 continue
@@ -81,8 +99,8 @@ class Writer:
             try:
                 self._files.replace(slab, block_bytes)
             except CapacityError as error:
-                has_file[slabs == slab] = False
-                self._stop_growing(targets[slabs == slab], error)
+                has_file[slab_of == slab] = False
+                self._stop_growing(targets[slab_of == slab], error)
         return has_file
 
     def _stop_growing(self, homeless: Array, error: CapacityError) -> None:
@@ -91,18 +109,10 @@ class Writer:
             mine = homeless[self._tables.slot_state[homeless] == RESERVED]
             slots.free(self._tables, mine)
             self._tables.dropped += len(mine)
-            closed = growth.close_spare(self._tables, self._files.mask())
+            closed = close_spare(self._tables, self._files.mask())
         if len(closed):
             _log.warning("%s The NVMe tier goes on with the segments that it has.", error)
         self._look_at = time.monotonic() + _RETRY_S
-
-    def _look_for_room(self) -> None:
-        if not growth.num_closed(self._tables) or time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + _RETRY_S
-        if self._files.has_room_for_one():
-            with self._section():
-                growth.reopen(self._tables)
 
     # -- blocks -------------------------------------------------------------------------------
 
@@ -112,7 +122,13 @@ class Writer:
         # finds a block that memory or the disk has damaged meanwhile.
         each = moves(self._files.by_slab, targets, self._geometry, arena, sources)
         size = chunk_bytes(each, self._threads.num_threads)
-        self._threads.run([task for one in each for task in write_tasks(one, chunk_bytes=size)])
+        self._threads.run(
+            [
+                partial(one.segment.file.write, chunk.buffers, chunk.offset)
+                for one in each
+                for chunk in chunks(one, size)
+            ]
+        )
         self._sync(np.unique(self._geometry.slab_of(targets)).tolist())
         self.written_bytes += sum(
             len(one.rows) * align(one.segment.shape.block_bytes) for one in each
@@ -171,9 +187,9 @@ class Writer:
         with self._section():
             self._book.give_back(taken)
 
-    def _sync(self, slabs: Iterable[int]) -> None:
+    def _sync(self, numbers: Iterable[int]) -> None:
         try:
-            self._threads.run([self._files.by_slab[slab].file.sync for slab in slabs])
+            self._threads.run([self._files.by_slab[slab].file.sync for slab in numbers])
         except (CapacityError, TierError) as error:
             self._failure = str(error)
             raise
@@ -194,3 +210,26 @@ def _joined(arrays: list[Array]) -> Array:
 def _split(values: Array, demotions: Sequence[Demotion]) -> list[Array]:
     ends = np.cumsum([len(one.arena_slots) for one in demotions])
     return np.split(values, ends[:-1]) if len(ends) else []
+
+
+CLOSED = 2**62  # stands for the block size of a closed slab
+
+
+def close_spare(tables: Tables, has_file: Array) -> Array:
+    """Close the spare slabs without a file, and return them; `has_file` masks all slabs."""
+    closed = np.flatnonzero((tables.slab_block_bytes == 0) & ~has_file)
+    slabs.serve(tables, closed, CLOSED)
+    tables.put(tables.geometry.slots_at(closed, 0), slot_state=LIMBO)
+    return closed
+
+
+def reopen(tables: Tables) -> None:
+    """Make every closed slab spare again."""
+    closed = np.flatnonzero(tables.slab_block_bytes == CLOSED)
+    tables.put(tables.geometry.slots_at(closed, 0), slot_state=FREE)
+    slabs.serve(tables, closed, 0)
+
+
+def num_closed(tables: Tables) -> int:
+    """Return how many slabs wait for room on the disk."""
+    return int(np.count_nonzero(tables.slab_block_bytes == CLOSED))

@@ -50,7 +50,12 @@ class Gittins(Policy):
 
     def stored(self, use: Use) -> None:
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
-        number = self._number_of(use)
+        number = -1  # of the prompt whose leading blocks came before these, or a new one
+        if use.parent >= 0:
+            number = prompts.number_of(int(self._prompt[use.parent]))
+        # Another prompt may have used the parent since: then that one does not end there.
+        if number < 0 or prompts.num_stored(number) != use.depth:
+            number = prompts.begin(now=use.now)
         num_known = prompts.use(number, names, now=use.now)
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
@@ -81,15 +86,6 @@ class Gittins(Policy):
 
     def _of(self, slots: Array) -> tuple[Array, Array, Array]:
         return self._prompt.take(slots), self._depth.take(slots), self._hits.take(slots)
-
-    def _number_of(self, use: Use) -> int:
-        """Return the prompt whose leading blocks came before these, or begin it."""
-        if use.parent >= 0:
-            number = self._prompts.number_of(int(self._prompt[use.parent]))
-            # Another prompt may have used the parent since: then that one does not end there.
-            if self._prompts.num_stored(number) == use.depth:
-                return number
-        return self._prompts.begin(now=use.now)
 
     def _end(self, number: int, use: Use, names: list[int]) -> None:
         self._watch(number, _LAST, use, names, len(names) - 1)

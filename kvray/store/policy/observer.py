@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvray.store.arena import key_index
-from kvray.store.arena.events import EventReader
 from kvray.store.arena.layout import NO_SLOTS, READY
-from kvray.store.arena.tables import Tables
+from kvray.store.arena.tables import EventReader, Tables
 from kvray.store.policy.admission import Admission
 from kvray.store.policy.policy import Array, Policy, Use
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.arena.tables import Array
-from kvray.store.replay import Replay
-from kvray.store.replay.tier import RANKED_MIN
+from kvray.store.replay.replay import RANKED_MIN, Replay
 from kvray.store.sizing.sample import Space, Window
 
 SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 3 / 2, 2, 4)
@@ -94,6 +93,9 @@ def curve(
     prompts' tokens. A namespace with too few blocks in the sample is not there.
     """
     tally = _Tally(window)
+    # A small cache ranks as many blocks at a time as stand for those that a full one does.
+    rate = max((space.rate for space in window.spaces), default=1.0)
+    ranked_min = max(_RANKED_FEWEST, round(RANKED_MIN * rate))
     columns: list[Array] = []
     for size in host_bytes:
         replay = Replay(
@@ -102,7 +104,7 @@ def curve(
             _slots(window, size),
             _slots(window, disk_bytes) if disk_bytes else 0,
             admission=admission,
-            ranked_min=_ranked_min(window),
+            ranked_min=ranked_min,
         )
         for _ in replay.run():
             yield
@@ -186,9 +188,3 @@ def _block_share(space: Space) -> float:
 def _slots(window: Window, size: int) -> int:
     # Half empty, a tier neither evicts nor demotes: a larger one would find the same.
     return min(max(1, round(size / window.quantum)), 2 * max(1, window.trace.num_unique))
-
-
-def _ranked_min(window: Window) -> int:
-    """Return how many blocks a small cache ranks at a time, for as many as a full one does."""
-    rate = max((space.rate for space in window.spaces), default=1.0)
-    return max(_RANKED_FEWEST, round(RANKED_MIN * rate))

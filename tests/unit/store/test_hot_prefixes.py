@@ -4,7 +4,7 @@ import numpy as np
 
 from kvray.store.arena import key_index
 from kvray.store.arena.arena import Arena
-from kvray.store.hot_prefixes import UseCounts, hot_prefixes
+from kvray.store.retention import UseCounts, hot_prefixes
 from tests.unit.store.small_arena import chain, store
 
 

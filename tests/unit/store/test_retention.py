@@ -9,7 +9,7 @@ import pytest
 
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
-from kvray.store.arena import key_index, room_ahead
+from kvray.store.arena import key_index
 from kvray.store.arena.tables import Array
 from kvray.store.policy import POLICIES
 from kvray.store.retention import Retention
@@ -81,7 +81,7 @@ def test_an_arena_is_kept_with_room_by_every_policy(
     arena: Arena, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine a search may take so long that a pause follows.
-    monkeypatch.setattr(room_ahead, "_LONG_LOOK_S", math.inf)
+    monkeypatch.setattr("kvray.store.arena.owner._LONG_LOOK_S", math.inf)
     retention, owner = Retention(arena, policy, "likely"), ArenaOwner(arena)
     for number in range(30):
         store(arena, chain(7, seed=str(number)))

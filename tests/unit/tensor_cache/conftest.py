@@ -3,35 +3,19 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from kvray.actors.lookup.lookup import Announcement, Answer
+from kvray.actors.lookup.lookup import Answer
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig, load_config
-from kvray.tensor_cache import TensorCache, TensorMetadata
+from kvray.tensor_cache import TensorCache
+from tests.unit.tensor_cache.kv import BLOB, METADATA, TOKENS, changed
 from tests.waiting import wait_for
 
-BLOCK = 4
-METADATA = TensorMetadata(
-    model="tiny",
-    dtype=torch.float32,
-    num_layers=3,
-    num_kv_heads=2,
-    head_size=8,
-    tokens_per_block=BLOCK,
-)
-MakeShard = Callable[[], Shard]
 MakeCache = Callable[..., TensorCache]
-
-
-def announce(announcement: Announcement) -> Answer:
-    """Answer as a lookup that believes everything."""
-    return Answer(lookup_epoch="test", resync=False)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +40,9 @@ def config() -> Iterator[KVRayConfig]:
 
 
 def start_shard(config: KVRayConfig) -> Shard:
-    shard = Shard("test", ShardSettings.of(config), [announce])
+    """Start a shard whose lookup believes everything."""
+    settings = ShardSettings.of(config)
+    shard = Shard("test", settings, [lambda _: Answer(lookup_epoch="test", resync=False)])
     shard.start()
     wait_for(lambda: shard.status()["state"] == "serving")
     return shard
@@ -91,5 +77,14 @@ def make_cache(config: KVRayConfig) -> Iterator[MakeCache]:
     caches.clear()  # pytest keeps `make`, and with it this list, until all fixtures have ended
 
 
-def changed(metadata: TensorMetadata, **changes: Any) -> TensorMetadata:
-    return replace(metadata, **changes)
+@pytest.fixture
+def cache(shard: Shard, make_cache: MakeCache) -> TensorCache:
+    """A cache on a shard whose arena is empty."""
+    return make_cache()
+
+
+@pytest.fixture
+def stored(cache: TensorCache) -> TensorCache:
+    """The same cache with TOKENS stored: BLOB."""
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    return cache

@@ -1,15 +1,39 @@
-"""KV tensors for tests: random bits, so that every NaN payload and both zeros occur."""
+"""KV tensors for tests: random bits, so that every NaN payload and both zeros occur.
 
+As a program it is another process with a cache: it answers each line of stdin, a call as JSON, with
+one line.
+"""
+
+import json
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvray.tensor_cache import TensorMetadata
+from kvray.config import KVRayConfig
+from kvray.tensor_cache import TensorCache, TensorMetadata
 
+BLOCK = 4
+METADATA = TensorMetadata(
+    model="tiny",
+    dtype=torch.float32,
+    num_layers=3,
+    num_kv_heads=2,
+    head_size=8,
+    tokens_per_block=BLOCK,
+)
+VLLM = replace(METADATA, layout="vllm")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def random_blob(num_tokens: int, metadata: TensorMetadata, *, seed: int = 0) -> torch.Tensor:
+def changed(metadata: TensorMetadata, **changes: Any) -> TensorMetadata:
+    return replace(metadata, **changes)
+
+
+def random_blob(
+    num_tokens: int, metadata: TensorMetadata = METADATA, *, seed: int = 0
+) -> torch.Tensor:
     """Return [num_layers, 2, ...] in the layout of `metadata`, of random bits."""
     heads, size = metadata.num_kv_heads, metadata.head_size
     huggingface = metadata.layout == "huggingface"
@@ -20,11 +44,17 @@ def random_blob(num_tokens: int, metadata: TensorMetadata, *, seed: int = 0) -> 
     return noise.view(metadata.dtype)
 
 
+TOKENS = list(range(100, 100 + 6 * BLOCK))
+BLOB = random_blob(len(TOKENS))
+
+
 def pairs(blob: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     return tuple((layer[0], layer[1]) for layer in blob)
 
 
-def cut(blob: torch.Tensor, start: int, stop: int, metadata: TensorMetadata) -> torch.Tensor:
+def cut(
+    blob: torch.Tensor, start: int, stop: int, metadata: TensorMetadata = METADATA
+) -> torch.Tensor:
     """Return some of the tokens of `blob`."""
     bits = blob.view(INTEGERS[blob.dtype.itemsize])
     cut = bits[:, :, :, start:stop] if metadata.layout == "huggingface" else bits[:, :, start:stop]
@@ -46,5 +76,36 @@ def assert_same(kv: Any, expected: torch.Tensor) -> None:
     assert torch.equal(as_blob(kv), as_blob(expected))
 
 
+def assert_finds(
+    cache: TensorCache, tokens: list[int], blob: torch.Tensor, num_blocks: int
+) -> None:
+    """Fail unless exactly so many leading blocks of `blob` are retrieved."""
+    kv, ret_mask = cache.retrieve(tokens)
+    end = num_blocks * BLOCK
+    assert ret_mask.tolist() == [True] * end + [False] * (len(tokens) - end)
+    if end:
+        assert_same(kv, cut(blob, 0, end, cache.metadata))
+    else:
+        assert kv == ()
+
+
 def suffix_mask(num_tokens: int, num_masked: int) -> torch.Tensor:
     return torch.arange(num_tokens) >= num_masked
+
+
+def main() -> None:
+    with TensorCache(KVRayConfig.model_validate_json(sys.argv[1]), METADATA) as cache:
+        print("started", flush=True)
+        for line in sys.stdin:
+            op, first, count, seed = json.loads(line)
+            tokens, blob = list(range(first, first + count)), random_blob(count, seed=seed)
+            if op == "store":
+                answer: object = cache.store(tokens, blob)
+            else:
+                kv, _ = cache.retrieve(tokens)
+                answer = bool(kv) and as_blob(kv).equal(as_blob(blob))
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,41 @@
+"""What a cache stores is what it retrieves; its life, by itself and by an instance's id."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import kvray
 from kvray.actors.shard.shard import Shard
+from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.tensor_cache import KV, TensorCache
-from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, changed
-from tests.unit.tensor_cache.kv import as_blob, assert_same, cut, pairs, random_blob, suffix_mask
+from kvray.tensor_cache import KV, TensorCache, TensorMetadata
+from tests.examples import examples
+from tests.unit.tensor_cache.conftest import MakeCache
+from tests.unit.tensor_cache.kv import (
+    BLOB,
+    BLOCK,
+    INTEGERS,
+    METADATA,
+    TOKENS,
+    VLLM,
+    as_blob,
+    assert_same,
+    changed,
+    cut,
+    pairs,
+    random_blob,
+    suffix_mask,
+)
 from tests.waiting import wait_for
-
-TOKENS = list(range(100, 100 + 5 * BLOCK))
-VLLM = changed(METADATA, layout="vllm")
 
 pytestmark = pytest.mark.usefixtures("shard")
 
@@ -21,11 +43,11 @@ pytestmark = pytest.mark.usefixtures("shard")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
-@pytest.mark.parametrize("metadata", [METADATA, VLLM], ids=["huggingface", "vllm"])
+@pytest.mark.parametrize("layout", ["huggingface", "vllm"])
 def test_what_was_stored_is_retrieved_bit_for_bit(
-    make_cache: MakeCache, metadata: Any, dtype: torch.dtype
+    make_cache: MakeCache, layout: str, dtype: torch.dtype
 ) -> None:
-    cache = make_cache(layout=metadata.layout, dtype=dtype)
+    cache = make_cache(layout=layout, dtype=dtype)
     blob = random_blob(len(TOKENS), cache.metadata)
     assert cache.store(TOKENS, pairs(blob)) == len(TOKENS)
     kv, ret_mask = cache.retrieve(TOKENS)
@@ -34,34 +56,22 @@ def test_what_was_stored_is_retrieved_bit_for_bit(
     assert ret_mask.tolist() == [True] * len(TOKENS)
 
 
-def test_tuples_and_blobs_go_in_and_come_out(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS, blob)
-    as_tuple, _ = cache.retrieve(TOKENS)
-    as_one, _ = cache.retrieve(TOKENS, return_tuple=False)
+def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored: TensorCache) -> None:
+    as_tuple, _ = stored.retrieve(TOKENS)
+    as_one, _ = stored.retrieve(TOKENS, return_tuple=False)
     assert isinstance(as_tuple, tuple)
     assert [len(layer) for layer in as_tuple] == [2, 2, 2]
     assert isinstance(as_one, torch.Tensor)
-    assert_same(as_tuple, blob)
-    assert_same(as_one, blob)
+    assert_same(as_tuple, BLOB)
+    assert_same(as_one, BLOB)
+    as_one.zero_()
+    assert_same(stored.retrieve(TOKENS)[0], BLOB)
 
 
-def test_what_is_retrieved_belongs_to_the_caller(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS, blob)
-    kv, _ = cache.retrieve(TOKENS, return_tuple=False)
-    assert isinstance(kv, torch.Tensor)
-    kv.zero_()
-    assert_same(cache.retrieve(TOKENS)[0], blob)
-
-
-def test_a_cache_of_one_layout_answers_one_of_the_other(make_cache: MakeCache) -> None:
-    huggingface, vllm = make_cache(), make_cache(layout="vllm")
-    blob = random_blob(len(TOKENS), METADATA)
-    huggingface.store(TOKENS, blob)
-    assert_same(vllm.retrieve(TOKENS)[0], blob.transpose(2, 3).contiguous())
+def test_a_cache_of_one_layout_answers_one_of_the_other(
+    stored: TensorCache, make_cache: MakeCache
+) -> None:
+    assert_same(make_cache(layout="vllm").retrieve(TOKENS)[0], BLOB.transpose(2, 3).contiguous())
 
 
 @pytest.mark.parametrize(
@@ -76,52 +86,57 @@ def test_a_cache_of_one_layout_answers_one_of_the_other(make_cache: MakeCache) -
     ],
 )
 def test_caches_of_other_metadata_do_not_share(
-    make_cache: MakeCache, changes: dict[str, Any]
+    stored: TensorCache, make_cache: MakeCache, changes: dict[str, Any]
 ) -> None:
-    make_cache().store(TOKENS, random_blob(len(TOKENS), METADATA))
     other = make_cache(**changes)
     assert other.lookup(TOKENS) == 0
     assert other.retrieve(TOKENS)[0] == ()
 
 
-def test_the_tail_that_fills_no_block_is_not_stored(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    tokens = [*TOKENS, 1, 2, 3]
-    blob = random_blob(len(tokens), METADATA)
-    assert cache.store(tokens, blob) == len(TOKENS)
-    kv, ret_mask = cache.retrieve(tokens)
-    assert_same(kv, cut(blob, 0, len(TOKENS), METADATA))
-    assert ret_mask.tolist() == [True] * len(TOKENS) + [False] * 3
+PARTED = [*TOKENS[: 2 * BLOCK + 1], *range(BLOCK)]
 
 
-def test_less_than_a_block_is_neither_stored_nor_found(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    for tokens in ([], TOKENS[:3]):
-        assert cache.store(tokens, random_blob(len(tokens), METADATA)) == 0
-        kv, ret_mask = cache.retrieve(tokens)
+@pytest.mark.parametrize(
+    ("held", "asked", "num_masked", "num_found"),
+    [
+        ([*TOKENS, 1, 2, 3], [*TOKENS, 1, 2, 3], 0, 24),
+        ([], [], 0, 0),
+        (TOKENS[:3], TOKENS[:3], 0, 0),
+        ([], TOKENS, 0, 0),
+        (TOKENS, PARTED, 0, 8),
+        (TOKENS, [*TOKENS, 1], 4, 24),
+        (TOKENS[:8], TOKENS, 12, 8),
+    ],
+    ids=[
+        "the tail that fills no block is not stored",
+        "nothing is no prompt",
+        "less than a block is neither stored nor found",
+        "nothing is found of unknown tokens",
+        "prompts share the blocks of their common prefix",
+        "only the suffix is retrieved",
+        "a suffix that begins behind what is stored is not found",
+    ],
+)
+@pytest.mark.parametrize("return_tuple", [True, False])
+def test_the_longest_run_of_full_blocks_is_found(
+    cache: TensorCache,
+    held: list[int],
+    asked: list[int],
+    num_masked: int,
+    num_found: int,
+    return_tuple: bool,
+) -> None:
+    blob = random_blob(len(held))
+    assert cache.store(held, blob) == len(held) // BLOCK * BLOCK
+    assert cache.lookup(asked) == num_found
+    kv, ret_mask = cache.retrieve(asked, suffix_mask(len(asked), num_masked), return_tuple)
+    assert ret_mask.tolist() == [num_masked <= at < num_found for at in range(len(asked))]
+    if num_masked < num_found:
+        assert_same(kv, cut(blob, num_masked, num_found))
+    else:
         assert kv == ()
-        assert ret_mask.tolist() == [False] * len(tokens)
-        assert cache.lookup(tokens) == 0
-
-
-def test_prompts_share_the_blocks_of_their_common_prefix(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS, blob)
-    other = [*TOKENS[: 2 * BLOCK + 1], *range(BLOCK)]
-    assert cache.lookup(other) == 2 * BLOCK
-    kv, ret_mask = cache.retrieve(other)
-    assert_same(kv, cut(blob, 0, 2 * BLOCK, METADATA))
-    assert int(ret_mask.sum()) == 2 * BLOCK
-    assert cache.store(other, random_blob(len(other), METADATA, seed=1)) == BLOCK
-
-
-def test_nothing_is_found_of_unknown_tokens(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    for return_tuple in (True, False):
-        kv, ret_mask = cache.retrieve(TOKENS, return_tuple=return_tuple)
-        assert kv == ()
-        assert not ret_mask.any()
+    if asked == PARTED:
+        assert cache.store(asked, random_blob(len(asked), seed=1)) == BLOCK
 
 
 def test_many_steps_of_conversion_make_one_answer(
@@ -129,103 +144,69 @@ def test_many_steps_of_conversion_make_one_answer(
 ) -> None:
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
     cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    assert cache.store(TOKENS, blob) == len(TOKENS)
-    assert_same(cache.retrieve(TOKENS)[0], blob)
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
-# -- masks --------------------------------------------------------------------------------------
+# -- masks, storing again, and in the background ------------------------------------------------
 
 
-def test_a_suffix_is_stored_behind_its_prefix(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
+def test_a_suffix_is_stored_behind_its_prefix(cache: TensorCache) -> None:
     head = 2 * BLOCK
-    cache.store(TOKENS[:head], cut(blob, 0, head, METADATA))
+    cache.store(TOKENS[:head], cut(BLOB, 0, head))
     mask = suffix_mask(len(TOKENS), head)
-    assert cache.store(TOKENS, cut(blob, head, len(TOKENS), METADATA), mask) == 3 * BLOCK
-    assert_same(cache.retrieve(TOKENS)[0], blob)
-
-
-def test_only_the_suffix_is_retrieved(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS, blob)
-    tokens = [*TOKENS, 1]
-    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), BLOCK))
-    assert_same(kv, cut(blob, BLOCK, len(TOKENS), METADATA))
-    assert ret_mask.tolist() == [False] * BLOCK + [True] * 4 * BLOCK + [False]
-
-
-def test_a_suffix_that_begins_behind_what_is_stored_is_not_found(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    cache.store(TOKENS[: 2 * BLOCK], random_blob(2 * BLOCK, METADATA))
-    kv, ret_mask = cache.retrieve(TOKENS, suffix_mask(len(TOKENS), 3 * BLOCK))
-    assert kv == ()
-    assert not ret_mask.any()
+    assert cache.store(TOKENS, cut(BLOB, head, len(TOKENS)), mask) == 4 * BLOCK
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
 def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(
-    make_cache: MakeCache, caplog: pytest.LogCaptureFixture
+    cache: TensorCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = make_cache()
     mask = suffix_mask(len(TOKENS), BLOCK)
     for _ in range(2):
-        assert cache.store(TOKENS, random_blob(4 * BLOCK, METADATA), mask) == 0
-    assert cache.counters()["dropped_tokens"] == 2 * 4 * BLOCK
+        assert cache.store(TOKENS, random_blob(5 * BLOCK), mask) == 0
+    assert cache.counters()["dropped_tokens"] == 2 * 5 * BLOCK
     assert [r.levelname for r in caplog.records if "not stored" in r.message] == ["WARNING"]
 
 
-# -- storing again, and in the background -------------------------------------------------------
-
-
 @pytest.mark.parametrize("skip_existing", [True, False])
-def test_what_is_there_is_not_stored_again(make_cache: MakeCache, skip_existing: bool) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS, blob)
-    assert cache.store(TOKENS, blob, skip_existing=skip_existing) == 0
-    assert cache.counters()["dropped_tokens"] == 0
+def test_what_is_there_is_not_stored_again(stored: TensorCache, skip_existing: bool) -> None:
+    assert stored.store(TOKENS, BLOB, skip_existing=skip_existing) == 0
+    assert stored.counters()["dropped_tokens"] == 0
 
 
-def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    given = blob.clone()
-    assert cache.store(TOKENS, pairs(given), blocking=False) == 0
-    given.zero_()
+def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache: TensorCache) -> None:
+    given_kv = BLOB.clone()
+    assert cache.store(TOKENS, pairs(given_kv), blocking=False) == 0
+    given_kv.zero_()
     assert cache.flush()
-    assert_same(cache.retrieve(TOKENS)[0], blob)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
-def test_a_background_store_adds_what_is_missing(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    blob = random_blob(len(TOKENS), METADATA)
-    cache.store(TOKENS[: 2 * BLOCK], cut(blob, 0, 2 * BLOCK, METADATA))
+def test_a_background_store_adds_what_is_missing(cache: TensorCache) -> None:
+    cache.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
     mask = suffix_mask(len(TOKENS), BLOCK)
-    cache.store(TOKENS, cut(blob, BLOCK, len(TOKENS), METADATA), mask, blocking=False)
+    cache.store(TOKENS, cut(BLOB, BLOCK, len(TOKENS)), mask, blocking=False)
     assert cache.flush()
-    assert_same(cache.retrieve(TOKENS)[0], blob)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
-def test_close_finishes_background_stores(make_cache: MakeCache) -> None:
-    cache, other = make_cache(), make_cache()
+def test_close_finishes_background_stores(cache: TensorCache, make_cache: MakeCache) -> None:
+    other = make_cache()
     for number in range(8):
-        tokens = [number, *TOKENS[1:]]
-        cache.store(tokens, random_blob(len(tokens), METADATA, seed=number), blocking=False)
+        cache.store([number, *TOKENS[1:]], random_blob(len(TOKENS), seed=number), blocking=False)
     cache.close()
     assert [other.lookup([number, *TOKENS[1:]]) for number in range(8)] == [len(TOKENS)] * 8
 
 
 def test_a_background_that_is_full_drops_and_says_so(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = make_cache()
     monkeypatch.setattr(cache._stores, "has_room", lambda size: False)
     for _ in range(2):
-        cache.store(TOKENS, random_blob(len(TOKENS), METADATA), blocking=False)
+        cache.store(TOKENS, BLOB, blocking=False)
     assert cache.counters()["dropped_tokens"] == 2 * len(TOKENS)
     assert [r.levelname for r in caplog.records if "background" in r.message] == ["WARNING"]
 
@@ -236,26 +217,25 @@ def test_a_background_that_is_full_drops_and_says_so(
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
-        (("text", random_blob(4, METADATA)), ConfigError, "list of integers"),
-        ((TOKENS, random_blob(len(TOKENS) - 1, METADATA)), LayoutMismatch, "19 tokens .* 20"),
+        (("text", random_blob(4)), ConfigError, "list of integers"),
+        ((TOKENS, random_blob(23)), LayoutMismatch, "23 tokens .* 24"),
         (
-            (TOKENS, random_blob(len(TOKENS), METADATA), suffix_mask(len(TOKENS), BLOCK)),
+            (TOKENS, BLOB, suffix_mask(24, BLOCK)),
             LayoutMismatch,
-            "20 tokens where tokens and mask ask for 16",
+            "24 tokens where tokens and mask ask for 20",
         ),
         (
-            (TOKENS, random_blob(len(TOKENS) - 3, METADATA), suffix_mask(len(TOKENS), 3)),
+            (TOKENS, random_blob(21), suffix_mask(24, 3)),
             ConfigError,
             "multiple of tokens_per_block = 4",
         ),
-        ((TOKENS, random_blob(len(TOKENS), METADATA).half()), LayoutMismatch, "float16"),
-        ((TOKENS, random_blob(len(TOKENS), VLLM)), LayoutMismatch, "layout 'huggingface'"),
+        ((TOKENS, BLOB.half()), LayoutMismatch, "float16"),
+        ((TOKENS, random_blob(24, VLLM)), LayoutMismatch, "layout 'huggingface'"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_stores_nothing(
-    make_cache: MakeCache, arguments: Any, error: type[Exception], sentence: str
+    cache: TensorCache, arguments: Any, error: type[Exception], sentence: str
 ) -> None:
-    cache = make_cache()
     with pytest.raises(error, match=sentence):
         cache.store(*arguments)
     assert cache.lookup(TOKENS) == 0
@@ -280,51 +260,6 @@ def test_checkpoints_at_one_path_do_not_share(
     assert namespaces[0] != namespaces[1]
 
 
-# -- its life -----------------------------------------------------------------------------------
-
-
-def test_close_twice_is_fine_and_use_after_it_is_refused(make_cache: MakeCache) -> None:
-    with make_cache() as cache:
-        assert cache.lookup(TOKENS) == 0
-    cache.close()
-    for call in (cache.lookup, cache.retrieve):
-        with pytest.raises(ConfigError, match="closed"):
-            call(TOKENS)
-    with pytest.raises(ConfigError, match="closed"):
-        cache.store(TOKENS, random_blob(len(TOKENS), METADATA))
-
-
-def test_the_shard_shows_each_cache_with_its_figures(make_cache: MakeCache, shard: Shard) -> None:
-    first, second = make_cache(), make_cache(layout="vllm")
-    blob = random_blob(len(TOKENS), METADATA)
-    first.store(TOKENS, blob)
-    second.retrieve([*TOKENS, 1])
-
-    def shown() -> dict[str, Any]:
-        ranks = {one["replica"]: dict(one["counters"]) for one in shard.status()["replicas"]}
-        for counters in ranks.values():
-            counters.pop("uptime_s", None)
-        return ranks
-
-    stored = {"stored_tokens": 20, "dropped_tokens": 0}
-    hit = {"requests": 1, "prompt_tokens": 21, "local_tokens": 0, "hit_tokens": 20}
-    wait_for(lambda: shown().get("test") == stored)
-    wait_for(lambda: shown().get("test.2") == {**hit, "hit_tokens_from_host": 20})
-
-
-def test_the_last_figures_of_a_closed_cache_stay(make_cache: MakeCache, shard: Shard) -> None:
-    keeps_the_link = make_cache()
-    cache = make_cache()
-    cache.store(TOKENS, random_blob(len(TOKENS), METADATA))
-    cache.close()
-    shown = {one["replica"]: one["counters"] for one in shard.status()["replicas"]}
-    assert shown["test.2"]["stored_tokens"] == len(TOKENS)
-    keeps_the_link.close()
-
-
-# -- what is no argument ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "metadata", "words"),
     [
@@ -341,6 +276,105 @@ def test_arguments_of_another_kind_are_refused_in_a_sentence(
     with pytest.raises(ConfigError, match=words):
         TensorCache.get_or_create("one", given, metadata)
 
+
+# -- its life, and by instance id ---------------------------------------------------------------
+
+
+def test_close_twice_is_fine_and_use_after_it_is_refused(cache: TensorCache) -> None:
+    with cache:
+        assert cache.lookup(TOKENS) == 0
+    cache.close()
+    calls = cache.lookup, cache.retrieve, lambda tokens: cache.store(tokens, BLOB)
+    for call in calls:
+        with pytest.raises(ConfigError, match="closed"):
+            call(TOKENS)
+
+
+def shown(shard: Shard) -> dict[str, Any]:
+    ranks = {one["replica"]: dict(one["counters"]) for one in shard.status()["replicas"]}
+    for counters in ranks.values():
+        counters.pop("uptime_s", None)
+    return ranks
+
+
+def test_the_shard_shows_each_cache_with_its_figures_also_when_it_has_closed(
+    stored: TensorCache, make_cache: MakeCache, shard: Shard
+) -> None:
+    second = make_cache(layout="vllm")
+    second.retrieve([*TOKENS, 1])
+    hit = {"requests": 1, "prompt_tokens": 25, "local_tokens": 0, "hit_tokens": 24}
+    wait_for(lambda: shown(shard).get("test") == {"stored_tokens": 24, "dropped_tokens": 0})
+    wait_for(lambda: shown(shard).get("test.2") == {**hit, "hit_tokens_from_host": 24})
+    second.retrieve(TOKENS)
+    second.close()
+    assert shown(shard)["test.2"]["requests"] == 2
+
+
+@pytest.fixture
+def create(config: KVRayConfig) -> Iterator[Callable[..., TensorCache]]:
+    """Get or create caches by id, which end with the test."""
+    yield lambda name, metadata=METADATA: TensorCache.get_or_create(name, config, metadata)
+    TensorCache.destroy("one")
+    TensorCache.destroy("two")
+
+
+Create = Callable[..., TensorCache]
+
+
+def test_an_id_names_one_cache_with_a_name_of_its_own(create: Create) -> None:
+    made = create("one")
+    assert create("one", replace(METADATA)) is made
+    assert TensorCache.get("one") is made
+    second = create("two")
+    assert second is not made
+    assert [made._place[2], second._place[2]] == ["test", "test.2"]
+
+
+def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create: Create) -> None:
+    made = create("one")
+    TensorCache.destroy("one")
+    assert made.closed
+    assert TensorCache.get("one") is None
+    TensorCache.destroy("one")
+    again = create("one", changed(METADATA, revision="2"))
+    assert again is not made
+    assert again._place[2] == "test"
+
+
+def test_a_cache_that_was_closed_is_recreated(create: Create) -> None:
+    with create("one"):
+        pass
+    assert TensorCache.get("one") is None
+    assert not create("one").closed
+
+
+def test_other_values_under_a_known_id_are_refused(create: Create, config: KVRayConfig) -> None:
+    create("one")
+    with pytest.raises(ConfigError, match="'one' exists with other values of num_layers, layout"):
+        create("one", changed(METADATA, num_layers=1, layout="vllm"))
+    other = config.model_copy(update={"cluster_name": "other"})
+    with pytest.raises(ConfigError, match="other values of the configuration; destroy it"):
+        TensorCache.get_or_create("one", other, METADATA)
+
+
+def test_threads_that_ask_at_once_get_one_cache(create: Create) -> None:
+    found: list[TensorCache] = []
+    together = threading.Barrier(8)
+
+    def ask() -> None:
+        together.wait()
+        found.append(create("one"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+# -- past_key_values of a model -----------------------------------------------------------------
 
 CONFIG = LlamaConfig(
     vocab_size=128,
@@ -360,31 +394,25 @@ def model(request: pytest.FixtureRequest) -> Any:
     return LlamaForCausalLM(CONFIG).to(request.param).eval()
 
 
-def fields_of(model: Any) -> dict[str, Any]:
-    """Return the fields of the metadata that follow from the model."""
-    return {
-        "model": "tiny-llama",
-        "dtype": model.dtype,
-        "num_layers": model.config.num_hidden_layers,
-        "num_kv_heads": model.config.num_key_value_heads,
-        "head_size": model.config.head_dim,
-    }
+@pytest.fixture
+def of_model(model: Any, make_cache: MakeCache) -> TensorCache:
+    """A cache of that model."""
+    return make_cache(
+        model="tiny-llama",
+        dtype=model.dtype,
+        num_layers=CONFIG.num_hidden_layers,
+        num_kv_heads=CONFIG.num_key_value_heads,
+        head_size=CONFIG.head_dim,
+    )
 
 
 @torch.no_grad()
-def prefill(model: Any, tokens: list[int], past: Any = None) -> Any:
-    return model(torch.tensor([tokens]), past_key_values=past, use_cache=True)
+def prefill(model: Any, tokens: list[int]) -> Any:
+    return model(torch.tensor([tokens]), use_cache=True).past_key_values
 
 
 def to_pairs(past: Any) -> KV:
     return tuple((layer.keys[0], layer.values[0]) for layer in past.layers)
-
-
-def to_past(kv: KV) -> DynamicCache:
-    past = DynamicCache()
-    for index, (keys, values) in enumerate(kv):
-        past.update(keys[None], values[None], index)
-    return past
 
 
 @torch.no_grad()
@@ -399,39 +427,131 @@ def continue_greedily(model: Any, past: Any, tokens: list[int], count: int) -> l
     return answer
 
 
-def test_past_key_values_round_trip_bit_for_bit(model: Any, make_cache: MakeCache) -> None:
-    cache = make_cache(**fields_of(model))
-    past = prefill(model, PROMPT).past_key_values
-    cache.store(PROMPT, to_pairs(past))
-    kv, ret_mask = cache.retrieve(PROMPT)
-    found = 5 * BLOCK
-    assert int(ret_mask.sum()) == found
-    expected = as_blob(to_pairs(past))[:, :, :, :found]
-    assert torch.equal(as_blob(kv), expected)
+def test_past_key_values_round_trip_bit_for_bit(model: Any, of_model: TensorCache) -> None:
+    past = prefill(model, PROMPT)
+    of_model.store(PROMPT, to_pairs(past))
+    kv, ret_mask = of_model.retrieve(PROMPT)
+    assert int(ret_mask.sum()) == 5 * BLOCK
+    assert torch.equal(as_blob(kv), as_blob(to_pairs(past))[:, :, :, : 5 * BLOCK])
 
 
 def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(
-    model: Any, make_cache: MakeCache
+    model: Any, of_model: TensorCache
 ) -> None:
     head = PROMPT[: 5 * BLOCK]
-    past = prefill(model, head).past_key_values
-    make_cache(**fields_of(model)).store(head, to_pairs(past))
+    past = prefill(model, head)
+    of_model.store(head, to_pairs(past))
     expected = continue_greedily(model, past, PROMPT, 12)
-    kv, _ = make_cache(**fields_of(model)).retrieve(PROMPT)
-    assert continue_greedily(model, to_past(kv), PROMPT, 12) == expected
+    kv, _ = of_model.retrieve(PROMPT)
+    retrieved = DynamicCache()
+    for index, (keys, values) in enumerate(kv):
+        retrieved.update(keys[None], values[None], index)
+    assert continue_greedily(model, retrieved, PROMPT, 12) == expected
 
 
-def test_a_past_that_carries_gradients_is_stored(model: Any, make_cache: MakeCache) -> None:
-    cache = make_cache(**fields_of(model))
+def test_a_past_that_carries_gradients_is_stored(model: Any, of_model: TensorCache) -> None:
     past = model(torch.tensor([PROMPT]), use_cache=True).past_key_values
     assert past.layers[0].keys.requires_grad
-    assert cache.store(PROMPT, to_pairs(past)) == 5 * BLOCK
+    assert of_model.store(PROMPT, to_pairs(past)) == 5 * BLOCK
 
 
-def test_the_batch_dimension_is_refused_with_the_fix(model: Any, make_cache: MakeCache) -> None:
-    cache = make_cache(**fields_of(model))
-    past = prefill(model, PROMPT).past_key_values
+def test_the_batch_dimension_is_refused_with_the_fix(model: Any, of_model: TensorCache) -> None:
+    past = prefill(model, PROMPT)
     with pytest.raises(LayoutMismatch, match=r"take the batch dimension off with tensor\[0\]"):
-        cache.store(PROMPT, [(layer.keys, layer.values) for layer in past.layers])
+        of_model.store(PROMPT, [(layer.keys, layer.values) for layer in past.layers])
     with pytest.raises(LayoutMismatch, match="holds 3 things; give a pair"):
-        cache.store(PROMPT, past)
+        of_model.store(PROMPT, past)
+
+
+# -- random prompts that share prefixes: what is retrieved is what was stored -------------------
+
+
+def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
+    """Return a stand-in for a model's KV: each token's depends on all tokens up to it."""
+    rows, state = [], 1
+    for token in tokens:
+        state = (state * 6364136223846793005 + token + 1442695040888963407) % 2**63
+        generator = torch.Generator().manual_seed(state)
+        shape = (metadata.num_layers, 2, metadata.num_kv_heads, metadata.head_size)
+        bits = INTEGERS[metadata.dtype.itemsize]
+        rows.append(torch.randint(-(2**15), 2**15, shape, dtype=bits, generator=generator))
+    by_head = torch.stack(rows, dim=3) if rows else torch.empty(3, 2, 2, 0, 8, dtype=torch.int32)
+    in_layout = by_head if metadata.layout == "huggingface" else by_head.transpose(2, 3)
+    return in_layout.contiguous().view(metadata.dtype)
+
+
+@settings(
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    # Two values only, so that prompts often begin alike.
+    prompts=st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), min_size=1, max_size=6),
+    layout=st.sampled_from(["huggingface", "vllm"]),
+    data=st.data(),
+)
+def test_retrieve_returns_what_was_stored_for_lookup_tokens(
+    config: KVRayConfig,
+    shard: Shard,
+    prompts: list[list[int]],
+    layout: str,
+    data: st.DataObject,
+) -> None:
+    shard.clear(10)
+    with TensorCache(config, changed(METADATA, layout=layout)) as cache:
+        held: set[tuple[int, ...]] = set()  # the full-block prefixes that must be found
+        for tokens in prompts:
+            first = data.draw(st.integers(0, len(tokens) // BLOCK)) * BLOCK
+            kv = cut(true_kv(tokens, cache.metadata), first, len(tokens), cache.metadata)
+            blocking = data.draw(st.booleans())
+            cache.store(tokens, kv, suffix_mask(len(tokens), first), blocking=blocking)
+            assert cache.flush()
+            if not first or tuple(tokens[:first]) in held:
+                ends = range(BLOCK, len(tokens) + 1, BLOCK)
+                held |= {tuple(tokens[:end]) for end in ends if end > first}
+        for tokens in prompts:
+            check_found(cache, tokens, held, data)
+
+
+def check_found(
+    cache: TensorCache, tokens: list[int], held: set[tuple[int, ...]], data: st.DataObject
+) -> None:
+    expected = 0
+    while tuple(tokens[: expected + BLOCK]) in held and expected + BLOCK <= len(tokens):
+        expected += BLOCK
+    assert cache.lookup(tokens) == expected
+    first = data.draw(st.integers(0, len(tokens) // BLOCK)) * BLOCK
+    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), first))
+    assert ret_mask.tolist() == [first <= at < expected for at in range(len(tokens))]
+    if first < expected:
+        assert_same(kv, cut(true_kv(tokens, cache.metadata), first, expected, cache.metadata))
+    else:
+        assert kv == ()
+
+
+# -- the page of the Python API -----------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
+
+
+def test_every_example_of_the_page_runs_top_to_bottom(
+    config: KVRayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAY_ARENA__DIR", str(config.arena.dir))
+    monkeypatch.setenv("KVRAY_ARENA__CAPACITY", str(config.arena.capacity))
+    found = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    # tests/ray/test_python_api_page.py runs those with a client.
+    examples = [one for one in found if "Client" not in one]
+    names: dict[str, object] = {}
+    for example in examples:
+        exec(example, names)
+    assert len(examples) >= 6
+
+
+def test_page_and_help_name_everything_that_is_public() -> None:
+    names = [name for name in kvray.__all__ if not name.startswith("__")]
+    assert [name for name in names if f"`{name}" not in PAGE] == []
+    assert all(getattr(kvray, name).__name__ == name for name in names)
+    said = TensorMetadata.__doc__ or ""
+    fields = TensorMetadata.__dataclass_fields__
+    assert [name for name in fields if f"        {name}: " not in said] == []

@@ -8,11 +8,17 @@ import torch
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.keys import chain_keys
 from kvray.tensor_cache import layout
-from kvray.tensor_cache.prompt import MaskedPrompt, read_prompt
-from tests.unit.tensor_cache.conftest import BLOCK, METADATA, changed
-from tests.unit.tensor_cache.kv import assert_same, cut, pairs, random_blob
-
-VLLM = changed(METADATA, layout="vllm")
+from kvray.tensor_cache.layout import MaskedPrompt, read_prompt
+from tests.unit.tensor_cache.kv import (
+    BLOCK,
+    METADATA,
+    VLLM,
+    assert_same,
+    changed,
+    cut,
+    pairs,
+    random_blob,
+)
 
 
 def packed(blob: Any, metadata: Any = METADATA, blocks: Any = (0, 1)) -> Any:
@@ -20,19 +26,15 @@ def packed(blob: Any, metadata: Any = METADATA, blocks: Any = (0, 1)) -> Any:
 
 
 def test_a_block_is_stored_layer_by_layer_keys_before_values_head_by_head() -> None:
-    blob = random_blob(2 * BLOCK, METADATA)
+    blob = random_blob(2 * BLOCK)
     for block in (0, 1):
-        tokens = cut(blob, block * BLOCK, (block + 1) * BLOCK, METADATA)
+        tokens = cut(blob, block * BLOCK, (block + 1) * BLOCK)
         assert packed(blob)[block].tobytes() == tokens.numpy().tobytes()
 
 
-def test_both_layouts_give_equal_bytes() -> None:
-    blob = random_blob(2 * BLOCK, METADATA)
+def test_both_layouts_and_pairs_give_equal_bytes() -> None:
+    blob = random_blob(2 * BLOCK)
     assert np.array_equal(packed(blob.transpose(2, 3), VLLM), packed(blob))
-
-
-def test_pairs_and_a_blob_give_equal_bytes() -> None:
-    blob = random_blob(2 * BLOCK, METADATA)
     assert np.array_equal(packed(pairs(blob)), packed(blob))
 
 
@@ -75,14 +77,14 @@ def test_strided_and_differentiable_tensors_are_packed_as_they_are() -> None:
         (random_blob(8, changed(METADATA, num_layers=2)), "has 2 layers, not 3"),
         (random_blob(8, changed(METADATA, dtype=torch.float16)), "float16, not torch.float32"),
         (random_blob(8, VLLM), r"shape \[8, 2, 8\].*\[2, num_tokens, 8\]"),
-        (random_blob(8, METADATA)[:, :, None], r"take the batch dimension off with tensor\[0\]"),
-        (random_blob(8, METADATA)[..., :4], r"shape \[2, 8, 4\]"),
+        (random_blob(8)[:, :, None], r"take the batch dimension off with tensor\[0\]"),
+        (random_blob(8)[..., :4], r"shape \[2, 8, 4\]"),
         (torch.empty(3, 2, 2, 8, 8, device="meta"), "dense"),
         (torch.zeros(3, 3, 2, 8, 8), "Layer 0 of the KV holds 3 things"),
         ([([1], [2])] * 3, "holds a list; give torch tensors"),
         (None, "is a NoneType that holds no pairs"),
         ([1, 2, 3], "is a list that holds no pairs"),
-        ([pairs(random_blob(8, METADATA))[0]] * 2 + [(torch.zeros(2, 4, 8),) * 2], "numbers of"),
+        ([pairs(random_blob(8))[0]] * 2 + [(torch.zeros(2, 4, 8),) * 2], "numbers of"),
     ],
 )
 def test_tensors_that_do_not_fit_the_metadata_are_refused(kv: Any, sentence: str) -> None:
@@ -111,27 +113,27 @@ def test_what_changes_the_bytes_changes_the_namespace(changes: dict[str, Any]) -
     assert other.namespace().digest() != METADATA.namespace().digest()
 
 
-def test_ranks_have_namespaces_of_their_own() -> None:
-    first, second = (changed(METADATA, world_size=2, rank=rank) for rank in (0, 1))
-    assert first.namespace() != second.namespace()
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"world_size": 2, "rank": 0}, {"world_size": 2, "rank": 1}),
+        ({"model": "a@b", "revision": "c"}, {"model": "a", "revision": "b@c"}),
+    ],
+    ids=["ranks", "name and revision do not run into each other"],
+)
+def test_different_figures_have_namespaces_of_their_own(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert changed(METADATA, **one).namespace() != changed(METADATA, **other).namespace()
 
 
 def test_the_layout_of_the_tensors_is_no_part_of_the_namespace() -> None:
-    assert changed(METADATA, layout="vllm").namespace() == METADATA.namespace()
+    assert VLLM.namespace() == METADATA.namespace()
 
 
-def test_name_and_revision_do_not_run_into_each_other() -> None:
-    first = changed(METADATA, model="a@b", revision="c")
-    second = changed(METADATA, model="a", revision="b@c")
-    assert first.namespace() != second.namespace()
-
-
-def test_a_name_is_never_taken_for_a_fingerprint() -> None:
+def test_a_checkpoint_goes_by_its_fingerprint_and_revision() -> None:
     named = changed(METADATA, model="f00d")
     assert named.namespace() != named.namespace(fingerprint="f00d")
-
-
-def test_a_revision_counts_for_a_checkpoint_too() -> None:
     one, other = (changed(METADATA, revision=r).namespace(fingerprint="f00d") for r in ("1", "2"))
     assert one != other
 
@@ -191,11 +193,8 @@ def test_a_mask_begins_at_its_first_true(kind: Any) -> None:
     assert (prompt.num_masked, prompt.first, prompt.num_blocks) == (4, 1, 1)
 
 
-def test_a_mask_that_leaves_out_all_full_blocks_asks_for_none() -> None:
+def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none() -> None:
     assert read(TOKENS, [False] * 8 + [True] * 2).num_blocks == 0
-
-
-def test_an_empty_prompt_with_an_empty_mask_asks_for_nothing() -> None:
     assert read([], []).num_blocks == 0
 
 

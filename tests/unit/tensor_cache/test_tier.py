@@ -20,13 +20,22 @@ from kvray.node import StageCalls
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
 from kvray.tensor_cache import TensorCache
-from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, start_shard
-from tests.unit.tensor_cache.kv import assert_same, cut, random_blob, suffix_mask
+from kvray.tensor_cache.cache import StoreQueue
+from tests.unit.tensor_cache.conftest import MakeCache, start_shard
+from tests.unit.tensor_cache.kv import (
+    BLOB,
+    BLOCK,
+    METADATA,
+    TOKENS,
+    assert_finds,
+    assert_same,
+    cut,
+    random_blob,
+    suffix_mask,
+)
 from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
-TOKENS = list(range(6 * BLOCK))
-BLOB = random_blob(len(TOKENS), METADATA)
 
 
 def prompt(number: int, num_blocks: int = 6) -> list[int]:
@@ -34,7 +43,7 @@ def prompt(number: int, num_blocks: int = 6) -> list[int]:
 
 
 def blob(number: int, num_blocks: int = 6) -> Any:
-    return random_blob(num_blocks * BLOCK, METADATA, seed=number)
+    return random_blob(num_blocks * BLOCK, seed=number)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -60,35 +69,30 @@ def own_shards() -> Iterator[list[Shard]]:
 
 
 @pytest.fixture
-def config_with_disk(own_config: KVRayConfig, tmp_path: Path) -> KVRayConfig:
-    """The same with blocks on disk, and patience: this machine may be busy."""
+def on_disk(
+    own_config: KVRayConfig, own_shards: list[Shard], make_cache: MakeCache, tmp_path: Path
+) -> KVRayConfig:
+    """Settings, with patience, of a shard whose arena is empty, and which has BLOB on disk."""
     disk = {"dir": tmp_path, "capacity": 2**24, "segment": 2**20, "free_reserve": 1}
-    return own_config.model_copy(
+    config = own_config.model_copy(
         update={
             "nvme": own_config.nvme.model_copy(update={**disk, "admission": "all"}),
             "connector": own_config.connector.model_copy(update={"stage_wait_s": 5.0}),
         }
     )
-
-
-@pytest.fixture
-def on_disk(config_with_disk: KVRayConfig, own_shards: list[Shard], make_cache: MakeCache) -> None:
-    """A shard whose arena is empty, and which has BLOB on disk."""
-    before = start_shard(config_with_disk)
-    with TensorCache(config_with_disk, METADATA) as cache:
+    before = start_shard(config)
+    with TensorCache(config, METADATA) as cache:
         assert cache.store(TOKENS, BLOB) == len(TOKENS)
     before.stop(retire=True, timeout_s=10, flush=True)
-    own_shards.append(start_shard(config_with_disk))
+    own_shards.append(start_shard(config))
+    return config
 
 
-@pytest.mark.usefixtures("on_disk")
 def test_what_is_on_disk_is_found_and_counted_as_such(
-    make_cache: MakeCache, config_with_disk: KVRayConfig
+    make_cache: MakeCache, on_disk: KVRayConfig
 ) -> None:
-    cache = make_cache(config_with_disk)
-    kv, ret_mask = cache.retrieve([*TOKENS, 1])
-    assert_same(kv, BLOB)
-    assert int(ret_mask.sum()) == len(TOKENS)
+    cache = make_cache(on_disk)
+    assert_finds(cache, [*TOKENS, 1], BLOB, 6)
     cache.retrieve(TOKENS)
     assert {name: value for name, value in cache.counters().items() if value} == {
         "requests": 2,
@@ -99,16 +103,8 @@ def test_what_is_on_disk_is_found_and_counted_as_such(
     }
 
 
-@pytest.mark.usefixtures("on_disk")
-def test_lookup_counts_what_is_on_disk(
-    make_cache: MakeCache, config_with_disk: KVRayConfig
-) -> None:
-    assert make_cache(config_with_disk).lookup(TOKENS) == len(TOKENS)
-
-
-@pytest.mark.usefixtures("on_disk")
-def test_nothing_is_left_where_it_is_for_being_slower_than_a_model_that_nobody_knows(
-    make_cache: MakeCache, config_with_disk: KVRayConfig, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_left_on_disk_for_being_slower_than_a_model_that_nobody_knows(
+    make_cache: MakeCache, on_disk: KVRayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, speeds = StageCalls.stage, list[float]()
 
@@ -117,39 +113,33 @@ def test_nothing_is_left_where_it_is_for_being_slower_than_a_model_that_nobody_k
         return stage(calls, *args, tokens_per_s=tokens_per_s, **named)
 
     monkeypatch.setattr(StageCalls, "stage", note)
-    assert make_cache(config_with_disk).lookup(TOKENS) == len(TOKENS)
+    assert make_cache(on_disk).lookup(TOKENS) == len(TOKENS)
     assert set(speeds) == {0.0}
 
 
-@pytest.mark.usefixtures("on_disk")
 def test_without_a_wait_only_prefetch_brings_what_is_on_disk(
-    make_cache: MakeCache, config_with_disk: KVRayConfig
+    make_cache: MakeCache, on_disk: KVRayConfig
 ) -> None:
-    connector = config_with_disk.connector.model_copy(update={"stage_wait_s": 0.0})
-    cache = make_cache(config_with_disk.model_copy(update={"connector": connector}))
+    connector = on_disk.connector.model_copy(update={"stage_wait_s": 0.0})
+    cache = make_cache(on_disk.model_copy(update={"connector": connector}))
     assert cache.lookup(TOKENS) == 0
     assert cache.prefetch(TOKENS) == len(TOKENS)
     assert cache.lookup(TOKENS) == len(TOKENS)
 
 
-@pytest.mark.usefixtures("on_disk")
 def test_a_suffix_is_stored_behind_a_prefix_that_is_on_disk(
-    make_cache: MakeCache, config_with_disk: KVRayConfig
+    make_cache: MakeCache, on_disk: KVRayConfig
 ) -> None:
     longer = [*TOKENS, *range(BLOCK)]
-    whole = random_blob(len(longer), METADATA)
-    cache = make_cache(config_with_disk)
     mask = suffix_mask(len(longer), len(TOKENS))
-    assert cache.store(longer, cut(whole, len(TOKENS), len(longer), METADATA), mask) == BLOCK
+    assert make_cache(on_disk).store(longer, random_blob(BLOCK), mask) == BLOCK
 
 
-@pytest.mark.usefixtures("on_disk")
 def test_threads_that_want_blocks_from_disk_at_once_all_get_them(
-    make_cache: MakeCache, config_with_disk: KVRayConfig
+    make_cache: MakeCache, on_disk: KVRayConfig
 ) -> None:
-    cache = make_cache(config_with_disk)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(cache.lookup, [TOKENS] * 16))
+        found = list(pool.map(make_cache(on_disk).lookup, [TOKENS] * 16))
     assert found == [len(TOKENS)] * 16
 
 
@@ -163,9 +153,7 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     for blocking in (True, False):
         assert cache.store(TOKENS, BLOB, blocking=blocking) == 0
     assert cache.flush()
-    kv, ret_mask = cache.retrieve(TOKENS)
-    assert kv == ()
-    assert not ret_mask.any()
+    assert_finds(cache, TOKENS, BLOB, 0)
     assert cache.lookup(TOKENS) == 0
     assert {name: value for name, value in cache.counters().items() if value} == {
         "requests": 1,
@@ -188,87 +176,63 @@ def test_a_cache_works_once_the_tier_appears(
     wait_for(lambda: [r["replica"] for r in own_shards[0].status()["replicas"]] == ["test"])
 
 
-def test_a_cache_goes_on_when_the_tier_is_replaced(
+@pytest.fixture
+def own_cache(
     make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
-) -> None:
-    first = start_shard(own_config)
-    own_shards.append(first)
-    cache = make_cache(own_config)
-    cache.store(TOKENS, BLOB)
-    first.stop(retire=True, timeout_s=10)
-    assert cache.retrieve(TOKENS)[0] == ()
-    assert cache.store(TOKENS, BLOB) == 0
+) -> TensorCache:
+    """A cache with TOKENS stored, on a shard that no other test uses."""
     own_shards.append(start_shard(own_config))
-    wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    cache = make_cache(own_config)
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    return cache
+
+
+def test_a_cache_goes_on_when_the_tier_is_replaced(
+    own_cache: TensorCache, own_config: KVRayConfig, own_shards: list[Shard]
+) -> None:
+    own_shards[0].stop(retire=True, timeout_s=10)
+    assert own_cache.retrieve(TOKENS)[0] == ()
+    assert own_cache.store(TOKENS, BLOB) == 0
+    own_shards.append(start_shard(own_config))
+    wait_for(lambda: own_cache.store(TOKENS, BLOB) > 0)
+    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
 
 
 def test_what_was_stored_outlives_a_shard_that_is_started_again(
-    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
+    own_cache: TensorCache, own_config: KVRayConfig, own_shards: list[Shard]
 ) -> None:
-    first = start_shard(own_config)
-    own_shards.append(first)
-    cache = make_cache(own_config)
-    cache.store(TOKENS, BLOB)
-    first.stop(retire=False, timeout_s=10)
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    own_shards[0].stop(retire=False, timeout_s=10)
+    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
     own_shards.append(start_shard(own_config))
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
 
 
-def test_an_arena_given_up_during_a_retrieve_makes_a_miss(
-    make_cache: MakeCache,
-    own_config: KVRayConfig,
-    own_shards: list[Shard],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("call", ["read_sound", "write"])
+def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
+    own_cache: TensorCache, own_shards: list[Shard], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_shards.append(start_shard(own_config))
-    cache = make_cache(own_config)
-    cache.store(TOKENS, BLOB)
-    read = Arena.read
-
-    def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> None:
-        own_shards[0].stop(retire=True, timeout_s=10)
-        arena.leave()
-        read(arena, *args, **kwargs)
-
-    monkeypatch.setattr(Arena, "read", interrupted)
-    kv, ret_mask = cache.retrieve(TOKENS)
-    assert kv == ()
-    assert not ret_mask.any()
-
-
-def test_an_arena_given_up_during_a_store_stores_nothing(
-    make_cache: MakeCache,
-    own_config: KVRayConfig,
-    own_shards: list[Shard],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own_shards.append(start_shard(own_config))
-    cache = make_cache(own_config)
-    write = Arena.write
+    copy = getattr(Arena, call)
 
     def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> Any:
         own_shards[0].stop(retire=True, timeout_s=10)
         arena.leave()
-        return write(arena, *args, **kwargs)
+        return copy(arena, *args, **kwargs)
 
-    monkeypatch.setattr(Arena, "write", interrupted)
-    cache.store(TOKENS, BLOB)
-    assert cache.lookup(TOKENS) == 0
+    monkeypatch.setattr(Arena, call, interrupted)
+    if call == "write":
+        own_cache.store(prompt(1), blob(1))
+        assert own_cache.lookup(prompt(1)) == 0
+    else:
+        assert_finds(own_cache, TOKENS, BLOB, 0)
 
 
-def test_a_forked_child_of_a_cache_is_told_to_make_its_own(
-    make_cache: MakeCache, shard: Shard
-) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
-    process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(cache,))
+def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored: TensorCache) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(stored,))
     process.start()
     process.join(HANG_S)
     assert process.exitcode == 7
     process.close()
-    assert cache.lookup(TOKENS) == len(TOKENS)
+    assert stored.lookup(TOKENS) == len(TOKENS)
 
 
 def _use_in_child(cache: TensorCache) -> None:
@@ -282,48 +246,41 @@ def _use_in_child(cache: TensorCache) -> None:
 # -- full ---------------------------------------------------------------------------------------
 
 
-def test_a_full_arena_keeps_storing(make_cache: MakeCache, shard: Shard) -> None:
-    cache = make_cache()
+def test_a_full_arena_keeps_storing(cache: TensorCache, shard: Shard) -> None:
     for number in range(80):
         assert cache.store(prompt(number), blob(number)) == 6 * BLOCK
         assert_same(cache.retrieve(prompt(number))[0], blob(number))
     assert shard.status()["arena"]["evicted"] > 0
     for number in range(80):
-        kv, ret_mask = cache.retrieve(prompt(number))
-        found = int(ret_mask.sum())
-        if found:
-            assert_same(kv, cut(blob(number), 0, found, METADATA))
+        found = int(cache.retrieve(prompt(number))[1].sum())
+        assert_finds(cache, prompt(number), blob(number), found // BLOCK)
     assert cache.lookup(prompt(0)) == 0
 
 
 def test_blocks_are_counted_for_the_namespace_of_their_cache(
-    make_cache: MakeCache, shard: Shard
+    stored: TensorCache, make_cache: MakeCache, shard: Shard
 ) -> None:
-    mine, other = make_cache(), make_cache(model="another")
-    mine.store(TOKENS, BLOB)
-    other.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK, METADATA))
+    other = make_cache(model="another")
+    other.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
     held = {one["namespace"]: one["blocks"] for one in shard.status()["arena"]["namespaces"]}
-    names = [cache.namespace.digest().hex()[:8] for cache in (mine, other)]
+    names = [cache.namespace.digest().hex()[:8] for cache in (stored, other)]
     assert held == {names[0]: 6, names[1]: 2}
 
 
-def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(
-    make_cache: MakeCache, shard: Shard
-) -> None:
-    cache = make_cache()
+def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(cache: TensorCache) -> None:
     tokens, large = prompt(0, 300), blob(0, 300)
-    stored = cache.store(tokens, large)
-    assert 128 * BLOCK <= stored < len(tokens)
-    assert cache.counters()["dropped_tokens"] == len(tokens) - stored
+    num_stored = cache.store(tokens, large)
+    assert 128 * BLOCK <= num_stored < len(tokens)
+    assert cache.counters()["dropped_tokens"] == len(tokens) - num_stored
     kv, ret_mask = cache.retrieve(tokens)
-    assert_same(kv, cut(large, 0, int(ret_mask.sum()), METADATA))
+    assert_same(kv, cut(large, 0, int(ret_mask.sum())))
 
 
 def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(
     make_cache: MakeCache, shard: Shard, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = make_cache(tokens_per_block=2048)
-    large = random_blob(2048, METADATA)
+    large = random_blob(2048)
     assert [cache.store(list(range(2048)), large) for _ in range(2)] == [0, 0]
     assert len(warnings(caplog)) == 1
     assert "raise arena.slab" in warnings(caplog)[0]
@@ -334,8 +291,8 @@ def test_blocks_know_their_place_in_the_prompt(
 ) -> None:
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
     cache = make_cache()
-    cache.store(TOKENS[:BLOCK], cut(BLOB, 0, BLOCK, METADATA))
-    cache.store(TOKENS, cut(BLOB, BLOCK, 6 * BLOCK, METADATA), suffix_mask(len(TOKENS), BLOCK))
+    cache.store(TOKENS[:BLOCK], cut(BLOB, 0, BLOCK))
+    cache.store(TOKENS, cut(BLOB, BLOCK, 6 * BLOCK), suffix_mask(len(TOKENS), BLOCK))
     arena = cache._link.arena
     assert arena is not None
     ready = arena.tables.slot_state == READY
@@ -365,70 +322,56 @@ def test_a_damaged_block_makes_a_shorter_answer(
     cache = make_cache()
     cache.store(TOKENS, BLOB)
     damage(cache, block)
-    kv, ret_mask = cache.retrieve(TOKENS)
-    assert int(ret_mask.sum()) == block * BLOCK
-    if block:
-        assert_same(kv, cut(BLOB, 0, block * BLOCK, METADATA))
-    else:
-        assert kv == ()
+    assert_finds(cache, TOKENS, BLOB, block)
     assert cache.lookup(TOKENS) == block * BLOCK
 
 
-def test_a_damaged_block_is_replaced_once_it_was_found(make_cache: MakeCache, shard: Shard) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
-    damage(cache, 2)
-    cache.retrieve(TOKENS)
-    assert cache.store(TOKENS, BLOB) == BLOCK
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+def test_a_damaged_block_is_replaced_once_it_was_found(stored: TensorCache) -> None:
+    damage(stored, 2)
+    stored.retrieve(TOKENS)
+    assert stored.store(TOKENS, BLOB) == BLOCK
+    assert_same(stored.retrieve(TOKENS)[0], BLOB)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_storing_again_finds_and_replaces_what_is_damaged(
-    make_cache: MakeCache, shard: Shard, blocking: bool
+    stored: TensorCache, blocking: bool
 ) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
-    damage(cache, 2)
-    damage(cache, 4)
-    assert cache.store(TOKENS, BLOB) == 0
-    cache.store(TOKENS, BLOB, skip_existing=False, blocking=blocking)
-    assert cache.flush()
-    assert cache.counters()["stored_tokens"] == len(TOKENS) + 2 * BLOCK
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    damage(stored, 2)
+    damage(stored, 4)
+    assert stored.store(TOKENS, BLOB) == 0
+    stored.store(TOKENS, BLOB, skip_existing=False, blocking=blocking)
+    assert stored.flush()
+    assert stored.counters()["stored_tokens"] == len(TOKENS) + 2 * BLOCK
+    assert_same(stored.retrieve(TOKENS)[0], BLOB)
 
 
 # -- shared -------------------------------------------------------------------------------------
 
 
 def test_an_arena_that_others_keep_locked_is_a_miss(
-    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    stored: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
     monkeypatch.setattr(Arena, "lease", lambda *args, **kwargs: None)
-    assert cache.retrieve(TOKENS)[0] == ()
+    assert stored.retrieve(TOKENS)[0] == ()
 
 
 def test_a_release_that_found_the_arena_locked_is_made_up_for(
-    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    stored: TensorCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
     release, refused = Arena.release, iter([True])
 
     def busy_once(arena: Arena, *args: Any, **kwargs: Any) -> bool:
         return False if next(refused, False) else release(arena, *args, **kwargs)
 
     monkeypatch.setattr(Arena, "release", busy_once)
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    assert_same(stored.retrieve(TOKENS)[0], BLOB)
     wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0)
 
 
 def test_a_failed_conversion_gives_its_slots_back(
-    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache()
     with monkeypatch.context() as patch:
         patch.setattr("kvray.tensor_cache.layout.pack", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -437,19 +380,16 @@ def test_a_failed_conversion_gives_its_slots_back(
     assert cache.store(TOKENS, BLOB) == len(TOKENS)
 
 
-def test_nothing_stays_leased_after_a_retrieve(make_cache: MakeCache, shard: Shard) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
-    cache.retrieve(TOKENS)
-    cache.lookup(TOKENS)
-    cache.store(TOKENS, BLOB, skip_existing=False)
+def test_nothing_stays_leased_after_a_retrieve(stored: TensorCache, shard: Shard) -> None:
+    stored.retrieve(TOKENS)
+    stored.lookup(TOKENS)
+    stored.store(TOKENS, BLOB, skip_existing=False)
     assert shard.status()["arena"]["leased_blocks"] == 0
 
 
-def test_two_processes_share(make_cache: MakeCache, shard: Shard, config: KVRayConfig) -> None:
-    cache = make_cache()
+def test_two_processes_share(cache: TensorCache, config: KVRayConfig) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.tensor_cache.child", config.model_dump_json()],
+        [sys.executable, "-m", "tests.unit.tensor_cache.kv", config.model_dump_json()],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -465,17 +405,14 @@ def test_two_processes_share(make_cache: MakeCache, shard: Shard, config: KVRayC
         assert process.stdout.readline() == "started\n"
         assert ask("store", 500, 40, 5) == 40
         kv, _ = cache.retrieve(list(range(500, 540)))
-        assert_same(kv, random_blob(40, METADATA, seed=5))
-        cache.store(list(range(600, 632)), random_blob(32, METADATA, seed=6))
+        assert_same(kv, random_blob(40, seed=5))
+        cache.store(list(range(600, 632)), random_blob(32, seed=6))
         assert ask("retrieve", 600, 32, 6) is True
         process.stdin.close()
     assert process.returncode == 0
 
 
-def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(
-    make_cache: MakeCache, shard: Shard
-) -> None:
-    cache = make_cache()
+def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache: TensorCache) -> None:
     wrong: list[int] = []
 
     def work(worker: int) -> None:
@@ -483,7 +420,7 @@ def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(
             number = (worker + turn) % 12
             cache.store(prompt(number), blob(number), blocking=bool(turn % 2))
             kv, ret_mask = cache.retrieve(prompt(number))
-            expected = cut(blob(number), 0, int(ret_mask.sum()), METADATA)
+            expected = cut(blob(number), 0, int(ret_mask.sum()))
             try:
                 assert_same(kv or expected, expected)
             except AssertionError:
@@ -499,9 +436,8 @@ def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(
 
 
 def test_close_waits_for_a_call_that_is_under_way(
-    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    cache: TensorCache, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache()
     begun, go_on = threading.Event(), threading.Event()
     write = Arena.write
 
@@ -529,10 +465,9 @@ def test_close_waits_for_a_call_that_is_under_way(
 
 
 def test_kv_of_one_version_of_the_weights_is_not_found_under_another(
-    make_cache: MakeCache, shard: Shard, config: KVRayConfig
+    stored: TensorCache, make_cache: MakeCache, config: KVRayConfig
 ) -> None:
-    cache = make_cache()
-    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    cache = stored
     cache.set_weights_version("2")
     assert cache.lookup(TOKENS) == 0
     new = blob(2)
@@ -545,16 +480,79 @@ def test_kv_of_one_version_of_the_weights_is_not_found_under_another(
 
 
 def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(
-    make_cache: MakeCache, shard: Shard
+    stored: TensorCache,
 ) -> None:
-    cache = make_cache()
-    cache.store(TOKENS, BLOB)
-    cache.set_weights_version(None)
+    stored.set_weights_version(None)
     mask = suffix_mask(len(TOKENS), 2 * BLOCK)
-    assert cache.lookup(TOKENS) == cache.store(prompt(1), blob(1)) == 0
-    assert cache.store(TOKENS, cut(BLOB, 2 * BLOCK, len(TOKENS), METADATA), mask) == 0
-    kv, found = cache.retrieve(TOKENS, mask)
+    assert stored.lookup(TOKENS) == stored.store(prompt(1), blob(1)) == 0
+    assert stored.store(TOKENS, cut(BLOB, 2 * BLOCK, len(TOKENS)), mask) == 0
+    kv, found = stored.retrieve(TOKENS, mask)
     assert (kv, found.any()) == ((), False)
-    cache.set_weights_version("")
-    assert cache.lookup(TOKENS) == len(TOKENS)
-    assert cache.lookup(prompt(1)) == 0
+    stored.set_weights_version("")
+    assert stored.lookup(TOKENS) == len(TOKENS)
+    assert stored.lookup(prompt(1)) == 0
+
+
+# -- the queue of the background ----------------------------------------------------------------
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def queue(gate: threading.Event) -> Iterator[StoreQueue]:
+    made = StoreQueue(saves_max=2, bytes_max=100)
+    yield made
+    gate.set()
+    made.close(5)
+
+
+def occupy(queue: StoreQueue, gate: threading.Event) -> None:
+    """Have an action under way that waits for the gate."""
+    started = threading.Event()
+    queue.submit(0, lambda: (started.set(), gate.wait())[0])
+    assert started.wait(HANG_S)
+
+
+def test_actions_run_in_order_whatever_their_size_and_though_one_fails(queue: StoreQueue) -> None:
+    done: list[int] = []
+    assert queue.submit(1, lambda: done.append(1 // 0))
+    assert queue.flush(5)
+    assert queue.submit(1, lambda: done.append(1))
+    assert queue.submit(1, lambda: done.append(2))
+    assert queue.flush(5)
+    assert queue.submit(10**9, lambda: done.append(3))
+    assert queue.flush(5)
+    assert done == [1, 2, 3]
+
+
+def test_too_many_actions_are_refused(queue: StoreQueue, gate: threading.Event) -> None:
+    occupy(queue, gate)
+    assert [queue.submit(0, gate.wait) for _ in range(3)] == [True, True, False]
+
+
+def test_too_many_bytes_are_refused_until_there_is_room(
+    queue: StoreQueue, gate: threading.Event
+) -> None:
+    assert queue.submit(60, lambda: gate.wait() and None)
+    assert not queue.has_room(41)
+    assert not queue.submit(41, gate.wait)
+    assert not queue.flush(0.01)
+    gate.set()
+    assert queue.flush(5)
+    assert queue.has_room(41)
+
+
+def test_close_gives_up_what_it_has_no_time_for_and_takes_nothing_after_it(
+    queue: StoreQueue, gate: threading.Event
+) -> None:
+    occupy(queue, gate)
+    done: list[int] = []
+    queue.submit(1, lambda: done.append(1))
+    assert queue.close(0.01) == 1
+    gate.set()
+    assert not queue.submit(1, lambda: None)
+    assert done == []
+    assert StoreQueue(saves_max=2, bytes_max=100).close(5) == 0

@@ -19,7 +19,7 @@ import pytest
 from kvray.errors import KVRayError
 from kvray.lab.bench.nvme import BareDisk, Transfers, check_cold, resident_bytes
 from kvray.store.machine.capacity import mount_of
-from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.disk import aligned
 from tests.forks import RunKvray
 from tests.waiting import HANG_S
 

@@ -24,7 +24,7 @@ from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
 from kvray.store.replay import Replay
-from kvray.store.replay.tier import NOWHERE
+from kvray.store.replay.replay import NOWHERE
 from tests.unit.cli.replay_stand_in import simulate as stand_in
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
 

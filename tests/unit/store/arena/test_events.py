@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.store.arena import events, slots
+from kvray.store.arena import slots
+from kvray.store.arena import tables as tables_module
 from kvray.store.arena.arena import Arena
-from kvray.store.arena.events import EventReader
 from kvray.store.arena.layout import READY
-from kvray.store.arena.tables import Tables
+from kvray.store.arena.tables import EventReader, Tables
 from tests.unit.store.small_arena import chain, evict, make_tables, put, store
 
 KEYS = chain(10)
@@ -26,7 +26,7 @@ def seen_all(tables: Tables) -> EventReader:
 def test_the_first_looks_go_through_all_slots_in_pieces(
     tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_PIECE", 10)
+    monkeypatch.setattr(tables_module, "_PIECE", 10)
     reader, found = EventReader(), []
     while reader.has_more(tables):
         assert reader.is_behind(tables)
@@ -48,7 +48,7 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
 def test_what_happens_while_a_reader_is_behind_is_not_missed(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_PIECE", 10)
+    monkeypatch.setattr(tables_module, "_PIECE", 10)
     reader = EventReader()
     reader.take(arena.tables)
     made = store(arena, KEYS)
@@ -96,7 +96,7 @@ def test_a_reader_always_ends_with_what_is_there(
     tables = make_tables()
     tables.event_slot = tables.event_slot[:rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(events, "_PIECE", piece)
+        patch.setattr(tables_module, "_PIECE", piece)
         reader, known = EventReader(), np.zeros(tables.geometry.num_slots, dtype=bool)
         for number, (count, is_store, looks) in enumerate(steps):
             if is_store:

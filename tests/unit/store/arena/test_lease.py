@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.store.arena import key_index, lease, repair
+from kvray.store.arena import audit, key_index, lease
 from kvray.store.arena.layout import PAGE_SLOTS
 from kvray.store.arena.lease import Lease, PartRequest
 from kvray.store.arena.tables import Tables
@@ -229,7 +229,7 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
     tables.page_slots[bad[2].page, 1] = 40
     tables.page_holder[bad[3].page] = tables.geometry.holders_max + 1
     tables.page_holder[bad[4].page] = -5
-    repair.drop_unsound_leases(tables)
+    audit.drop_unsound_leases(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
     assert lease.leased_slots(tables, good) is not None
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5

@@ -13,10 +13,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
 from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
-from kvray.store.arena import copier as copier_module
-from kvray.store.arena.copier import Copier, Copy, copy_run
+from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
-from kvray.store.arena.payload import Strip
+from kvray.store.arena.payload import Copier, Copy, Strip, copy_run
 from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import (
     SLOT,

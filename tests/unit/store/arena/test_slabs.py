@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from kvray.store.arena import slabs, slots
-from kvray.store.arena.figures import slab_use
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
+from kvray.store.arena.mapped import slab_use
 from kvray.store.arena.slabs import num_spare
 from kvray.store.arena.tables import Tables
 from tests.unit.store.invariants import check_invariants

@@ -13,7 +13,6 @@ from kvray.errors import CapacityError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import audit, prefault, slots
 from kvray.store.arena import file as arena_file
-from kvray.store.arena.events import EventReader
 from kvray.store.arena.layout import (
     ALIGNMENT,
     BUCKET_WAYS,
@@ -26,7 +25,7 @@ from kvray.store.arena.layout import (
     Geometry,
 )
 from kvray.store.arena.prefault import Populator, pieces_of
-from kvray.store.arena.tables import Tables
+from kvray.store.arena.tables import EventReader, Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     SLOT,

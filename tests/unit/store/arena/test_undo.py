@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.store.arena import lease, repair, slots
+from kvray.store.arena import audit, lease, slots
 from kvray.store.arena.layout import LIMBO, READY, RESERVED, UNDO_ENTRIES
 from kvray.store.arena.tables import Tables
 from tests.examples import examples, places
@@ -145,7 +145,7 @@ def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables: Tables) -> N
     assert not tables.undo.is_open
     tables.put(row, slot_leases=8)
     assert tables.undo.roll_back(), "the next step is undone as ever"
-    assert repair.rebuild(tables, now=NOW) == 0
+    assert audit.rebuild(tables, now=NOW) == 0
     assert not tables.slot_leases.any()
 
 
@@ -155,7 +155,7 @@ def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables: Tables
     tables.undo.tear()
     assert not tables.undo.roll_back()
     owner = Tables(tables.data.base, tables.geometry)
-    repair.rebuild(owner, now=NOW)
+    audit.rebuild(owner, now=NOW)
     tables.put(row, slot_leases=8)
     assert Tables(tables.data.base, tables.geometry).undo.roll_back()
     assert not tables.slot_leases.any()

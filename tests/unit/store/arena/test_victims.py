@@ -144,9 +144,9 @@ def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None
     made = put(tables, chain(16))
     everything = np.arange(2)
     tail = tables.geometry.slab_of(int(made.slots[-1]))
-    assert slabs.coldest_first(tables, everything).tolist() == [tail, 1 - tail]
+    assert slabs.coldest_first(tables, everything)[:, 0].tolist() == [tail, 1 - tail]
     protect = made.slots[:1]
-    among = slabs.coldest_first(tables, everything)
+    among = slabs.coldest_first(tables, everything)[:, 0]
     cleared = slabs.choose_to_clear(tables, 2, among=among, protect=protect)
     assert (tables.geometry.slab_of(cleared) == tail).all()
     assert len(cleared) == 8

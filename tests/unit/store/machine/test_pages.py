@@ -9,17 +9,19 @@ import pytest
 
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.prefault import mapping_of, populate
-from kvray.store.machine import numa, pages
+from kvray.store.machine import pages
 from kvray.store.machine.capacity import Mount
-from kvray.store.machine.numa import (
+from kvray.store.machine.pages import (
+    ArenaPages,
     interleave,
     interleaved_over,
+    larger_pages_command,
+    mapped_file,
     memory_nodes,
     node_mask,
     nodes_of,
     parse_nodes,
 )
-from kvray.store.machine.pages import ArenaPages, larger_pages_command, mapped_file
 from tests.unit.store.small_arena import make_arena
 
 SMAPS = """\
@@ -123,7 +125,7 @@ def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
     populate(mapping_of(arena.tables))
     figures = asked.figures()
     assert figures["mapped_bytes"] >= (directory / "arena").stat().st_size
-    assert figures["numa_nodes"] == len(numa.memory_nodes())
+    assert figures["numa_nodes"] == len(memory_nodes())
     monkeypatch.setattr(pages, "_SMAPS", Path("/nowhere"))
     assert asked.figures() == figures, "it was asked again, which takes long"
     monkeypatch.undo()

@@ -9,8 +9,7 @@ from kvray.store.arena import key_index, payload, slots
 from kvray.store.arena.layout import Geometry
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
-from kvray.store.nvme.disk import Disk
-from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.disk import Disk, aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
 from tests.unit.store.small_arena import SLOT, content, reserve
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvray.errors import CapacityError, TierError
 from kvray.store.arena.layout import Array
-from kvray.store.nvme import NvmeSpec, growth
+from kvray.store.nvme import NvmeSpec, writer
 from kvray.store.nvme import disk as disk_module
 from kvray.store.nvme import writer as writer_module
 from kvray.store.nvme.disk import Disk, DiskFile
@@ -159,8 +159,8 @@ def test_full_disk_ends_growth_but_not_service(
 
 
 def check_closed(tables) -> None:  # type: ignore[no-untyped-def]
-    assert growth.num_closed(tables)
-    growth.reopen(tables)
+    assert writer.num_closed(tables)
+    writer.reopen(tables)
     tables.undo.settle()
     check_invariants(tables)
 

@@ -289,7 +289,7 @@ def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:
     demote(store, keys)
     arena = arena_tables()
     made = reserve(arena, keys)
-    with store._reader.leased(key_index.pack_keys(keys), 0) as found:
+    with store._leased(key_index.pack_keys(keys), 0) as found:
         assert evict(store, 4) == 0
         assert (found >= 0).all()
     assert evict(store, 4) == 4

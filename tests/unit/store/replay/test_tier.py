@@ -11,7 +11,7 @@ from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
 from kvray.store import policy as policies
 from kvray.store.policy import LRU, Use
 from kvray.store.replay import Replay
-from kvray.store.replay.tier import NOWHERE, Tier
+from kvray.store.replay.replay import NOWHERE, Tier
 from kvray.store.replay.trace import NO_PARENT
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
