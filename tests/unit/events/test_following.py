@@ -35,6 +35,7 @@ from kvray.events.subscriber import Source, Subscriber
 from tests.unit.events.attacks import GREETING, READY, attacked, frame
 from tests.unit.events.publisher import Publisher, packed
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
+from tests.unit.events.test_outlet import free_port
 from tests.waiting import wait_for
 
 
@@ -250,11 +251,6 @@ def test_our_own_publisher_is_followed_from_its_snapshot_on(
         publisher.clear()
         outlet.publish([AllBlocksCleared()])
         wait_for(served, "the end of all")
-
-
-def free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        return probe.bind_to_random_port("tcp://127.0.0.1")
 
 
 class Buffer:
