@@ -14,8 +14,8 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.cluster import OFTEN
-from tests.ray.engine import Engine
+from tests.kit.ray.cluster import OFTEN
+from tests.kit.ray.engine import Engine
 
 TIMEOUT_S = 120.0
 

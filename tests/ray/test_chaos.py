@@ -18,8 +18,8 @@ from kvray.lab.chaos.cleanup import processes_of
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS
-from tests.ray.cluster import open_two_nodes
-from tests.ray.command_line import ROOT, SHM, Shell, open_shell
+from tests.kit.ray.cluster import open_two_nodes
+from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray

@@ -25,9 +25,9 @@ from kvray.cli.page.board import STATUS
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
-from tests.ray.command_line import SHM, Shell, free_port, open_shell
+from tests.kit.ray.command_line import SHM, Shell, free_port, open_shell
+from tests.kit.ray.engine import Engine
 from tests.ray.conftest import TIMEOUT_S, config_with
-from tests.ray.engine import Engine
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray

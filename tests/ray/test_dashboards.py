@@ -25,8 +25,8 @@ from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.reference.replica import Replica
 from kvray.store import Arena
 from tests.browser import NO_BROWSER, open_browser, open_page
-from tests.ray.cluster import REPLICA, again_and_again, prompt_of
-from tests.ray.command_line import Shell, free_port, open_shell
+from tests.kit.ray.cluster import REPLICA, again_and_again, prompt_of
+from tests.kit.ray.command_line import Shell, free_port, open_shell
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = [
@@ -174,7 +174,7 @@ class Watched:
 def counting_router(shell: Shell) -> Iterator[None]:
     """Have a process of the tier's Ray export what a router counts, as one of Serve's would."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.counting_router"],
+        [sys.executable, "-m", "tests.kit.ray.counting_router"],
         stdin=subprocess.PIPE,
         env=shell.environ,
     )

@@ -13,8 +13,8 @@ import pytest
 
 from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import RESOURCE, Machine, Node
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier
-from tests.ray.command_line import free_port
+from tests.kit.ray.cluster import SETTINGS, TwoNodes, open_tier
+from tests.kit.ray.command_line import free_port
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S, wait_for
 

@@ -35,9 +35,9 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store.arena.layout import FORMAT_VERSION
-from tests.ray.command_line import Shell, open_shell
+from tests.kit.ray.command_line import Shell, open_shell
+from tests.kit.ray.engine import Engine
 from tests.ray.conftest import TIMEOUT_S, actor_process, config_with
-from tests.ray.engine import Engine
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
 

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from tests.kv_subscriber import KvSubscriber
-from tests.ray.cluster import (
+from tests.kit.ray.cluster import (
     NUM_BLOCKS,
     SETTINGS,
     TOKENS_PER_BLOCK,
@@ -20,8 +19,9 @@ from tests.ray.cluster import (
     open_tier,
     prompt_of,
 )
-from tests.ray.command_line import free_port
-from tests.ray.selection import Selection
+from tests.kit.ray.command_line import free_port
+from tests.kit.ray.selection import Selection
+from tests.kv_subscriber import KvSubscriber
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

@@ -18,11 +18,10 @@ import pytest
 from kvray.actors.tier import connection, local_ray
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
+from tests.kit.ray.command_line import ROOT
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

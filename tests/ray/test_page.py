@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from kvray.lab.chaos.machine import Machine
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
-from tests.ray.cluster import SETTINGS, TwoNodes, again_and_again, open_tier, prompt_of
+from tests.kit.ray.cluster import SETTINGS, TwoNodes, again_and_again, open_tier, prompt_of
 
 pytestmark = [
     pytest.mark.ray,

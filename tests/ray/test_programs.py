@@ -19,7 +19,7 @@ from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from kvray.lab.demo.prompts import shareable_tokens
-from tests.ray.command_line import ROOT, SHM, Shell, open_shell
+from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
 
 pytestmark = pytest.mark.ray
 
@@ -213,7 +213,7 @@ def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     done = subprocess.run(
-        [*NAMESPACES, sys.executable, "-m", "tests.ray.on_premise"],
+        [*NAMESPACES, sys.executable, "-m", "tests.kit.ray.on_premise"],
         check=False,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
-from tests.ray.served import DEADLINE_S, Served, ask, end, open_served
+from tests.kit.ray.served import DEADLINE_S, Served, ask, end, open_served
 from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")

@@ -25,7 +25,7 @@ from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.servers import Question, Questions, Served, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
 from kvray.reference.replica import Replica
-from tests.ray.cluster import (
+from tests.kit.ray.cluster import (
     NUM_BLOCKS,
     PATIENT,
     REPLICA,
@@ -35,7 +35,7 @@ from tests.ray.cluster import (
     open_tier,
     prompt_of,
 )
-from tests.ray.command_line import Shell, open_shell
+from tests.kit.ray.command_line import Shell, open_shell
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

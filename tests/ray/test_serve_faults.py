@@ -13,8 +13,8 @@ import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import KVRayError
+from tests.kit.ray.served import Alone, Crowd, Served, crowd_of, end, open_served
 from tests.ray.conftest import actor_process
-from tests.ray.served import Alone, Crowd, Served, crowd_of, end, open_served
 from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")

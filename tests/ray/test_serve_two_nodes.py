@@ -12,8 +12,8 @@ from kvray.lab.chaos.machine import RESOURCE
 from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
 from tests.collector import Collector, attributes_of, open_collector
-from tests.ray import cluster
-from tests.ray.served import (
+from tests.kit.ray import cluster
+from tests.kit.ray.served import (
     QUESTION,
     ask,
     engines_of,
@@ -22,7 +22,7 @@ from tests.ray.served import (
     serve_run,
     write_settings,
 )
-from tests.ray.teller import Teller
+from tests.kit.ray.teller import Teller
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

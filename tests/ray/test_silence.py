@@ -24,7 +24,7 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, open_two_nodes
+from tests.kit.ray.cluster import SETTINGS, TwoNodes, open_tier, open_two_nodes
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.waiting import HANG_S, wait_for
 

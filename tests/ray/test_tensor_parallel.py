@@ -18,7 +18,7 @@ from kvray.reference.output import Output
 from kvray.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
-from tests.ray.cluster import (
+from tests.kit.ray.cluster import (
     NUM_BLOCKS,
     PATIENT,
     REPLICA,

@@ -24,9 +24,9 @@ from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.reference.engine import ReferenceEngine
 from kvray.store.machine.capacity import MemoryClaims
-from tests.ray.cluster import CONNECTOR
+from tests.kit.ray.cluster import CONNECTOR
+from tests.kit.ray.engine import Engine
 from tests.ray.conftest import TIMEOUT_S, config_with
-from tests.ray.engine import Engine
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
 

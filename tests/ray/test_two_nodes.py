@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from tests.ray.cluster import (
+from tests.kit.ray.cluster import (
     NUM_BLOCKS,
     OFTEN,
     PATIENT,

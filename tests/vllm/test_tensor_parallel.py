@@ -8,7 +8,7 @@ import pytest
 
 from kvray.lab.vllm import MODULE
 from kvray.reference.replica import Replica
-from tests.ray.cluster import TwoNodes
+from tests.kit.ray.cluster import TwoNodes
 from tests.vllm.lives import write_model
 from tests.vllm.witness import BLOCK, ENVIRON, stop
 from tests.waiting import wait_for

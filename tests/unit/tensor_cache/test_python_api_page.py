@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
 EXAMPLES = [
     example
     for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    if "Client" not in example  # tests/ray/test_python_api_page.py runs those
+    if "Client" not in example  # tests/ray/test_programs.py runs those
 ]
 
 

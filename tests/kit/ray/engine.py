@@ -30,7 +30,7 @@ class Engine:
     """A process that is attached to the tier, as an engine is: it must never import ray."""
 
     def __init__(self, directory: Path) -> None:
-        self._far = Far("tests.ray.engine:Attached", directory)
+        self._far = Far("tests.kit.ray.engine:Attached", directory)
 
     def say(self, line: str) -> str:
         """Have `line` evaluated; return the answer's repr."""

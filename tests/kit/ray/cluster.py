@@ -26,7 +26,7 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.reference.engine_options import KvConnectorConfig
 from kvray.reference.replica import Replica
 from kvray.store import Arena
-from tests.ray.teller import Teller
+from tests.kit.ray.teller import Teller
 from tests.waiting import wait_for
 
 CONNECTOR = KvConnectorConfig(

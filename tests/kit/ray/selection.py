@@ -14,7 +14,7 @@ class Selection:
     """The test's end of it."""
 
     def __init__(self) -> None:
-        self._far = Far("tests.ray.selection:Service")
+        self._far = Far("tests.kit.ray.selection:Service")
 
     def close(self) -> None:
         self._far.kill()

@@ -26,7 +26,7 @@ from kvray.config import KVRayConfig, load_config
 from kvray.reference import Replica
 from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
-from tests.ray.command_line import ROOT, Shell, free_port, open_shell
+from tests.kit.ray.command_line import ROOT, Shell, free_port, open_shell
 from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")

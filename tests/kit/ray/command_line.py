@@ -18,7 +18,7 @@ import psutil
 
 from tests.waiting import HANG_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
 
 Done = subprocess.CompletedProcess[str]
