@@ -152,6 +152,12 @@ def pytest_testnodedown(node: Any) -> None:
     LEFT_BY_WORKERS.update(getattr(node, "workeroutput", {}).get("left", ()))
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Tests that are coroutines run on asyncio, as all of kvray does."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which more is open than before it and its longer-lived fixtures."""

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -180,14 +179,5 @@ class Life:
         keys = self._keys_of(path)
         found = self._find(keys[:-1])
         if len(found) == len(path) - 1:
-            made: Any = slots.reserve(
-                self.tier.tables,
-                keys[-1:],
-                parent=keys[-2:-1] if len(found) else None,
-                depth=len(found),
-                part=_PART,
-                block_bytes=BLOCK_BYTES,
-                holder=_HOLDER,
-                candidates=slots.Candidates(),
-            )
-            self._writing.append(made)
+            parent = keys[-2:-1] if len(found) else None
+            self._writing.append(self.tier.reserve(keys[-1:], parent=parent, depth=len(found)))

@@ -9,8 +9,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _LANES = {
-    "machine": "chaos chaos_nodes copies dashboards drain frozen_pusher kv_events"
-    " other_disk page silence spread_replica tensor_parallel_sizes two_nodes",
+    "machine": "chaos dashboards drain kv_events page restart silence tensor_parallel two_nodes",
 }
 """Name -> files of tests/ray for one worker: those on the machine of several nodes, and some with a
 Ray of their own.
@@ -20,8 +19,10 @@ long. There are no more lanes than cores that a usual machine has: Rays that idl
 """
 _LANE_OF = {f"test_{file}.py": lane for lane, files in _LANES.items() for file in files.split()}
 
-LARGE = frozenset({"local", "machine", "wired_machine"})
-"""Fixtures of the session that end with the last test of theirs, not with the session."""
+LARGE = frozenset(
+    {"local", "machine", "wired_machine", "steady", "silent", "silent_wired", "sizes", "spread"}
+)
+"""Fixtures that end with the last test of theirs, not with the session: Rays, and tiers on them."""
 _CLONE_NEWNS = 0x20000
 _MS_PRIVATE_REC = 0x4000 | 0x40000
 

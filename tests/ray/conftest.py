@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,10 +14,9 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.scrape import OFTEN
-from tests.waiting import HANG_S
+from tests.kit.ray.cluster import OFTEN
+from tests.kit.ray.engine import Engine
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
 
@@ -81,37 +77,6 @@ def wired_machine() -> Iterator[Machine]:
     """Two nodes with cables, where this machine allows that; otherwise as `machine`."""
     with Machine(has_network=why_impossible() is None) as made:
         yield made
-
-
-class Engine:
-    """A process that is attached to the tier, as an engine is: it must never import ray."""
-
-    def __init__(self, directory: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.engine", str(directory)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "started"
-
-    def say(self, line: str) -> str:
-        """Have `line` evaluated; return the answer's repr."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.communicate("", timeout=HANG_S)
-        self.process.kill()
-        self.process.wait()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
 
 @pytest.fixture

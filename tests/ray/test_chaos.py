@@ -1,19 +1,30 @@
-"""`kvray chaos` on this machine: the short form of the run that goes on for minutes."""
+"""`kvray chaos` on this machine, and the nodes it is played on: nothing of them stays."""
 
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvray.errors import ConfigError
+from kvray.lab.chaos import machine as machine_module
+from kvray.lab.chaos.cleanup import processes_of
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS
-from tests.ray.command_line import SHM, Shell, open_shell
+from tests.kit.ray.cluster import open_two_nodes
+from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
 
+NO_NETWORK = why_impossible()
 TIMEOUT_S = 1200.0
 SHORT = ("--duration", "20", "--gap", "1", "--seed", "5")
 KEYS = {
@@ -61,18 +72,24 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shell: Shell) -> None:
-    found = play(shell, "--nodes", "1", "--replicas", "1", "--no-network", *SHORT)
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        (
+            ("--nodes", "1", "--replicas", "1", "--no-network"),
+            {"cut_link", "slow_link", "drain", "preempt"},
+        ),
+        ((), set() if NO_NETWORK is None else {"cut_link", "slow_link"}),
+    ],
+    ids=["one node", "two nodes"],
+)
+def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(
+    shell: Shell, options: tuple[str, ...], skipped: set[str]
+) -> None:
+    found = play(shell, *options, *SHORT)
     check(found)
-    assert {"cut_link", "slow_link", "drain", "preempt"} <= set(found["skipped_kinds"])
-
-
-@pytest.mark.long
-def test_nothing_wrong_is_answered_and_nothing_hangs_on_two_nodes_under_fire(shell: Shell) -> None:
-    found = play(shell, *SHORT)
-    check(found)
-    left_out = set(found["skipped_kinds"])
-    assert bool(left_out) == (why_impossible() is not None)
+    assert skipped <= set(found["skipped_kinds"])
+    assert bool(found["skipped_kinds"]) == bool(skipped)
 
 
 @pytest.mark.long
@@ -115,3 +132,63 @@ def test_an_interrupted_run_leaves_nothing(shell: Shell) -> None:
 def engines_run(shell: Shell) -> bool:
     """Return whether the replicas have started, or are about to."""
     return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 3
+
+
+STARTING = """
+import time
+from kvray.lab.chaos.machine import Machine
+
+machine = Machine(num_nodes=1)
+print(machine.directory, machine.scratch, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.root
+@pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
+def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:
+    with open_two_nodes(has_network=True, mount_bytes=256 * 2**20) as nodes:
+        machine = nodes.machine
+        assert machine.network is not None
+        assert len({machine.network.address(number) for number in range(3)}) == 3
+        assert [shard["state"] for shard in nodes.shards()] == ["serving"] * 2
+        for _ in range(2):  # two faults that overlap
+            machine.network.slow(2, mbit=1, latency_ms=50)
+            machine.network.cut(2)
+        machine.network.speed_up(2)
+        machine.network.speed_up(2)
+        machine.network.heal(2)
+        received = machine.network.bytes_in(2)
+        assert machine.network.bytes_in(2) == received
+        machine.network.heal(2)
+        wait_for(lambda: machine.network.bytes_in(2) > received, "a byte")
+        nodes.say("down")
+        assert not any(nodes.node_dir(node).exists() for node in nodes.nodes)
+    assert processes_of(machine.directory) == []
+    assert not machine.directory.exists()
+    assert str(machine.directory) not in Path("/proc/self/mounts").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_of_a_cluster_whose_driver_ends(signum: signal.Signals) -> None:
+    command = [sys.executable, "-c", STARTING]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        directory, shm = map(Path, driver.stdout.readline().split())
+        assert processes_of(directory)
+        driver.send_signal(signum)
+        driver.wait(HANG_S)
+    wait_for(lambda: not (directory.exists() or shm.exists()), "cleaning up")
+    assert processes_of(directory) == []
+
+
+def test_a_machine_that_does_not_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(machine_module, "_OBJECT_STORE_BYTES", 1)
+    with pytest.raises(ConfigError, match="The Ray node head did not start; it said: "):
+        Machine(num_nodes=1)
+    assert list(tmp_path.iterdir()) == []

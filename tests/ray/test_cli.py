@@ -1,11 +1,18 @@
 """`kvray up`, `status` and `down` on a Ray of their own and on one that is there."""
 
+import io
 import json
+import os
+import pty
+import select
 import shutil
 import signal
-import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import termios
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +20,14 @@ import pytest
 from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
+from kvray.cli.page.asker import Asker
+from kvray.cli.page.board import STATUS
+from kvray.client import Client
 from kvray.config import KVRayConfig
-from tests.ray.command_line import SHM, Shell, open_shell
-from tests.ray.conftest import Engine
+from kvray.errors import ConfigError
+from tests.kit.ray.command_line import SHM, Shell, free_port, open_shell
+from tests.kit.ray.engine import Engine
+from tests.ray.conftest import TIMEOUT_S, config_with
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
@@ -27,86 +39,59 @@ def shell() -> Iterator[Shell]:
         yield shell
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
     port = free_port()
-    up = shell.run("up", "--port", str(port))
-    assert up.returncode == 0, up.stderr
-    assert "is up: 1 shard, 64MiB" in up.stdout
-    assert f":{port} (local)" in up.stdout
+    up = shell.say("up", "--port", str(port))
+    assert "is up: 1 shard, 64MiB" in up
+    assert f":{port} (local)" in up
 
-    again = shell.run("up")
-    assert again.returncode == 0, again.stderr
-    assert "was up already" in again.stdout
+    assert "was up already" in shell.say("up")
 
     probe = shell.run("probe")
     assert (probe.returncode, probe.stderr) == (0, "")
     assert probe.stdout.endswith(" serves, epoch 1.\n")
-    shown = shell.run("status")
-    assert shown.returncode == 0, shown.stderr
-    assert "0B/64MiB" in shown.stdout
+    assert "0B/64MiB" in shell.say("status")
     found = json.loads(shell.run("status", "--json").stdout)
     assert found["cluster_name"] == shell.cluster_name
     assert [shard["state"] for shard in found["shards"]] == ["serving"]
 
     assert "Aborted" in shell.run("clear").stderr
     assert shell.run("clear", "--yes").stdout == "0 blocks were evicted.\n"
-    healthy = shell.run("doctor", "--json")
-    found = {one["check"]: one for one in json.loads(healthy.stdout)["findings"]}
+    found = {one["check"]: one for one in json.loads(shell.say("doctor", "--json"))["findings"]}
     assert found["arena"]["verdict"] == found["socket"]["verdict"] == "ok"
     assert found["replicas"]["verdict"] == "hint", "no engine uses it yet"
-    assert healthy.returncode == 0
 
-    down = shell.run("down")
-    assert down.returncode == 0, down.stderr
-    assert down.stdout == f"The tier {shell.cluster_name} is down.\n"
+    assert shell.say("down") == f"The tier {shell.cluster_name} is down.\n"
     assert shell.run("probe").returncode == 1
     assert shell.leftovers() == []
 
 
-def test_arena_that_does_not_fit_leaves_nothing(shell: Shell) -> None:
-    done = shell.run("up", KVRAY_ARENA__CAPACITY="100TiB")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("kvray: The arena needs ")
-    assert "lower arena.capacity" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert shell.leftovers() == []
-
-
-def ray_begins(shell: Shell) -> bool:
-    return any(shell.directory.glob("kvray-*/ray-start.log"))
-
-
-def ray_answers(shell: Shell) -> bool:
-    return any(shell.directory.glob("kvray-*/ray.json"))
-
-
-def arena_is_made(shell: Shell) -> bool:
-    return shell.node_dir.exists()
+RAY_BEGINS, RAY_ANSWERS, ARENA_IS_MADE = "kvray-*/ray-start.log", "kvray-*/ray.json", "arena"
 
 
 @pytest.mark.parametrize(
     ("moment", "signum"),
     [
-        (ray_begins, signal.SIGTERM),
-        pytest.param(arena_is_made, signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(ray_answers, signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(ray_begins, signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(ray_answers, signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(arena_is_made, signal.SIGINT, marks=pytest.mark.long),
+        (RAY_BEGINS, signal.SIGTERM),
+        *(
+            pytest.param(moment, signum, marks=pytest.mark.long)
+            for moment in (RAY_BEGINS, RAY_ANSWERS, ARENA_IS_MADE)
+            for signum in (signal.SIGINT, signal.SIGTERM)
+            if (moment, signum) != (RAY_BEGINS, signal.SIGTERM)
+        ),
     ],
 )
-def test_interrupted_up_leaves_nothing(
-    shell: Shell, moment: Callable[[Shell], bool], signum: signal.Signals
-) -> None:
+def test_interrupted_up_leaves_nothing(shell: Shell, moment: str, signum: signal.Signals) -> None:
     shell.environ["KVRAY_ARENA__CAPACITY"] = "1GiB"
-    done = shell.interrupt("up", when=lambda: moment(shell), signum=signum)
+    done = shell.interrupt(
+        "up",
+        when=lambda: (
+            shell.node_dir.exists()
+            if moment == ARENA_IS_MADE
+            else any(shell.directory.glob(moment))
+        ),
+        signum=signum,
+    )
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == "kvray: interrupted."
     assert shell.leftovers() == []
@@ -117,29 +102,17 @@ def test_two_tiers_share_a_ray_and_neither_sees_the_other(
     shell: Shell, local: LocalRay, running: KVRayConfig
 ) -> None:
     environ = local.environ() | {"KVRAY_RAY__ADDRESS": local.address}
-    assert shell.run("up", **environ).returncode == 0
-    (shard,) = json.loads(shell.run("status", "--json", **environ).stdout)["shards"]
+    shell.say("up", **environ)
+    shard = shell.shard(**environ)
     (other,) = tier.status(timeout_s=10)["shards"]
     assert shard["arena"]["arena_id"] != other["arena"]["arena_id"]
-    assert shell.run("down", **environ).returncode == 0
+    shell.say("down", **environ)
     assert shell.leftovers() == []
     (after,) = tier.status(timeout_s=10)["shards"]
     assert (after["pid"], after["state"]) == (other["pid"], "serving")
     done = shell.run("status", **environ)
     assert done.returncode == 2
     assert f"a tier that runs ({running.cluster_name})" in done.stderr
-
-
-def test_another_arena_is_refused_and_the_tier_left_alone(
-    shell: Shell, local: LocalRay, running: KVRayConfig
-) -> None:
-    name = running.cluster_name
-    done = shell.run("up", "--address", local.address, KVRAY_CLUSTER_NAME=name, **local.environ())
-    assert done.returncode == 2
-    assert "arena.capacity is 64MiB now and was 16MiB" in done.stderr
-    assert "--recreate" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
 
 
 def test_failed_up_on_a_running_ray_ends_its_own_actors_only(
@@ -157,11 +130,9 @@ def test_failed_up_on_a_running_ray_ends_its_own_actors_only(
 def test_tier_on_a_running_ray_goes_up_and_down(
     shell: Shell, local: LocalRay, config: KVRayConfig
 ) -> None:
-    up = shell.run("up", "--address", local.address, **local.environ())
-    assert up.returncode == 0, up.stderr
-    assert f"Ray: {local.address}\n" in up.stdout
-    down = shell.run("down", "--address", local.address, **local.environ())
-    assert down.returncode == 0, down.stderr
+    up = shell.say("up", "--address", local.address, **local.environ())
+    assert f"Ray: {local.address}\n" in up
+    shell.say("down", "--address", local.address, **local.environ())
     assert list_actors() == []
     assert shell.leftovers() == []
     again = shell.run("down", "--address", local.address, **local.environ())
@@ -192,34 +163,24 @@ def own_dir(shell: Shell) -> Iterator[Path]:
 @pytest.fixture
 def survivor(shell: Shell, own_dir: Path) -> Iterator[Engine]:
     """An engine that has stored 5 blocks in a tier of which every process was killed since."""
-    done = shell.run("up")
-    assert done.returncode == 0, done.stderr
+    shell.say("up")
     engine = Engine(own_dir / f"kvray-{shell.cluster_name}")
     engine.say("store(link.arena, chain(5)) and None")
-    kill_everything(shell)
+    while found := shell.processes():
+        for process in found:
+            process.kill()
     yield engine
     engine.close()
 
 
-def kill_everything(shell: Shell) -> None:
-    while found := shell.processes():
-        for process in found:
-            process.kill()
-
-
 def served(shell: Shell) -> dict[str, int]:
     """Bring the tier up again; return its arena's figures."""
-    up = shell.run("up")
-    assert up.returncode == 0, up.stderr
-    assert "is up: 1 shard" in up.stdout
-    (shard,) = json.loads(shell.run("status", "--json").stdout)["shards"]
-    return dict(shard["arena"])
+    assert "is up: 1 shard" in shell.say("up")
+    return dict(shell.shard()["arena"])
 
 
 def swept(shell: Shell) -> list[str]:
-    done = shell.run("sweep", "--json")
-    assert done.returncode == 0, done.stderr
-    return [arena["outcome"] for arena in json.loads(done.stdout)["arenas"]]
+    return [arena["outcome"] for arena in json.loads(shell.say("sweep", "--json"))["arenas"]]
 
 
 @pytest.mark.long
@@ -231,7 +192,7 @@ def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
     assert (arena["shard_epoch"], arena["blocks"]) == (2, 5)
     assert swept(shell) == ["owned"]
     assert survivor.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
-    assert shell.run("down").returncode == 0
+    shell.say("down")
     assert shell.leftovers() == []
     assert list(own_dir.iterdir()) == []
 
@@ -244,7 +205,7 @@ def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
     arena = served(shell)
     assert (arena["shard_epoch"], arena["blocks"]) == (1, 0)
     wait_for(lambda: survivor.say("link.arena.arena_id") == repr(arena["arena_id"]), "attaching")
-    assert shell.run("down").returncode == 0
+    shell.say("down")
     assert list(own_dir.iterdir()) == []
 
 
@@ -256,4 +217,132 @@ def test_after_a_crash_of_everything_sweep_removes_the_arena(
     assert swept(shell) == ["removed"]
     assert list(own_dir.iterdir()) == []
     shell.run("down")
+    assert shell.leftovers() == []
+
+
+WAIT_S = 120.0
+LEFT_SCREEN, SHOWN_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
+
+
+class Terminal:
+    """A pseudo-terminal; `seen` is what was written to it."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = pty.openpty()
+        self.seen = b""
+
+    def read_until(self, text: bytes, start: int = 0) -> None:
+        """Return when `text` was written after the first `start` bytes."""
+        deadline = time.monotonic() + WAIT_S
+        while text not in self.seen[start:]:
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            if select.select([self.ours], [], [], 0.2)[0]:
+                self.seen += os.read(self.ours, 65_536)
+
+    def close(self) -> None:
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+@pytest.mark.long
+def test_it_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(
+    local: LocalRay, running: KVRayConfig
+) -> None:
+    terminal = Terminal()
+    before = termios.tcgetattr(terminal.theirs)
+    with open_shell("watch") as shell:
+        environ = {
+            **shell.environ,
+            **local.environ(),
+            "KVRAY_CLUSTER_NAME": running.cluster_name,
+            "TERM": "xterm",
+            "LINES": "40",
+        }
+        with subprocess.Popen(
+            [sys.executable, "-m", "kvray", "status", "--watch", "--address", local.address],
+            env=environ,
+            cwd=shell.directory,
+            stdin=terminal.theirs,
+            stdout=terminal.theirs,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            try:
+                terminal.read_until(b"serving")
+                at = len(terminal.seen)
+                tier.down(timeout_s=TIMEOUT_S, config=running)
+                terminal.read_until(b"No answer", at)
+                at = len(terminal.seen)
+                tier.up(running, timeout_s=TIMEOUT_S)
+                terminal.read_until(b"serving", at)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=WAIT_S) == 0
+                terminal.read_until(LEFT_SCREEN)
+            finally:
+                process.kill()
+    assert SHOWN_CURSOR in terminal.seen
+    assert termios.tcgetattr(terminal.theirs) == before
+    terminal.close()
+
+
+REFUSED = r"with a token only; name a file that has it in security\.auth_token_file"
+
+
+def write_token(path: Path, token: str = "of this very test") -> str:
+    path.write_text(token)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_a_tier_with_a_token_refuses_who_has_none_and_so_does_its_page(
+    config: KVRayConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAY_CLUSTER_NAME", config.cluster_name)
+    output = io.StringIO()
+    asker = Asker(None, None, output)
+    named = {"security__auth_token_file": write_token(tmp_path / "token")}
+    guarded = config_with(**named)
+    other = config_with(security__auth_token_file=write_token(tmp_path / "other", "x" * 20))
+    tier.up(guarded, timeout_s=TIMEOUT_S)
+    try:
+        for without in (config, other):
+            with pytest.raises(ConfigError, match=REFUSED):
+                tier.down(timeout_s=TIMEOUT_S, config=without)
+            with pytest.raises(ConfigError, match=REFUSED), Client(without) as client:
+                client.clear()
+            given = without.security.auth_token_file
+            changed = config_with(arena__limbo_s=7.0, security__auth_token_file=given)
+            with pytest.raises(ConfigError, match=REFUSED):
+                tier.up(changed, timeout_s=TIMEOUT_S)
+            with Client(without) as client:
+                assert client.status()["shards"][0]["state"] == "serving"
+        assert not asker._attempt(STATUS, asker._status)
+        assert "security.auth_token_file" in json.loads(output.getvalue())["trouble"]
+        monkeypatch.setenv("KVRAY_SECURITY__AUTH_TOKEN_FILE", str(tmp_path / "token"))
+        assert asker._attempt(STATUS, asker._status)
+        with Client(guarded) as client:
+            assert client.clear() == 0
+        tier.up(config_with(arena__limbo_s=7.0, **named), timeout_s=TIMEOUT_S)
+    finally:
+        assert tier.down(timeout_s=TIMEOUT_S, config=guarded)
+
+
+@pytest.mark.long
+def test_who_may_not_end_a_tier_ends_no_ray_and_a_broken_token_keeps_nobody_from_down(
+    shell: Shell,
+) -> None:
+    path = shell.directory / "token.yaml"  # of those that no command has left
+    token = {"KVRAY_SECURITY__AUTH_TOKEN_FILE": write_token(path)}
+    path.chmod(0o644)
+    refused = shell.run("up", **token)
+    assert (refused.returncode, "has mode 0644" in refused.stderr) == (2, True)
+    assert shell.leftovers() == []
+    path.chmod(0o600)
+    shell.say("up", **token)
+    refused = shell.run("down")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "security.auth_token_file" in refused.stderr
+    shell.say("status")
+    path.chmod(0o644)
+    shell.say("down")
     assert shell.leftovers() == []

@@ -1,34 +1,47 @@
-"""Parts of a running tier are killed or frozen; engines go on, and what is left can be ended."""
+"""Parts of a tier are killed, frozen or replaced: engines go on, blocks stay, and all ends."""
 
+import asyncio
+import contextlib
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
+import kvray
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME, lookup_name
 from kvray.actors.owner.ownership import sweep
-from kvray.actors.ray_glue.calls import call, get_actor, list_actors
+from kvray.actors.ray_glue.calls import (
+    ActorCalls,
+    call,
+    current_namespace,
+    get_actor,
+    kill_actor,
+    list_actors,
+    tier_named,
+)
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
-from kvray.actors.tier.rollout import Rollout
+from kvray.actors.tier.rollout import Observer, Rollout
 from kvray.client import Client
 from kvray.config import KVRayConfig
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
-from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
+from kvray.store.arena.layout import FORMAT_VERSION
+from tests.kit.ray.command_line import Shell, open_shell
+from tests.kit.ray.engine import Engine
+from tests.ray.conftest import TIMEOUT_S, actor_process, config_with
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.anyio]
 
 StartEngine = Callable[[KVRayConfig], Engine]
 KEYS = chain(5)
@@ -40,8 +53,7 @@ def one(running: KVRayConfig, engine: StartEngine) -> Engine:
     made = engine(running)
     made.say("link.register(registration)")
     made.say("store(link.arena, chain(5)) and None")
-    with Client(running) as client:
-        wait_for(lambda: client.match(KEYS).num_blocks == 5)
+    wait_until_known(running)
     return made
 
 
@@ -56,12 +68,17 @@ def serves_as(epoch: int) -> bool:
     return isinstance(arena, dict) and arena["shard_epoch"] == epoch
 
 
-def matched(config: KVRayConfig) -> int:
+def matched(client: Client, keys: list[BlockKey] = KEYS) -> int:
+    """Return how many blocks are known; -1 while nobody answers."""
     try:
-        with Client(config) as client:
-            return client.match(KEYS).num_blocks
+        return client.match(keys).num_blocks
     except ShardUnavailable:
         return -1
+
+
+def wait_until_known(config: KVRayConfig) -> None:
+    with Client(config) as client:
+        wait_for(lambda: matched(client) == 5, "what is known")
 
 
 def test_a_killed_shard_adopts_its_arena_and_engines_go_on(
@@ -82,7 +99,7 @@ def test_a_killed_lookup_is_rebuilt_by_the_shards(
 ) -> None:
     before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"]
     actor_process(local, "Lookup").kill()
-    wait_for(lambda: matched(running) == 5, "rebuilding")
+    wait_until_known(running)
     assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"] != before
     (shard,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     lookup = get_actor(LOOKUP_NAME)
@@ -91,17 +108,10 @@ def test_a_killed_lookup_is_rebuilt_by_the_shards(
     assert call(lookup.replica, "one", timeout_s=TIMEOUT_S) == {0: shard}
 
 
-def test_without_a_lookup_engines_find_what_their_own_node_has(
-    running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
-    lookup = actor_process(local, "Lookup")
-    lookup.suspend()
-    try:
-        with pytest.raises(ShardUnavailable):
-            call(get_actor(LOOKUP_NAME).locate, b"".join(KEYS), timeout_s=0.2)
-        assert one.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
-    finally:
-        lookup.resume()
+def is_supervised() -> bool:
+    with contextlib.suppress(ShardUnavailable):
+        return len(tier.status(timeout_s=TIMEOUT_S)["shards"]) == 1
+    return False
 
 
 def test_a_killed_supervisor_finds_its_shards_again(
@@ -109,30 +119,22 @@ def test_a_killed_supervisor_finds_its_shards_again(
 ) -> None:
     before = shard_status()
     actor_process(local, "Supervisor").kill()
-    wait_for(lambda: _shards_or_none() == 1, "the restart")
+    wait_for(is_supervised, "the restart")
     assert shard_status()["pid"] == before["pid"]
     assert len([name for name in list_actors() if name.startswith(SHARD_PREFIX)]) == 1
     assert tier.down(timeout_s=TIMEOUT_S)
     assert not running.node_dir.exists()
 
 
-def _shards_or_none() -> int:
-    try:
-        return len(tier.status(timeout_s=TIMEOUT_S)["shards"])
-    except ShardUnavailable:
-        return -1
-
-
-def test_a_lookup_that_was_ended_for_good_is_recreated(running: KVRayConfig, one: Engine) -> None:
-    ray.kill(get_actor(LOOKUP_NAME))
-    wait_for(lambda: matched(running) == 5, "a new lookup")
-
-
-def test_a_shard_that_was_ended_for_good_is_recreated(running: KVRayConfig, one: Engine) -> None:
-    (name,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+@pytest.mark.parametrize("prefix", [LOOKUP_NAME, SHARD_PREFIX])
+def test_a_part_that_was_ended_for_good_is_recreated(
+    running: KVRayConfig, one: Engine, prefix: str
+) -> None:
+    (name,) = [name for name in list_actors() if name.startswith(prefix)]
     ray.kill(get_actor(name))
-    wait_for(lambda: serves_as(epoch=2), "a new shard")
-    wait_for(lambda: matched(running) == 5, "its announcement")
+    if prefix == SHARD_PREFIX:
+        wait_for(lambda: serves_as(epoch=2), "a new shard")
+    wait_until_known(running)
 
 
 def test_down_removes_everything_when_every_part_is_dead(
@@ -187,58 +189,7 @@ def test_a_frozen_part_is_ended_and_restarted(
     # One that froze before it answered the supervisor for the first time is given long to start.
     end = f"the end of a frozen {kind}"
     wait_for(lambda: not frozen.is_running(), end)
-    wait_for(lambda: matched(running) == 5, "another in its place")
-
-
-@pytest.fixture
-def second_node(local: LocalRay) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """Starts a second node of the session's Ray, with a resource; ends it after the test."""
-    nodes: list[subprocess.Popen[bytes]] = []
-
-    def start(resource: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-        command += [f"--address={local.address}", f'--resources={{"{resource}": 1}}']
-        command += ["--num-cpus=1", f"--object-store-memory={80 * 2**20}"]
-        nodes.append(
-            subprocess.Popen(
-                command,
-                env={**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        )
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        end_node(node)
-
-
-def end_node(node: "subprocess.Popen[bytes]") -> None:
-    if node.poll() is None:
-        family = psutil.Process(node.pid).children(recursive=True)
-        node.terminate()
-        node.wait(20)
-        _, left = psutil.wait_procs(family, timeout=5)
-        for process in left:
-            process.kill()
-
-
-def test_a_node_with_the_resource_gets_a_shard_and_loses_it_when_it_leaves(
-    config: KVRayConfig,
-    local: LocalRay,
-    second_node: Callable[[str], "subprocess.Popen[bytes]"],
-) -> None:
-    picky = config_with(shard__resource="kvray_test")
-    node = second_node("kvray_test")
-    (shard,) = tier.up(picky, timeout_s=TIMEOUT_S)
-    (with_resource,) = [n["NodeID"] for n in ray.nodes() if n["Resources"].get("kvray_test")]
-    assert shard["node_id"] == with_resource
-    end_node(node)
-    wait_for(lambda: tier.status(timeout_s=TIMEOUT_S)["shards"] == [], "forgetting the shard")
-    wait_for(lambda: tier.status(timeout_s=TIMEOUT_S)["lookup"]["shards"] == {})
-    assert tier.down(timeout_s=TIMEOUT_S)
-    assert not picky.node_dir.exists()
+    wait_until_known(running)
 
 
 def seed_of(partition: int) -> str:
@@ -251,25 +202,9 @@ SEEDS = [seed_of(0), seed_of(1)]
 CHAINS = [chain(5, seed=seed) for seed in SEEDS]
 
 
-@pytest.fixture
-def two(local: LocalRay) -> Iterator[KVRayConfig]:
-    made = config_with(lookup__partitions=2)
-    tier.up(made, timeout_s=TIMEOUT_S)
-    yield made
-    tier.down(timeout_s=TIMEOUT_S, config=made)
-    assert list_actors() == []
-
-
 def partitions() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = tier.status(timeout_s=TIMEOUT_S)["lookup"]["partitions"]
     return found
-
-
-def lookup_partitions_matched(client: Client, keys: list[BlockKey]) -> int:
-    try:
-        return client.match(keys).num_blocks
-    except ShardUnavailable:
-        return -1
 
 
 def located(partition: int, keys: list[BlockKey]) -> int:
@@ -278,17 +213,16 @@ def located(partition: int, keys: list[BlockKey]) -> int:
     return runs[-1].stop if runs else 0
 
 
-def test_a_partition_that_is_killed_is_rebuilt_alone_while_the_other_answers(
-    two: KVRayConfig, engine: Callable[[KVRayConfig], Engine]
+def test_a_partition_that_is_killed_is_rebuilt_alone_and_another_number_needs_no_block(
+    local: LocalRay, config: KVRayConfig, engine: StartEngine
 ) -> None:
+    two = config_with(lookup__partitions=2)
+    tier.up(two, timeout_s=TIMEOUT_S)
     made = engine(two)
     for seed in SEEDS:
         made.say(f"store(link.arena, chain(5, seed={seed!r})) and None")
     with Client(two) as client:
-        wait_for(
-            lambda: [lookup_partitions_matched(client, keys) for keys in CHAINS] == [5, 5],
-            "the announcements",
-        )
+        wait_for(lambda: [matched(client, keys) for keys in CHAINS] == [5, 5], "announcing")
         assert [[located(at, keys) for keys in CHAINS] for at in range(2)] == [[5, 0], [0, 5]]
         before = partitions()
         assert client.status()["lookup"]["keys"] == 10
@@ -296,8 +230,8 @@ def test_a_partition_that_is_killed_is_rebuilt_alone_while_the_other_answers(
         answers = []
 
         def is_rebuilt() -> bool:
-            answers.append(lookup_partitions_matched(client, CHAINS[0]))
-            return lookup_partitions_matched(client, CHAINS[1]) == 5 and located(1, CHAINS[1]) == 5
+            answers.append(matched(client, CHAINS[0]))
+            return matched(client, CHAINS[1]) == 5 and located(1, CHAINS[1]) == 5
 
         wait_for(is_rebuilt, "the partition")
         assert set(answers) == {5}, "the other one answered all the time"
@@ -306,20 +240,330 @@ def test_a_partition_that_is_killed_is_rebuilt_alone_while_the_other_answers(
         assert after[0]["epoch"] == before[0]["epoch"]
         assert after[0]["resyncs"] == before[0]["resyncs"]
         assert after[1]["epoch"] != before[1]["epoch"]
-
-
-def test_another_number_of_partitions_needs_no_block(
-    two: KVRayConfig, engine: Callable[[KVRayConfig], Engine]
-) -> None:
-    made = engine(two)
-    for seed in SEEDS:
-        made.say(f"store(link.arena, chain(5, seed={seed!r})) and None")
     one = config_with(lookup__partitions=1)
     tier.up(one, timeout_s=TIMEOUT_S, rollout=Rollout())
     wait_for(lambda: list_actors(LOOKUP_NAME) == [LOOKUP_NAME], "the end of the second partition")
     with Client(one) as client:
-        wait_for(
-            lambda: [lookup_partitions_matched(client, keys) for keys in CHAINS] == [5, 5],
-            "all in one",
-        )
+        wait_for(lambda: [matched(client, keys) for keys in CHAINS] == [5, 5], "all in one")
     assert "partitions" not in tier.status(timeout_s=TIMEOUT_S)["lookup"]
+    tier.up(two, timeout_s=TIMEOUT_S, rollout=Rollout())
+    tier.down(timeout_s=TIMEOUT_S, config=two)
+    assert list_actors() == []
+
+
+NAME = "kvray-test-async"
+
+
+class Other:
+    """An actor that is slow, or raises, if asked to."""
+
+    def echo(self, value: Any, after_s: float = 0.0) -> Any:
+        time.sleep(after_s)
+        return value
+
+    def refuse(self) -> None:
+        raise ConfigError("No.")
+
+    def fail(self) -> None:
+        raise IndexError("a defect")
+
+
+def create() -> Any:
+    made = ray.remote(Other).options(name=NAME, namespace=current_namespace(), num_cpus=0).remote()
+    ray.get(made.echo.remote(0), timeout=TIMEOUT_S)
+    return made
+
+
+def end(actor: Any) -> None:
+    """Kill an actor, and wait until its name is free."""
+    ray.kill(actor)
+    wait_for(lambda: NAME not in list_actors(), "its end")
+
+
+@pytest.fixture
+def other(local: LocalRay) -> Iterator[Any]:
+    made = create()
+    yield made
+    end(made)
+
+
+async def test_answers_and_errors_come_back(other: Any) -> None:
+    call = ActorCalls()
+    assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
+    with pytest.raises(ConfigError, match="No"):
+        await call(NAME, "refuse", timeout_s=TIMEOUT_S)
+    with pytest.raises(ShardUnavailable, match="a defect"):
+        await call(NAME, "fail", timeout_s=TIMEOUT_S)
+
+
+async def test_the_tier_is_meant_that_the_caller_means(other: Any) -> None:
+    call = ActorCalls()
+    with tier_named("another"), pytest.raises(ShardUnavailable, match="tier 'another' has no"):
+        await call(NAME, "echo", 5, timeout_s=TIMEOUT_S)
+    assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
+
+
+async def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other: Any) -> None:
+    call = ActorCalls()
+    began = time.monotonic()
+    with pytest.raises(ShardUnavailable, match="did not answer within"):
+        await call(NAME, "echo", 1, 1.0, timeout_s=0.3)
+    assert time.monotonic() - began < 1.0
+    assert await call(NAME, "echo", 2, timeout_s=TIMEOUT_S) == 2
+
+
+async def test_one_that_was_recreated_is_found_under_its_name(local: LocalRay) -> None:
+    call = ActorCalls()
+    with pytest.raises(ShardUnavailable, match="kvray up"):
+        await call(NAME, "echo", 1, timeout_s=TIMEOUT_S)
+    first = create()
+    assert await call(NAME, "echo", 1, timeout_s=TIMEOUT_S) == 1
+    end(first)
+    with pytest.raises(ShardUnavailable):
+        await call(NAME, "echo", 1, timeout_s=TIMEOUT_S)
+    second = create()
+    assert await call(NAME, "echo", 2, timeout_s=TIMEOUT_S) == 2
+    end(second)
+
+
+async def test_while_ray_tells_of_no_actor_few_threads_ask(
+    local: LocalRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def hang(name: str) -> None:
+        asked.append(name)
+        time.sleep(0.5)
+        raise ShardUnavailable("Ray's head is back.")
+
+    monkeypatch.setattr("kvray.actors.ray_glue.calls.get_actor", hang)
+
+    call = ActorCalls()
+    began = time.monotonic()
+    tries = [call(f"actor {number}", "echo", timeout_s=0.1) for number in range(10)]
+    errors = [str(one) for one in await asyncio.gather(*tries, return_exceptions=True)]
+    assert time.monotonic() - began < 0.45
+    assert sum("did not answer" in error for error in errors) == 10
+    assert len(asked) == 4
+
+
+NUM_BLOCKS = 5
+FETCHED = f"fetch(link.arena, chain({NUM_BLOCKS}), link.arena.lease(chain({NUM_BLOCKS}))[0])"
+"""An engine reads every block and compares its bytes."""
+
+
+class Life:
+    """An engine that stays attached to a tier, and what the tier was when it stored its blocks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        assert engine.say("link.register(registration)") == "None"
+        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
+        (self.shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+
+    def check_kept(self, shard: dict[str, Any], *, restarts: int = 1) -> None:
+        """Check that the blocks are those from before, in the same arena, and the engine lives."""
+        before, now = self.shard["arena"], shard["arena"]
+        assert now["arena_id"] == before["arena_id"]
+        assert now["shard_epoch"] == before["shard_epoch"] + restarts
+        assert (shard["pid"] == self.shard["pid"]) == (restarts == 0)
+        assert self.engine.say(FETCHED) == "True"
+        with Client(config_with()) as client:
+            wait_for(lambda: client.match(chain(NUM_BLOCKS)).num_blocks == NUM_BLOCKS, "the lookup")
+        wait_for(lambda: _replicas() == ["one"], "the engine's registering again")
+
+
+@pytest.fixture
+def life(running: KVRayConfig, engine: StartEngine) -> Life:
+    return Life(engine(running))
+
+
+def _replicas() -> list[str]:
+    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    return [replica["replica"] for replica in shard["replicas"]]
+
+
+def rolled_out(config: KVRayConfig, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Bring the tier to a configuration; return its shards, and what is said to be done."""
+    done: list[str] = []
+    observer = Observer(told=done.append)
+    return tier.up(config, timeout_s=TIMEOUT_S, observer=observer, **options), done
+
+
+def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
+    local: LocalRay, running: KVRayConfig, life: Life
+) -> None:
+    other = config_with(arena__free_target=0.2, shard__silent_s=2.5)
+    (shard,), done = rolled_out(other)
+    life.check_kept(shard)
+    assert [sentence.partition(" was restarted: ")[0] for sentence in done] == [
+        "The supervisor",
+        "The lookup",
+        shard["shard"],
+    ]
+    assert "arena.free_target is 0.2 now and was 0.05" in done[2]
+    assert "5 blocks in memory as before" in done[2]
+    (same,), done = rolled_out(other)
+    assert (same["pid"], done) == (shard["pid"], [])
+    (shard,), done = rolled_out(other, rollout=Rollout(restart=True))
+    life.check_kept(shard, restarts=2)
+    assert len(done) == 3, "everything, if that is asked for"
+    assert LOOKUP_NAME in list_actors()
+
+
+def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
+    local: LocalRay, running: KVRayConfig
+) -> None:
+    other = config_with(arena__free_target=0.2)
+    tier.up(other, timeout_s=TIMEOUT_S)
+    for kind in ("Supervisor", "Shard"):
+        process = actor_process(local, kind)
+        process.kill()
+        process.wait(TIMEOUT_S)
+    wait_for(lambda: _free_target(SUPERVISOR_NAME) == 0.2, "the supervisor")
+    (name,) = (name for name in list_actors() if name.startswith("kvray-shard-"))
+    wait_for(lambda: _free_target(name) == 0.2, "the shard")
+    assert rolled_out(other)[1] == []
+
+
+def _free_target(name: str) -> object:
+    try:
+        build = call(get_actor(name).build_info, timeout_s=1.0)
+    except kvray.errors.ShardUnavailable:
+        return None  # Ray is about to start it
+    return build["settings"]["arena.free_target"]
+
+
+def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
+    running: KVRayConfig, life: Life
+) -> None:
+    other = config_with(arena__free_target=0.2)
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(sentence: str) -> None:
+        if sentence.startswith("The supervisor"):
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=interrupt))
+    kill_actor(SUPERVISOR_NAME)  # as if it had come a moment earlier
+    (shard,), done = rolled_out(other)
+    life.check_kept(shard)
+    assert len(done) == 1
+
+
+def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
+    running: KVRayConfig, life: Life
+) -> None:
+    larger = config_with(arena__capacity="32MiB")
+    with pytest.raises(ConfigError, match=r"arena\.capacity is 32MiB now and was 16MiB.*recreate"):
+        tier.up(larger, timeout_s=TIMEOUT_S)
+    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    life.check_kept(shard, restarts=0)
+    (shard,) = tier.up(larger, timeout_s=TIMEOUT_S, rollout=Rollout(recreate=True))
+    assert shard["arena"]["capacity_bytes"] == 32 * 2**20
+    assert shard["arena"]["blocks"] == 0
+    new = repr(shard["arena"]["arena_id"])
+    wait_for(lambda: life.engine.say("link.arena.arena_id") == new, "attaching")
+
+
+def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(
+    running: KVRayConfig, life: Life
+) -> None:
+    with pytest.raises(kvray.errors.KVRayError, match="NVMe tier"):
+        tier.up(config_with(nvme__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
+    (shard,) = tier.up(running, timeout_s=TIMEOUT_S)
+    assert shard["state"] == "serving"
+    assert life.engine.say(FETCHED) == "True"
+
+
+def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -> None:
+    shards, done = rolled_out(config_with(shard__resource="kvray_shard"), wait=False)
+    assert shards == []
+    assert any("no longer among those that get a shard" in sentence for sentence in done)
+    assert not running.node_dir.exists()
+    assert not any(name.startswith("kvray-shard-") for name in list_actors())
+
+
+# -- other code, as a user installs it ------------------------------------------------------------
+
+
+class Installation:
+    """A shell with a copy of kvray of its own, which a test may change, and a tier that runs it."""
+
+    def __init__(self, shell: Shell, package: Path) -> None:
+        shutil.copytree(Path(kvray.__file__).parent, package)
+        shell.environ["PYTHONPATH"] = str(package.parent)
+        self.shell = shell
+        self._package = package
+
+    def replace(self, module: str, old: str, new: str) -> None:
+        """Install another version of a module over the one that is there."""
+        path = self._package / module
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+
+    def say(self, *args: str, status: int = 0) -> str:
+        """Run a command; return what it said."""
+        done = self.shell.run(*args)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    def shard(self) -> dict[str, Any]:
+        return self.shell.shard()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    with open_shell("upgrade") as shell:
+        made = Installation(shell, tmp_path_factory.mktemp("site") / "kvray")
+        assert "It would be started, with a Ray on this machine" in made.say("up", "--plan")
+        assert shell.leftovers() == []
+        made.say("up")
+        yield made
+        made.say("down")
+        assert shell.leftovers() == []
+
+
+@pytest.mark.long
+def test_up_goes_on_with_the_installed_code_and_the_same_blocks(
+    installed: Installation,
+) -> None:
+    before = installed.shard()
+    engine = Engine(installed.shell.node_dir)
+    try:
+        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
+        assert "Nothing would be done" in installed.say("up", "--plan")
+        installed.replace("__init__.py", kvray.__version__, "0.99.0")
+        change = f"kvray is 0.99.0 now and was {kvray.__version__}."
+        assert installed.say("up", "--plan").count(f"would be restarted: {change}") == 3
+        assert installed.shard()["pid"] == before["pid"]
+
+        done = installed.say("up")
+        assert done.count(f"was restarted: {change}") == 3
+        assert f"{NUM_BLOCKS} blocks in memory as before" in done
+        after = installed.shard()
+        assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
+        assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
+        assert engine.say(FETCHED) == "True"
+        assert "was restarted" not in installed.say("up")
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+def test_other_code_that_costs_blocks_says_so_and_waits_for_a_word(
+    installed: Installation,
+) -> None:
+    before = installed.shard()["arena"]
+    was = f"FORMAT_VERSION = {FORMAT_VERSION}"
+    installed.replace("store/arena/layout.py", was, "FORMAT_VERSION = 99")
+    refused = installed.say("up", status=2)
+    assert f"the arena's format is 99 now and was {FORMAT_VERSION}" in refused
+    assert "--recreate" in refused
+    assert installed.shard()["arena"]["shard_epoch"] == before["shard_epoch"]
+    assert "was restarted" in installed.say("up", "--recreate")
+    assert installed.shard()["arena"]["arena_id"] != before["arena_id"]

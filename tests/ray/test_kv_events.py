@@ -2,27 +2,29 @@
 
 import contextlib
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.reference.replica import Replica
+from tests.kit.ray.cluster import (
+    NUM_BLOCKS,
+    SETTINGS,
+    TOKENS_PER_BLOCK,
+    Sharing,
+    open_sharing,
+    open_tier,
+    prompt_of,
+)
+from tests.kit.ray.command_line import free_port
+from tests.kit.ray.selection import Selection
 from tests.kv_subscriber import KvSubscriber
-from tests.ray.cluster import SETTINGS, open_tier
-from tests.ray.selection import Selection
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas
-from tests.ray.teller import Teller
-from tests.unit.events.test_outlet import free_port
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.ray
-
-PROMPT_TOKENS = 640
-NUM_BLOCKS = PROMPT_TOKENS // TOKENS_PER_BLOCK
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @dataclass
@@ -76,17 +78,8 @@ def heard(machine: Machine) -> Iterator[Heard]:
     }
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(open_tier(machine, "events", settings))
-        teller = Teller(nodes.config_path, nodes.machine.environ())
-        stack.callback(teller.close)
-        replicas: list[Replica] = []
-        for replica in begin_replicas(nodes):
-            replicas.append(replica)
-            stack.callback(replica.kill)
-        for replica in replicas:
-            replica.wait_ready()
-        sharing = Sharing(nodes, replicas, teller)
-        selection = Selection()
-        stack.callback(selection.close)
+        sharing = stack.enter_context(open_sharing(nodes))
+        selection = stack.enter_context(contextlib.closing(Selection()))
         made = Heard(sharing, selection, [])
         wait_for(lambda: _are_published(sharing.shards()), "the replicas' ports")
         for worker, place in enumerate(made.places(), start=1):
@@ -99,14 +92,8 @@ def _are_published(shards: list[dict[str, Any]]) -> bool:
     return all(len(shard.get("events", {}).get("replicas", [])) == 1 for shard in shards)
 
 
-def make_prompt(name: str) -> list[int]:
-    random_ = random.Random(name)
-    return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
-
-
-@pytest.mark.long
 def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> None:
-    ours, theirs = make_prompt("ours"), make_prompt("theirs")
+    ours, theirs = prompt_of("ours"), prompt_of("theirs")
     heard.sharing.first.generate([ours], max_tokens=2)
     heard.sharing.second.generate([theirs], max_tokens=2)
 
@@ -117,50 +104,25 @@ def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> N
     heard.wait_for_what_ls_shows()
 
 
-@pytest.mark.long
-def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Heard) -> None:
-    prompt = make_prompt("kept")
+def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before_until_it_is_cleared(
+    heard: Heard,
+) -> None:
+    prompt = prompt_of("kept")
     heard.sharing.first.generate([prompt], max_tokens=2)
     heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
     before = heard.places()
     first = heard.sharing.shards()[0]
-    (process,) = [
-        one for one in heard.sharing.nodes.machine.actors("Shard") if one.pid == first["pid"]
-    ]
-    process.kill()
+    psutil.Process(first["pid"]).kill()
 
     wait_for(
         lambda: _are_published(heard.sharing.status()["shards"]) and heard.places() == before,
         "the shard's return",
     )
-    later = make_prompt("later")
+    later = prompt_of("later")
     heard.sharing.first.generate([later], max_tokens=2)
     heard.wait_for_overlaps(later, NUM_BLOCKS, 0)
     heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
     heard.wait_for_what_ls_shows()
-
-
-@pytest.mark.long
-def test_evicted_prefixes_are_no_longer_chosen(heard: Heard) -> None:
-    prompt = make_prompt("evicted")
-    heard.sharing.first.generate([prompt], max_tokens=2)
-    heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
-    for number in range(200):
-        heard.sharing.first.generate([make_prompt(f"other {number}")], max_tokens=1)
-        if heard.selection.overlaps(prompt)[1] == 0:
-            break
-
-    heard.wait_for_overlaps(prompt, 0, 0)
-    heard.wait_for_what_ls_shows()
-
-
-@pytest.mark.long
-def test_clearing_empties_what_others_have_heard(heard: Heard) -> None:
-    prompt = make_prompt("cleared")
-    heard.sharing.second.generate([prompt], max_tokens=2)
-    heard.wait_for_overlaps(prompt, 0, NUM_BLOCKS)
     heard.sharing.say("clear", "--yes")
-
     heard.wait_for_overlaps(prompt, 0, 0)
     heard.wait_for_what_ls_shows()
-    assert not any(one.content["CPU"] for one in heard.subscribers)

@@ -18,11 +18,10 @@ import pytest
 from kvray.actors.tier import connection, local_ray
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
+from tests.kit.ray.command_line import ROOT
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -90,13 +89,19 @@ def test_a_cluster_that_another_process_is_starting_is_left_alone(name: str) -> 
     assert sorted(directory.parent.glob(f"{directory.name}*")) == [directory]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> None:
+def write_state(name: str, **state: object) -> Path:
+    """Write what a Ray of that name would have written down; return its directory."""
     directory = local_ray.local_dir(name)
     directory.mkdir(mode=0o700)
+    told = {"address": "10.0.0.66:6379", "token": "t", "dashboard_url": None, **state}
+    (directory / "ray.json").write_text(json.dumps(told))
+    return directory
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> None:
     me = psutil.Process()
-    state = {"address": "10.0.0.66:6379", "token": "t", "pid": me.pid, "started": me.create_time()}
-    (directory / "ray.json").write_text(json.dumps(state | {"dashboard_url": None}))
+    directory = write_state(name, pid=me.pid, started=me.create_time())
     assert local_ray.find(name) is not None
     os.chown(directory, 12345, 12345)
     try:
@@ -110,21 +115,10 @@ def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> N
 
 
 def test_a_later_process_of_the_same_pid_is_no_cluster(name: str) -> None:
-    directory = local_ray.local_dir(name)
-    directory.mkdir(mode=0o700)
-    state = {"address": "a:1", "token": "t", "pid": os.getppid(), "started": 1.0}
-    (directory / "ray.json").write_text(json.dumps(state | {"dashboard_url": None}))
+    write_state(name, pid=os.getppid(), started=1.0)
     assert local_ray.find(name) is None
     assert not local_ray.stop(name)
     assert psutil.pid_exists(os.getppid())
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": 1}', '{"pid": "x"}'])
-def test_a_damaged_state_file_is_no_cluster(name: str, text: str) -> None:
-    directory = local_ray.local_dir(name)
-    directory.mkdir(mode=0o700)
-    (directory / "ray.json").write_text(text)
-    assert local_ray.find(name) is None
 
 
 def test_an_address_counts_once_it_is_written(tmp_path: Path) -> None:
@@ -166,48 +160,36 @@ def test_a_ray_that_does_not_start_is_told_and_cleared_away(
 
 
 STARTING = """
-import sys
+import sys, time
+from kvray.actors.tier import local_ray
 def waiting(elapsed_s):
     print("waiting", flush=True)
 local_ray.start(sys.argv[1], waiting=waiting, die_with_parent=len(sys.argv) > 2)
 print("started", flush=True)
-import time; time.sleep(60)
+time.sleep(60)
 """
 
 
-def starting(name: str, until: str, *args: str) -> "subprocess.Popen[str]":
-    """Return a process that starts a cluster and has got as far as saying `until`."""
-    code = f"from kvray.actors.tier import local_ray\n{STARTING}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, name, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == until:
-            break
-    return process
-
-
-def reap(process: "subprocess.Popen[str]") -> None:
-    process.wait(HANG_S)  # what it ends may itself take half a minute
-    assert process.stdout is not None
-    process.stdout.close()
+def end_while_it_says(until: str, signum: signal.Signals, name: str, *args: str) -> None:
+    """Have a process start a cluster, and end it with a signal a moment after it says `until`."""
+    command = [sys.executable, "-c", STARTING, name, *args]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.strip() == until for line in process.stdout)
+        assert until != "started" or local_ray.find(name) is not None
+        time.sleep(1.0)
+        process.send_signal(signum)
+        process.wait(HANG_S)  # what it ends may itself take half a minute
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing(name: str) -> None:
-    process = starting(name, "waiting")
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
-    reap(process)
+    end_while_it_says("waiting", signal.SIGINT, name)
     assert processes_of(name) == []
     assert not local_ray.local_dir(name).exists()
 
 
 def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
-    process = starting(name, "waiting")
-    time.sleep(1.0)
-    process.kill()
-    reap(process)
+    end_while_it_says("waiting", signal.SIGKILL, name)
     orphans = processes_of(name)
     assert orphans
     assert local_ray.find(name) is None
@@ -220,11 +202,16 @@ def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
 
 @pytest.mark.long
 def test_it_dies_with_its_parent_if_asked_to(name: str) -> None:
-    process = starting(name, "started", "die")
-    assert local_ray.find(name) is not None
-    process.kill()
-    reap(process)
+    end_while_it_says("started", signal.SIGKILL, name, "die")
     wait_for(lambda: local_ray.find(name) is None and processes_of(name) == [], "dying")
+
+
+CONNECT = f"""
+from kvray.config import load_config
+config = load_config(overrides={{'cluster_name': 'pytest-{os.getpid()}-t'}})
+connection.connect_configured(config)
+"""
+"""Connects to the session's Ray by the name of its tier."""
 
 
 def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -285,10 +272,7 @@ def _answering(listener: socket.socket, answer: bytes | None) -> int:
 
 
 def test_without_a_local_tier_its_name_is_told() -> None:
-    done = run(
-        "from kvray.config import load_config\n"
-        "connection.connect_configured(load_config(overrides={'cluster_name': 'nobodys'}))"
-    )
+    done = run(CONNECT.replace(f"pytest-{os.getpid()}-t", "nobodys"))
     assert "No local tier named 'nobodys' is running; start it with `kvray up`" in done.stderr
 
 
@@ -304,24 +288,15 @@ def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> No
 
 
 def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> None:
-    name = f"pytest-{os.getpid()}-t"
-    done = run(
-        "import ray\nfrom kvray.config import load_config\n"
-        f"connection.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
-        "print(sum(node['Alive'] for node in ray.nodes()))",
-        RAY_AUTH_MODE="disabled",
-    )
+    alive = "import ray\nprint(sum(node['Alive'] for node in ray.nodes()))"
+    done = run(f"{CONNECT}\n{alive}", RAY_AUTH_MODE="disabled")
     assert int(done.stdout) >= 1, done.stderr
 
 
 def test_signal_handlers_outlive_the_connection(local: LocalRay) -> None:
-    name = f"pytest-{os.getpid()}-t"
     done = run(
-        "import os, signal\nfrom kvray.config import load_config\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"
-        f"connection.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "connection.disconnect()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)"
+        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"
+        f"{CONNECT}\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "connection.disconnect()\nos.kill(os.getpid(), signal.SIGTERM)"
     )
     assert (done.returncode, done.stdout.split()) == (0, ["ours", "ours"]), done.stderr

@@ -17,9 +17,9 @@ from kvray.actors.tier.local_ray import LocalRay, local_dir
 from kvray.config import KVRayConfig
 from kvray.events.pool_feed import PoolFeed
 from kvray.node import Registration, attach
+from tests.kit.ray.cluster import scrape, total
+from tests.kit.ray.engine import NAMESPACE
 from tests.ray.conftest import TIMEOUT_S, actor_process
-from tests.ray.engine import NAMESPACE
-from tests.ray.scrape import scrape, total
 from tests.waiting import wait_for
 
 serve = pytest.importorskip("ray.serve")

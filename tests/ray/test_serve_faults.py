@@ -13,9 +13,8 @@ import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import KVRayError
+from tests.kit.ray.served import Alone, Crowd, Served, crowd_of, end, open_served
 from tests.ray.conftest import actor_process
-from tests.ray.crowd import Alone, Crowd, crowd_of
-from tests.ray.served import Served, end, open_served
 from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
@@ -168,7 +167,9 @@ def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(
     assert len(set(served.connected()) & set(engines)) == NUM_ENGINES - 1
 
 
-def test_engines_go_and_come_by_new_versions(served: Served, alone: Alone) -> None:
+def test_engines_go_and_come_by_new_versions_and_by_another_number_where_the_others_stay(
+    served: Served, alone: Alone
+) -> None:
     with crowd_of(served, NUM_CLIENTS, seed=4) as crowd:
         for number in (1, NUM_ENGINES):
             before = served.connected()
@@ -176,13 +177,6 @@ def test_engines_go_and_come_by_new_versions(served: Served, alone: Alone) -> No
             wait_for(lambda old=before: not set(served.connected()) & set(old), "other engines")
             wait_until_whole(served, number)
             crowd.wait_for_answers(SOME)
-    check(crowd, alone)
-
-
-def test_engines_go_and_come_by_another_number_and_the_others_stay(
-    served: Served, alone: Alone
-) -> None:
-    with crowd_of(served, NUM_CLIENTS, seed=5) as crowd:
         known = served.connected()
         for number in (1, NUM_ENGINES, 1):
             served.deploy(engine={"num_replicas": number})
@@ -234,7 +228,7 @@ def test_the_end_leaves_nothing(served: Served, local: LocalRay) -> None:
     end(served.serve)
     wait_for(lambda: not served.engines(), "the engines' end")
     wait_for(lambda: not _of_serve(local), "the end of Serve's actors")
-    assert served.shell.run("down", **served.environ).returncode == 0
+    served.shell.say("down", **served.environ)
     assert not served.config.node_dir.exists()
 
 

@@ -1,4 +1,4 @@
-"""Engines of one deployment on two nodes: blocks are brought before an engine asks."""
+"""Engines of one deployment on two nodes: blocks are brought before an engine asks, and traced."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ import pytest
 from kvray.lab.chaos.machine import RESOURCE
 from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve.text import Prompts
-from tests.ray.cluster import SETTINGS, open_two_nodes
-from tests.ray.served import (
+from tests.collector import Collector, attributes_of, open_collector
+from tests.kit.ray import cluster
+from tests.kit.ray.served import (
     QUESTION,
     ask,
     engines_of,
@@ -21,17 +22,23 @@ from tests.ray.served import (
     serve_run,
     write_settings,
 )
-from tests.ray.teller import Teller
+from tests.kit.ray.teller import Teller
 from tests.waiting import wait_for
-
-pytest.importorskip("ray.serve")
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
+pytest.importorskip("ray.serve")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+
 BLOCK = 32
 LONG_TOKENS = 3000
+CALLER = "00f067aa0ba902b7"
 # Engines never have blocks fetched themselves: what one finds there was brought for it.
-FOR_ROUTERS = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 0.0}}
+SETTINGS = {
+    **cluster.SETTINGS,
+    "connector": {**cluster.SETTINGS["connector"], "stage_wait_s": 0.0},
+    "tracing": {"startup_hook": "kvray.trace.otlp:export"},
+}
 ONE_A_NODE = {
     "max_replicas_per_node": 1,
     "ray_actor_options": {"num_cpus": 0, "resources": {RESOURCE: 0.1}},
@@ -44,6 +51,12 @@ class TwoEngines:
 
     client: Any
     teller: Teller
+    collector: Collector
+    """Gets the spans of every process."""
+
+    def names(self) -> list[str]:
+        shards = self.teller.status()["shards"]
+        return [one["replica"] for shard in shards for one in shard["replicas"]]
 
     def shard_of(self, replica: str) -> dict[str, Any]:
         """Return what the shard says with which an engine is registered."""
@@ -62,7 +75,9 @@ class TwoEngines:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(open_two_nodes(FOR_ROUTERS))
+        collector, url = stack.enter_context(open_collector())
+        otel = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        nodes = stack.enter_context(cluster.open_two_nodes(SETTINGS, environ=otel))
         config = str(nodes.config_path)
         environ = {**nodes.machine.environ(), "KVRAY_CONFIG": config}
         settings: Path = tmp_path_factory.mktemp("two") / "serve.yaml"
@@ -75,7 +90,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
         stack.callback(teller.close)
         wait_for(lambda: _are_ready(teller.status()), "movers and engines")
         assert len({*map(name_of, engines_of(config))}) == 2
-        yield TwoEngines(client=client, teller=teller)
+        yield TwoEngines(client=client, teller=teller, collector=collector)
 
 
 def _are_ready(status: dict[str, Any]) -> bool:
@@ -83,18 +98,20 @@ def _are_ready(status: dict[str, Any]) -> bool:
     return [mover["state"] for mover in status["movers"]] == ["serving"] * 2 and replicas == [1, 1]
 
 
-def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other(
+def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_and_traced(
     engines: TwoEngines,
 ) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     num_blocks = len(Prompts(ByteTokenizer(), None).encode_chat(QUESTION)) // BLOCK
     known = engines.num_known()
     with ask(engines.client, max_tokens=LONG_TOKENS, stream=True) as stream:
         next(iter(stream))
         first = stream.response.headers["x-kvray-replica"]
         wait_for(lambda: engines.num_known() >= known + num_blocks, "the announcement")
-        other = next(name for name in _names(engines) if name != first)
+        other = next(name for name in engines.names() if name != first)
         before = engines.shard_of(other)["staging"]["staged_blocks"]
-        raw = ask(engines.client.with_raw_response)
+        headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
+        raw = ask(engines.client.with_raw_response, extra_headers=headers)
     assert raw.headers["x-kvray-replica"] == other, "the first engine was busy"
     usage = raw.parse().usage
     shareable = (usage.prompt_tokens - 1) // BLOCK * BLOCK
@@ -104,7 +121,32 @@ def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other(
     staging = engines.shard_of(other)["staging"]
     assert staging["staged_blocks"] - before == num_blocks
 
+    check_tree(engines.collector, trace, other, usage)
 
-def _names(engines: TwoEngines) -> list[str]:
-    shards = engines.teller.status()["shards"]
-    return [one["replica"] for shard in shards for one in shard["replicas"]]
+
+def check_tree(collector: Collector, trace: str, replica: str, usage: Any) -> None:
+    """Check that a request is one tree of spans, from its caller's to the fetch."""
+    names = ("ingress", "route", "prefetch", "lookup", "fetch")
+    found = collector.spans[trace]
+    wait_for(lambda: set(names) <= found.keys(), lambda: dict(found))
+    spans = {name: found[name][0] for name in names}
+    about = {name: attributes_of(span) for name, span in spans.items()}
+    assert spans["ingress"].parent_span_id.hex() == CALLER
+    for name in ("route", "prefetch"):
+        assert spans[name].parent_span_id == spans["ingress"].span_id
+    for name in ("lookup", "fetch"):
+        assert spans[name].parent_span_id == spans["prefetch"].span_id
+    assert {about[name]["kvray.replica"] for name in names if name not in ("lookup", "fetch")} == {
+        replica
+    }
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert about["ingress"]["gen_ai.usage.input_tokens"] == usage.prompt_tokens
+    assert about["ingress"]["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    assert about["fetch"]["kvray.tier"] == "host"
+    assert about["fetch"]["kvray.transport"] in ("nixl", "object_ref")
+    assert about["fetch"]["kvray.source"] != about["fetch"]["kvray.shard"]
+    assert about["fetch"]["kvray.bytes"] > 0
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in spans.values())
+    assert collector.services == {"kvray"}
+    told = str(found)
+    assert not any(message["content"] in told for message in QUESTION)

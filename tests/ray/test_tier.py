@@ -1,19 +1,31 @@
-"""A tier on a local Ray: up, status, down, what is refused, and what a shard knows of memory."""
+"""A tier on a local Ray: up and down, what it answers, refuses and explains."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from typer.testing import CliRunner
 
-from kvray.actors.names import SUPERVISOR_NAME
-from kvray.actors.ray_glue.calls import call, get_actor, list_actors, mapped_errors
+from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME
+from kvray.actors.ray_glue.calls import call, get_actor, list_actors, mapped_errors, tier_named
 from kvray.actors.shard.actor import memory_claims
 from kvray.actors.supervisor.supervisor import chosen_nodes
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
+from kvray.cli.app import app
 from kvray.client import Client
 from kvray.config import KVRayConfig, ShardConfig
-from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.reference.engine import ReferenceEngine
 from kvray.store.machine.capacity import MemoryClaims
+from tests.kit.ray.cluster import CONNECTOR
+from tests.kit.ray.engine import Engine
 from tests.ray.conftest import TIMEOUT_S, config_with
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
@@ -35,14 +47,6 @@ def test_up_status_down_and_up_again(config: KVRayConfig) -> None:
     assert not tier.down(timeout_s=TIMEOUT_S)
     with pytest.raises(ShardUnavailable, match="start the tier with `kvray up`"):
         tier.status(timeout_s=TIMEOUT_S)
-
-
-def test_an_arena_that_does_not_fit_is_refused_and_leaves_nothing(config: KVRayConfig) -> None:
-    huge = config_with(arena__capacity="900TiB", arena__slab="1TiB", arena__slot_min="1GiB")
-    with pytest.raises(CapacityError, match=r"lower arena\.capacity"):
-        tier.up(huge, timeout_s=TIMEOUT_S)
-    assert tier.down(timeout_s=TIMEOUT_S)
-    assert not config.node_dir.exists()
 
 
 def test_an_arena_dir_that_cannot_be_used_is_refused(config: KVRayConfig) -> None:
@@ -131,7 +135,285 @@ def test_what_is_in_the_object_store_is_no_claim_any_more(local: LocalRay) -> No
     del held
 
 
-def test_a_shard_tells_of_its_pages(running: KVRayConfig) -> None:
+def test_a_shard_tells_of_its_pages(steady: KVRayConfig) -> None:
     (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
     assert shard["memory"]["mapped_bytes"] > 0
     assert shard["memory"]["numa_nodes"] >= 0
+
+
+StartEngine = Callable[[KVRayConfig], Engine]
+
+
+@pytest.fixture(scope="module")
+def steady(local: LocalRay) -> Iterator[KVRayConfig]:
+    config = config_with()
+    tier.up(config, timeout_s=TIMEOUT_S)
+    yield config
+    tier.down(timeout_s=TIMEOUT_S, config=config)
+
+
+def test_up_twice_changes_nothing_whatever_a_clients_own_settings(steady: KVRayConfig) -> None:
+    (before,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    for again in (steady, config_with(connector__replica="mine", ray__timeout_s=7)):
+        (shard,) = tier.up(again, timeout_s=TIMEOUT_S)
+        assert shard["pid"] == before["pid"]
+        assert shard["arena"]["arena_id"] == before["arena"]["arena_id"]
+
+
+def test_a_tier_of_another_name_is_not_started_in_this_one_s_namespace(
+    steady: KVRayConfig,
+) -> None:
+    other = config_with("other")
+    with pytest.raises(ConfigError, match=f"in the namespace 'kvray-{steady.cluster_name}'"):
+        tier.up(other, timeout_s=TIMEOUT_S)
+    assert not other.node_dir.exists()
+
+
+def test_a_client_means_its_tier_whatever_namespace_its_process_joined(
+    steady: KVRayConfig,
+) -> None:
+    with Client(steady) as client, tier_named("elsewhere"):
+        assert client.status()["cluster_name"] == steady.cluster_name
+        with pytest.raises(ShardUnavailable, match="'elsewhere'"):
+            tier.status(timeout_s=TIMEOUT_S)
+
+
+def test_an_engine_and_a_client_see_the_same_blocks(
+    steady: KVRayConfig, engine: StartEngine
+) -> None:
+    one = engine(steady)
+    assert one.say("link.register(registration)") == "None"
+    one.say("store(link.arena, chain(5)) and None")
+    keys = chain(5)
+    with Client(steady) as client:
+        wait_for(lambda: client.match(keys).num_blocks == 5)
+        assert list(client.match(keys).holders.values()) == [5]
+        assert client.match(keys, num_parts=2).num_blocks == 0
+        assert client.match([]).num_blocks == 0
+        (shard,) = client.status()["shards"]
+        assert shard["replicas"][0]["replica"] == "one"
+        assert client.clear() == 5
+        wait_for(lambda: client.match(keys).num_blocks == 0)
+        assert client.clear() == 0
+    assert ray.is_initialized(), "the client did not make this connection"
+    assert one.say("'ray' in sys.modules") == "False"
+
+
+def test_what_is_no_key_or_number_of_parts_is_refused_before_the_call(steady: KVRayConfig) -> None:
+    wrong: list[Any] = [b"short", 7, "text", bytearray(32)]
+    with Client(steady) as client:
+        for key in wrong:
+            with pytest.raises(ConfigError, match="A key is 32 bytes"):
+                client.match([key])
+        with pytest.raises(ConfigError, match="num_parts"):
+            client.match(chain(1), num_parts=0)
+
+
+def test_an_error_of_an_actor_arrives_as_it_was_raised_and_a_defect_as_one_of_kvrays(
+    steady: KVRayConfig,
+) -> None:
+    with pytest.raises(ShardUnavailable, match="failed by a defect"):
+        call(get_actor(LOOKUP_NAME).match, 7, 1, timeout_s=TIMEOUT_S)
+    with pytest.raises(ConfigError) as raised:
+        call(get_actor(LOOKUP_NAME).match, 1, b"x", timeout_s=TIMEOUT_S)
+    assert raised.type is ConfigError
+
+
+def test_an_actor_that_does_not_answer_costs_the_deadline(local: LocalRay) -> None:
+    class Slow:
+        def wait(self) -> None:
+            time.sleep(30)
+
+    slow = ray.remote(Slow).options(num_cpus=0).remote()
+    began = time.monotonic()
+    with pytest.raises(ShardUnavailable, match="did not answer in time"):
+        call(slow.wait, timeout_s=0.3)
+    assert time.monotonic() - began < 5
+    ray.kill(slow)
+
+
+@pytest.fixture
+def label(local: LocalRay) -> str:
+    """A label that this Ray's only living node has."""
+    (node,) = [node for node in ray.nodes() if node["Alive"]]
+    key, value = next(iter(node["Labels"].items()))
+    return f"{key}={value}"
+
+
+def capacity_of(config: KVRayConfig) -> int:
+    (shard,) = tier.up(config, timeout_s=TIMEOUT_S)
+    return int(shard["arena"]["capacity_bytes"])
+
+
+def test_only_a_node_with_the_label_has_what_it_says_and_engines_find_it(
+    config: KVRayConfig, label: str, engine: StartEngine
+) -> None:
+    nodes = [
+        {"label": "kvray.io/pool=nobodys", "arena": {"capacity": "64MiB"}},
+        {"label": label, "arena": {"capacity": "32MiB", "free_target": 0.1}},
+    ]
+    there = config_with(nodes=nodes)
+    assert capacity_of(config_with(nodes=nodes[:1])) == config.arena.capacity == 16 * MIB
+    assert tier.down(timeout_s=TIMEOUT_S)
+    assert capacity_of(there) == 32 * MIB
+    one = engine(config)  # knows nothing of labels
+    assert one.say("link.register(registration)") == "None"
+    one.say("store(link.arena, chain(2)) and None")
+    assert tier.clear(timeout_s=TIMEOUT_S) == len(chain(2))
+    assert tier.down(timeout_s=TIMEOUT_S, config=there)
+    assert not config.node_dir.exists()
+
+
+def test_what_contradicts_itself_on_one_node_only_is_said_by_up(
+    config: KVRayConfig, label: str
+) -> None:
+    nodes = [
+        {"label": label, "arena": {"slab": "16MiB"}},
+        {"label": label, "arena": {"capacity": "8MiB"}},
+    ]
+    # With two labels it would load: which of them one node has, only the node knows.
+    unchecked = KVRayConfig.model_validate(
+        {**config.model_dump(exclude_unset=True), "nodes": nodes}
+    )
+    with pytest.raises(ConfigError, match=r"^On this node: .*arena\.slab \(16MiB\) is larger"):
+        tier.up(unchecked, timeout_s=TIMEOUT_S)
+
+
+BLOCK = 16
+PROMPT = [number * 7 % 250 + 1 for number in range(320)]
+OTHER = [number * 11 % 250 + 1 for number in range(320)]
+HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+
+Ask = Callable[..., int]
+
+
+@pytest.fixture
+def ask(running: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """Has engines answer prompts, each made at its first one; returns the tokens that hit."""
+    monkeypatch.setenv("KVRAY_CLUSTER_NAME", running.cluster_name)
+    engines: dict[str, ReferenceEngine] = {}
+    with contextlib.ExitStack() as ended:
+
+        def answer(name: str, prompt: list[int], **options: Any) -> int:
+            if name not in engines:
+                # Two layouts must not have one key.
+                monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", name.partition("-")[0])
+                monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", name)
+                options = {"tokens_per_block": BLOCK, "num_blocks": 64, **options}
+                engines[name] = ReferenceEngine("tiny", connector=CONNECTOR, **options)
+                ended.callback(engines[name].close)
+            return engines[name].generate(prompt, max_tokens=2).hit_tokens
+
+        yield answer
+
+
+def await_saved(client: Client) -> None:
+    """Return when the blocks of a prompt are stored."""
+
+    def is_saved() -> bool:
+        (shard,) = client.status()["shards"]
+        return int(shard["arena"]["blocks"]) >= len(PROMPT) // BLOCK
+
+    wait_for(is_saved, "saving")
+
+
+def latest(client: Client, replica: str) -> dict[str, Any]:
+    (request,) = client.explain(replica=replica)["requests"]
+    return dict(request)
+
+
+def kvray(*args: str) -> str:
+    """Return what a command prints; it uses the connection of this process."""
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_go(
+    local: LocalRay, running: KVRayConfig, ask: Ask, tmp_path: Path
+) -> None:
+    client = Client(running)
+
+    # Never stored, and then a hit at another replica.
+    assert ask("tiny-one", PROMPT) == 0
+    await_saved(client)
+    assert ask("tiny-two", PROMPT) == HIT
+    first, hit = latest(client, "tiny-one"), latest(client, "tiny-two")
+    assert (first["reason"], first["missed_tokens"]) == ("never_stored", HIT)
+    assert (hit["hit_tokens"], hit["missed_tokens"], hit["reason"]) == (HIT, 0, "none")
+    assert hit["ranges"][0] == {"start": 0, "stop": HIT, "what": "hit", "way": "host", "source": ""}
+    assert hit["namespace"] == first["namespace"]
+
+    # Evicted, with time and by whom.
+    assert client.clear() >= len(PROMPT) // BLOCK
+    assert ask("tiny-three", PROMPT) == 0
+    gone = latest(client, "tiny-three")
+    assert gone["reason"] == "evicted"
+    (missed,) = [one for one in gone["ranges"] if one["what"] == "miss"]
+    assert (missed["start"], missed["stop"], missed["left_by"]) == (0, HIT, "cleared")
+    assert first["at"] < missed["left_at"][0] <= missed["left_at"][1] < gone["at"]
+
+    # A prompt, without a request: what is there, and what never was.
+    await_saved(client)
+    (stored,) = client.explain_tokens(PROMPT[:160] + OTHER[:100])["prompts"]
+    assert (stored["stored_tokens"], stored["reason"]) == (160, "never_stored")
+    assert [one["what"] for one in stored["ranges"]] == ["stored", "never_stored", "computed"]
+
+    # As people see it.
+    of_two = kvray("explain", "--last", "--replica", "tiny-two")
+    assert f"{HIT} of {len(PROMPT)} tokens were hits (in the node's memory already)" in of_two
+    listed = kvray("explain", "--last", "4")
+    assert all(name in listed for name in ("tiny-one", "evicted"))
+    (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
+    found = json.loads(kvray("explain", "--tokens", str(tmp_path / "prompt.txt"), "--json"))
+    assert {one["stored_tokens"] for one in found["prompts"]} == {len(PROMPT)}
+    unknown = CliRunner().invoke(app, ["explain", "987654"])
+    assert unknown.exit_code == 2
+    assert "No request 987654 is known" in unknown.stderr
+
+
+def test_what_is_stored_and_used_most_is_listed(
+    local: LocalRay, running: KVRayConfig, ask: Ask
+) -> None:
+    client = Client(running)
+    ask("tiny-one", PROMPT)
+    await_saved(client)
+    ask("tiny-two", PROMPT[:170])
+
+    (namespace,) = json.loads(kvray("ls", "--json"))["namespaces"]
+    assert sorted(namespace["replicas"]) == ["tiny-one", "tiny-two"]
+    assert namespace["host_blocks"] >= len(PROMPT) // BLOCK
+    assert namespace["fields"]["model"] == "key:tiny"
+    assert "key:tiny" in kvray("ls")
+
+    def hottest() -> dict[str, Any]:
+        found = json.loads(kvray("ls", namespace["namespace"], "--hottest", "1", "--json"))
+        return dict(found["prefixes"][0])
+
+    wait_for(lambda: hottest()["uses"] == 1, "seeing the use")
+    assert hottest()["num_blocks"] == 170 // BLOCK
+    assert "160" in kvray("ls", namespace["namespace"])
+    assert CliRunner().invoke(app, ["ls", "none"]).exit_code == 2
+
+
+def test_what_memory_would_be_worth_is_said_once_there_is_traffic(
+    local: LocalRay, running: KVRayConfig, ask: Ask
+) -> None:
+    assert "Too little traffic" in kvray("size")
+    for turn in range(8):
+        for prompt in (PROMPT, OTHER):
+            ask(f"tiny-{turn % 2}", prompt)
+
+    def found() -> list[dict[str, Any]]:
+        return list(json.loads(kvray("size", "--now", "--json"))["namespaces"])
+
+    wait_for(lambda: found() and found()[0]["sampled_blocks"] >= 16 * 19, "the engines' reports")
+    (entry,) = found()
+    assert entry["model"] == "key:tiny"
+    assert entry["host_bytes"] == running.arena.capacity
+    # Each engine computes one prompt and its own pool has most of what comes again.
+    assert entry["own"] > 0.4
+    assert 0.8 < entry["own"] + entry["host"][-1] < 1
+    assert entry["error"][-1] == 0, "so few prompts are all in the sample"
+    assert "of prompt tokens hit" in kvray("size", "--now")
+    assert "instead of" in kvray("size", "--now", "--add", "16MiB")

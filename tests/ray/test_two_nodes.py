@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,32 +10,30 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from kvray.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, open_tier
-from tests.ray.outages import Outages
-from tests.ray.scrape import OFTEN, scrape, total
-from tests.ray.sharing import (
-    TOKENS_PER_BLOCK,
+from tests.kit.ray.cluster import (
+    NUM_BLOCKS,
+    OFTEN,
+    PATIENT,
+    WHOLE_TOKENS,
+    Outages,
     Sharing,
-    begin_replicas,
     counters_of,
     node_of,
+    open_sharing,
+    open_tier,
+    prompt_of,
+    scrape,
+    total,
 )
-from tests.ray.teller import Teller
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.ray
 
 TIER = "shared"
-PROMPT_TOKENS = 640
-WHOLE_BLOCKS = 19
-"""That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
-WHOLE_TOKENS = WHOLE_BLOCKS * TOKENS_PER_BLOCK
 REPORTED_S = 2.0
 """Engines report what they count once a second."""
 QUOTA = "32MiB"
 """More than the tests store, so that nothing goes for it."""
-PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0}}
 
 
 @pytest.fixture(scope="module", params=["nixl", pytest.param("no nixl", marks=pytest.mark.long)])
@@ -49,20 +46,7 @@ def sharing(
             environ = {**OFTEN, **_without_nixl(tmp_path_factory.mktemp("absent"))}
             machine = stack.enter_context(Machine(environ=environ))
         nodes = stack.enter_context(open_tier(machine, TIER, PATIENT))
-        replicas: list[Replica] = []
-        teller = Teller(nodes.config_path, nodes.machine.environ())
-        try:
-            for replica in begin_replicas(nodes):
-                replicas.append(replica)
-            for replica in replicas:
-                replica.wait_ready()
-            made = Sharing(nodes, replicas, teller)
-            wait_for(lambda: _are_ready(made.status()), "movers and replicas")
-            yield made
-        finally:
-            teller.close()
-            for replica in replicas:
-                replica.kill()
+        yield stack.enter_context(open_sharing(nodes))
 
 
 def _without_nixl(directory: Path) -> dict[str, str]:
@@ -74,22 +58,12 @@ def _without_nixl(directory: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(directory)}
 
 
-def _are_ready(status: dict[str, Any]) -> bool:
-    replicas = [rank for shard in status["shards"] for rank in shard.get("replicas", [])]
-    return [mover["state"] for mover in status["movers"]] == ["serving"] * 2 and len(replicas) == 2
-
-
 def has_nixl(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.callspec.params["sharing"] == "nixl")
 
 
-def make_prompt(name: str) -> list[int]:
-    random_ = random.Random(name)
-    return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
-
-
 def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing: Sharing) -> None:
-    prompt = make_prompt("shared")
+    prompt = prompt_of("shared")
     expected = sharing.compute(prompt)
 
     (output,) = sharing.second.generate([prompt], max_tokens=4)
@@ -101,7 +75,7 @@ def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing: Sharing) -
 def test_a_prefetched_prompt_is_there_when_the_engine_asks(
     sharing: Sharing, tmp_path: Path
 ) -> None:
-    prompt = make_prompt("prefetched")
+    prompt = prompt_of("prefetched")
     expected = sharing.compute(prompt)
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(prompt))
@@ -129,7 +103,7 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
     # A mover that does not answer for a second, on a machine that stalls, is given up, though its
     # blocks come: how they came is not known then, and another prompt is tried.
     for attempt in range(3):
-        sharing.compute(prompt := make_prompt(f"counted {attempt}"))
+        sharing.compute(prompt := prompt_of(f"counted {attempt}"))
         time.sleep(REPORTED_S)
         second = sharing.shards()[1]
         hits_before, moved_before = counters_of(second, name).get(hits, 0), _moved(second, way)
@@ -146,7 +120,7 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
     second = sharing.shards()[1]
     hit, moved = counters_of(second, name)[hits], _moved(second, way)
     (size,) = {use["block_bytes"] for use in second["arena"]["slabs"]}
-    assert (hit - hits_before, moved - moved_before) == (WHOLE_TOKENS, WHOLE_BLOCKS * size)
+    assert (hit - hits_before, moved - moved_before) == (WHOLE_TOKENS, (NUM_BLOCKS - 1) * size)
     assert list(second["staging"]["transports"]) == [way]
     rank = {"node": node_of(second), "replica": name, "rank": "0", "tier": "remote"}
     machine, (here, there) = sharing.nodes.machine, sharing.nodes.nodes
@@ -176,6 +150,10 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
         return hits == [hit] * 2 and came == [moved] * 2 and went[0] == went[1] >= moved
 
     wait_for(are_exported, f"exporting {hit} tokens and {moved} bytes")
+    wait_for(
+        lambda: any(one["copies"]["extra_bytes"] for one in sharing.shards()),
+        "telling extra copies from originals",
+    )
 
 
 def _moved(shard: dict[str, Any], way: str) -> int:
@@ -219,7 +197,7 @@ def _check_order(said: str, before: list[dict[str, Any]]) -> None:
 def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sharing) -> None:
     """Comes last: with their processes, what shards and movers say they have moved starts over."""
     first, second = sharing.first, sharing.second
-    prompts = make_prompt("computed on the first"), make_prompt("computed on the second")
+    prompts = prompt_of("computed on the first"), prompt_of("computed on the second")
     expected = sharing.compute(prompts[0]), sharing.compute(prompts[1], second)
     before = sharing.shards()
     quota = {"label": f"ray.io/node-id={before[1]['node_id']}", "arena": {"namespace_quota": QUOTA}}
@@ -237,7 +215,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
         one, other = other, one
     assert outages.seen == [nobody, one, nobody, other, nobody]
     assert "Nothing would be done" in sharing.say("up", "--plan")
-    wait_for(lambda: _are_ready(sharing.status()), "movers and replicas")
+    wait_for(sharing.is_ready, "movers and replicas")
     after = sharing.shards()
     for was, now in zip(before, after, strict=True):
         assert now["arena"]["arena_id"] == was["arena"]["arena_id"]

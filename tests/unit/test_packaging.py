@@ -1,13 +1,20 @@
+"""The package: what is in it, how large its parts are, and what it imports."""
+
+import importlib.util
+import inspect
 import os
+import pickle
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import kvray
+from kvray import errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,3 +102,60 @@ def test_import_kvray_needs_no_other_package() -> None:
 def test_unknown_name_of_kvray_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Klient'"):
         _ = kvray.Klient
+
+
+PACKAGE = Path(kvray.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_folder_has_more_than_25_modules() -> None:
+    counts = Counter(one.parent for one in MODULES)
+    assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
+
+
+def test_no_module_has_more_than_600_lines() -> None:
+    lengths = {one: one.read_text().count("\n") for one in MODULES}
+    assert {str(one): length for one, length in lengths.items() if length > 600} == {}
+
+
+ENGINE_WING = (
+    "kvray.node",
+    "kvray.connector",
+    "kvray.engine",
+    "kvray.tensor_cache",
+    "kvray.reference",
+    "kvray.serve.trtllm_child",  # runs in the engine's process
+)
+
+CODE = """
+import importlib, pkgutil, sys
+package = importlib.import_module({name!r})
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), {name!r} + "."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
+"""
+
+
+@pytest.mark.parametrize("name", ENGINE_WING)
+def test_engine_wing_never_imports_ray(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"there is no {name} yet")
+    # Its own process: here another test may have imported ray.
+    assert run_python(CODE.format(name=name)) == ""
+
+
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_is_one_of_kvrays_and_survives_pickling(cls: type[errors.KVRayError]) -> None:
+    assert issubclass(cls, errors.KVRayError)
+    error = cls("The shard on node 3 did not answer.")
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(copy) is cls
+    assert str(copy) == str(error)
+
+
+def test_a_config_error_is_caught_as_a_value_error() -> None:
+    assert issubclass(errors.ConfigError, ValueError)

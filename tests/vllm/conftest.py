@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from tests.ray.cluster import TwoNodes, open_tier
+from tests.kit.ray.cluster import TwoNodes, open_tier
 from tests.vllm.witness import SETTINGS, Truth, Witness, log_shown, start, stop
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

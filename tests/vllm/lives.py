@@ -64,19 +64,19 @@ class Tally:
     seconds: float = 0.0
 
 
-def write_model(directory: Path) -> Path:
-    """Write a Llama whose answers depend on all of their prompt."""
+def write_model(directory: Path, *, head_dim: int = 32) -> Path:
+    """Write a Llama whose answers depend on all of their prompt, and whose heads two can share."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(11)
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=4 * head_dim,
+        intermediate_size=8 * head_dim,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         vocab_size=VOCABULARY,
         max_position_embeddings=1024,
         initializer_range=0.25,

@@ -7,7 +7,6 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.store.arena.layout import READY
-from tests.ray.test_drain import arena_of
 from tests.vllm.witness import BLOCK, Witness, stop
 from tests.waiting import wait_for
 
@@ -23,7 +22,7 @@ def test_a_corrupt_block_is_never_promised(witness: Witness) -> None:
     prompt = witness.prompt(100, LENGTH)
     witness.ask("first", [prompt])
     missed = witness.counters("uncached").get("miss_tokens_corrupt", 0)
-    with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
+    with witness.tier.arena_of(witness.tier.nodes[0]) as arena:
         tables = arena.tables
         for slot in tables.slots_in(READY).tolist():
             arena.slot_bytes(slot)[77] ^= 0xFF
@@ -72,7 +71,7 @@ def test_an_engine_that_is_killed_leaves_nothing_leased(witness: Witness) -> Non
     assert after.finish_reason == "length"
 
     def leased() -> int:
-        with arena_of(witness.tier, witness.tier.nodes[0]) as arena:
+        with witness.tier.arena_of(witness.tier.nodes[0]) as arena:
             return int(arena.stats()["leased_blocks"])
 
     wait_for(lambda: leased() == 0, "the leases of the dead")

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvray.lab.vllm import MODULE
 from kvray.reference.replica import Replica
-from tests.ray.cluster import TwoNodes
+from tests.kit.ray.cluster import TwoNodes
+from tests.vllm.lives import write_model
 from tests.vllm.witness import BLOCK, ENVIRON, stop
 from tests.waiting import wait_for
 
@@ -25,7 +24,7 @@ PART_BYTES = 3 * 2 * BLOCK * 64 * 4
 @pytest.fixture(scope="module")
 def engines(tier: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replica]]:
     """One without the connector and two with it."""
-    model = write_model(tmp_path_factory.mktemp("model"))
+    model = write_model(tmp_path_factory.mktemp("model"), head_dim=64)
     made: list[Replica] = []
     try:
         for name in ("plain tp", "tp 1", "tp 2"):
@@ -35,23 +34,6 @@ def engines(tier: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         for engine in made:
             stop(engine)
-
-
-def write_model(directory: Path) -> Path:
-    """Write a small Llama whose heads two ranks can share."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=1024,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def begin(name: str, tier: TwoNodes, model: Path) -> Replica:

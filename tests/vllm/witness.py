@@ -14,7 +14,7 @@ from kvray.reference.checkpoint import find_smollm2
 from kvray.reference.output import Output
 from kvray.reference.replica import Replica
 from kvray.reference.tokenizer import load_tokenizer
-from tests.ray.cluster import TwoNodes
+from tests.kit.ray.cluster import TwoNodes
 
 BLOCK = 32
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from kvray.events.message import (
     unpack_sequence,
 )
 from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
+from tests.unit.events.attacks import GREETING, frame
 
 HASHES = st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4).map(tuple)
 EVENTS = st.one_of(
@@ -137,7 +138,6 @@ def test_a_sequence_frame_has_eight_bytes():
 
 
 READY = b"\x04\x06\x05READY"
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 MAX = 1000
 PART_COST = 64
 
@@ -172,12 +172,6 @@ def hear(wire: Wire, other: socket.socket, sent: bytes, piece: int = 10**6) -> l
             left -= size
             messages += found
     return messages
-
-
-def frame(flags: int, body: bytes) -> bytes:
-    if len(body) > 255:
-        return bytes([flags | 2]) + len(body).to_bytes(8, "big") + body
-    return bytes([flags, len(body)]) + body
 
 
 MESSAGES = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), max_size=4)

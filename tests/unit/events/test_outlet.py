@@ -101,13 +101,28 @@ def published(*blocks: int, **options):
         yield publisher
 
 
+@contextmanager
+def heard(*blocks: int):
+    """Have a publisher, and a subscriber that takes replays."""
+    with published(*blocks) as publisher:
+        with KvSubscriber(publisher.live, publisher.replay) as subscriber:
+            yield publisher, subscriber
+
+
+@contextmanager
+def connected():
+    """Likewise, with a subscriber that has heard something."""
+    with heard() as (publisher, subscriber):
+        subscriber.read_until(lambda one: one.num_batches)
+        yield publisher, subscriber
+
+
 def has(*blocks: int):
     return lambda subscriber: set(subscriber.content["CPU"]) == set(blocks)
 
 
 def test_what_is_stored_and_removed_reaches_a_subscriber():
-    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
-        subscriber.read_until(lambda one: one.num_batches)  # it is connected
+    with connected() as (publisher, subscriber):
         publisher.store(1, 2, 3)
         publisher.remove(2)
 
@@ -118,7 +133,7 @@ def test_what_is_stored_and_removed_reaches_a_subscriber():
 
 def test_a_subscriber_that_comes_late_gets_everything_by_a_replay():
     blocks = range(5 * BATCH_BLOCKS + 1)
-    with published(*blocks) as publisher, KvSubscriber(publisher.live, publisher.replay) as late:
+    with heard(*blocks) as (_, late):
         late.take()
 
         assert set(late.content["CPU"]) == set(blocks)
@@ -143,8 +158,7 @@ def test_a_client_that_asks_by_a_plain_request_gets_two_frames_a_batch():
 
 
 def test_a_replay_of_batches_that_are_kept_is_those_batches():
-    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
-        subscriber.read_until(lambda one: one.num_batches)
+    with connected() as (publisher, subscriber):
         for block in range(20):
             publisher.store(block)
         last = publisher.outlet.last
@@ -156,8 +170,7 @@ def test_a_replay_of_batches_that_are_kept_is_those_batches():
 
 def test_a_replay_of_batches_that_are_gone_is_a_snapshot_whose_numbers_ascend(monkeypatch):
     monkeypatch.setattr(outlet_module, "_BATCHES_MAX", 5)
-    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
-        subscriber.read_until(lambda one: one.num_batches)
+    with connected() as (publisher, subscriber):
         for block in range(600):
             publisher.store(block)
         publisher.remove(7)
@@ -262,8 +275,7 @@ STEPS = st.lists(
 @given(STEPS, st.integers(1, 6))
 def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, steps, kept):
     monkeypatch.setattr(outlet_module, "_BATCHES_MAX", kept)
-    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
-        subscriber.read_until(lambda one: one.num_batches)
+    with connected() as (publisher, subscriber):
         for step, number in steps:
             if step == "store":
                 publisher.store(number)
@@ -354,11 +366,12 @@ def still(monkeypatch):
         yield made
 
 
-SUBSCRIBED = GREETING + READY + frame(0, b"\x01")
+HELLO = GREETING + READY
+SUBSCRIBED = HELLO + frame(0, b"\x01")
 
 
 def test_a_hundred_subscriptions_are_greeted_with_one_batch(still):
-    peers = [still.join(says=GREETING + READY) for _ in range(20)]
+    peers = [still.join() for _ in range(20)]
     before = still.outlet.last
     for peer in peers:
         peer.sendall(frame(0, b"\x01") + frame(0, b"\x00") + frame(0, b"\x01"))
@@ -405,24 +418,22 @@ def crowded(still, monkeypatch):
     return still
 
 
-def test_a_newcomer_gets_the_place_of_one_that_has_not_said_what_it_is(crowded):
-    first, second = (crowded.join(says=SUBSCRIBED) for _ in range(2))
-    silent = crowded.join(says=GREETING[:20])
-    third = crowded.join(says=SUBSCRIBED)
-    assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
-
-
-def test_who_waits_for_a_question_to_ask_keeps_its_place_before_who_says_nothing(crowded):
-    first, second = (crowded.join("replay") for _ in range(2))
-    silent = crowded.join("replay", says=GREETING[:20])
-    third = crowded.join("replay")
-    assert [*map(crowded.is_there, (first, second, silent, third))] == [True, True, False, True]
-
-
-def test_a_newcomer_gets_the_place_of_one_that_has_not_subscribed(crowded):
-    idle = crowded.join()
-    first, second, third = (crowded.join(says=SUBSCRIBED) for _ in range(3))
-    assert [*map(crowded.is_there, (idle, first, second, third))] == [False, True, True, True]
+@pytest.mark.parametrize(
+    ("port", "say", "are_there"),
+    [
+        ("live", [SUBSCRIBED, SUBSCRIBED, GREETING[:20], SUBSCRIBED], [True, True, False, True]),
+        ("replay", [HELLO, HELLO, GREETING[:20], HELLO], [True, True, False, True]),
+        ("live", [HELLO, SUBSCRIBED, SUBSCRIBED, SUBSCRIBED], [False, True, True, True]),
+    ],
+    ids=[
+        "one that has not said what it is",
+        "the same, before one that has a question to ask",
+        "one that has not subscribed",
+    ],
+)
+def test_a_newcomer_gets_the_place_of(crowded, port, say, are_there):
+    peers = [crowded.join(port, says) for says in say]
+    assert [*map(crowded.is_there, peers)] == are_there
 
 
 def test_a_newcomer_gets_the_place_of_the_one_that_reads_least(crowded):
@@ -480,11 +491,11 @@ def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     stuck.connect(still.places["replay"])
     still.peers.append(stuck)
-    stuck.sendall(GREETING + READY + ASKS)
+    stuck.sendall(HELLO + ASKS)
     while not any(one.wire.is_sending for one in still.outlet._replays):
         still.serve(1)
     (client,) = still.outlet._replays
-    second = still.join("replay", says=GREETING + READY + ASKS)
+    second = still.join("replay", says=HELLO + ASKS)
     assert still.drain(second).endswith(END)
     assert client in still.outlet._clients
     still.serve(2, step_s=61.0)
@@ -493,7 +504,7 @@ def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
 
 def test_replays_take_turns_whatever_each_has_got_before(still):
     still.outlet.publish([])
-    peer = still.join("replay", says=GREETING + READY + ASKS)
+    peer = still.join("replay", says=HELLO + ASKS)
     (old,) = still.outlet._clients
     for _ in range(20):
         still.drain(peer)
@@ -502,7 +513,7 @@ def test_replays_take_turns_whatever_each_has_got_before(still):
     for _ in range(40):
         still.outlet.publish([])
     for _ in range(3):
-        still.join("replay", says=GREETING + READY)
+        still.join("replay")
     for client in still.outlet._clients - {old}:
         still.outlet._take_question(client, [b"", bytes(8)])
     still.outlet._take_question(old, [b"", pack_sequence(still.outlet.last)])
@@ -514,7 +525,7 @@ def test_replays_take_turns_whatever_each_has_got_before(still):
 def test_who_asks_again_before_its_turn_keeps_its_place_in_the_row(still):
     still.outlet.publish([])
     for _ in range(2):
-        still.join("replay", says=GREETING + READY)
+        still.join("replay")
     first, second = still.outlet._clients
     for client in (first, second, first):
         still.outlet._take_question(client, [b"", bytes(8)])
@@ -526,7 +537,7 @@ def test_replays_side_by_side_share_what_is_made_for_them(still):
     page = still.held.page
     still.held.page = lambda after, step: asked.append(after) or page(after, step)
     still.outlet.publish([])
-    asks = GREETING + READY + ASKS
+    asks = HELLO + ASKS
     peers = [still.join("replay", says=asks) for _ in range(5)]
     for peer in peers:
         still.drain(peer)
@@ -548,16 +559,8 @@ def test_an_address_of_nobody_here_is_named(address):
 
 
 def test_ipv6_addresses_are_told_in_brackets(still):
-    live, replay = still.outlet.bind("tcp://[::1]:*", "tcp://[::1]:*")
-    assert live.startswith("tcp://[::1]:")
-    still.outlet.publish([stored(1)])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.IPV6, 1)
-        client.connect(replay)
-        client.send_multipart([b"", (FIRST).to_bytes(8, "big")])
-        while not client.poll(1):
-            still.serve(1)
-        assert client.recv_multipart()[1] == FIRST.to_bytes(8, "big")
+    for told in still.outlet.bind("tcp://[::1]:*", "tcp://[::1]:*"):
+        assert told.startswith("tcp://[::1]:")
 
 
 @given(

@@ -148,15 +148,26 @@ TestReception = ReceptionMachine.TestCase
 TestReception.settings = settings(max_examples=examples(600), stateful_step_count=40, deadline=None)
 
 
-def test_batches_in_order_need_no_more_than_the_first_question() -> None:
-    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+def followed(log_max: int = 100) -> tuple[Publisher, Reception]:
+    """Return a publisher, and a reception that has asked it for all."""
+    publisher, made = Publisher(log_max=log_max, has_snapshot=False), reception()
     catch_up(made, publisher)
+    return publisher, made
+
+
+def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted() -> None:
+    publisher, made = followed()
     for _ in range(3):
         made.live(*publisher.store(None, [len(publisher.blocks), 1]))
     assert made.replay_from is None
     assert made.content.is_whole
-    assert made.content.digests == publisher.digests
     assert (made.num_applied, made.num_gaps, made.num_lost) == (3, 0, 0)
+    publisher.store(None, [3, 4])
+    made.live(*publisher.remove(1))
+    assert made.replay_from is not None
+    catch_up(made, publisher)
+    assert made.content.digests == publisher.digests
+    assert (made.num_gaps, made.num_lost) == (1, 0)
 
 
 def test_who_comes_late_asks_for_all() -> None:
@@ -168,21 +179,8 @@ def test_who_comes_late_asks_for_all() -> None:
     assert made.content.digests == publisher.digests
 
 
-def test_a_gap_is_filled_and_counted() -> None:
-    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
-    catch_up(made, publisher)
-    made.live(*publisher.store(None, [1, 2]))
-    publisher.store(None, [3, 4])
-    made.live(*publisher.remove(1))
-    assert made.replay_from == 0
-    catch_up(made, publisher)
-    assert made.content.digests == publisher.digests
-    assert (made.num_gaps, made.num_lost) == (1, 0)
-
-
 def test_what_the_log_no_longer_has_is_lost_and_said() -> None:
-    publisher, made = Publisher(log_max=2, has_snapshot=False), reception()
-    catch_up(made, publisher)
+    publisher, made = followed(log_max=2)
     made.live(*publisher.store(None, [1, 2]))
     for token in range(4):
         last = publisher.store(None, [token, 7])
@@ -194,8 +192,7 @@ def test_what_the_log_no_longer_has_is_lost_and_said() -> None:
 
 
 def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
-    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
-    catch_up(made, publisher)
+    publisher, made = followed()
     made.live(*publisher.store(None, [1, 2]))
     publisher.number += 1
     made.live(1, b"\xc1")

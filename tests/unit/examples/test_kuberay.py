@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from kvray.cli.app import app
 from kvray.cli.config import render
 from kvray.config import WELL_KNOWN_PATH, KVRayConfig, load_config, parse_size
 from tests import helm
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
 CHART = {
@@ -51,8 +50,13 @@ RAY_CLUSTER = yaml.safe_load((Path(__file__).parent / "raycluster_v1.yaml").read
 def text(name: str) -> str:
     if name not in CHART:
         return (EXAMPLE / name).read_text()
-    rendered = helm.render(CHART[name])
-    return "---\n".join(one for file, one in rendered.items() if file.endswith(".yaml"))
+    return rendered(CHART[name])
+
+
+def rendered(values: dict[str, Any]) -> str:
+    """Return the objects of the chart as one file."""
+    files = helm.render(values).items()
+    return "---\n".join(one for file, one in files if file.endswith(".yaml"))
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
@@ -113,8 +117,8 @@ def test_kubernetes_own_schemas_take_every_object_and_pod(name: str) -> None:
 
 
 def test_kubernetes_own_schemas_refuse_what_a_pod_has_not() -> None:
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
-    wrong = {**pod, "spec": {"containers": [{"name": "one", "startupProb": {}}]}}
+    spec = {"containers": [{"name": "one", "startupProb": {}}]}
+    wrong = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
 
@@ -144,10 +148,15 @@ def test_pods_on_nodes_with_gpus_tolerate_their_taint(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_nodes_that_are_to_have_a_shard_have_its_resource(name: str, tmp_path: Path) -> None:
+def test_nodes_that_are_to_have_a_shard_have_its_resource_and_the_time_to_write_to_disk(
+    name: str, tmp_path: Path
+) -> None:
     (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
     (given,) = shlex.split(group["rayStartParams"]["resources"])
-    assert yaml.safe_load(given) == {tier(name, tmp_path).shard.resource: 1}
+    config = tier(name, tmp_path)
+    assert yaml.safe_load(given) == {config.shard.resource: 1}
+    grace_s = templates(name)["worker"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= config.nvme.flush_s + 30
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -188,12 +197,6 @@ def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_pod_is_given_the_time_to_write_to_disk(name: str, tmp_path: Path) -> None:
-    worker = templates(name)["worker"]["spec"]
-    assert worker["terminationGracePeriodSeconds"] >= tier(name, tmp_path).nvme.flush_s + 30
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
 def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
     probe = containers(name)["ray-worker"]["startupProbe"]
     program, command, *options = probe["exec"]["command"]
@@ -210,9 +213,8 @@ def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_an_engine_uses_all_the_gpus_that_it_asks_for(name: str) -> None:
     engine = containers(name)["engine"]
-    args = engine["args"]
-    limits = engine["resources"]["limits"]
-    assert args[args.index("--tp_size") + 1] == limits["nvidia.com/gpu"]
+    tp_size = engine["args"][engine["args"].index("--tp_size") + 1]
+    assert tp_size == engine["resources"]["limits"]["nvidia.com/gpu"]
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -255,10 +257,10 @@ def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
     )
     try:
         started = ["start", '--resources={"kvray_shard": 1}', "--block", "--"]
-        deadline = time.monotonic() + 30
-        while not starts.exists() or starts.read_text().splitlines() != started * 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(
+            lambda: starts.exists() and starts.read_text().splitlines() == started * 2,
+            "a second start",
+        )
         container.send_signal(signal.SIGTERM)
         assert container.wait(HANG_S) == 0
     finally:
@@ -288,7 +290,6 @@ def test_every_ray_container_has_the_token_and_no_file_has_one(name: str) -> Non
         assert all(one["kind"] != "Secret" for one in manifests(name))
 
 
-KUBERAY = Path(__file__).parents[3] / "examples" / "kuberay"
 IMAGE = "registry.example.com/trtllm-ray:1"
 LIKE = {
     "raycluster.yaml": {
@@ -321,9 +322,8 @@ def plain(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", LIKE)
 def test_the_chart_gives_the_manifests_of_kuberay(name: str) -> None:
     images = {"tier": IMAGE, "engine": IMAGE, "pullPolicy": ""}
-    rendered = helm.render({**LIKE[name], "images": images, "auth": {"secret": "kvray-auth"}})
-    text = "---\n".join(one for file, one in rendered.items() if file.endswith(".yaml"))
-    assert plain(text) == plain((KUBERAY / name).read_text())
+    made = rendered({**LIKE[name], "images": images, "auth": {"secret": "kvray-auth"}})
+    assert plain(made) == plain((EXAMPLE / name).read_text())
 
 
 def worker(values: dict[str, Any]) -> dict[str, Any]:
@@ -348,14 +348,10 @@ def test_volume_and_memory_follow_from_any_arena(arena: dict[str, str], tmp_path
     pod = worker({"kvray": {"arena": arena}})
     path = tmp_path / "kvray.yaml"
     path.write_text(json.dumps({"arena": arena}))
-    needed = ShardSettings.of(load_config(path, environ={})).spec.geometry().file_bytes
-    (limit,) = (
-        parse_size(one["emptyDir"]["sizeLimit"] + "B")
-        for one in pod["volumes"]
-        if one["name"] == "kvray"
-    )
-    assert needed <= limit <= 1.05 * needed + 2**31
-    memory = parse_size(pod["containers"][0]["resources"]["limits"]["memory"] + "B")
+    needed = arena_bytes(load_config(path, environ={}))
+    (limit,) = (one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "kvray")
+    assert needed <= size(limit) <= 1.05 * needed + 2**31
+    memory = size(pod["containers"][0]["resources"]["limits"]["memory"])
     assert needed + 4 * 2**30 <= 0.95 * memory <= 1.05 * needed + 6 * 2**30
 
 

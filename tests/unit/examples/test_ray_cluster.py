@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from kvray.config import load_config
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ray_cluster"
@@ -158,13 +158,11 @@ def ray_node(tmp_path: Path) -> Iterator[RayNode]:
     node.run("stop")
 
 
-def is_over(process: psutil.Process) -> bool:
-    deadline = time.monotonic() + 10
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def wait_until_over(*processes: psutil.Process) -> None:
+    for one in processes:
+        wait_for(
+            lambda one=one: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE, "the end"
+        )
 
 
 def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -> None:
@@ -173,10 +171,10 @@ def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -
     assert f"--temp-dir={ray_node.home}/ray --head" in (ray_node.home / "ray-start.log").read_text()
     assert ray_node.run("start", "--head").returncode == 0
     second = ray_node.process()
-    assert is_over(first)
+    wait_until_over(first)
     assert second.is_running()
     assert ray_node.run("stop").returncode == 0
-    assert is_over(second)
+    wait_until_over(second)
     assert ray_node.run("stop").returncode == 0
 
 
@@ -185,8 +183,7 @@ def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node
     ray = ray_node.process()
     (raylet,) = [one for one in ray.children() if "600" in one.cmdline()]
     assert ray_node.run("stop", RAY_NODE_STOP_S="1").returncode == 0
-    assert is_over(ray)
-    assert is_over(raylet)
+    wait_until_over(ray, raylet)
 
 
 def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node: RayNode) -> None:

@@ -1,8 +1,10 @@
 """Choose, prefetch, dispatch: in this order, in time, and a choice that is not used goes back."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,20 @@ import pytest
 pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
+from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
+import kvray.serve.prefetch
 from kvray.client import Prefetched
-from kvray.serve.dispatch import Dispatcher, GenerateArgs
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.serve.dispatch import Dispatcher, GenerateArgs, first_choice
+from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import RequestError
 from kvray.serve.router import Routed
+from kvray.serve.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
 
 ASKED = GenerateArgs([5, 6, 7], 4, "acme/1")
 ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
@@ -119,7 +129,7 @@ class Handle(OldHandle):
         return next(self._left)
 
 
-class Prefetcher:
+class Bringer:
     """Notes what is asked of kvray; may never be done with it."""
 
     def __init__(self, log: list[str], *, is_late: bool = False) -> None:
@@ -137,14 +147,25 @@ class Prefetcher:
 
 
 def dispatcher(
-    handle: Any, prefetcher: Prefetcher | None = None, *, timeout_s: float = 20.0
+    handle: Any, prefetcher: Bringer | None = None, *, timeout_s: float = 20.0
 ) -> Dispatcher:
-    asked: Any = prefetcher or Prefetcher(handle.log)
+    asked: Any = prefetcher or Bringer(handle.log)
     return Dispatcher(handle, asked, request_timeout_s=timeout_s)
 
 
-async def listen(asked: Dispatcher) -> list[Any]:
+async def listen(
+    handle: Any, prefetcher: Bringer | None = None, *, timeout_s: float = 20.0
+) -> list[Any]:
+    """Return all events of an answer."""
+    asked = dispatcher(handle, prefetcher, timeout_s=timeout_s)
     return [event async for event in asked.answer(ASKED)]
+
+
+async def failure(handle: Any, *, timeout_s: float = 20.0) -> RequestError:
+    """Return the error with which a request ends."""
+    with pytest.raises(RequestError) as failed:
+        await listen(handle, timeout_s=timeout_s)
+    return failed.value
 
 
 def taken(name: str) -> dict[str, str]:
@@ -152,10 +173,11 @@ def taken(name: str) -> dict[str, str]:
     return {"engine": f"engine-{name}", "route": "fallback"}
 
 
-def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there() -> None:
+async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there() -> None:
     handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
-    assert asyncio.run(listen(dispatcher(handle))) == [taken("a"), {"tokens": [8]}, ENDING]
+    assert await listen(handle) == [taken("a"), {"tokens": [8]}, ENDING]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
+    await asyncio.sleep(0.01)  # in which the loop ends the answer's generators
     assert handle.decisions.told == [
         "request 1 sent to engine-a",
         "request 1 has a token",
@@ -163,107 +185,88 @@ def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_the
     ]
 
 
-def test_a_replica_that_is_gone_is_passed_over() -> None:
+async def test_a_replica_that_is_gone_is_passed_over() -> None:
     handle = Handle([ReplicaUnavailableError("a")], [taken("b"), ENDING])
-    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert await listen(handle) == [taken("b"), ENDING]
     assert handle.log[3:] == ["leave a", "choose b", "bring to engine-b", "dispatch b", "leave b"]
 
 
-def test_a_silent_replica_is_passed_over_and_its_request_cancelled(
+async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvray.serve.dispatch._TAKE_TIMEOUT_S", 0.05)
     handle = Handle(["silence"], [taken("b"), ENDING])
-    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert await listen(handle) == [taken("b"), ENDING]
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
 
 
-def test_after_three_replicas_a_request_has_failed() -> None:
+async def test_after_three_replicas_a_request_has_failed() -> None:
     handle = Handle(*[[ReplicaUnavailableError(name)] for name in "abc"])
-    with pytest.raises(RequestError) as failed:
-        asyncio.run(listen(dispatcher(handle)))
-    assert failed.value.status == 503
+    assert (await failure(handle)).status == 503
     assert handle.log[-1] == "leave c"
 
 
-def test_full_engines_are_not_asked_again() -> None:
+async def test_full_engines_are_not_asked_again() -> None:
     full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    with pytest.raises(RequestError) as failed:
-        asyncio.run(listen(dispatcher(Handle(failure=full))))
-    assert failed.value.status == 429
+    assert (await failure(Handle(failure=full))).status == 429
 
 
-def test_a_choice_whose_client_has_gone_is_given_back() -> None:
+async def test_a_choice_whose_client_has_gone_is_given_back() -> None:
     handle = Handle()
 
-    async def go() -> None:
-        prefetcher = Prefetcher(handle.log, is_late=True)
-        asked = asyncio.create_task(listen(dispatcher(handle, prefetcher)))
-        await prefetcher.is_asked.wait()
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-
-    asyncio.run(go())
+    prefetcher = Bringer(handle.log, is_late=True)
+    asked = asyncio.create_task(listen(handle, prefetcher))
+    await prefetcher.is_asked.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
     assert handle.log == ["choose a", "bring to engine-a", "leave a"]
 
 
-def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(
+async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvray.serve.dispatch._RIVAL_S", 0.05)
     handle = Handle([taken("b"), ENDING], frozen="a")
-    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert await listen(handle) == [taken("b"), ENDING]
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
-def test_a_choice_that_never_comes_ends_in_time() -> None:
+async def test_a_choice_that_never_comes_ends_in_time() -> None:
     handle = Handle(frozen="a")
-    with pytest.raises(RequestError) as failed:
-        asyncio.run(listen(dispatcher(handle, timeout_s=0.05)))
-    assert failed.value.status == 504
+    assert (await failure(handle, timeout_s=0.05)).status == 504
     assert handle.log == ["leave a"]
 
 
-def test_an_answer_that_ends_without_an_ending_is_a_failure() -> None:
+async def test_an_answer_that_ends_without_an_ending_is_a_failure() -> None:
     handle = Handle([taken("a"), {"tokens": [8]}, StopAsyncIteration()])
-    with pytest.raises(RequestError, match="engine-a is gone") as failed:
-        asyncio.run(listen(dispatcher(handle)))
-    assert failed.value.status == 503
+    failed = await failure(handle)
+    assert (failed.status, "engine-a is gone" in str(failed)) == (503, True)
 
 
-def test_an_answer_that_nobody_hears_is_cancelled() -> None:
+async def test_an_answer_that_nobody_hears_is_cancelled() -> None:
     handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
-
-    async def go() -> None:
-        events = dispatcher(handle).answer(ASKED)
-        await anext(events)
-        await events.aclose()
-
-    asyncio.run(go())
+    events = dispatcher(handle).answer(ASKED)
+    await anext(events)
+    await events.aclose()
     assert handle.answers[0].is_cancelled
 
 
-def test_time_that_is_up_is_said() -> None:
+async def test_time_that_is_up_is_said() -> None:
     handle = Handle([taken("a"), "silence"])
-    with pytest.raises(RequestError, match="engine-a did not answer in time") as failed:
-        asyncio.run(listen(dispatcher(handle, timeout_s=0.05)))
-    assert failed.value.status == 504
+    failed = await failure(handle, timeout_s=0.05)
+    assert (failed.status, "engine-a did not answer in time" in str(failed)) == (504, True)
 
 
-def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
+async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("kvray.serve.dispatch._log.warning", said.append)
     handle = OldHandle([taken("a"), ENDING], [taken("b"), ENDING])
-
-    async def go() -> None:
-        asked = dispatcher(handle)
-        assert await listen(asked) == [taken("a"), ENDING]
-        assert await listen(asked) == [taken("b"), ENDING]
-
-    asyncio.run(go())
+    asked = dispatcher(handle)
+    for name in "ab":
+        assert [event async for event in asked.answer(ASKED)] == [taken(name), ENDING]
     assert handle.log == ["remote", "remote"]
     assert len(said) == 1
     assert said[0].endswith("kvray prefetches nothing.")
@@ -278,28 +281,188 @@ def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
         (((32, "disk"), (500, "remote")), {"pool": 64, "host": 0, "disk": 0, "remote": 128}),
     ],
 )
-def test_the_tiers_tokens_are_told_by_where_they_were(sources: Any, found: dict[str, int]) -> None:
+async def test_the_tiers_tokens_are_told_by_where_they_were(
+    sources: Any, found: dict[str, int]
+) -> None:
     by_source = {"pool": 64, "tier": 128}
     handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
-    prefetcher = Prefetcher(handle.log)
+    prefetcher = Bringer(handle.log)
     if sources is not None:
         prefetcher.brought = Prefetched(
             num_tokens=160, staged_tokens=0, reason="none", sources=sources
         )
-    ending = asyncio.run(listen(dispatcher(handle, prefetcher)))[-1]
+    ending = (await listen(handle, prefetcher))[-1]
     assert ending["cached_tokens_by_source"] == found
 
 
-def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory() -> None:
+async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory() -> None:
     by_source = {"pool": 0, "tier": 32}
     handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
     handle.here = ["a", "b"]
-    ending = asyncio.run(listen(dispatcher(handle)))[-1]
+    ending = (await listen(handle))[-1]
     assert handle.log == ["choose a", "dispatch a", "leave a"]
     found = {"pool": 0, "host": 32, "disk": 0, "remote": 0}
     assert ending["cached_tokens_by_source"] == found
 
 
-def test_an_engine_that_tells_no_sources_has_none() -> None:
+async def test_an_engine_that_tells_no_sources_has_none() -> None:
     handle = Handle([taken("a"), ENDING])
-    assert asyncio.run(listen(dispatcher(handle)))[-1] == ENDING
+    assert (await listen(handle))[-1] == ENDING
+
+
+FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+
+class Choices:
+    """Choices that come when their events are set, or fail."""
+
+    def __init__(self, *comes: asyncio.Event | Exception) -> None:
+        self.log: list[str] = []
+        self._comes = iter(enumerate(comes))
+
+    def __call__(self) -> AbstractAsyncContextManager[int]:
+        return self._choose(*next(self._comes))
+
+    @asynccontextmanager
+    async def _choose(self, number: int, comes: asyncio.Event | Exception) -> AsyncIterator[int]:
+        if isinstance(comes, Exception):
+            raise comes
+        await comes.wait()
+        self.log.append(f"enter {number}")
+        try:
+            yield number
+        finally:
+            self.log.append(f"leave {number}")
+
+
+async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used() -> None:
+    late, now = asyncio.Event(), asyncio.Event()
+    now.set()
+    choices = Choices(late, now)
+    async with first_choice(choices, rival_s=0.0, timeout_s=20.0) as chosen:
+        assert chosen == 1
+        late.set()
+        await asyncio.sleep(0.01)
+        assert choices.log == ["enter 1", "enter 0", "leave 0"]
+    assert choices.log[-1] == "leave 1"
+
+
+async def test_a_second_choice_that_fails_changes_nothing() -> None:
+    comes = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.02, comes.set)
+    async with first_choice(Choices(comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
+        assert chosen == 0
+
+
+async def test_a_first_choice_that_fails_is_the_failure() -> None:
+    with pytest.raises(BackPressureError):
+        async with first_choice(Choices(FULL), rival_s=20.0, timeout_s=20.0):
+            pass
+
+
+async def test_what_the_block_raises_gives_the_choice_back() -> None:
+    comes = asyncio.Event()
+    comes.set()
+    choices = Choices(comes)
+    with pytest.raises(KeyError):
+        async with first_choice(choices, rival_s=20.0, timeout_s=20.0):
+            raise KeyError("of the block")
+    assert choices.log == ["enter 0", "leave 0"]
+
+
+async def test_each_choice_is_a_request_of_its_own_for_serve() -> None:
+    seen = []
+
+    @asynccontextmanager
+    async def choose() -> AsyncIterator[None]:
+        seen.append(_get_serve_request_context())
+        await asyncio.sleep(0.05)
+        yield
+
+    _set_request_context(_internal_request_id="caller's", request_id="client's")
+    async with first_choice(choose, rival_s=0.0, timeout_s=20.0):
+        assert _get_serve_request_context()._internal_request_id == "caller's"
+    assert [one._internal_request_id for one in seen] == ["", ""], "Serve makes one of its own"
+
+
+BROUGHT = Prefetched(num_tokens=2, staged_tokens=2, reason="none")
+
+
+class Client:
+    """As `kvray.Client`: what it is asked, and what goes wrong, by replica."""
+
+    def __init__(self, _: object) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        self.failures: dict[str, Exception] = {}
+        self.is_free = threading.Event()
+        self.is_free.set()
+
+    def prefetch(self, tokens: list[int], *, replica: str, salt: str | None) -> Prefetched:
+        self.asked.append((replica, salt))
+        self.is_free.wait(10)
+        if replica in self.failures:
+            raise self.failures[replica]
+        return BROUGHT
+
+
+@pytest.fixture
+def prefetcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Prefetcher]:
+    monkeypatch.setattr(kvray.serve.prefetch, "Client", Client)
+    config = tmp_path / "kvray.yaml"
+    config.write_text("cluster_name: test\n")
+    made = Prefetcher(Settings(kvray_config=config, prefetch_timeout_s=0.1))
+    yield made
+    made._threads.shutdown()
+
+
+async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
+    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
+
+
+@pytest.fixture
+def client(prefetcher: Prefetcher) -> Any:
+    """What the prefetcher asks."""
+    return prefetcher._client
+
+
+async def test_it_asks_for_the_prompt_with_its_salt(prefetcher: Prefetcher, client: Any) -> None:
+    assert await bring(prefetcher, "a") == [BROUGHT]
+    assert client.asked == [("a", "acme/1")]
+
+
+async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(
+    prefetcher: Prefetcher, client: Any
+) -> None:
+    client.failures["a"] = ShardUnavailable("No answer.")
+    assert await bring(prefetcher, "a", "a", "b") == [None, None, BROUGHT]
+    assert [name for name, _ in client.asked] == ["a", "b"]
+
+
+async def test_a_late_answer_is_not_waited_for_twice(prefetcher: Prefetcher, client: Any) -> None:
+    client.is_free.clear()
+    try:
+        assert await bring(prefetcher, "a", "a") == [None, None]
+    finally:
+        client.is_free.set()
+    assert [name for name, _ in client.asked] == ["a"]
+
+
+async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
+    prefetcher: Prefetcher, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.failures["a"] = ConfigError("The prompt names no tenant.")
+    assert await bring(prefetcher, "a", "a") == [None, None]
+    client.failures.clear()
+    assert await bring(prefetcher, "a") == [BROUGHT]
+    assert caplog.text.count("names no tenant") == 1, "once is enough"
+
+
+async def test_token_ids_that_are_none_are_asked_of_nobody(
+    prefetcher: Prefetcher, client: Any
+) -> None:
+    assert await prefetcher.bring([2**40], "a", None) is None
+    assert client.asked == []
+
+
+async def test_without_time_nothing_is_asked() -> None:
+    assert await bring(Prefetcher(Settings(prefetch_timeout_s=0)), "a") == [None]

@@ -75,67 +75,59 @@ def test_a_router_knows_what_the_engine_has_and_has_evicted(engine: Any) -> None
         wait_for(lambda: tokens(prompts[-1]) == 992, "the blocks of the last one")
 
 
-def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -> None:
-    async def hang() -> None:
-        assert (await listen(engine, 2))[-1]["finish_reason"] == "length"
-        await asyncio.sleep(2 * STALL_S)
-        engine.check_health()  # nothing is under way
-        os.kill(engine._replica.pid, signal.SIGSTOP)
-        try:
-            asked = asyncio.create_task(listen(engine, 2))
-            await asyncio.sleep(STALL_S / 2)
-            engine.check_health()
-            await asyncio.sleep(STALL_S)
-            with pytest.raises(KVRayError, match="said nothing for"):
-                engine.check_health()
-        finally:
-            os.kill(engine._replica.pid, signal.SIGCONT)
-        assert (await asyncio.wait_for(asked, DEADLINE_S))[-1]["finish_reason"] == "length"
+@pytest.mark.anyio
+async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -> None:
+    assert (await listen(engine, 2))[-1]["finish_reason"] == "length"
+    await asyncio.sleep(2 * STALL_S)
+    engine.check_health()  # nothing is under way
+    os.kill(engine._replica.pid, signal.SIGSTOP)
+    try:
+        asked = asyncio.create_task(listen(engine, 2))
+        await asyncio.sleep(STALL_S / 2)
         engine.check_health()
+        await asyncio.sleep(STALL_S)
+        with pytest.raises(KVRayError, match="said nothing for"):
+            engine.check_health()
+    finally:
+        os.kill(engine._replica.pid, signal.SIGCONT)
+    assert (await asyncio.wait_for(asked, DEADLINE_S))[-1]["finish_reason"] == "length"
+    engine.check_health()
 
-    asyncio.run(hang())
 
-
-def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
+@pytest.mark.anyio
+async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
     engine: Any,
 ) -> None:
     calls = engine._replica._calls
-
-    async def go() -> Any:
-        os.kill(engine._replica.pid, signal.SIGSTOP)
-        try:
-            asked = asyncio.create_task(listen(engine, LONG_TOKENS))
-            await asyncio.sleep(0)  # a thread hands it over now
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            deadline = time.monotonic() + DEADLINE_S
-            while not calls:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
-            (call,) = calls.values()
-            await asyncio.sleep(0.5)  # and another that nobody wants it
-        finally:
-            os.kill(engine._replica.pid, signal.SIGCONT)
-        return call
-
-    call = asyncio.run(go())
-    assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
+    os.kill(engine._replica.pid, signal.SIGSTOP)
+    try:
+        asked = asyncio.create_task(listen(engine, LONG_TOKENS))
+        await asyncio.sleep(0)  # a thread hands it over now
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        deadline = time.monotonic() + DEADLINE_S
+        while not calls:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        (call,) = calls.values()
+        await asyncio.sleep(0.5)  # and another that nobody wants it
+    finally:
+        os.kill(engine._replica.pid, signal.SIGCONT)
+    ended = await asyncio.wait_for(asyncio.wrap_future(call.future), DEADLINE_S)
+    assert ended.finish_reason == "cancelled"
 
 
-def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start: Start) -> None:
+@pytest.mark.anyio
+async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start: Start) -> None:
     has_left = threading.Event()
     engine = start(has_left.set)
-
-    async def meet_death() -> None:
-        asked = asyncio.create_task(listen(engine, LONG_TOKENS))
-        await asyncio.sleep(0.2)
-        os.kill(engine._replica.pid, signal.SIGKILL)
-        assert "is gone" in (await asyncio.wait_for(asked, DEADLINE_S))[-1]["error"]
-        with pytest.raises(asyncio.TimeoutError):  # Serve tells the caller that the process ended
-            await asyncio.wait_for(listen(engine, 2), 1.0)
-
-    asyncio.run(meet_death())
+    asked = asyncio.create_task(listen(engine, LONG_TOKENS))
+    await asyncio.sleep(0.2)
+    os.kill(engine._replica.pid, signal.SIGKILL)
+    assert "is gone" in (await asyncio.wait_for(asked, DEADLINE_S))[-1]["error"]
+    with pytest.raises(asyncio.TimeoutError):  # Serve tells the caller that the process ended
+        await asyncio.wait_for(listen(engine, 2), 1.0)
     assert has_left.wait(DEADLINE_S)
     engine.__del__()
 

@@ -1,7 +1,6 @@
 """The span of a request at the endpoint, from its header to its last byte."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from kvray.client import Prefetched
-from kvray.serve.dispatch import Dispatcher
 from kvray.serve.protocol import RequestError
 from kvray.serve.traced import TracedRequests
 from kvray.trace import spans
-from tests.unit.serve.test_dispatch import ASKED, ENDING, Handle, Prefetcher
+from tests.unit.serve.test_dispatch import ASKED, ENDING, Bringer, Handle, dispatcher
 from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, id_of, parent_of, sdk
 
 __all__ = ["sdk"]
@@ -33,20 +31,14 @@ TOKENS = [{"engine": "engine-a"}, {"tokens": [1]}, {"tokens": [2, 3]}]
 SOURCES = {"cached_tokens_by_source": {"pool": 1, "tier": 1}}
 
 
-def dispatcher(handle: Any, brought: Prefetched | None = None) -> Dispatcher:
-    prefetcher: Any = Prefetcher(handle.log)
+def app_with(handle: Any, brought: Prefetched | None = None) -> ASGIApp:
+    """Return an endpoint whose answers are those of a handle."""
+    prefetcher = Bringer(handle.log)
     prefetcher.brought = brought
-    return Dispatcher(handle, prefetcher, request_timeout_s=20.0)
+    answer = dispatcher(handle, prefetcher)
 
-
-async def _lines(answer: Dispatcher) -> AsyncGenerator[str, None]:
-    async for event in answer.answer(ASKED):
-        yield str(event)
-
-
-def app_with(answer: Dispatcher) -> ASGIApp:
     async def chat(_: Request) -> Response:
-        return StreamingResponse(_lines(answer))
+        return StreamingResponse(str(event) async for event in answer.answer(ASKED))
 
     async def complete(_: Request) -> Response:
         try:
@@ -72,7 +64,7 @@ def post(app: ASGIApp, path: str = "/v1/chat/completions") -> int:
 def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk: Spans) -> None:
     handle = Handle([*TOKENS, {**ENDING, "cached_tokens": 2, **SOURCES}])
     nothing = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
-    assert post(app_with(dispatcher(handle, nothing))) == 200
+    assert post(app_with(handle, nothing)) == 200
     ingress, route = sdk.one("ingress"), sdk.one("route")
     assert (parent_of(ingress), parent_of(route)) == (CALLER, id_of(ingress))
     about = dict(ingress.attributes)
@@ -108,7 +100,7 @@ def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk: Span
 def test_an_answer_that_breaks_off_is_an_error(
     sdk: Spans, events: list[Any], status: int, kind: str
 ) -> None:
-    assert post(app_with(dispatcher(Handle(events))), "/v1/completions") == status
+    assert post(app_with(Handle(events)), "/v1/completions") == status
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR
     assert ingress.attributes["error.type"] == kind
@@ -117,36 +109,33 @@ def test_an_answer_that_breaks_off_is_an_error(
 
 def test_a_choice_that_fails_ends_its_span_as_an_error(sdk: Spans) -> None:
     handle = Handle(failure=asyncio.TimeoutError())
-    assert post(app_with(dispatcher(handle)), "/v1/completions") == 504
+    assert post(app_with(handle), "/v1/completions") == 504
     assert {one.status.status_code for one in sdk.named("route")} == {StatusCode.ERROR}
 
 
 def test_what_is_no_request_for_an_answer_has_no_span(sdk: Spans) -> None:
-    assert TestClient(app_with(dispatcher(Handle()))).get("/v1/models").status_code == 200
+    assert TestClient(app_with(Handle())).get("/v1/models").status_code == 200
     assert sdk.names() == []
 
 
-def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> None:
-    app = app_with(dispatcher(Handle([*TOKENS, "silence"])))
+@pytest.mark.anyio
+async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> None:
+    app = app_with(Handle([*TOKENS, "silence"]))
+    heard = asyncio.Event()
 
-    async def leave() -> None:
-        heard = asyncio.Event()
+    async def receive() -> dict[str, Any]:
+        await heard.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> dict[str, Any]:
-            await heard.wait()
-            return {"type": "http.disconnect"}
+    async def send(message: Any) -> None:
+        if b"tokens" in message.get("body", b""):
+            heard.set()
 
-        async def send(message: Any) -> None:
-            if b"tokens" in message.get("body", b""):
-                heard.set()
-
-        headers = [(b"traceparent", TRACEPARENT.encode())]
-        path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-        scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
-        await asyncio.wait_for(app(scope, receive, send), 20)
-
-    asyncio.run(leave())
+    headers = [(b"traceparent", TRACEPARENT.encode())]
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
+    await asyncio.wait_for(app(scope, receive, send), 20)
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR
     assert ingress.attributes["error.type"] == "disconnected"
@@ -154,4 +143,4 @@ def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> None:
 
 def test_without_an_sdk_a_request_is_answered_as_ever() -> None:
     assert not spans.is_on()
-    assert post(app_with(dispatcher(Handle([*TOKENS, ENDING])))) == 200
+    assert post(app_with(Handle([*TOKENS, ENDING]))) == 200

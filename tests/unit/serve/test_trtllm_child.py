@@ -3,8 +3,9 @@
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ class KvCacheConnectorConfig(KvCacheConfig):
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, object]:
+def options(tmp_path: Path) -> dict[str, Any]:
     package = tmp_path / "tensorrt_llm"
     (package / "llmapi").mkdir(parents=True)
     (package / "__init__.py").write_text(LLM)
@@ -113,10 +114,16 @@ def options(tmp_path: Path) -> dict[str, object]:
     }
 
 
-@pytest.fixture
-def replica(options: dict[str, object]) -> Iterator[Replica]:
-    with Replica.spawn("llm", model="some", **options) as replica:  # type: ignore[arg-type]
+@contextmanager
+def started(options: dict[str, Any]) -> Iterator[Replica]:
+    with Replica.spawn("llm", **{"model": "some", **options}) as replica:
         replica.wait_ready(DEADLINE_S)
+        yield replica
+
+
+@pytest.fixture
+def replica(options: dict[str, Any]) -> Iterator[Replica]:
+    with started(options) as replica:
         yield replica
 
 
@@ -129,15 +136,14 @@ def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica: Repl
 
 
 def test_an_engine_that_makes_spans_gets_the_requests_traceparent(
-    options: dict[str, object], tmp_path: Path
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
     takes_it = LLM.replace("*, streaming):", "*, streaming, trace_headers=None):")
     told = "return Result([len(trace_headers['traceparent'])] if trace_headers else [0], params)"
     (tmp_path / "tensorrt_llm" / "__init__.py").write_text(
         takes_it.replace("return Result(prompt, params)", told)
     )
-    with Replica.spawn("llm", model="some", **options) as replica:  # type: ignore[arg-type]
-        replica.wait_ready(DEADLINE_S)
+    with started(options) as replica:
         traced = replica.submit([1], max_tokens=1, trace="t" * 55)
         assert traced.future.result(DEADLINE_S).token_ids == (55,)
         assert replica.generate([1], max_tokens=1).token_ids == (0,)
@@ -149,13 +155,12 @@ def test_one_that_does_not_is_asked_as_ever(replica: Replica) -> None:
 
 
 def test_its_kv_events_are_published_from_the_first_request_on(
-    options: dict[str, object],
+    options: dict[str, Any],
 ) -> None:
     options |= {"event_host": "127.0.0.1", "event_buffer_max_size": 8}
     options["kv_cache_config"] = {"tokens_per_block": 4}
     pools = Pools()
-    with Replica.spawn("llm", model="some", **options) as replica, closing(pools):  # type: ignore[arg-type]
-        replica.wait_ready(DEADLINE_S)
+    with started(options) as replica, closing(pools):
         pools.follow({"llm": {EVENTS_STAT: replica.event_metadata}})
         replica.generate([1], max_tokens=1)
         found = {"llm": PoolMatch(num_tokens=4, is_sure=True)}
@@ -190,7 +195,7 @@ def test_what_the_engine_refuses_is_a_sentence(replica: Replica) -> None:
         replica.generate([1] * 9)
 
 
-def test_an_engine_that_does_not_start_says_why(options: dict[str, object]) -> None:
-    with Replica.spawn("llm", model="none", **options) as replica:  # type: ignore[arg-type]
-        with pytest.raises(KVRayError, match="there is no such model"):
-            replica.wait_ready(DEADLINE_S)
+def test_an_engine_that_does_not_start_says_why(options: dict[str, Any]) -> None:
+    with pytest.raises(KVRayError, match="there is no such model"):
+        with started({**options, "model": "none"}):
+            pass

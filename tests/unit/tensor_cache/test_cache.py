@@ -540,7 +540,7 @@ def test_every_example_of_the_page_runs_top_to_bottom(
     monkeypatch.setenv("KVRAY_ARENA__DIR", str(config.arena.dir))
     monkeypatch.setenv("KVRAY_ARENA__CAPACITY", str(config.arena.capacity))
     found = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    # tests/ray/test_python_api_page.py runs those with a client.
+    # tests/ray/test_programs.py runs those with a client.
     examples = [one for one in found if "Client" not in one]
     names: dict[str, object] = {}
     for example in examples:

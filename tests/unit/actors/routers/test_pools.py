@@ -9,8 +9,8 @@ import pytest
 from kvray.actors.routers.pools import EVENTS_STAT, Pools
 from kvray.events.pool_feed import PoolFeed
 from kvray.routing import PoolMatch
+from tests.unit.events.test_following import Buffer
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
-from tests.unit.events.test_pool_feed import Buffer
 from tests.waiting import wait_for
 
 PROMPT = [*range(10)]

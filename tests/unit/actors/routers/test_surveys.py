@@ -16,7 +16,7 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.index import Run
 from kvray.routing import Link, Outcomes, Stretch, Survey
-from tests.ray.engine import NAMESPACE
+from tests.kit.ray.engine import NAMESPACE
 
 TOKENS = np.arange(100, dtype="<i4")
 PROFILE = {

@@ -6,7 +6,7 @@ from kvray.actors.shard.traffic import RequestLog
 from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
 from kvray.trace.request_note import NOTES_MAX, RequestNote, pack, unpack
-from tests.ray.engine import NAMESPACE
+from tests.kit.ray.engine import NAMESPACE
 
 ONE, TWO = (Origin(replica=name, rank=0, namespace=NAMESPACE) for name in ("one", "two"))
 

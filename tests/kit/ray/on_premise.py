@@ -1,8 +1,8 @@
-"""Runs `ray up` for one machine over ssh, in namespaces that end with it: see `test_ray_up`.
+"""Runs `ray up` for one machine over ssh, in namespaces that end with it: see `test_programs`.
 
 Run as root, as `unshare --net --pid --fork --kill-child --mount --mount-proc python -m
-tests.ray.on_premise`: then nothing of it can reach, or outlive, anything else. Writes what it found
-to standard output as JSON.
+tests.kit.ray.on_premise`: then nothing of it can reach, or outlive, anything else. Writes what it
+found to standard output as JSON.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ray_cluster"
 OWN = Path("/media")
 """Where a file system of this run's own is mounted."""

@@ -1,6 +1,6 @@
 """A process that stays connected to a tier's Ray and says what `kvray status --json` would.
 
-Run as `python -m tests.ray.teller CONFIG`. It answers each line of its standard input with one
+Run as `python -m tests.kit.ray.teller CONFIG`. It answers each line of its standard input with one
 line. A command for each question would cost a core more than a second.
 """
 
@@ -16,7 +16,7 @@ from kvray.client import Client
 from kvray.config import load_config
 from tests.waiting import HANG_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Teller:
@@ -24,7 +24,7 @@ class Teller:
 
     def __init__(self, config_path: Path, environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.teller", str(config_path)],
+            [sys.executable, "-m", "tests.kit.ray.teller", str(config_path)],
             cwd=ROOT,
             env=dict(environ),
             stdin=subprocess.PIPE,

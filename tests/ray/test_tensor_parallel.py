@@ -1,13 +1,11 @@
-"""Engines with a rank on each of two nodes: promise, load, release, and the loss of either."""
+"""Engines of several ranks, of other sizes and spread over nodes: promise, load and loss."""
 
 import contextlib
 import functools
 import itertools
-import json
-import random
 import signal
+import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import psutil
@@ -20,21 +18,81 @@ from kvray.reference.output import Output
 from kvray.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
+from tests.kit.ray.cluster import (
+    NUM_BLOCKS,
+    PATIENT,
+    REPLICA,
+    SETTINGS,
+    TOKENS_PER_BLOCK,
+    WHOLE_TOKENS,
+    Sharing,
+    TwoNodes,
+    open_sharing,
+    open_tier,
+    prompt_of,
+)
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-MODEL = "tiny:11"
-TOKENS_PER_BLOCK = 32
-PROMPT_TOKENS = 640
-WHOLE = 19 * TOKENS_PER_BLOCK
-"""Tokens that an engine loads of a prompt of 20 blocks: it computes at least one itself."""
+HEARD_S = 3.0
+"""From engine to shard, lookup and back to an engine: three reports."""
+
+
+@pytest.fixture(scope="module")
+def sizes(machine: Machine) -> Iterator[Sharing]:
+    """The first replica has all heads in one rank, the second one head in each of two."""
+    with (
+        open_tier(machine, "sizes", PATIENT) as nodes,
+        open_sharing(nodes, sizes=(1, 2), poison=True) as made,
+    ):
+        yield made
+
+
+def hears_of(sizes: Sharing, at: int) -> None:
+    """Have a node's engine hear that there are blocks of the other size: it takes a report.
+
+    From its first pass on its ranks have one name, too.
+    """
+    other, own = (sizes.second, sizes.first)[at], (sizes.first, sizes.second)[at]
+    sizes.compute(prompt_of(f"of {other.name}"), other)
+    own.generate([prompt_of("to begin")], max_tokens=1)
+    time.sleep(HEARD_S)
+
+
+@pytest.mark.parametrize("direction", ["one rank to two", "two ranks to one"])
+def test_what_one_size_has_computed_the_other_loads_on_another_node(
+    sizes: Sharing, direction: str
+) -> None:
+    source, target, at = sizes.first, sizes.second, 1
+    if direction == "two ranks to one":
+        source, target, at = target, source, 0
+    hears_of(sizes, at)
+    prompt = prompt_of(direction)
+    expected = sizes.compute(prompt, source)
+
+    (output,) = target.generate([prompt], max_tokens=4)
+
+    assert output.hit_tokens == WHOLE_TOKENS
+    assert tuple(output.token_ids) == expected
+    name = target.name
+    wait_for(
+        lambda: num_resliced(sizes, at, name) == WHOLE_TOKENS,
+        "the report of the hit",
+    )
+
+
+def num_resliced(sizes: Sharing, at: int, name: str) -> int:
+    shard = sizes.shards()[at]
+    ranks = [one for one in shard["replicas"] if one["replica"] == name and one["rank"] == 0]
+    return int(ranks[0]["counters"].get("resliced_tokens", 0))
+
+
 POOL_BLOCKS = 64
 """Of an engine: not enough for the prompts of a test, so that it asks for each one again."""
-PATIENT = {
+HASTY = {
+    **PATIENT,
     "arena": {**SETTINGS["arena"], "limbo_s": 2.0},
-    "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0},
     "staging": {"handover_s": 0.5},
 }
 
@@ -47,7 +105,7 @@ class Spread:
         self.replicas: list[Replica] = []
         self._prompts = itertools.count()
         self._oracle = ReferenceEngine(
-            MODEL,
+            REPLICA["model"],
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=POOL_BLOCKS,
             enable_block_reuse=False,
@@ -58,21 +116,15 @@ class Spread:
         """Begin to start an engine with rank 0 on node `leader` and rank 1 on the other."""
         first, second = self.nodes.nodes[leader], self.nodes.nodes[1 - leader]
         environ = {**self.nodes.engine_environ(first), "KVRAY_CONNECTOR__REPLICA": name}
-        self.replicas.append(
-            Replica.spawn(
-                name,
-                env=environ,
-                model=MODEL,
-                tokens_per_block=TOKENS_PER_BLOCK,
-                num_blocks=POOL_BLOCKS,
-                connector=CONNECTOR,
-                num_threads=1,
-                poison=True,
-                tensor_parallel_size=2,
-                ranks_per_node=1,
-                rank_env=[{"KVRAY_ARENA__DIR": str(second.arena_dir)}],
-            )
-        )
+        options = {
+            **REPLICA,
+            "num_blocks": POOL_BLOCKS,
+            "poison": True,
+            "tensor_parallel_size": 2,
+            "ranks_per_node": 1,
+            "rank_env": [{"KVRAY_ARENA__DIR": str(second.arena_dir)}],
+        }
+        self.replicas.append(Replica.spawn(name, env=environ, **options))
         return self.replicas[-1]
 
     def wait_ready(self, *replicas: Replica) -> None:
@@ -91,31 +143,23 @@ class Spread:
 
     def compute(self, replica: Replica, num_prompts: int) -> list[list[int]]:
         """Have an engine answer new prompts, and return them once the tier has all of them."""
-        before = self.status()["lookup"]["keys"]
+        before = self.nodes.status()["lookup"]["keys"]
         prompts = [self.make_prompt() for _ in range(num_prompts)]
         for prompt in prompts:
             self.ask(replica, prompt)
-        wanted = before + num_prompts * PROMPT_TOKENS // TOKENS_PER_BLOCK
-        wait_for(lambda: self.status()["lookup"]["keys"] >= wanted, "the announcement")
+        wanted = before + num_prompts * NUM_BLOCKS
+        wait_for(lambda: self.nodes.status()["lookup"]["keys"] >= wanted, "the announcement")
         return prompts
 
     def make_prompt(self) -> list[int]:
         """Return one that nobody had before."""
-        random_ = random.Random(next(self._prompts))
-        return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
-
-    def status(self) -> dict[str, Any]:
-        done = self.nodes.machine.run("status", "--json", "-c", str(self.nodes.config_path))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("{"), (done.stdout[:500], done.stderr[:500])
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return prompt_of(next(self._prompts))
 
     def ranks(self) -> set[tuple[str, int]]:
         """Return (replica, rank) of all that are connected to a shard."""
         return {
             (rank["replica"], rank["rank"])
-            for shard in self.status()["shards"]
+            for shard in self.nodes.status()["shards"]
             for rank in shard.get("replicas", [])
             if rank["connected"]
         }
@@ -142,7 +186,7 @@ class Spread:
 def open_spread(machine: Machine) -> Iterator[Spread]:
     """Have two engines, whose ranks are placed the one way round and the other."""
     with (
-        open_tier(machine, "spread", PATIENT) as nodes,
+        open_tier(machine, "spread", HASTY) as nodes,
         contextlib.closing(Spread(nodes)) as made,
     ):
         made.wait_ready(made.start("forth", leader=0), made.start("back", leader=1))
@@ -167,22 +211,20 @@ def back(spread: Spread) -> Replica:
     return spread.replicas[1]
 
 
-@pytest.mark.long
 def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_way_round(
     spread: Spread, forth: Replica, back: Replica
 ) -> None:
     (prompt,) = spread.compute(forth, 1)
-    before = [shard["staging"]["staged_blocks"] for shard in spread.status()["shards"]]
+    before = [shard["staging"]["staged_blocks"] for shard in spread.nodes.status()["shards"]]
 
-    assert spread.ask(back, prompt).hit_tokens == WHOLE
+    assert spread.ask(back, prompt).hit_tokens == WHOLE_TOKENS
 
-    after = [shard["staging"]["staged_blocks"] for shard in spread.status()["shards"]]
-    blocks = WHOLE // TOKENS_PER_BLOCK
+    after = [shard["staging"]["staged_blocks"] for shard in spread.nodes.status()["shards"]]
+    blocks = NUM_BLOCKS - 1
     assert [now - then for now, then in zip(after, before, strict=True)] == [blocks, blocks]
     spread.wait_released()
 
 
-@pytest.mark.long
 def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
     spread: Spread, forth: Replica, back: Replica
 ) -> None:
@@ -191,18 +233,17 @@ def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
 
     outputs = back.generate(prompts, max_tokens=1)
 
-    assert [one.hit_tokens for one in outputs] == [WHOLE] * 6
+    assert [one.hit_tokens for one in outputs] == [WHOLE_TOKENS] * 6
     spread.wait_released()
 
 
-@pytest.mark.long
 def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
     spread: Spread, forth: Replica
 ) -> None:
     (prompt,) = spread.compute(forth, 1)
     with spread.start("doomed", leader=0) as doomed:
         spread.wait_ready(doomed)
-        assert spread.ask(doomed, prompt).hit_tokens == WHOLE
+        assert spread.ask(doomed, prompt).hit_tokens == WHOLE_TOKENS
         (rank,) = psutil.Process(doomed.pid).children()
 
         rank.send_signal(signal.SIGKILL)
@@ -212,16 +253,15 @@ def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
     spread.wait_released()
     with spread.start("successor", leader=0) as successor:
         spread.wait_ready(successor)
-        assert spread.ask(successor, prompt).hit_tokens == WHOLE
+        assert spread.ask(successor, prompt).hit_tokens == WHOLE_TOKENS
 
 
-@pytest.mark.long
 def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back() -> None:
     """Both engines lose their leader's node and that of their other rank, and go on."""
     with Machine() as machine, open_spread(machine) as spread:
         for node in spread.nodes.nodes:
             prompts = spread.compute(spread.replicas[0], 8)
-            assert spread.ask(spread.replicas[1], prompts[0]).hit_tokens == WHOLE
+            assert spread.ask(spread.replicas[1], prompts[0]).hit_tokens == WHOLE_TOKENS
 
             node.kill()
 
@@ -239,4 +279,4 @@ def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back()
 def is_hit(spread: Spread, replica: Replica, prompts: list[list[int]]) -> bool:
     """Return whether one of `prompts`, a different one each time, is all there for an engine."""
     prompts.append(prompts.pop(0))
-    return spread.ask(replica, prompts[-1]).hit_tokens == WHOLE
+    return spread.ask(replica, prompts[-1]).hit_tokens == WHOLE_TOKENS

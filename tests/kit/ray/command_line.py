@@ -1,24 +1,34 @@
 """Runs commands as a user does: processes of their own, in a temporary directory of their own."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.waiting import HANG_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
 
 Done = subprocess.CompletedProcess[str]
+
+
+def free_port() -> int:
+    """Return the number of a port that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Shell:
@@ -46,6 +56,17 @@ class Shell:
         with self.start(*args, **environ) as process:
             stdout, stderr = process.communicate(timeout=HANG_S)
         return Done(process.args, process.returncode, stdout, stderr)
+
+    def say(self, *args: str | Path, **environ: str) -> str:
+        """Run a command that must succeed; return what it printed."""
+        done = self.run(*args, **environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def shard(self, **environ: str) -> dict[str, Any]:
+        """Return what `kvray status` says of the only shard."""
+        (shard,) = json.loads(self.say("status", "--json", **environ))["shards"]
+        return dict(shard)
 
     @contextlib.contextmanager
     def start(self, *args: str | Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:

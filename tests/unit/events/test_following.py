@@ -1,0 +1,557 @@
+"""Publishers are followed over real sockets: others', our own, engines, and who means harm.
+
+The seconds of the long ones are `FUZZ_S`, 600 without it.
+"""
+
+import contextlib
+import json
+import os
+import random
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgpack
+import psutil
+import pytest
+import zmq
+
+from kvray.errors import ConfigError, TransferError
+from kvray.events import AllBlocksCleared, Event
+from kvray.events import pool_feed as http_drain
+from kvray.events import subscriber as subscriber_module
+from kvray.events.message import pack_sequence, unpack_sequence
+from kvray.events.native import NativePool
+from kvray.events.outlet import Outlet
+from kvray.events.pool_content import PoolContent, chain_digests
+from kvray.events.pool_feed import HttpDrain, PoolFeed
+from kvray.events.subscriber import Source, Subscriber
+from tests.unit.events.attacks import GREETING, READY, attacked, frame
+from tests.unit.events.publisher import Publisher, packed
+from tests.unit.events.test_native import BLOCK, Engine, removed, stored
+from tests.unit.events.test_outlet import free_port
+from tests.waiting import wait_for
+
+
+class Wire:
+    """A publisher's PUB and ROUTER in a thread; `prefix` stands before the number in an answer."""
+
+    def __init__(
+        self, publisher: Publisher, ports: tuple[int, int] = (0, 0), prefix: tuple[bytes, ...] = ()
+    ) -> None:
+        self.publisher = publisher
+        self._prefix = prefix
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        ends = (self._live, self._replay)
+        for end, port in zip(ends, ports, strict=True):
+            end.setsockopt(zmq.LINGER, 0)
+            end.bind(f"tcp://127.0.0.1:{port or '*'}")
+        endpoints = [end.last_endpoint.decode() for end in ends]
+        self.ports = tuple(int(one.rpartition(":")[2]) for one in endpoints)
+        self.source = Source(endpoint=endpoints[0], replay_endpoint=endpoints[1])
+        self.num_asked = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def send(self, numbered: tuple[int, bytes]) -> None:
+        number, payload = numbered
+        self._live.send_multipart([b"topic", pack_sequence(number), payload])
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._live.close()
+        self._replay.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            if not self._replay.poll(10):
+                continue
+            client, empty, start = self._replay.recv_multipart()
+            assert empty == b""
+            self.num_asked += 1
+            for number, payload in self.publisher.replay(unpack_sequence(start)):
+                frames = [client, b"", *self._prefix, pack_sequence(number), payload]
+                self._replay.send_multipart(frames)
+            self._replay.send_multipart([client, b"", *self._prefix, pack_sequence(-1), b""])
+
+
+@pytest.fixture
+def subscriber() -> Iterator[Subscriber]:
+    with closing(Subscriber(blocks_max=1000)) as made:
+        yield made
+
+
+@pytest.fixture
+def publisher() -> Publisher:
+    return Publisher(log_max=1000, has_snapshot=False)
+
+
+def has(subscriber: Subscriber, name: str, publisher: Publisher) -> bool:
+    content = subscriber.content(name)
+    return content is not None and content.is_whole and content.digests == publisher.digests
+
+
+@pytest.mark.parametrize("prefix", [(), (b"topic",)])
+def test_who_comes_late_has_everything_in_either_form_of_answer(
+    subscriber: Subscriber, publisher: Publisher, prefix: tuple[bytes, ...]
+) -> None:
+    for token in range(50):
+        publisher.store(None, [token, 1])
+    with closing(Wire(publisher, prefix=prefix)) as wire:
+        subscriber.follow({"a": wire.source})
+        wait_for(lambda: has(subscriber, "a", publisher), "all that was before")
+        wire.send(publisher.store(None, [99, 1]))
+        wait_for(lambda: has(subscriber, "a", publisher), "what came then")
+
+
+def test_a_batch_that_is_lost_is_asked_for(subscriber: Subscriber, publisher: Publisher) -> None:
+    with closing(Wire(publisher)) as wire:
+        subscriber.follow({"a": wire.source})
+        wait_for(lambda: wire.num_asked, "the first question")
+        first = publisher.store(None, [1, 1])
+        wait_for(lambda: wire.send(first) or has(subscriber, "a", publisher), "the connection")
+        publisher.store(None, [2, 2])
+        wire.send(publisher.store(None, [3, 3]))
+        wait_for(lambda: has(subscriber, "a", publisher), "the gap's end")
+        assert subscriber.totals()["lost"] == 0
+
+
+def test_a_restarted_publisher_has_only_what_it_has_now(
+    subscriber: Subscriber, publisher: Publisher
+) -> None:
+    with closing(Wire(publisher)) as wire:
+        subscriber.follow({"a": wire.source})
+        publisher.store(None, [1, 1])
+        wire.send(publisher.store(None, [2, 2]))
+        wait_for(lambda: has(subscriber, "a", publisher), "the first one's blocks")
+    again = Publisher(log_max=1000, has_snapshot=False, life=1)
+    again.store(None, [7, 7])
+    again.store(None, [8, 8])
+    again.store(None, [9, 9])
+    with closing(Wire(again, ports=wire.ports)):
+        wait_for(
+            lambda: has(subscriber, "a", again), "the second one's, without a batch of its own"
+        )
+
+
+def test_a_publisher_that_is_not_there_yet_is_found(
+    subscriber: Subscriber, publisher: Publisher
+) -> None:
+    with closing(Wire(publisher)) as wire:
+        source, ports = wire.source, wire.ports
+    subscriber.follow({"a": source})
+    publisher.store(None, [1, 1])
+    with closing(Wire(publisher, ports=ports)):
+        wait_for(lambda: has(subscriber, "a", publisher), "its blocks")
+
+
+def test_publishers_are_followed_and_left(subscriber: Subscriber) -> None:
+    publishers = {name: Publisher(log_max=1000, has_snapshot=False) for name in "ab"}
+    for number, one in enumerate(publishers.values()):
+        one.store(None, [number, 5])
+    with closing(Wire(publishers["a"])) as a, closing(Wire(publishers["b"])) as b:
+        subscriber.follow({"a": a.source, "b": b.source})
+        for name, one in publishers.items():
+            wait_for(lambda name=name, one=one: has(subscriber, name, one), name)
+        subscriber.follow({"b": b.source})
+        wait_for(lambda: subscriber.content("a") is None, "that it is left")
+        assert has(subscriber, "b", publishers["b"])
+
+
+def test_an_address_that_is_none_harms_nobody(subscriber: Subscriber, publisher: Publisher) -> None:
+    publisher.store(None, [1, 1])
+    with closing(Wire(publisher)) as wire:
+        subscriber.follow({"bad": Source(endpoint="nowhere"), "a": wire.source})
+        wait_for(lambda: has(subscriber, "a", publisher), "the other's blocks")
+        assert subscriber.content("bad") is None
+
+
+def test_a_publisher_that_never_answers_is_named_once(
+    subscriber: Subscriber, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.events.subscriber._RECONNECT_MAX_S", 0.01)
+    address = f"tcp://[::1]:{free_port()}"
+    subscriber.follow({"a": Source(endpoint=address)})
+    wait_for(lambda: address in caplog.text, "a word of it")
+    time.sleep(0.1)
+    assert caplog.text.count(address) == 1
+
+
+def test_a_defect_at_one_publisher_costs_no_other(
+    subscriber: Subscriber,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publisher.store(None, [1, 1])
+    serve = subscriber_module._Feed.serve
+
+    def fail_at_one(feed, ready, now) -> None:
+        if feed.source.topic == "bad":
+            raise RuntimeError("a defect")
+        serve(feed, ready, now)
+
+    monkeypatch.setattr(subscriber_module._Feed, "serve", fail_at_one)
+    with closing(Wire(publisher)) as wire:
+        bad = Source(endpoint=wire.source.endpoint, topic="bad")
+        subscriber.follow({"bad": bad, "a": wire.source})
+        wait_for(lambda: has(subscriber, "a", publisher), "the other's blocks")
+        wait_for(lambda: subscriber.content("bad") is None, "that it is left")
+    assert caplog.text.count("are followed no longer") == 1
+
+
+class Held:
+    """A publisher's content, as an outlet asks for it."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    def num_blocks(self) -> int:
+        return len(self._publisher.blocks)
+
+    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
+        blocks = [*self._publisher.blocks]
+        more = after + 1 if after + 1 < len(blocks) else None
+        return [self._publisher.event(block) for block in blocks[after : after + 1]], more
+
+
+def test_our_own_publisher_is_followed_from_its_snapshot_on(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.events.outlet._START_S", 0.0)
+    monkeypatch.setattr("kvray.events.outlet._BATCHES_MAX", 3)
+    publisher = Publisher(log_max=1, has_snapshot=False)
+    with closing(Outlet(Held(publisher), first=10**12)) as outlet:
+        live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        outlet.bind(live, replay)
+        for token in range(20):
+            publisher.store(None, [token, 1])
+            outlet.publish([publisher.event(token + 1)])
+        subscriber.follow({"a": Source(endpoint=live, replay_endpoint=replay)})
+
+        def served() -> bool:
+            outlet.serve(time.monotonic())
+            return has(subscriber, "a", publisher)
+
+        wait_for(served, "the snapshot")
+        publisher.store(1, [6, 6])
+        outlet.publish([publisher.event(21)])
+        wait_for(served, "what came then")
+        publisher.clear()
+        outlet.publish([AllBlocksCleared()])
+        wait_for(served, "the end of all")
+
+
+class Buffer:
+    """An engine's buffer, which is emptied by being read."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Any] = deque()
+        self.is_up = True
+
+    def drain(self) -> list[Any]:
+        if not self.is_up:
+            raise RuntimeError("there was no request yet")
+        return [self.waiting.popleft() for _ in range(len(self.waiting))]
+
+
+def source_of(feed: PoolFeed) -> Source:
+    return Source(
+        endpoint=str(feed.metadata["endpoint"]),
+        replay_endpoint=str(feed.metadata["replay_endpoint"]),
+    )
+
+
+def leading(subscriber: Subscriber, tokens: list[int]) -> int:
+    content = subscriber.content("a") or PoolContent(blocks_max=1)
+    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
+    return content.num_tokens(digests) // BLOCK
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_subscriber_hears_what_an_engine_stores_and_removes(
+    subscriber: Subscriber, host: str
+) -> None:
+    engine, buffer = Engine(), Buffer()
+    buffer.is_up = False
+    buffer.waiting.append(engine.event(stored([1, 2], [*range(8)])))
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host=host)) as feed:
+        subscriber.follow({"a": source_of(feed)})
+        buffer.is_up = True
+        wait_for(lambda: leading(subscriber, [*range(8)]) == 2, "the first blocks")
+        buffer.waiting.append(engine.event(removed(2)))
+        wait_for(lambda: leading(subscriber, [*range(8)]) == 1, "a block's end")
+        content = subscriber.content("a")
+        assert content is not None
+        assert content.is_whole
+
+
+def test_lost_events_are_told_of_once(
+    subscriber: Subscriber, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, buffer = Engine(), Buffer()
+    buffer.waiting.append(engine.event(stored([1], [*range(4)])))
+    engine.event(removed(1))
+    buffer.waiting.append(engine.event(stored([2], [7] * 4)))
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        subscriber.follow({"a": source_of(feed)})
+        wait_for(lambda: leading(subscriber, [7] * 4) == 1, "what is known")
+        assert leading(subscriber, [*range(4)]) == 0
+    assert caplog.text.count("raise event_buffer_max_size") == 1
+
+
+def test_events_that_make_no_sense_and_a_defect_do_not_end_it(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.events.pool_feed._AGAIN_S", 0.0)
+    engine, buffer, take = Engine(), Buffer(), NativePool.take
+    answers: list[Any] = [7, None]
+
+    def drain() -> Any:  # which does not always return a list
+        return answers.pop() if answers else buffer.drain()
+
+    def fail_once(pool: NativePool, items: list[Any]) -> list[Event]:
+        if "defect" in items:
+            raise RuntimeError("a defect")
+        return take(pool, items)
+
+    monkeypatch.setattr(NativePool, "take", fail_once)
+    buffer.waiting += [7, "{", engine.event(stored([2**64], [*range(4)])), {"event_id": []}]
+    with closing(PoolFeed(drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        subscriber.follow({"a": source_of(feed)})
+        buffer.waiting.append(engine.event(stored([1], [*range(4)])))
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what makes sense")
+        buffer.waiting.append("defect")
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 0, "that it begins again")
+        buffer.waiting.append(engine.event(stored([2], [*range(4)])))
+        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what came after")
+
+
+def test_an_address_of_another_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be published"):
+        PoolFeed(Buffer().drain, block_size=BLOCK, host="192.0.2.1")
+
+
+class Server(ThreadingHTTPServer):
+    answer: tuple[int, str, bytes] = (200, "application/json", b"[]")
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        status, kind, body = self.server.answer
+        if self.path != "/kv_cache_events":
+            status = 404
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def drain(server: Server) -> list[Any]:
+    return HttpDrain(f"http://127.0.0.1:{server.server_port}/")()
+
+
+def test_events_are_taken_as_they_are(server: Server) -> None:
+    events = [{"event_id": 0, "data": {"type": "created"}}]
+    server.answer = 200, "application/json", json.dumps(events).encode()
+    assert drain(server) == events
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((200, "text/event-stream", b"data: {}\n\n"), "use its ZMQ publisher"),
+        ((404, "application/json", b"{}"), "404"),
+        ((200, "application/json", b"{}"), "gives dict, no list"),
+        ((200, "text/html", b"<html>"), "gives no KV events"),
+    ],
+)
+def test_other_answers_are_told_in_a_sentence(
+    server: Server, answer: tuple[int, str, bytes], said: str
+) -> None:
+    server.answer = answer
+    with pytest.raises(TransferError, match=said):
+        drain(server)
+
+
+def test_an_answer_without_end_is_not_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answer = 200, "application/json", b"[" + b" " * 2**20 + b"]"
+    monkeypatch.setattr(http_drain, "_BYTES_MAX", 2**19)
+    with pytest.raises(TransferError, match="more than"):
+        drain(server)
+    monkeypatch.undo()
+    monkeypatch.setattr(http_drain, "_TIMEOUT_S", 0.0)
+    with pytest.raises(TransferError, match="gives no KV events"):
+        drain(server)
+
+
+def test_a_server_that_is_not_there_is_told_in_a_sentence() -> None:
+    with pytest.raises(TransferError, match="gives no KV events"):
+        HttpDrain("http://127.0.0.1:9")()
+
+
+FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
+SECONDS = [1.5, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])]
+GROWTH_MAX = 160 * 2**20
+
+
+def rounds(seconds: float, what: str) -> Iterator[int]:
+    """Yield numbers for a time; at its end this process must have grown little since the third."""
+    until, sizes, longest = time.monotonic() + seconds, [], 0.0
+    while len(sizes) < 3 or time.monotonic() < until:
+        began = time.monotonic()
+        yield len(sizes)
+        longest = max(longest, time.monotonic() - began)
+        sizes.append(psutil.Process().memory_info().rss)
+    growth = max(sizes) - sizes[2]
+    print(f"{what}: {len(sizes)} rounds, at most {longest:.2f} s, {growth >> 20} MiB more")
+    assert growth < GROWTH_MAX
+
+
+NONSENSE = [
+    {"event_id": 0, "data": {"type": "stored", "parent_hash": None, "blocks": [{}]}},
+    '{"event_id": 3, "da',
+    {"data": 7},
+    [[[[[]]]]],
+    None,
+    7,
+]
+
+
+@pytest.mark.parametrize("what", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_an_engines_feed_goes_on_whatever_is_done_to_its_ports(
+    subscriber: Subscriber, what: str, seconds: float
+) -> None:
+    engine, buffer = Engine(), Buffer()
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        subscriber.follow({"a": source_of(feed)})
+        with attacked(seconds, str(feed.metadata[what])):
+            for number in rounds(seconds, what):
+                prompt = [number % 2**20, number >> 20, 1, 2]
+                buffer.waiting.extend(NONSENSE)
+                buffer.waiting.append(engine.event(stored([number + 1], prompt)))
+                wait_for(lambda prompt=prompt: leading(subscriber, prompt) == 1, "a block")
+                buffer.waiting.append(engine.event(removed(number + 1)))
+
+
+class Hostile:
+    """A publisher that sends whatever it likes, to all who connect, as fast as it can."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        self.source = Source(
+            endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{port}"
+        )
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        peers: dict[socket.socket, bytes] = {}
+        selector = selectors.DefaultSelector()
+        selector.register(self._listener, selectors.EVENT_READ)
+        while not self._is_over.is_set():
+            for key, _ in selector.select(0.05):
+                if key.fileobj is self._listener:
+                    peer, _ = self._listener.accept()
+                    peer.setblocking(False)
+                    peers[peer] = GREETING + READY
+                    selector.register(peer, selectors.EVENT_WRITE)
+                    continue
+                peer = key.fileobj
+                try:
+                    with contextlib.suppress(BlockingIOError):
+                        while len(peer.recv(2**16)) == 2**16:
+                            pass
+                    sent = peer.send(peers[peer])
+                    self.num_bytes += sent
+                    peers[peer] = peers[peer][sent:] or self._something()
+                except OSError:
+                    selector.unregister(peer)
+                    peer.close()
+                    del peers[peer]
+        for peer in peers:
+            peer.close()
+        selector.close()
+
+    def _something(self) -> bytes:
+        """Return messages, or parts of such."""
+        rng = self._rng
+        match rng.randrange(8):
+            case 0:
+                return frame(1, rng.randbytes(rng.choice([0, 1000]))) * 1000
+            case 1:
+                return b"\x02" + rng.choice([2**62, 2**24, 2**22]).to_bytes(8, "big") + bytes(2**20)
+            case 2:
+                return frame(4, b"\x04PING\x00\x01" + rng.randbytes(16)) * 1000
+            case 3:
+                payload = msgpack.packb([1.0, [[]] * rng.choice([10, 10**6])])
+            case 4:
+                payload = b"\x91" * rng.choice([100, 10**6])
+            case 5:
+                number = rng.choice([1, 1000, 100_000])
+                hashes = [rng.choice([bytes(64), rng.getrandbits(64)]) for _ in range(number)]
+                payload = msgpack.packb(
+                    [
+                        1.0,
+                        [["BlockStored", hashes, None, [1] * (4 * number), 4]],
+                        rng.choice([0, 9]),
+                    ]
+                )
+            case 6:
+                payload = msgpack.packb([1.0, [["BlockRemoved", [rng.randbytes(2**16)] * 9]]])
+            case _:
+                payload = rng.randbytes(rng.choice([0, 10, 10_000]))
+        number = rng.choice([rng.randrange(10), -1, 2**62, 0])
+        return frame(1, b"") + frame(1, pack_sequence(number)) + frame(0, payload)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_a_publisher_that_sends_anything_without_end_costs_itself(
+    subscriber: Subscriber, publisher: Publisher, seconds: float
+) -> None:
+    with closing(Wire(publisher)) as wire, closing(Hostile(1)) as hostile:
+        subscriber.follow({"a": wire.source, "bad": hostile.source})
+        for number in rounds(seconds, "subscriber"):
+            wire.send(publisher.store(None, [number % 2**20, 1]))
+            if len(publisher.blocks) > 50:
+                wire.send(publisher.remove(next(iter(publisher.blocks))))
+            wait_for(lambda: has(subscriber, "a", publisher), "what came last")
+        print(f"{hostile.num_bytes >> 20} MiB of the other's")
