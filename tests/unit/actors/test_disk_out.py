@@ -56,23 +56,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made.answers.set()
 
 
-def has_on_disk(node: Node, num_blocks: int = 40) -> None:  # noqa: F811
+def has_on_disk(node: Node, num_blocks: int = 40) -> None:
     wait_until_serving(node.start())
     node.store(KEYS)
     wait_for(lambda: node.status()["demoted_blocks"] >= num_blocks)
 
 
-def lose_from_memory(node: Node) -> None:  # noqa: F811
+def lose_from_memory(node: Node) -> None:
     assert node.shard is not None
     serving = node.shard._require_serving()
     node.shard._loop.call(serving.owner.clear, 5.0)
 
 
-def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(
-    node: Node,  # noqa: F811
-    device: Device,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(node, device, caplog):
     has_on_disk(node)
     device.error = errno.EIO
     more = chain(40, seed="more")
@@ -91,10 +87,7 @@ def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(
     wait_for(lambda: node.line.matched(KEYS) == 40, "the announcement")
 
 
-def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(
-    node: Node,  # noqa: F811
-    device: Device,
-) -> None:
+def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(node, device):
     has_on_disk(node)
     lose_from_memory(node)
     wait_for(lambda: node.line.matched(KEYS) == 40)
@@ -108,7 +101,7 @@ def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(
     wait_for(lambda: node.line.matched(KEYS) == 40, "the return")
 
 
-def test_nothing_of_a_disk_that_is_out_stays_open(node: Node, device: Device) -> None:  # noqa: F811
+def test_nothing_of_a_disk_that_is_out_stays_open(node, device):
     has_on_disk(node)
     device.error = errno.EIO
     node.store(chain(40, seed="more"))
@@ -126,11 +119,7 @@ def test_nothing_of_a_disk_that_is_out_stays_open(node: Node, device: Device) ->
     wait_for(lambda: not open_there(), "the end of its files")
 
 
-def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(
-    node: Node,  # noqa: F811
-    device: Device,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(node, device, caplog):
     has_on_disk(node)
     lose_from_memory(node)
     device.answers.clear()
@@ -148,11 +137,7 @@ def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(
     assert "answers again" in caplog.text
 
 
-def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(
-    node: Node,  # noqa: F811
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(node, device, monkeypatch):
     monkeypatch.setattr(nvme_tier, "_HUNG_S", 0.3)
     monkeypatch.setattr(nvme_disk, "_CLOSE_S", 0.3)
     has_on_disk(node)
@@ -170,11 +155,7 @@ def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(
     assert not (node.parent / "shm").exists()
 
 
-def test_a_disk_that_hangs_at_the_start_keeps_the_shard_from_nothing(
-    node: Node,  # noqa: F811
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_that_hangs_at_the_start_keeps_the_shard_from_nothing(node, device, monkeypatch):
     monkeypatch.setattr(nvme_disk, "_START_S", 0.3)
     has_on_disk(node)
     node.stop(flush=True)
@@ -187,7 +168,7 @@ def test_a_disk_that_hangs_at_the_start_keeps_the_shard_from_nothing(
     assert node.stage(KEYS)["num_blocks"] == 40
 
 
-def test_a_shard_starts_over_a_disk_that_has_become_read_only() -> None:
+def test_a_shard_starts_over_a_disk_that_has_become_read_only():
     printed = run_mounted(
         """
 import subprocess
@@ -225,21 +206,18 @@ node.stop(flush=False)
     assert (memory, back) == ("10", "20")
 
 
-def test_a_missing_parent_is_refused_and_nothing_is_made(node: Node) -> None:  # noqa: F811
+def test_a_missing_parent_is_refused_and_nothing_is_made(node):
     message = failed_with(node.start(directory=node.parent / "mnt" / "nvme" / "kvray-x"))
     assert "does not exist; mount the disk, or correct nvme.dir" in message
     assert not (node.parent / "mnt").exists()
 
 
-def test_the_last_directory_is_made(node: Node) -> None:  # noqa: F811
+def test_the_last_directory_is_made(node):
     wait_until_serving(node.start(directory=node.parent / "nvme" / "kvray-x"))
     assert (node.parent / "nvme" / "kvray-x").is_dir()
 
 
-def test_a_directory_that_has_gone_since_is_a_disk_that_is_out(
-    node: Node,  # noqa: F811
-    device: Device,
-) -> None:
+def test_a_directory_that_has_gone_since_is_a_disk_that_is_out(node, device):
     has_on_disk(node)
     node.stop(flush=True)
     mount = node.parent / "mnt"
@@ -257,11 +235,7 @@ def test_a_directory_that_has_gone_since_is_a_disk_that_is_out(
     assert node.stage(KEYS)["num_blocks"] == 40
 
 
-def test_a_directory_that_is_removed_is_not_written_to_for_ever(
-    node: Node,  # noqa: F811
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_directory_that_is_removed_is_not_written_to_for_ever(node, device, monkeypatch):
     monkeypatch.setattr(nvme_disk, "_LOOK_S", 0.05)
     has_on_disk(node)
     (node.parent / "nvme").rename(node.parent / "elsewhere")
@@ -272,10 +246,7 @@ def test_a_directory_that_is_removed_is_not_written_to_for_ever(
     assert node.status()["recovered_blocks"] >= 40
 
 
-def test_a_reserve_that_leaves_no_room_and_the_root_file_system_are_said(
-    node: Node,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reserve_that_leaves_no_room_and_the_root_file_system_are_said(node, monkeypatch):
     settings = disk_settings(node.parent, free_reserve=2**60)
     (node.parent / "nvme").mkdir()
     root = os.stat("/")

@@ -94,7 +94,7 @@ def modes(directory: Path) -> dict[str, str]:
     return {name: f"{stat.S_IMODE(one.st_mode):04o}" for name, one in found.items()}
 
 
-def test_files_are_the_users_alone_whatever_the_umask(parent: Path, start: Start) -> None:
+def test_files_are_the_users_alone_whatever_the_umask(parent, start):
     wait_until_serving(start(None))
     assert modes(parent / "node") == {
         ".": "0700",
@@ -107,7 +107,7 @@ def test_files_are_the_users_alone_whatever_the_umask(parent: Path, start: Start
 
 
 @needs_root
-def test_with_a_group_its_members_may_open_what_engines_need(parent: Path, start: Start) -> None:
+def test_with_a_group_its_members_may_open_what_engines_need(parent, start):
     wait_until_serving(start(str(GROUP)))
     assert modes(parent / "node") == {
         ".": "0750",
@@ -120,7 +120,7 @@ def test_with_a_group_its_members_may_open_what_engines_need(parent: Path, start
 
 
 @needs_root
-def test_a_member_of_the_group_stores_and_speaks_to_the_shard(parent: Path, start: Start) -> None:
+def test_a_member_of_the_group_stores_and_speaks_to_the_shard(parent, start):
     shard = start(str(GROUP))
     wait_until_serving(shard)
     said = engine(parent / "node", user=MEMBER, group=GROUP, access=str(GROUP))
@@ -132,9 +132,7 @@ def test_a_member_of_the_group_stores_and_speaks_to_the_shard(parent: Path, star
 
 @needs_root
 @pytest.mark.parametrize("group", [None, str(GROUP)])
-def test_a_user_of_no_group_is_told_in_a_sentence(
-    parent: Path, start: Start, group: str | None
-) -> None:
+def test_a_user_of_no_group_is_told_in_a_sentence(parent, start, group):
     wait_until_serving(start(group))
     for access in ("", str(GROUP)):
         said = engine(parent / "node", user=MEMBER, group=MEMBER, access=access)
@@ -144,7 +142,7 @@ def test_a_user_of_no_group_is_told_in_a_sentence(
 
 
 @needs_root
-def test_an_arena_that_another_user_has_laid_is_not_trusted(parent: Path, start: Start) -> None:
+def test_an_arena_that_another_user_has_laid_is_not_trusted(parent, start):
     wait_until_serving(start(None))
     for path in [parent / "node", *(parent / "node").iterdir()]:
         os.chown(path, MEMBER, MEMBER)
@@ -155,9 +153,7 @@ def test_an_arena_that_another_user_has_laid_is_not_trusted(parent: Path, start:
 
 
 @needs_root
-def test_the_next_shard_lets_a_group_into_the_arena_that_it_adopts(
-    parent: Path, start: Start
-) -> None:
+def test_the_next_shard_lets_a_group_into_the_arena_that_it_adopts(parent, start):
     shard = start(None)
     wait_until_serving(shard)
     shard.stop(retire=False, timeout_s=10)

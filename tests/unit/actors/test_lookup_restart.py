@@ -40,8 +40,8 @@ SHARED_KEY_S = 225e-6
     ],
 )
 def test_a_restarted_lookup_is_told_all_in_a_time_that_the_work_asks_for(
-    num_shards: int, num_keys: int, key_s: float
-) -> None:
+    num_shards, num_keys, key_s
+):
     limit_s = 2 * num_shards * num_keys * key_s + 5
     with counted_time() as clock:
         tier = Tier(clock, num_shards=num_shards, num_keys=num_keys, key_s=key_s)
@@ -49,7 +49,7 @@ def test_a_restarted_lookup_is_told_all_in_a_time_that_the_work_asks_for(
     assert tier.num_taken == num_shards * num_keys, "nothing is said twice"
 
 
-def test_a_partition_that_restarts_is_told_its_share_and_nothing_is_said_to_the_others() -> None:
+def test_a_partition_that_restarts_is_told_its_share_and_nothing_is_said_to_the_others():
     with counted_time() as clock:
         tier = Tier(clock, num_shards=60, num_keys=4_000, key_s=KEY_S, num_partitions=4)
         assert tier.run_until_told(30.0) < 30
@@ -61,7 +61,7 @@ def test_a_partition_that_restarts_is_told_its_share_and_nothing_is_said_to_the_
     assert [one.index.num_taken for one in tier.partitions[1:]] == others
 
 
-def test_partitions_share_the_time_that_a_restart_takes() -> None:
+def test_partitions_share_the_time_that_a_restart_takes():
     took = []
     for num_partitions in (1, 4):
         with counted_time() as clock:
@@ -76,7 +76,7 @@ def test_partitions_share_the_time_that_a_restart_takes() -> None:
     assert took[1] < took[0] / 2
 
 
-def test_however_many_shards_there_are_their_calls_leave_time_for_queries() -> None:
+def test_however_many_shards_there_are_their_calls_leave_time_for_queries():
     with counted_time() as clock:
         tier = Tier(clock, num_shards=1000, num_keys=10, key_s=KEY_S)
         assert tier.run_until_told(30.0) < 30
@@ -120,9 +120,7 @@ class OneAtATime:
         self._calls.shutdown()
 
 
-def test_threads_that_announce_to_a_slow_lookup_are_all_in_step_in_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_announce_to_a_slow_lookup_are_all_in_step_in_the_end(monkeypatch):
     monkeypatch.setattr(stream_module, "_FIRST_MAX", 100)
     random = np.random.default_rng(0)
     shelves = {f"s{n}": random.integers(1, 2**63, (2000, 4), dtype="<u8") for n in range(40)}

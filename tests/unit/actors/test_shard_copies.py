@@ -42,7 +42,7 @@ def use(tier: Tier, node: str, keys: list[BlockKey]) -> None:
     arena.release(held, wait_s=PATIENT_S)
 
 
-def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(tier: Tier) -> None:
+def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(tier):
     for keys in CHAINS:
         for node in "ab":
             store(tier.nodes[node].arena, keys)
@@ -62,7 +62,7 @@ def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(t
 
 
 @pytest.mark.long
-def test_the_last_holder_of_a_block_does_not_let_it_go(tier: Tier) -> None:
+def test_the_last_holder_of_a_block_does_not_let_it_go(tier):
     for keys in CHAINS:
         for node in "ab":
             store(tier.nodes[node].arena, keys)
@@ -81,7 +81,7 @@ def test_the_last_holder_of_a_block_does_not_let_it_go(tier: Tier) -> None:
 
 
 @pytest.mark.long
-def test_a_tier_that_rests_looks_up_nothing(tier: Tier) -> None:
+def test_a_tier_that_rests_looks_up_nothing(tier):
     store(tier.nodes["a"].arena, CHAINS[0])
     time.sleep(35.0)
     before = tier.nodes.calls.count(("kvray-lookup", "locate"))

@@ -49,7 +49,7 @@ def has(tier: Tier, node: str, keys: list[BlockKey]) -> bool:
     return bool(tier.nodes[node].arena.match(keys) == len(keys))
 
 
-def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining: Tier) -> None:
+def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining):
     keys = chain(12)
     store(draining.nodes["b"].arena, keys)
     wait_for(lambda: known(draining, keys))
@@ -71,14 +71,14 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining: Tier) -> N
     }
 
 
-def test_what_is_saved_meanwhile_goes_too(draining: Tier) -> None:
+def test_what_is_saved_meanwhile_goes_too(draining):
     draining.b.requests.drain("somebody", None)
     keys = chain(5, seed="later")
     store(draining.nodes["b"].arena, keys)
     wait_for(lambda: has(draining, "a", keys))
 
 
-def test_what_another_node_has_too_is_not_sent(draining: Tier) -> None:
+def test_what_another_node_has_too_is_not_sent(draining):
     keys = chain(12)
     store(draining.nodes["b"].arena, keys)
     store(draining.nodes["a"].arena, keys[:7])
@@ -92,7 +92,7 @@ def test_what_another_node_has_too_is_not_sent(draining: Tier) -> None:
     assert progress(draining)["moved_blocks"] == 5
 
 
-def test_what_is_on_disk_only_goes_too(draining: Tier) -> None:
+def test_what_is_on_disk_only_goes_too(draining):
     keys = chain(40)
     store(draining.nodes["b"].arena, keys)
     wait_for(lambda: draining.b.status()["nvme"]["demoted_blocks"] == 40)
@@ -104,7 +104,7 @@ def test_what_is_on_disk_only_goes_too(draining: Tier) -> None:
     wait_for(lambda: has(draining, "a", keys))
 
 
-def test_without_time_nothing_moves_and_the_status_says_so(draining: Tier) -> None:
+def test_without_time_nothing_moves_and_the_status_says_so(draining):
     keys = chain(12)
     store(draining.nodes["b"].arena, keys)
     draining.b.requests.drain("somebody", 0.0)
@@ -114,7 +114,7 @@ def test_without_time_nothing_moves_and_the_status_says_so(draining: Tier) -> No
     assert not draining.nodes["a"].arena.match(keys)
 
 
-def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) -> None:
+def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining):
     draining.b.requests.drain("somebody", None)
     draining.b.requests.drain("another", 60.0)
     draining.b.requests.call_off_drain("somebody")
@@ -131,7 +131,7 @@ def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) ->
     wait_for(lambda: has(draining, "a", keys))
 
 
-def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining: Tier) -> None:
+def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining):
     def is_leaving() -> bool:
         return bool(draining.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
 
@@ -142,7 +142,7 @@ def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining: Tier) 
     wait_for(lambda: not is_leaving())
 
 
-def test_an_order_right_after_a_call_off_counts(draining: Tier) -> None:
+def test_an_order_right_after_a_call_off_counts(draining):
     for _ in range(20):
         draining.b.requests.drain("somebody", None)
         draining.b.requests.call_off_drain("somebody")
@@ -152,13 +152,13 @@ def test_an_order_right_after_a_call_off_counts(draining: Tier) -> None:
     wait_for(lambda: has(draining, "a", keys))
 
 
-def test_without_another_node_it_waits_and_says_so(tier: Tier) -> None:
+def test_without_another_node_it_waits_and_says_so(tier):
     tier.nodes.others["kvray-lookup.targets"] = lambda: [B]
     tier.b.requests.drain("somebody", None)
     wait_for(lambda: "No other node" in progress(tier).get("message", ""))
 
 
-def test_a_lookup_that_is_gone_for_a_while_ends_nothing(draining: Tier) -> None:
+def test_a_lookup_that_is_gone_for_a_while_ends_nothing(draining):
     keys = chain(12)
     store(draining.nodes["b"].arena, keys)
     draining.nodes.gone.add("kvray-lookup")
@@ -168,7 +168,7 @@ def test_a_lookup_that_is_gone_for_a_while_ends_nothing(draining: Tier) -> None:
     wait_for(lambda: has(draining, "a", keys))
 
 
-def test_a_node_that_takes_nothing_is_named(draining: Tier) -> None:
+def test_a_node_that_takes_nothing_is_named(draining):
     store(draining.nodes["b"].arena, chain(12))
     draining.nodes.gone.add("kvray-mover-a")
     draining.b.requests.drain("somebody", None)
@@ -176,7 +176,7 @@ def test_a_node_that_takes_nothing_is_named(draining: Tier) -> None:
     assert progress(draining)["state"] == "moving"
 
 
-def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> None:
+def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining):
     arenas = {name: draining.nodes[name].arena for name in "ab"}
     hot, cold = chain(6, seed="hot"), chain(6, seed="cold")
     store(arenas["b"], hot)
@@ -197,9 +197,7 @@ def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> 
     assert ticks("b", cold) == at_source, "what is given away is not used by that"
 
 
-def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(
-    draining: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(draining, monkeypatch):
     cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
     pauses: list[bool] = []
 

@@ -31,7 +31,6 @@ from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
-    Line,
     nvme_for,
     open_arena,
     wait_until_serving,
@@ -131,9 +130,7 @@ def has(keys: list[BlockKey], medium: str = "CPU") -> Callable[[KvSubscriber], b
     return lambda subscriber: set(subscriber.content[medium]) == hashes(keys)
 
 
-def test_a_block_is_published_with_its_tokens_and_its_parent(
-    start: Any, join: Any, directory: Path
-) -> None:
+def test_a_block_is_published_with_its_tokens_and_its_parent(start, join, directory):
     shard, engine = start(), join()
     keys = engine.prompt(5, 6, 7, tail=3)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -149,7 +146,7 @@ def test_a_block_is_published_with_its_tokens_and_its_parent(
         }
 
 
-def test_evicted_and_cleared_blocks_are_removed(start: Any, join: Any, directory: Path) -> None:
+def test_evicted_and_cleared_blocks_are_removed(start, join, directory):
     shard, engine = start(), join()
     prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 120, 4)]
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -167,9 +164,7 @@ def test_evicted_and_cleared_blocks_are_removed(start: Any, join: Any, directory
         sub.read_until(lambda one: not one.content["CPU"])
 
 
-def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(
-    start: Any, join: Any, directory: Path
-) -> None:
+def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(start, join, directory):
     shard = start(nvme=nvme_for(directory.parent), free_target=0.5)
     engine = join()
     prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 80, 4)]
@@ -194,8 +189,8 @@ def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(
 
 
 def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(
-    start: Any, join: Any, directory: Path
-) -> None:
+    start, join, directory
+):
     shard, engine = start(), join()
     keys = engine.keys(1, 2, 3)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -209,8 +204,8 @@ def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(
 
 
 def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_first(
-    start: Any, join: Any, directory: Path
-) -> None:
+    start, join, directory
+):
     shard, engine = start(), join(namespace=replace(MINE, num_parts=2))
     keys = engine.prompt(1, 2)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
@@ -223,8 +218,8 @@ def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_firs
 
 
 def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
-    start: Any, join: Any, directory: Path
-) -> None:
+    start, join, directory
+):
     shard, engine = start(), join("r")
     join("s")
     other = join("t", namespace=replace(MINE, model="key:other"))
@@ -243,8 +238,8 @@ def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
 
 
 def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(
-    start: Any, join: Any, directory: Path
-) -> None:
+    start, join, directory
+):
     events = settings()
     shard, engine = start(events=events), join()
     keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
@@ -266,8 +261,8 @@ def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prom
 
 
 def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start, join, directory, monkeypatch
+):
     monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
     directory.mkdir()
     (directory / EVENTS_FILE).write_bytes(b"no database" * 1000)
@@ -284,8 +279,8 @@ def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
 
 
 def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start, join, directory, monkeypatch
+):
     monkeypatch.setattr(described_blocks, "_GONE_MAX", 8)
     monkeypatch.setattr(publisher, "_PRUNE_S", 0.05)
     shard, engine = start(), join()
@@ -302,7 +297,7 @@ def told(size: int) -> Any:
     return publisher._Told(namespace=1, tokens_per_block=SIZE, chains=[], size=size)
 
 
-def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
+def test_each_connection_has_its_turn_and_a_bounded_speed():
     waiting = publisher._Waiting()
     loud = [told(publisher._TOLD_BYTES_PER_S) for _ in range(3)]
     quiet = [told(1), told(1)]
@@ -318,9 +313,7 @@ def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
     assert not waiting._sizes
 
 
-def test_of_too_much_the_connection_that_told_most_loses_its_latest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_too_much_the_connection_that_told_most_loses_its_latest(monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
     waiting = publisher._Waiting()
     first, second = told(40), told(40)
@@ -332,32 +325,28 @@ def test_of_too_much_the_connection_that_told_most_loses_its_latest(
     assert waiting.take(0.0) is first
 
 
-def test_tokens_beyond_the_bound_are_dropped_and_counted(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_beyond_the_bound_are_dropped_and_counted(start, join, directory, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
     shard, engine = start(), join()
     engine.prompt(1, 2, 3)
     wait_for(lambda: shard.status()["events"]["dropped"])
 
 
-def test_without_free_ports_the_shard_serves_and_says_so(
-    start: Any, join: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_free_ports_the_shard_serves_and_says_so(start, join, monkeypatch):
     monkeypatch.setattr(publisher, "_PORTS_MAX", 0)
     shard = start()
     join()
     wait_for(lambda: "No two ports" in shard.status()["events"]["problem"])
 
 
-def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, directory: Path) -> None:
+def test_nothing_of_the_events_is_left_when_the_arena_retires(start, directory):
     shard = start()
     wait_for((directory / EVENTS_FILE).exists)
     shard.stop(retire=True, timeout_s=10)
     assert not directory.exists()
 
 
-def test_events_are_published_and_heard_on_ipv6(start: Any, join: Any, directory: Path) -> None:
+def test_events_are_published_and_heard_on_ipv6(start, join, directory):
     shard, engine = start(events=settings("::1")), join()
     places = addresses(shard)
     assert all(place.startswith("tcp://[::1]:") for place in places)
@@ -375,9 +364,7 @@ def test_events_are_published_and_heard_on_ipv6(start: Any, join: Any, directory
         wait_for(heard)
 
 
-def test_all_addresses_of_a_node_are_those_of_both_kinds(
-    start: Any, join: Any, directory: Path
-) -> None:
+def test_all_addresses_of_a_node_are_those_of_both_kinds(start, join, directory):
     shard, engine = start(events=settings("::")), join()
     live, replay = (place.replace("[::]", "127.0.0.1") for place in addresses(shard))
     keys = engine.prompt(1, 2)
@@ -428,7 +415,7 @@ BAD_CHAINS = [
 ]
 
 
-def test_what_is_told_in_another_form_costs_itself(start: Any, join: Any, directory: Path) -> None:
+def test_what_is_told_in_another_form_costs_itself(start, join, directory):
     shard, engine = start(), join()
     with Peer(directory) as peer:
         for chains in BAD_CHAINS:
@@ -442,9 +429,7 @@ def test_what_is_told_in_another_form_costs_itself(start: Any, join: Any, direct
 
 
 @pytest.mark.parametrize("size", [0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32"])
-def test_who_registers_with_another_size_of_blocks_costs_itself(
-    start: Any, join: Any, directory: Path, size: Any
-) -> None:
+def test_who_registers_with_another_size_of_blocks_costs_itself(start, join, directory, size):
     shard, engine = start(), join()
     namespace = {**MINE.to_wire(), "tokens_per_block": size}
     with Peer(directory) as peer:
@@ -456,9 +441,7 @@ def test_who_registers_with_another_size_of_blocks_costs_itself(
     assert shard.status()["events"]["problem"] == ""
 
 
-def test_chains_of_no_blocks_count_towards_what_waits(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_no_blocks_count_towards_what_waits(start, join, directory, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
     shard, _ = start(), join()
     with Peer(directory) as peer:
@@ -466,9 +449,7 @@ def test_chains_of_no_blocks_count_towards_what_waits(
     assert shard.status()["events"]["dropped"] == 1
 
 
-def test_only_the_connection_of_a_rank_tells_its_tokens(
-    start: Any, join: Any, directory: Path
-) -> None:
+def test_only_the_connection_of_a_rank_tells_its_tokens(start, join, directory):
     start(), join("r")
     with Peer(directory) as peer:
         chains = [[b"", HASH, bytes(4 * SIZE)]]
@@ -476,9 +457,7 @@ def test_only_the_connection_of_a_rank_tells_its_tokens(
         assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
 
 
-def test_of_too_many_namespaces_the_first_are_published(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_namespaces_the_first_are_published(start, join, directory, monkeypatch):
     monkeypatch.setattr(publisher, "_NAMESPACES_MAX", 2)
     shard, engine = start(), join()
     addresses(shard)
@@ -492,7 +471,7 @@ def test_of_too_many_namespaces_the_first_are_published(
         sub.read_until(has(keys))
 
 
-def test_a_thread_that_has_ended_is_seen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_has_ended_is_seen(start, monkeypatch):
     def end(self: Any) -> None:
         pass
 
@@ -502,8 +481,8 @@ def test_a_thread_that_has_ended_is_seen(start: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start, join, directory, monkeypatch
+):
     monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
     directory.mkdir()
     with contextlib.closing(
@@ -517,7 +496,7 @@ def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(
         sub.read_until(has(keys))
 
 
-def test_a_thread_without_a_replica_sleeps(start: Any) -> None:
+def test_a_thread_without_a_replica_sleeps(start):
     start()
     (thread,) = [one for one in threading.enumerate() if one.name == "kvray-events"]
     cpu = Path(f"/proc/self/task/{thread.native_id}/stat")
@@ -554,8 +533,8 @@ FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
     [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
 )
 def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
-    start: Any, join: Any, directory: Path, line: Line, what: str, seconds: float
-) -> None:
+    start, join, directory, line, what, seconds
+):
     shard, engine, process = start(), join(), psutil.Process()
     live, replay = addresses(shard)
     attacked_ones = {"events": [live], "replays": [replay], "socket": []}[what]
@@ -597,8 +576,8 @@ def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
 
 @pytest.mark.long
 def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(
-    start: Any, join: Any, directory: Path
-) -> None:
+    start, join, directory
+):
     arena_spec = spec(num_slabs=16, slots_per_slab=256)
     shard, engine, process = start(spec=arena_spec), join(), psutil.Process()
     with contextlib.ExitStack() as stack:

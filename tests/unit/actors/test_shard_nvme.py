@@ -119,7 +119,7 @@ def node() -> Iterator[Node]:
     shutil.rmtree(parent)
 
 
-def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
+def test_what_leaves_a_full_arena_is_a_hit_from_disk(node):
     wait_until_serving(node.start())
     old = chain(30, seed="old")
     node.store(old)
@@ -140,14 +140,14 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
     assert node.status()["promoted_blocks"] == staging["transports"]["nvme"]["blocks"]
 
 
-def test_what_nobody_has_is_not_stored(node: Node) -> None:
+def test_what_nobody_has_is_not_stored(node):
     wait_until_serving(node.start())
     node.store(chain(40))
     wait_for(lambda: node.status()["demoted_blocks"])
     assert node.stage(chain(5, seed="other"))["reason"] == "not_stored"
 
 
-def test_a_flushed_tier_has_everything_after_a_new_start(node: Node) -> None:
+def test_a_flushed_tier_has_everything_after_a_new_start(node):
     wait_until_serving(node.start())
     keys = chain(20)
     node.store(keys)
@@ -160,7 +160,7 @@ def test_a_flushed_tier_has_everything_after_a_new_start(node: Node) -> None:
     assert node.num_right(keys) == 20
 
 
-def test_without_a_flush_what_was_not_demoted_is_gone(node: Node) -> None:
+def test_without_a_flush_what_was_not_demoted_is_gone(node):
     wait_until_serving(node.start())
     node.store(chain(20))
     node.stop(flush=False)
@@ -168,7 +168,7 @@ def test_without_a_flush_what_was_not_demoted_is_gone(node: Node) -> None:
     assert node.status()["recovered_blocks"] == 0
 
 
-def test_what_was_cleared_does_not_come_back(node: Node) -> None:
+def test_what_was_cleared_does_not_come_back(node):
     shard = node.start()
     wait_until_serving(shard)
     keys = chain(40)
@@ -181,7 +181,7 @@ def test_what_was_cleared_does_not_come_back(node: Node) -> None:
     assert node.status()["recovered_blocks"] == 0
 
 
-def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node: Node) -> None:
+def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node):
     wait_until_serving(node.start())
     keys = chain(30)
     node.store(keys)
@@ -196,7 +196,7 @@ def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node: Node) -> None
     assert node.num_right(keys) == answer["num_blocks"]
 
 
-def test_a_directory_that_cannot_be_used_is_said(node: Node) -> None:
+def test_a_directory_that_cannot_be_used_is_said(node):
     (node.parent / "file").touch()
     message = failed_with(node.start(directory=node.parent / "file" / "nvme"))
     assert "cannot be used for the NVMe tier" in message

@@ -129,7 +129,7 @@ def known(tier: Tier, keys: list[BlockKey]) -> bool:
     return bool(runs) and runs[-1].stop == len(keys)
 
 
-def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> None:
+def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier):
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     answer = tier.stage(KEYS)
@@ -148,7 +148,7 @@ def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> Non
     assert (staging["stages"], staging["staged_blocks"]) == (1, 12)
 
 
-def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier) -> None:
+def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier):
     keys = chain(40)
     store(tier.nodes["b"].arena, keys)
     wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
@@ -167,7 +167,7 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier)
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
 
-def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier: Tier) -> None:
+def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier):
     keys = chain(40)
     store(tier.nodes["b"].arena, keys)
     wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
@@ -176,7 +176,7 @@ def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tie
     wait_for(lambda: not known(tier, keys[:1]))
 
 
-def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:
+def test_a_staged_copy_is_announced_as_a_further_holder(tier):
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     wait_for(lambda: tier.stage(KEYS)["num_blocks"] == len(KEYS))  # a call may be late
@@ -185,7 +185,7 @@ def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:
     wait_for(lambda: [run.holders for run in locate(b"".join(KEYS))] == [both])
 
 
-def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
+def test_a_stage_that_waits_holds_up_nobody_else(tier):
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     tier.nodes.frozen.add("kvray-lookup")
@@ -196,20 +196,20 @@ def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
     assert tier.a.status()["state"] == "serving"
 
 
-def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier: Tier) -> None:
+def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier):
     tier.ask("register", namespace=MINE.to_wire())
     with pytest.raises(ConfigError, match="update its kvray"):
         tier.stage(KEYS)
 
 
-def test_handovers_end_by_themselves(tier: Tier) -> None:
+def test_handovers_end_by_themselves(tier):
     store(tier.nodes["a"].arena, KEYS)
     assert tier.stage(KEYS)["num_blocks"] == 12
     assert tier.a.status()["staging"]["handovers"] == 1
     wait_for(lambda: tier.a.status()["staging"]["handovers"] == 0, "the end of the handover")
 
 
-def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier: Tier) -> None:
+def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier):
     assert tier.a.requests.profile("r") == {
         "tokens_per_block": 32,
         "block_bytes": 4096,
@@ -229,7 +229,7 @@ def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(ti
         tier.a.requests.profile("unknown")
 
 
-def test_a_shard_says_what_it_has_on_its_disk_only(tier: Tier) -> None:
+def test_a_shard_says_what_it_has_on_its_disk_only(tier):
     tokens = np.arange(32 * 40, dtype="<i4")
     keys = chain_keys(tokens, tokens_per_block=32, seed=request_seed(MINE.digest()))
     store(tier.nodes["b"].arena, keys)
@@ -245,7 +245,7 @@ def test_a_shard_says_what_it_has_on_its_disk_only(tier: Tier) -> None:
         tier.b.requests.on_disk(0, packed)
 
 
-def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> None:
+def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier):
     tokens = np.arange(32 * 5 + 1, dtype="<i4")
     seed = request_seed(MINE.digest(), salt="tenant")
     keys = chain_keys(tokens, tokens_per_block=32, seed=seed)
@@ -267,7 +267,7 @@ def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> Non
         tier.a.requests.prefetch("unknown", tokens.tobytes())
 
 
-def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
+def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier):
     arena = tier.nodes["a"].arena
     tier.ask(
         "register",
@@ -289,7 +289,7 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
     assert tier.a.requests.lease_ranks("r", [0], "token", packed) == {}
 
 
-def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None:
+def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier):
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     tier.nodes.may_move = asyncio.Event()

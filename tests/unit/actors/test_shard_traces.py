@@ -10,7 +10,7 @@ from kvray.trace import spans
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.actors.test_shard_staging import MINE, Tier, known, tier
 from tests.unit.store.small_arena import store
-from tests.unit.tracing import CALLER, TRACEPARENT, Spans, id_of, parent_of, sdk
+from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 from tests.waiting import wait_for
 
 __all__ = ["sdk", "tier"]
@@ -30,7 +30,7 @@ def store_far(tier: Tier) -> None:
     wait_for(lambda: known(tier, keys))
 
 
-def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk: Spans, tier: Tier) -> None:
+def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk, tier):
     store_far(tier)
     with spans.under(TRACEPARENT):
         tier.a.requests.prefetch("r", PROMPT.tobytes())
@@ -49,7 +49,7 @@ def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk: Spans, tier: 
     assert lookup.end_time <= fetch.start_time <= fetch.end_time
 
 
-def test_prompts_without_a_trace_make_no_span(sdk: Spans, tier: Tier) -> None:
+def test_prompts_without_a_trace_make_no_span(sdk, tier):
     store_far(tier)
     tier.stage(keys_of(PROMPT))
     tier.a.requests.prefetch("r", PROMPT.tobytes())
@@ -57,7 +57,7 @@ def test_prompts_without_a_trace_make_no_span(sdk: Spans, tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("silent", ["kvray-lookup", "kvray-mover-a"])
-def test_a_silent_actor_is_told_as_an_error(sdk: Spans, tier: Tier, silent: str) -> None:
+def test_a_silent_actor_is_told_as_an_error(sdk, tier, silent):
     store_far(tier)
     tier.nodes.frozen.add(silent)
     with spans.under(TRACEPARENT):
@@ -68,15 +68,13 @@ def test_a_silent_actor_is_told_as_an_error(sdk: Spans, tier: Tier, silent: str)
     assert sdk.one(name).status.status_code is StatusCode.ERROR
 
 
-def test_what_another_shard_promotes_is_told_there(sdk: Spans, tier: Tier) -> None:
+def test_what_another_shard_promotes_is_told_there(sdk, tier):
     with spans.under(TRACEPARENT):
         tier.b.requests.promote("", FetchOrder(spans=(), deadline_s=1.0))
     assert sdk.one("promote").attributes["kvray.shard"] == "kvray-shard-b"
 
 
-def test_what_is_staged_for_a_leader_elsewhere_is_told_by_the_shard_that_does_it(
-    sdk: Spans, tier: Tier
-) -> None:
+def test_what_is_staged_for_a_leader_elsewhere_is_told_by_the_shard_that_does_it(sdk, tier):
     store_far(tier)
     with spans.under(TRACEPARENT):
         tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, b"".join(keys_of(PROMPT)))

@@ -129,18 +129,14 @@ def said(engine: ShardSocket, request: dict[str, Any]) -> str:
 
 @fuzzed
 @given(asked=st.lists(requests(), min_size=1, max_size=4))
-def test_a_request_of_any_fields_is_answered(
-    engine: ShardSocket, shard: Shard, asked: list[dict[str, Any]]
-) -> None:
+def test_a_request_of_any_fields_is_answered(engine, shard, asked):
     for request in asked:
         assert "did not answer" not in said(engine, request), "it hung up: a defect"
     assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
     assert shard.status()["state"] == "serving"
 
 
-def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_changed(
-    engine: ShardSocket, shard: Shard
-) -> None:
+def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_changed(engine, shard):
     assert GOOD.keys() == EngineRequests.handlers(EngineRequests.__new__(EngineRequests)).keys()
     for op, fields in GOOD.items():
         assert said(engine, {"op": op, **fields}) == "", op
@@ -157,9 +153,7 @@ def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_chang
     ),
     piece=st.integers(1, 400),
 )
-def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(
-    engine: ShardSocket, shard: Shard, frames: list[bytes], piece: int
-) -> None:
+def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(engine, shard, frames, piece):
     """They come in pieces of any size, and their sender goes without a word."""
     sent = b"".join(frames)
     with socket.socket(socket.AF_UNIX) as peer:
@@ -171,7 +165,7 @@ def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(
     assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
 
 
-def test_who_has_gone_leaves_nothing_behind(engine: ShardSocket, shard: Shard) -> None:
+def test_who_has_gone_leaves_nothing_behind(engine, shard):
     """After all that was sent above."""
     engine.call("hello", timeout_s=WAIT_S)
     directory = Path(shard.status()["directory"])
@@ -183,9 +177,7 @@ def test_who_has_gone_leaves_nothing_behind(engine: ShardSocket, shard: Shard) -
         check_invariants(arena.tables)
 
 
-def test_a_bad_note_in_a_report_costs_nothing_but_itself(
-    engine: ShardSocket, shard: Shard, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog):
     engine.call("register", timeout_s=WAIT_S, **GOOD["register"])
     good = pack(RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored"))
     answer = engine.call(
@@ -213,9 +205,7 @@ def connections(path: Path) -> list[Any]:
 
 @fuzzed
 @given(message=st.dictionaries(st.text(max_size=9) | st.just("op"), VALUES, max_size=5))
-def test_a_message_of_any_kind_is_answered(
-    engine: ShardSocket, shard: Shard, message: dict[str, Any]
-) -> None:
+def test_a_message_of_any_kind_is_answered(engine, shard, message):
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(WAIT_S)
         peer.connect(shard.status()["directory"] + "/socket")
@@ -227,9 +217,7 @@ def test_a_message_of_any_kind_is_answered(
 
 @fuzzed
 @given(sent=st.binary(max_size=200))
-def test_bytes_of_any_kind_hang_up_on_their_sender_only(
-    engine: ShardSocket, shard: Shard, sent: bytes
-) -> None:
+def test_bytes_of_any_kind_hang_up_on_their_sender_only(engine, shard, sent):
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(shard.status()["directory"] + "/socket")
         with contextlib.suppress(OSError):

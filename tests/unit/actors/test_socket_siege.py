@@ -59,7 +59,7 @@ def look(shard: "subprocess.Popen[str]") -> Figures:
     "seconds",
     [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
-def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds: float) -> None:
+def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds):
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, parent)

@@ -59,12 +59,12 @@ def lookup() -> Lookup:
     return made
 
 
-def test_announcements_in_order_are_taken(lookup: Lookup) -> None:
+def test_announcements_in_order_are_taken(lookup):
     assert not lookup.announce(said(2, added=[2], removed=[0]), now=0.0).resync
     assert has(lookup) == {1, 2}
 
 
-def test_the_first_announcement_must_be_a_full_one() -> None:
+def test_the_first_announcement_must_be_a_full_one():
     lookup = Lookup()
     assert lookup.announce(said(1, added=[0]), now=0.0).resync
     assert has(lookup) == set()
@@ -83,15 +83,13 @@ def test_the_first_announcement_must_be_a_full_one() -> None:
     ],
     ids=["lost", "repeated", "repeated full", "newer", "older", "older full", "other arena"],
 )
-def test_what_does_not_follow_is_refused_and_changes_nothing(
-    lookup: Lookup, announcement: Announcement
-) -> None:
+def test_what_does_not_follow_is_refused_and_changes_nothing(lookup, announcement):
     assert lookup.announce(announcement, now=0.0).resync
     assert has(lookup) == {0, 1}
     assert not lookup.announce(said(2, added=[3]), now=0.0).resync
 
 
-def test_each_shard_hears_of_the_namespaces_of_all(lookup: Lookup) -> None:
+def test_each_shard_hears_of_the_namespaces_of_all(lookup):
     lookup.announce(said(1, full=True, shard="b", ranks=[], namespaces=(7, 9)), now=0.0)
     assert lookup.announce(said(9, ranks=[], namespaces=(5,)), now=0.0).namespaces == ()
     answer = lookup.announce(said(2, ranks=[], namespaces=(7, 8)), now=0.0)
@@ -102,18 +100,18 @@ def test_each_shard_hears_of_the_namespaces_of_all(lookup: Lookup) -> None:
     assert lookup.announce(said(5), now=0.0).namespaces == (8,)
 
 
-def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:
+def test_a_full_one_replaces_all_that_the_shard_had(lookup):
     assert not lookup.announce(said(5, full=True, added=[4]), now=0.0).resync
     assert has(lookup) == {4}
 
 
-def test_a_full_one_leaves_other_shards_alone(lookup: Lookup) -> None:
+def test_a_full_one_leaves_other_shards_alone(lookup):
     lookup.announce(said(1, full=True, added=[3], shard="b"), now=0.0)
     lookup.announce(said(2, full=True, added=[4]), now=0.0)
     assert has(lookup) == {3, 4}
 
 
-def test_what_its_shard_does_not_wait_for_any_more_is_not_taken(lookup: Lookup) -> None:
+def test_what_its_shard_does_not_wait_for_any_more_is_not_taken(lookup):
     late = said(2, added=[2], until=(lookup.epoch, 0.9))
     assert lookup.announce(late, now=1.0).resync
     assert has(lookup) == {0, 1}
@@ -122,11 +120,11 @@ def test_what_its_shard_does_not_wait_for_any_more_is_not_taken(lookup: Lookup) 
     assert has(lookup) == {0, 1, 2}
 
 
-def test_when_a_shard_gives_up_by_the_clock_of_another_lookup_says_nothing(lookup: Lookup) -> None:
+def test_when_a_shard_gives_up_by_the_clock_of_another_lookup_says_nothing(lookup):
     assert not lookup.announce(said(2, added=[2], until=("another", -9.0)), now=0.0).resync
 
 
-def test_only_so_many_shards_announce_at_once_what_does_not_fit_in_one(lookup: Lookup) -> None:
+def test_only_so_many_shards_announce_at_once_what_does_not_fit_in_one(lookup):
     for n in range(TURNS):
         large = said(1, full=True, shard=f"s{n}", added=[0], more=True)
         assert not lookup.announce(large, now=0.0).resync
@@ -142,19 +140,19 @@ def test_only_so_many_shards_announce_at_once_what_does_not_fit_in_one(lookup: L
     assert not lookup.announce(large, now=0.0).resync, "one turn is over"
 
 
-def test_a_restarted_shard_is_heard_from_its_first_number_on(lookup: Lookup) -> None:
+def test_a_restarted_shard_is_heard_from_its_first_number_on(lookup):
     assert not lookup.announce(said(1, full=True, added=[2], shard_epoch=2), now=0.0).resync
     assert has(lookup) == {2}
 
 
-def test_a_new_arena_may_count_its_epochs_from_one_again(lookup: Lookup) -> None:
+def test_a_new_arena_may_count_its_epochs_from_one_again(lookup):
     lookup.announce(said(7, full=True, added=[2], shard_epoch=9), now=0.0)
     fresh = said(1, full=True, added=[3], shard_epoch=1, arena_id="arena-2")
     assert not lookup.announce(fresh, now=0.0).resync
     assert has(lookup) == {3}
 
 
-def test_half_an_announcement_is_never_built_upon(lookup: Lookup) -> None:
+def test_half_an_announcement_is_never_built_upon(lookup):
     broken = Announcement(
         shard="a",
         arena_id="arena-1",
@@ -173,11 +171,11 @@ def test_half_an_announcement_is_never_built_upon(lookup: Lookup) -> None:
     assert has(lookup) == {1}
 
 
-def test_every_start_has_an_epoch_of_its_own() -> None:
+def test_every_start_has_an_epoch_of_its_own():
     assert Lookup().epoch != Lookup().epoch
 
 
-def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup: Lookup) -> None:
+def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup):
     lookup.drop("a")
     assert has(lookup) == set()
     assert lookup.shards() == []
@@ -185,7 +183,7 @@ def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup: Lookup) ->
     assert not lookup.announce(said(3, full=True, added=[2]), now=0.0).resync
 
 
-def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
+def test_status_tells_who_was_heard_when(lookup):
     status = lookup.status(now=1.5)
     assert status["keys"] == 2
     assert status["entries"] == 2
@@ -194,7 +192,7 @@ def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
     assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
 
 
-def test_nothing_is_brought_to_a_shard_whose_node_is_to_go_until_it_stays(lookup: Lookup) -> None:
+def test_nothing_is_brought_to_a_shard_whose_node_is_to_go_until_it_stays(lookup):
     lookup.announce(said(1, shard="b", full=True), now=0.0)
     assert lookup.targets(now=0.0) == ["a", "b"]
     lookup.announce(said(2, is_leaving=True), now=0.0)
@@ -212,7 +210,7 @@ LATE = SILENT_S + 0.1
 BOTH = KEYS[0] + KEYS[1]
 
 
-def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup: Lookup) -> None:
+def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup):
     assert lookup.match(BOTH, 1, now=SILENT_S).num_blocks == 2
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
     assert lookup.locate(BOTH, now=LATE) == []
@@ -222,7 +220,7 @@ def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup: Lookup) 
     assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
 
 
-def test_the_more_shards_the_longer_each_pauses_and_may_be_silent() -> None:
+def test_the_more_shards_the_longer_each_pauses_and_may_be_silent():
     lookup = Lookup()
     pauses = [
         lookup.announce(said(1, full=True, added=[0], shard=f"s{n}"), now=0.0).pause_s
@@ -234,9 +232,7 @@ def test_the_more_shards_the_longer_each_pauses_and_may_be_silent() -> None:
     assert lookup.match(KEYS[0], 1, now=LATE + 3 * pauses[-1]).num_blocks == 0
 
 
-def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(
-    lookup: Lookup,
-) -> None:
+def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(lookup):
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
     assert lookup.announce(said(3), now=LATE).resync
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
@@ -244,12 +240,12 @@ def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 1
 
 
-def test_what_another_shard_has_is_found_while_one_is_silent(lookup: Lookup) -> None:
+def test_what_another_shard_has_is_found_while_one_is_silent(lookup):
     lookup.announce(said(1, full=True, shard="b", added=[0]), now=LATE)
     assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}
 
 
-def test_a_shard_that_falls_silent_is_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_falls_silent_is_visited_once(monkeypatch):
     lookup = Lookup(silent_s=10.0)
     for n in range(10):
         lookup.announce(said(1, full=True, shard=f"s{n}", added=[0]), now=float(n))
@@ -264,14 +260,14 @@ def test_a_shard_that_falls_silent_is_visited_once(monkeypatch: pytest.MonkeyPat
     assert visited == ["s0", "s1", "s2", "s0", "s3"]
 
 
-def test_how_long_a_shard_may_be_silent_is_the_callers() -> None:
+def test_how_long_a_shard_may_be_silent_is_the_callers():
     lookup = Lookup(silent_s=10.0)
     lookup.announce(said(1, full=True, added=[0, 1]), now=0.0)
     assert lookup.match(BOTH, 1, now=9.9).num_blocks == 2
     assert lookup.match(BOTH, 1, now=10.1).num_blocks == 0
 
 
-def test_shards_are_told_how_many_are_heard(lookup: Lookup) -> None:
+def test_shards_are_told_how_many_are_heard(lookup):
     assert lookup.announce(said(1, full=True, shard="b"), now=1.0).num_shards == 2
     assert lookup.announce(said(2, shard="b"), now=LATE).num_shards == 1
     assert lookup.announce(said(2), now=LATE).num_shards == 2
@@ -282,7 +278,7 @@ def test_shards_are_told_how_many_are_heard(lookup: Lookup) -> None:
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_ranks_are_found_where_they_are_registered(lookup: Lookup) -> None:
+def test_ranks_are_found_where_they_are_registered(lookup):
     lookup.announce(said(2, ranks=[("r", 0), ("other", 1)]), now=0.0)
     lookup.announce(said(1, full=True, shard="b", ranks=[("r", 1)]), now=0.0)
     assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
@@ -290,7 +286,7 @@ def test_ranks_are_found_where_they_are_registered(lookup: Lookup) -> None:
     assert lookup.status(now=0.0)["ranks"] == 3
 
 
-def test_ranks_stay_until_a_shard_names_others(lookup: Lookup) -> None:
+def test_ranks_stay_until_a_shard_names_others(lookup):
     lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
     lookup.announce(said(3), now=0.0)
     assert lookup.replica("r", now=0.0) == {0: "a"}
@@ -298,14 +294,14 @@ def test_ranks_stay_until_a_shard_names_others(lookup: Lookup) -> None:
     assert lookup.replica("r", now=0.0) == {}
 
 
-def test_a_rank_that_moved_is_where_it_was_named_last(lookup: Lookup) -> None:
+def test_a_rank_that_moved_is_where_it_was_named_last(lookup):
     lookup.announce(said(1, full=True, shard="b", ranks=[("r", 0)]), now=0.0)
     lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
     lookup.announce(said(2, shard="b", ranks=[("r", 0), ("r", 1)]), now=0.0)
     assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
 
 
-def test_ranks_of_a_silent_or_dropped_shard_are_left_out(lookup: Lookup) -> None:
+def test_ranks_of_a_silent_or_dropped_shard_are_left_out(lookup):
     lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
     assert lookup.replica("r", now=LATE) == {}
     lookup.announce(said(3), now=LATE)
@@ -324,13 +320,13 @@ def halves(lookup: Lookup) -> Lookup:
     return lookup
 
 
-def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves: Lookup) -> None:
+def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves):
     assert halves.announce(said(2, removed=[1]), now=0.0).partial_keys == b""
     assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[1]
     assert halves.announce(said(3, shard="b"), now=0.0).partial_keys == b""
 
 
-def test_what_a_silent_shard_has_is_no_partial_block_until_it_is_dropped(halves: Lookup) -> None:
+def test_what_a_silent_shard_has_is_no_partial_block_until_it_is_dropped(halves):
     assert halves.announce(said(2, shard="b"), now=LATE).partial_keys == b""
     halves.drop("a")
     told = halves.announce(said(3, shard="b"), now=LATE).partial_keys
@@ -338,20 +334,20 @@ def test_what_a_silent_shard_has_is_no_partial_block_until_it_is_dropped(halves:
     assert {told[:32], told[32:]} == {KEYS[0], KEYS[1]}
 
 
-def test_a_partial_block_whose_part_was_stored_again_is_none(halves: Lookup) -> None:
+def test_a_partial_block_whose_part_was_stored_again_is_none(halves):
     halves.announce(said(2, removed=[0, 1]), now=0.0)
     halves.announce(said(3, added=[1]), now=0.0)
     assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[0]
 
 
-def test_what_a_shard_is_still_saying_again_is_no_partial_block(halves: Lookup) -> None:
+def test_what_a_shard_is_still_saying_again_is_no_partial_block(halves):
     halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
     assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == b""
     halves.announce(said(6, added=[1]), now=0.0)
     assert halves.announce(said(3, shard="b"), now=0.0).partial_keys == b""
 
 
-def test_what_a_shard_did_not_say_again_is_a_partial_block(halves: Lookup) -> None:
+def test_what_a_shard_did_not_say_again_is_a_partial_block(halves):
     halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
     halves.announce(said(6), now=0.0)
     assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[1]
@@ -405,9 +401,7 @@ class Announcing:
 
 @settings(max_examples=examples(300))
 @given(st.data())
-def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(
-    data: st.DataObject,
-) -> None:
+def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(data):
     lookup = Lookup()
     shard = Announcing(lookup)
     steps = st.sampled_from(["change", "deliver", "lose", "delay", "arrive", "again", "restart"])
@@ -451,7 +445,7 @@ def taken(blocks: PartialBlocks, shard: str = "a") -> list[int]:
     return [PARTIAL_BLOCKS_KEYS.index(keys[at : at + 32]) for at in range(0, len(keys), 32)]
 
 
-def test_every_shard_that_has_a_part_is_told_once() -> None:
+def test_every_shard_that_has_a_part_is_told_once():
     blocks = PartialBlocks()
     lose(blocks, 0, shards=("a", "b"))
     lose(blocks, 1, shards=("b",))
@@ -459,7 +453,7 @@ def test_every_shard_that_has_a_part_is_told_once() -> None:
     assert (taken(blocks, "a"), taken(blocks, "b")) == ([], [])
 
 
-def test_an_answer_has_the_oldest_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_has_the_oldest_and_the_next_one_goes_on(monkeypatch):
     monkeypatch.setattr(partial_blocks_module, "HANDED_MAX", 3)
     blocks = PartialBlocks()
     lose(blocks, 0, 1)
@@ -467,7 +461,7 @@ def test_an_answer_has_the_oldest_and_the_next_one_goes_on(monkeypatch: pytest.M
     assert [taken(blocks), taken(blocks), taken(blocks)] == [[0, 1, 2], [3, 4], []]
 
 
-def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch):
     monkeypatch.setattr(partial_blocks_module, "QUEUED_MAX", 4)
     blocks = PartialBlocks()
     lose(blocks, 0)
@@ -476,14 +470,14 @@ def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch: pytest.MonkeyPat
     assert taken(blocks) == [2, 3, 4, 5]
 
 
-def test_a_dropped_shard_is_told_nothing() -> None:
+def test_a_dropped_shard_is_told_nothing():
     blocks = PartialBlocks()
     lose(blocks, 0)
     blocks.drop("a")
     assert taken(blocks) == []
 
 
-def test_a_rank_that_two_shards_name_is_with_the_later_one() -> None:
+def test_a_rank_that_two_shards_name_is_with_the_later_one():
     ranks = RankDirectory()
     ranks.name("a", [("r", 0)])
     ranks.name("b", [("r", 0)])
@@ -492,7 +486,7 @@ def test_a_rank_that_two_shards_name_is_with_the_later_one() -> None:
     assert ranks.replica("r", ["a"]) == {0: "a", 1: "a"}
 
 
-def test_what_one_shard_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_shard_names_is_bounded(monkeypatch):
     monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
     ranks = RankDirectory()
     ranks.name("a", [("r", rank) for rank in range(5)])
@@ -507,15 +501,15 @@ def full() -> Turns:
     return turns
 
 
-def test_when_all_turns_are_taken_the_next_is_told_when_to_ask() -> None:
+def test_when_all_turns_are_taken_the_next_is_told_when_to_ask():
     assert 0 < full().take("late", 0.0) < 1
 
 
-def test_who_has_a_turn_may_begin_again() -> None:
+def test_who_has_a_turn_may_begin_again():
     assert full().take("s0", 1.0) == 0
 
 
-def test_a_turn_ends_with_the_last_piece() -> None:
+def test_a_turn_ends_with_the_last_piece():
     turns = full()
     turns.go_on("s3", 1.0, more=True)
     assert turns.take("late", 1.0) > 0
@@ -524,7 +518,7 @@ def test_a_turn_ends_with_the_last_piece() -> None:
     assert turns.take("later", 1.0) > 0
 
 
-def test_a_turn_of_one_that_says_nothing_more_ends_by_itself() -> None:
+def test_a_turn_of_one_that_says_nothing_more_ends_by_itself():
     turns = full()
     for number in range(1, TURNS):
         turns.go_on(f"s{number}", TURN_S - 1, more=True)
@@ -533,14 +527,14 @@ def test_a_turn_of_one_that_says_nothing_more_ends_by_itself() -> None:
     assert turns.take("later", TURN_S + 0.1) > 0
 
 
-def test_a_piece_of_one_that_has_no_turn_takes_none() -> None:
+def test_a_piece_of_one_that_has_no_turn_takes_none():
     turns = Turns()
     for number in range(TURNS):
         turns.go_on(f"other {number}", 0.0, more=True)
     assert turns.take("a", 0.0) == 0
 
 
-def test_however_many_wait_so_many_ask_in_a_second() -> None:
+def test_however_many_wait_so_many_ask_in_a_second():
     turns = full()
     asks = [turns.take(f"w{number}", 0.0) for number in range(2000)]
     assert asks[0] == 0.5
@@ -548,7 +542,7 @@ def test_however_many_wait_so_many_ask_in_a_second() -> None:
         assert 199 <= sum(second <= at < second + 1 for at in asks) <= 201
 
 
-def test_those_that_ask_no_more_are_not_waited_for() -> None:
+def test_those_that_ask_no_more_are_not_waited_for():
     turns = full()
     for number in range(2000):
         turns.take(f"w{number}", 0.0)
@@ -565,27 +559,25 @@ def told(heads: list[int], num_partitions: int) -> list[list[int]]:
 
 @settings(max_examples=examples(90))
 @given(st.lists(st.integers(1, 2**24 - 1), max_size=20), st.integers(1, 64))
-def test_one_partition_is_told_of_a_block(heads: list[int], num_partitions: int) -> None:
+def test_one_partition_is_told_of_a_block(heads, num_partitions):
     found = told(heads, num_partitions)
     assert len(found) == num_partitions
     assert sorted(block for some in found for block in some) == list(range(len(heads)))
 
 
 @pytest.mark.parametrize("num_partitions", [1, 2, 64])
-def test_all_partitions_are_told_of_a_block_whose_chain_is_not_known(num_partitions: int) -> None:
+def test_all_partitions_are_told_of_a_block_whose_chain_is_not_known(num_partitions):
     assert told([0], num_partitions) == [[0]] * num_partitions
 
 
 @pytest.mark.parametrize("num_partitions", [1, 2, 3, 64])
-def test_the_partition_that_is_told_of_a_chain_is_the_one_that_is_asked(
-    num_partitions: int,
-) -> None:
+def test_the_partition_that_is_told_of_a_chain_is_the_one_that_is_asked(num_partitions):
     for number in range(100):
         keys = chain(3, seed=str(number))
         asked = partition_of(keys[0], num_partitions)
         assert told([head_number(keys[0])], num_partitions)[asked] == [0]
 
 
-def test_chains_are_spread_over_the_partitions() -> None:
+def test_chains_are_spread_over_the_partitions():
     asked = [partition_of(chain(1, seed=str(number))[0], 4) for number in range(400)]
     assert min(np.bincount(asked, minlength=4)) > 50

@@ -1,6 +1,5 @@
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def target(make_node: MakeNode) -> Node:
     return make_node("b")
 
 
-def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> None:
+def test_blocks_of_another_node_are_ready_here(source, target):
     keys = chain(20)
     store(source.arena, keys)
     report = target.fetch(span("a", keys))
@@ -43,9 +42,7 @@ def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> No
     assert got.seconds > 0
 
 
-def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
-    source: Node, target: Node
-) -> None:
+def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(source, target):
     keys, priorities = chain(6), [90, 90, 35, 0, 100, 7]
     asked = np.array(priorities, dtype=np.uint8)
     store(source.arena, keys, namespace=0x1234ABCD, priority=asked)
@@ -57,21 +54,21 @@ def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
     assert set(tables.slot_namespace[found[1:]].tolist()) == {0x1234ABCD}
 
 
-def test_a_lease_that_says_nothing_of_priorities_means_the_default() -> None:
+def test_a_lease_that_says_nothing_of_priorities_means_the_default():
     sizes = np.full(2, SLOT, dtype="<u8").tobytes()
     bare = LeasedBlocks.read(LeasedGroup(sizes=sizes, checksums=bytes(16)))
     assert bare.priorities.tolist() == [DEFAULT_PRIORITY] * 2
     assert bare.namespaces.tolist() == [0, 0]
 
 
-def test_a_lease_with_nonsense_for_priorities_is_taken_all_the_same() -> None:
+def test_a_lease_with_nonsense_for_priorities_is_taken_all_the_same():
     sizes = np.full(2, SLOT, dtype="<u8").tobytes()
     group = LeasedGroup(sizes=sizes, checksums=bytes(16), namespaces=b"odd", priorities=b"\xff\x01")
     assert LeasedBlocks.read(group).priorities.tolist() == [100, 1]
     assert LeasedBlocks.read(group).namespaces.tolist() == [0, 0]
 
 
-def test_chain_is_fetched_from_several_nodes_at_once(make_node: MakeNode) -> None:
+def test_chain_is_fetched_from_several_nodes_at_once(make_node):
     keys = chain(30)
     nodes = [make_node(name) for name in "abc"]
     for index, node in enumerate(nodes[:2]):
@@ -90,7 +87,7 @@ def test_chain_is_fetched_from_several_nodes_at_once(make_node: MakeNode) -> Non
     assert np.count_nonzero(tables.slot_parent[ready] >= 0) == 29
 
 
-def test_parts_of_different_sizes_are_fetched_by_one_order(make_node: MakeNode) -> None:
+def test_parts_of_different_sizes_are_fetched_by_one_order(make_node):
     nodes = [make_node(name) for name in "ab"]
     keys = chain(6)
     store(nodes[0].arena, keys, part=0, block_bytes=SLOT)
@@ -101,7 +98,7 @@ def test_parts_of_different_sizes_are_fetched_by_one_order(make_node: MakeNode) 
     assert is_right(nodes[1].arena, keys, part=3, block_bytes=1000)
 
 
-def test_what_is_here_is_not_fetched_again(source: Node, target: Node) -> None:
+def test_what_is_here_is_not_fetched_again(source, target):
     keys = chain(10)
     store(source.arena, keys)
     store(target.arena, keys[:4])
@@ -111,7 +108,7 @@ def test_what_is_here_is_not_fetched_again(source: Node, target: Node) -> None:
     assert target.fetch(span("a", keys)).sources == {}
 
 
-def test_block_that_somebody_else_is_writing_does_not_count(source: Node, target: Node) -> None:
+def test_block_that_somebody_else_is_writing_does_not_count(source, target):
     keys = chain(10)
     store(source.arena, keys)
     made = target.arena.reserve(keys[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
@@ -123,7 +120,7 @@ def test_block_that_somebody_else_is_writing_does_not_count(source: Node, target
     assert target.fetch(span("a", keys)).here == (10,)
 
 
-def test_what_the_source_has_no_more_is_left_out(source: Node, target: Node) -> None:
+def test_what_the_source_has_no_more_is_left_out(source, target):
     keys = chain(10)
     store(source.arena, keys[:7])
     report = target.fetch(span("a", keys))
@@ -131,7 +128,7 @@ def test_what_the_source_has_no_more_is_left_out(source: Node, target: Node) -> 
     assert report.sources["a"].error is None
 
 
-def test_blocks_without_their_parent_are_left_out(source: Node, target: Node) -> None:
+def test_blocks_without_their_parent_are_left_out(source, target):
     keys = chain(10)
     store(source.arena, keys)
     tail = span("a", keys[5:], parent=keys[4], depth=5)
@@ -141,7 +138,7 @@ def test_blocks_without_their_parent_are_left_out(source: Node, target: Node) ->
     assert target.fetch(free).here == (5,)
 
 
-def test_arena_without_room_gets_a_shorter_prefix(make_node: MakeNode) -> None:
+def test_arena_without_room_gets_a_shorter_prefix(make_node):
     big = make_node("a")
     small = make_node("b", asked={"num_slabs": 4, "slots_per_slab": 4})
     keys = chain(40)
@@ -151,18 +148,14 @@ def test_arena_without_room_gets_a_shorter_prefix(make_node: MakeNode) -> None:
     assert is_right(small.arena, keys[:16], block_bytes=SLOT)
 
 
-def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(
-    make_node: MakeNode,
-) -> None:
+def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(make_node):
     nodes = [make_node("a"), make_node("b", bytes_in_flight=1)]
     keys = chain(40)
     store(nodes[0].arena, keys)
     assert nodes[1].fetch(span("a", keys)).here == (40,)
 
 
-def test_corrupt_block_is_never_ready_here_and_quarantined_there(
-    source: Node, target: Node
-) -> None:
+def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target):
     keys = chain(10)
     made = store(source.arena, keys)
     source.arena.slot_bytes(int(made.slots[6]))[5] ^= 1
@@ -175,7 +168,7 @@ def test_corrupt_block_is_never_ready_here_and_quarantined_there(
     wait_for(lambda: target.num_reserved == 0)
 
 
-def test_two_fetches_of_the_same_blocks_leave_one_copy(source: Node, target: Node) -> None:
+def test_two_fetches_of_the_same_blocks_leave_one_copy(source, target):
     keys = chain(50)
     store(source.arena, keys)
     threads = [threading.Thread(target=target.fetch, args=(span("a", keys),)) for _ in range(3)]
@@ -187,7 +180,7 @@ def test_two_fetches_of_the_same_blocks_leave_one_copy(source: Node, target: Nod
     assert (target.num_ready, target.num_reserved) == (50, 0)
 
 
-def test_two_movers_fetch_from_each_other_at_once(source: Node, target: Node) -> None:
+def test_two_movers_fetch_from_each_other_at_once(source, target):
     ours, theirs = chain(50, seed="ours"), chain(50, seed="theirs")
     store(source.arena, theirs[:10])
     store(target.arena, ours[:10])
@@ -208,16 +201,14 @@ def test_two_movers_fetch_from_each_other_at_once(source: Node, target: Node) ->
     assert [reports[name].here for name in "ab"] == [(10,), (10,)]
 
 
-def test_peer_that_is_not_there_is_reported(target: Node) -> None:
+def test_peer_that_is_not_there_is_reported(target):
     report = target.fetch(span("nobody", chain(3)))
     assert report.here == (0,)
     assert report.sources["nobody"].error == "ShardUnavailable"
     assert report.sources["nobody"].message == "There is no nobody."
 
 
-def test_ends_without_a_common_transport_say_so(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_without_a_common_transport_say_so(make_node, monkeypatch):
     # Other tests of this process may have connected it.
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     a = make_node("a", transports=("object_ref",))
@@ -230,7 +221,7 @@ def test_ends_without_a_common_transport_say_so(
     assert "Ray" in a.mover.status()["transports"]["object_ref"]["reason"]
 
 
-def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
+def test_order_whose_time_is_up_is_refused(source, target):
     keys = chain(3)
     store(source.arena, keys)
     report = target.fetch(span("a", keys), deadline_s=0.0)
@@ -239,7 +230,7 @@ def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
     assert target.num_reserved == 0
 
 
-def test_mover_waits_for_an_arena(directory: Path) -> None:
+def test_mover_waits_for_an_arena(directory):
     mover = Mover("m", directory, SETTINGS, lambda name: NotImplemented, lock_wait_s=0.5)
     mover.start()
     report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
@@ -250,12 +241,12 @@ def test_mover_waits_for_an_arena(directory: Path) -> None:
     mover.stop()
 
 
-def test_mover_ends_when_its_arena_was_given_up(source: Node) -> None:
+def test_mover_ends_when_its_arena_was_given_up(source):
     ArenaOwner(source.arena).retire()
     wait_for(lambda: source.ended == 1)
 
 
-def test_mover_that_was_stopped_holds_nothing(source: Node, target: Node) -> None:
+def test_mover_that_was_stopped_holds_nothing(source, target):
     keys = chain(10)
     store(source.arena, keys)
     source.mover.lease(_request(target, keys))
@@ -280,7 +271,7 @@ def _addresses(node: Node) -> dict[str, bytes]:
     return {name: one.address for name, one in attached.transports.items()}
 
 
-def test_leased_blocks_cannot_be_evicted(source: Node, target: Node) -> None:
+def test_leased_blocks_cannot_be_evicted(source, target):
     keys = chain(10)
     store(source.arena, keys)
     lease = source.mover.lease(_request(target, keys, lease_s=60.0))
@@ -292,7 +283,7 @@ def test_leased_blocks_cannot_be_evicted(source: Node, target: Node) -> None:
     assert source.arena.match(keys) == 0
 
 
-def test_read_lease_that_nobody_renews_ends(source: Node, target: Node) -> None:
+def test_read_lease_that_nobody_renews_ends(source, target):
     keys = chain(10)
     store(source.arena, keys)
     lease = source.mover.lease(_request(target, keys, lease_s=0.2))
@@ -301,7 +292,7 @@ def test_read_lease_that_nobody_renews_ends(source: Node, target: Node) -> None:
         source.mover.send(_nothing(lease.token))
 
 
-def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
+def test_sends_renew_a_read_lease(source, target):
     keys = chain(10)
     store(source.arena, keys)
     lease = source.mover.lease(_request(target, keys, lease_s=1.0))
@@ -311,7 +302,7 @@ def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
     assert source.num_leases == 1
 
 
-def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: Node) -> None:
+def test_lease_is_not_longer_than_the_source_gives(make_node, target):
     source = make_node("a", lease_s=0.5)
     keys = chain(10)
     store(source.arena, keys)
@@ -319,7 +310,7 @@ def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: 
     wait_for(lambda: source.num_leases == 0)
 
 
-def test_read_leases_are_bounded(source: Node, target: Node) -> None:
+def test_read_leases_are_bounded(source, target):
     keys = chain(1)
     store(source.arena, keys)
     for _ in range(READ_LEASES_MAX):
@@ -328,7 +319,7 @@ def test_read_leases_are_bounded(source: Node, target: Node) -> None:
         source.mover.lease(_request(target, []))
 
 
-def test_transport_is_the_first_of_the_asker_that_both_have(source: Node, target: Node) -> None:
+def test_transport_is_the_first_of_the_asker_that_both_have(source, target):
     addresses = {"pigeons": b"", **_addresses(target)}
     assert source.mover.lease(_request(target, [], addresses=addresses)).transport == "nixl"
     with pytest.raises(TransportUnavailable, match="pigeons"):
@@ -342,14 +333,14 @@ def _nothing(token: int) -> SendOrder:
 MiB = 2**20
 
 
-def test_a_fast_way_gets_pieces_as_large_as_the_transport_likes() -> None:
+def test_a_fast_way_gets_pieces_as_large_as_the_transport_likes():
     pace = Pace(most_bytes=128 * MiB)
     assert pace.step(1024 * MiB) == FIRST_BYTES
     pace.note(FIRST_BYTES, 0.001)
     assert pace.step(1024 * MiB) == 128 * MiB
 
 
-def test_a_slow_way_gets_pieces_that_take_a_moment() -> None:
+def test_a_slow_way_gets_pieces_that_take_a_moment():
     pace = Pace(most_bytes=128 * MiB)
     pace.note(16 * MiB, 0.2)
     assert pace.step(1024 * MiB) == 8 * MiB
@@ -357,7 +348,7 @@ def test_a_slow_way_gets_pieces_that_take_a_moment() -> None:
     assert pace.step(1024 * MiB) == 4 * MiB
 
 
-def test_pieces_grow_smaller_towards_the_end() -> None:
+def test_pieces_grow_smaller_towards_the_end():
     pace = Pace(most_bytes=128 * MiB)
     pace.note(FIRST_BYTES, 0.001)
     left, steps = 512 * MiB, []
@@ -367,14 +358,14 @@ def test_pieces_grow_smaller_towards_the_end() -> None:
     assert steps == [128, 128, 128, 64, 64]
 
 
-def test_a_transport_of_small_pieces_never_gets_larger_ones() -> None:
+def test_a_transport_of_small_pieces_never_gets_larger_ones():
     pace = Pace(most_bytes=2 * MiB)
     pace.note(2 * MiB, 0.0)
     assert pace.step(64 * MiB) == 2 * MiB
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.floats(0, 100)), max_size=20), st.data())
-def test_every_step_moves_something(notes: list[tuple[int, float]], data: st.DataObject) -> None:
+def test_every_step_moves_something(notes, data):
     pace = Pace(most_bytes=data.draw(st.integers(1, 2**30)))
     for num_bytes, seconds in notes:
         pace.note(num_bytes, seconds)

@@ -21,13 +21,13 @@ def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
     return load_config(overrides=overrides, environ={})
 
 
-def test_who_has_the_token_is_let_in(tmp_path: Path) -> None:
+def test_who_has_the_token_is_let_in(tmp_path):
     config = with_token(tmp_path / "token", b"0123456789abcdef\n")
     same = with_token(tmp_path / "copy", b"0123456789abcdef")
     check_proof(config, proof_of(same))
 
 
-def test_who_has_none_or_another_one_is_not(tmp_path: Path) -> None:
+def test_who_has_none_or_another_one_is_not(tmp_path):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     other = with_token(tmp_path / "other", b"0123456789abcdeF")
     for proof in ("", proof_of(None), proof_of(other), "0123456789abcdef", "é" * 64):
@@ -35,7 +35,7 @@ def test_who_has_none_or_another_one_is_not(tmp_path: Path) -> None:
             check_proof(config, proof)
 
 
-def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path: Path) -> None:
+def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     proof = proof_of(config)
     assert "0123456789abcdef" not in proof
@@ -43,13 +43,13 @@ def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path: Path) -> Non
         check_proof(with_token(tmp_path / "token", b"0123456789abcdef", name="other"), proof)
 
 
-def test_a_tier_without_a_token_lets_everybody_in(tmp_path: Path) -> None:
+def test_a_tier_without_a_token_lets_everybody_in(tmp_path):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     check_proof(KVRayConfig(), "")
     check_proof(KVRayConfig(), proof_of(config))
 
 
-def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     proof = proof_of(config)
     (tmp_path / "token").unlink()
@@ -99,8 +99,8 @@ class Tier:
 
 @pytest.mark.parametrize("way", BREAKS)
 def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+    tmp_path, monkeypatch, way
+):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     other = with_token(tmp_path / "other", b"0123456789abcdeF")
     Tier(config, monkeypatch)
@@ -110,9 +110,7 @@ def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configurati
 
 
 @pytest.mark.parametrize("way", BREAKS)
-def test_another_user_is_not_let_in_for_a_token_that_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_another_user_is_not_let_in_for_a_token_that_is_lost(tmp_path, monkeypatch, way):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     Tier(config, monkeypatch)
     BREAKS[way](tmp_path / "token")
@@ -123,9 +121,7 @@ def test_another_user_is_not_let_in_for_a_token_that_is_lost(
             ask_to_be_admitted(asked, timeout_s=1)
 
 
-def test_a_token_that_is_there_is_asked_for_of_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_is_there_is_asked_for_of_everybody(tmp_path, monkeypatch):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     broken = with_token(tmp_path / "broken", b"short")
     Tier(config, monkeypatch)
@@ -136,14 +132,12 @@ def test_a_token_that_is_there_is_asked_for_of_everybody(
         ask_to_be_admitted(broken, timeout_s=1)
 
 
-def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(tmp_path, monkeypatch):
     Tier(KVRayConfig(), monkeypatch)
     ask_to_be_admitted(with_token(tmp_path / "broken", b"short"), timeout_s=1)
 
 
-def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path: Path) -> None:
+def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path):
     nonce = "ab" * 32
     path = tmp_path / "file"
     path.write_text(nonce)
@@ -164,7 +158,7 @@ def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_pa
     assert not admin._is_own(f"{nonce} {path}")
 
 
-def test_nothing_is_left_of_what_shows_whose_a_caller_is() -> None:
+def test_nothing_is_left_of_what_shows_whose_a_caller_is():
     with admin._witness() as witness:
         path = Path(witness.split(" ", 1)[1])
         assert admin._is_own(witness)
@@ -172,9 +166,7 @@ def test_nothing_is_left_of_what_shows_whose_a_caller_is() -> None:
 
 
 @pytest.mark.parametrize("way", BREAKS)
-def test_up_refuses_a_broken_token_before_it_starts_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_up_refuses_a_broken_token_before_it_starts_anything(tmp_path, monkeypatch, way):
     config = with_token(tmp_path / "token", b"0123456789abcdef")
     BREAKS[way](tmp_path / "token")
     monkeypatch.setattr(launch, "local_ray", None)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,11 @@ import pytest
 from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
 from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, sweep
-from kvray.actors.shard.shard import Shard
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
-from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.shard_process import STORED, ShardProcess, shard_process
 from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
-from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import fetch
 from tests.waiting import HANG_S, wait_for
 
@@ -46,13 +43,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
 def test_an_earlier_self_is_ended_and_its_arena_adopted(
-    older: ShardProcess,
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    signum: signal.Signals,
-) -> None:
+    older, make_shard, directory, monkeypatch, caplog, signum
+):
     monkeypatch.setattr(claim, "_GRACE_S", 0.1)
     older.send_signal(signum)
     shard = make_shard()
@@ -71,9 +63,7 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     )
 
 
-def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
-    older: ShardProcess, make_shard: StartShard, directory: Path, hasty: None
-) -> None:
+def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(older, make_shard, directory, hasty):
     older.send_signal(signal.SIGSTOP)
     wait_until_serving(make_shard(limbo_s=1.0))
     with contextlib.closing(open_arena(directory)) as arena:
@@ -82,9 +72,7 @@ def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
         wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
 
 
-def test_an_earlier_self_that_is_ending_is_given_time(
-    older: ShardProcess, make_shard: StartShard
-) -> None:
+def test_an_earlier_self_that_is_ending_is_given_time(older, make_shard):
     shard = make_shard()
     time.sleep(0.2)
     assert older.stdin is not None
@@ -93,7 +81,7 @@ def test_an_earlier_self_that_is_ending_is_given_time(
     assert older.wait(HANG_S) == 0
 
 
-def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: StartShard) -> None:
+def test_a_killed_owner_is_followed_at_once(older, make_shard):
     older.kill()
     older.wait()
     began = time.monotonic()
@@ -106,12 +94,8 @@ def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: Sta
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
 def test_an_owner_of_another_name_is_named_and_never_harmed(
-    stranger: ShardProcess,
-    make_shard: StartShard,
-    directory: Path,
-    hasty: None,
-    signum: signal.Signals,
-) -> None:
+    stranger, make_shard, directory, hasty, signum
+):
     stranger.send_signal(signum)
     message = failed_with(make_shard())
     assert message.startswith(f"Shard b (process {stranger.pid}, since 20")
@@ -123,9 +107,7 @@ def test_an_owner_of_another_name_is_named_and_never_harmed(
         assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
 
 
-def test_a_note_alone_makes_nobody_an_earlier_self(
-    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
-) -> None:
+def test_a_note_alone_makes_nobody_an_earlier_self(make_shard, directory, child, hasty):
     directory.mkdir(mode=0o700)
     process = child()
     process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
@@ -135,9 +117,7 @@ def test_a_note_alone_makes_nobody_an_earlier_self(
     assert process.say("1 + 1") == "2"
 
 
-def test_the_name_alone_makes_nobody_an_owner(
-    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
-) -> None:
+def test_the_name_alone_makes_nobody_an_owner(make_shard, directory, child, hasty):
     directory.mkdir(mode=0o700)
     named, owner = child(), child()
     named.say(
@@ -151,15 +131,13 @@ def test_the_name_alone_makes_nobody_an_owner(
 @pytest.mark.parametrize(
     "note", ["", "{", "[]", '{"pid": 1}', '{"shard": "x", "pid": 1, "since": 2}']
 )
-def test_an_owner_is_known_by_its_lock_whatever_the_note_says(
-    shard: Shard, directory: Path, note: str
-) -> None:
+def test_an_owner_is_known_by_its_lock_whatever_the_note_says(shard, directory, note):
     (directory / NOTE_FILE).write_text(note)
     assert owner_of(directory) == Owner(shard=None, pid=os.getpid(), since=None)
     assert str(owner_of(directory)) == f"Process {os.getpid()}"
 
 
-def test_nobody_owns_what_is_not_there_or_was_left(older: ShardProcess, directory: Path) -> None:
+def test_nobody_owns_what_is_not_there_or_was_left(older, directory):
     assert owner_of(directory) is not None
     older.kill()
     older.wait()
@@ -168,7 +146,7 @@ def test_nobody_owns_what_is_not_there_or_was_left(older: ShardProcess, director
     assert not (directory / "nowhere").exists()
 
 
-def test_a_second_shard_waits_and_then_takes_over(make_shard: StartShard, directory: Path) -> None:
+def test_a_second_shard_waits_and_then_takes_over(make_shard, directory):
     first = make_shard()
     wait_until_serving(first)
     second = make_shard("b")
@@ -178,16 +156,14 @@ def test_a_second_shard_waits_and_then_takes_over(make_shard: StartShard, direct
     wait_until_serving(second)
 
 
-def test_a_second_shard_says_who_owns_the_arena(
-    shard: Shard, make_shard: StartShard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_shard_says_who_owns_the_arena(shard, make_shard, monkeypatch):
     monkeypatch.setattr(claim, "_WAIT_S", 0.2)
     assert f"Shard a (process {os.getpid()}, since 20" in failed_with(make_shard("b"))
 
 
 def test_a_refused_second_shard_leaves_the_first_ones_arena_alone(
-    shard: Shard, make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shard, make_shard, directory, monkeypatch
+):
     monkeypatch.setattr(claim, "_WAIT_S", 0.1)
     second = make_shard("b")
     failed_with(second)
@@ -213,13 +189,11 @@ def is_locked_for_others(directory: Path) -> bool:
     return done.returncode == 1
 
 
-def test_the_owner_lock_excludes_other_processes(shard: Shard, directory: Path) -> None:
+def test_the_owner_lock_excludes_other_processes(shard, directory):
     assert is_locked_for_others(directory)
 
 
-def test_who_waited_for_an_owner_that_removed_its_files_gets_new_ones(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_who_waited_for_an_owner_that_removed_its_files_gets_new_ones(make_shard, directory):
     first = make_shard()
     wait_until_serving(first)
     second = make_shard("b")
@@ -229,13 +203,13 @@ def test_who_waited_for_an_owner_that_removed_its_files_gets_new_ones(
     assert is_locked_for_others(directory), "its lock is on a file without a name"
 
 
-def test_sweep_leaves_an_owned_directory_alone(shard: Shard, directory: Path) -> None:
+def test_sweep_leaves_an_owned_directory_alone(shard, directory):
     assert not sweep(directory)
     assert shard.status()["state"] == "serving"
     assert (directory / "arena").exists()
 
 
-def test_sweep_removes_what_a_dead_shard_left(older: ShardProcess, directory: Path) -> None:
+def test_sweep_removes_what_a_dead_shard_left(older, directory):
     assert not sweep(directory)
     older.kill()
     older.wait()
@@ -245,11 +219,11 @@ def test_sweep_removes_what_a_dead_shard_left(older: ShardProcess, directory: Pa
     assert list(directory.parent.iterdir()) == []
 
 
-def test_sweep_of_nothing_finds_nothing_left(directory: Path) -> None:
+def test_sweep_of_nothing_finds_nothing_left(directory):
     assert sweep(directory)
 
 
-def test_sweep_leaves_files_of_others(directory: Path) -> None:
+def test_sweep_leaves_files_of_others(directory):
     directory.mkdir()
     (directory / "precious").touch()
     assert not sweep(directory)

@@ -7,7 +7,6 @@ import pytest
 
 from kvray.actors.owner.inventory import find_arenas, look_at
 from kvray.errors import ConfigError
-from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.shard_process import ROOT
 from tests.unit.actors.small_shard import wait_until_serving
 
@@ -39,9 +38,7 @@ def sweeper(directory: Path) -> Iterator["subprocess.Popen[str]"]:
     process.communicate()
 
 
-def test_shards_start_and_serve_while_everything_unused_is_removed(
-    sweeper: "subprocess.Popen[str]", make_shard: StartShard, directory: Path
-) -> None:
+def test_shards_start_and_serve_while_everything_unused_is_removed(sweeper, make_shard, directory):
     for n in range(20):
         shard = make_shard()
         wait_until_serving(shard)
@@ -50,12 +47,12 @@ def test_shards_start_and_serve_while_everything_unused_is_removed(
     assert sweeper.poll() is None, "it has met an error"
 
 
-def test_looking_makes_nothing(directory: Path) -> None:
+def test_looking_makes_nothing(directory):
     assert look_at(directory).use == "unused"
     assert not directory.exists()
 
 
-def test_arenas_of_a_file_cannot_be_listed(directory: Path) -> None:
+def test_arenas_of_a_file_cannot_be_listed(directory):
     directory.touch()
     with pytest.raises(ConfigError, match="no directory that can be listed"):
         find_arenas(directory)

@@ -80,7 +80,7 @@ async def heard(surveys: Surveys, **marks: Any) -> Survey | None:
     return await surveys.survey(TOKENS, ["unknown", "known"], **marks)
 
 
-def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
+def test_a_survey_says_who_holds_what_and_where(tier):
     surveys = surveys_of(tier)
     found = asyncio.run(heard(surveys, salt="t"))
     assert found == Survey(
@@ -109,9 +109,7 @@ def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize(("namespace", "lora"), [(b"", None), (b"n" * 32, "/l")])
-def test_keys_that_only_a_shard_can_make_are_asked_for(
-    tier: Tier, namespace: bytes, lora: str | None
-) -> None:
+def test_keys_that_only_a_shard_can_make_are_asked_for(tier, namespace, lora):
     tier.profile = {**PROFILE, "namespace": namespace}
     found = asyncio.run(heard(surveys_of(tier), salt="t", lora=lora))
     assert found is not None
@@ -120,9 +118,7 @@ def test_keys_that_only_a_shard_can_make_are_asked_for(
 
 
 @pytest.mark.parametrize("bad", [[2**40], [1, 2, 3]])
-def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(
-    tier: Tier, bad: list[int]
-) -> None:
+def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(tier, bad):
     tier.profile = {**PROFILE, "namespace": b""}
 
     async def ask() -> tuple[Survey | None, Survey | None]:
@@ -139,7 +135,7 @@ def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(
     assert found.stretches
 
 
-def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier: Tier) -> None:
+def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier):
     async def ask() -> bool:
         surveys = surveys_of(tier)
         await heard(surveys)
@@ -155,7 +151,7 @@ def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier: Tie
     assert not asyncio.run(ask())
 
 
-def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> None:
+def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier):
     tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
     found = asyncio.run(heard(surveys_of(tier)))
     assert found is not None
@@ -164,7 +160,7 @@ def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> Non
 
 
 @pytest.mark.parametrize("num_others", [1, 9])
-def test_only_holders_are_waited_for(tier: Tier, num_others: int) -> None:
+def test_only_holders_are_waited_for(tier, num_others):
     others = [f"at{number}" for number in range(num_others)]
     tier.is_frozen = set(others)
 
@@ -182,7 +178,7 @@ def test_only_holders_are_waited_for(tier: Tier, num_others: int) -> None:
     assert asked == ({"s1", *others} if num_others == 1 else {"s1"}), "few disks are asked at once"
 
 
-def test_no_request_waits_for_the_place_of_a_replica(tier: Tier) -> None:
+def test_no_request_waits_for_the_place_of_a_replica(tier):
     tier.delay_s = 10.0
 
     async def ask() -> float:
@@ -193,9 +189,7 @@ def test_no_request_waits_for_the_place_of_a_replica(tier: Tier) -> None:
     assert asyncio.run(ask()) < 1.0
 
 
-def test_a_tier_that_does_not_answer_costs_the_deadline_once(
-    tier: Tier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tier_that_does_not_answer_costs_the_deadline_once(tier, caplog):
     async def ask() -> tuple[float, float]:
         surveys = surveys_of(tier)
         assert await heard(surveys)
@@ -214,9 +208,7 @@ def test_a_tier_that_does_not_answer_costs_the_deadline_once(
     assert len([one for one in caplog.records if "where prompts are" in one.message]) == 1
 
 
-def test_replicas_that_the_tier_does_not_know_are_named_once(
-    tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_that_the_tier_does_not_know_are_named_once(tier, caplog, monkeypatch):
     monkeypatch.setattr("kvray.actors.routers.surveys._UNKNOWN_S", 0.02)
 
     async def ask() -> None:
@@ -230,7 +222,7 @@ def test_replicas_that_the_tier_does_not_know_are_named_once(
     assert "knows none of the replicas unknown" in said
 
 
-def test_a_tier_that_is_back_is_asked_again(tier: Tier) -> None:
+def test_a_tier_that_is_back_is_asked_again(tier):
     async def ask() -> Survey | None:
         surveys = surveys_of(tier)
         assert await heard(surveys)
@@ -246,7 +238,7 @@ def test_a_tier_that_is_back_is_asked_again(tier: Tier) -> None:
     assert asyncio.run(ask())
 
 
-def test_what_a_node_has_in_memory_needs_no_prefetch(tier: Tier) -> None:
+def test_what_a_node_has_in_memory_needs_no_prefetch(tier):
     found = asyncio.run(heard(surveys_of(tier)))
     assert found is not None
     assert [found.is_in_memory_of(node) for node in ("s1", "s2")] == [False, False]

@@ -17,7 +17,7 @@ from kvray.node import NodeLink, attach
 from kvray.store import Arena
 from kvray.store.arena.layout import HEADER
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, wait_until_serving
+from tests.unit.actors.small_shard import wait_until_serving
 from tests.unit.store.small_arena import chain, fetch, spec, store
 from tests.waiting import wait_for
 
@@ -104,14 +104,8 @@ def goes_on(link: NodeLink, *, before: str) -> bool:
     ],
 )
 def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
-    link: NodeLink,
-    make_shard: StartShard,
-    directory: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Damage,
-    reason: str,
-    is_marked: bool,
-) -> None:
+    link, make_shard, directory, caplog, damage, reason, is_marked
+):
     before = link.arena
     assert before is not None
     with (directory / "arena").open("rb") as mapped:
@@ -135,12 +129,8 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     ],
 )
 def test_an_arena_of_another_configuration_is_replaced_and_engines_go_on(
-    link: NodeLink,
-    make_shard: StartShard,
-    caplog: pytest.LogCaptureFixture,
-    change: dict[str, Any],
-    reason: str,
-) -> None:
+    link, make_shard, caplog, change, reason
+):
     before = link.arena
     assert before is not None
     wait_until_serving(make_shard(spec=replace(spec(), **change)))
@@ -150,8 +140,8 @@ def test_an_arena_of_another_configuration_is_replaced_and_engines_go_on(
 
 
 def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
-    link: NodeLink, make_shard: StartShard, line: Line
-) -> None:
+    link, make_shard, line
+):
     arena, keys = link.arena, chain(4)
     assert arena is not None
     store(arena, keys)
@@ -165,8 +155,8 @@ def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
 
 
 def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adopted(
-    link: NodeLink, make_shard: StartShard, directory: Path
-) -> None:
+    link, make_shard, directory
+):
     (directory / "arena.0123.new").write_bytes(b"half")
     (directory / "lock.0123").touch()
     wait_until_serving(make_shard())
@@ -175,7 +165,7 @@ def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adop
     assert [path.name for path in directory.glob("lock.*")] == [f"lock.{link.arena.arena_id}"]
 
 
-def test_a_directory_in_the_arenas_place_is_named(make_shard: StartShard, directory: Path) -> None:
+def test_a_directory_in_the_arenas_place_is_named(make_shard, directory):
     (directory / "arena" / "precious").mkdir(parents=True)
     shard = make_shard()
     wait_for(lambda: shard.status()["state"] == "failed", "the failure")
@@ -209,14 +199,12 @@ def reopened(directory: Path, progress: Callable[[int, int], None]) -> Arena:
     return open_arena(directory, spec(), shard="a", progress=progress)
 
 
-def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(
-    directory: Path, full_once: None
-) -> None:
+def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(directory, full_once):
     with contextlib.closing(reopened(directory, lambda done, total: None)) as arena:
         assert not arena.retired
 
 
-def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory: Path, full_once: None) -> None:
+def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory, full_once):
     def stop(done: int, total: int) -> None:
         raise ShardUnavailable("stopped")
 
@@ -224,7 +212,7 @@ def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory: Path, full_
         reopened(directory, stop)
 
 
-def test_where_there_was_no_arena_nothing_is_waited_for(directory: Path, full_once: None) -> None:
+def test_where_there_was_no_arena_nothing_is_waited_for(directory, full_once):
     directory.mkdir()
     with pytest.raises(CapacityError):
         open_arena(directory, spec(), shard="a", progress=lambda done, total: None)

@@ -9,17 +9,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvray import wire
 from kvray.actors.shard import engine_server
 from kvray.actors.shard.engine_server import EngineServer
 from kvray.errors import ShardUnavailable
 
 
-def test_a_server_that_closes_while_it_answers_ends_though_the_engine_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_closes_while_it_answers_ends_though_the_engine_stays(tmp_path):
     """Cancelling a wait whose result has just come is lost before Python 3.12."""
 
     async def close_while_answering() -> None:
@@ -69,7 +65,7 @@ async def answer_of(reader: asyncio.StreamReader) -> Any:
     return wire.decode(await reader.readexactly(length))
 
 
-def test_a_slow_answer_holds_up_its_own_connection_only(tmp_path: Path) -> None:
+def test_a_slow_answer_holds_up_its_own_connection_only(tmp_path):
     may_go_on = asyncio.Event()
 
     async def slow(connection: int) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def test_a_slow_answer_holds_up_its_own_connection_only(tmp_path: Path) -> None:
     serve(tmp_path / "socket", handlers, scene)
 
 
-def test_an_error_of_a_slow_answer_is_answered(tmp_path: Path) -> None:
+def test_an_error_of_a_slow_answer_is_answered(tmp_path):
     async def slow(connection: int) -> dict[str, Any]:
         await asyncio.sleep(0)
         raise ShardUnavailable("Not now.")
@@ -104,7 +100,7 @@ def test_an_error_of_a_slow_answer_is_answered(tmp_path: Path) -> None:
     serve(tmp_path / "socket", {"slow": slow}, scene)
 
 
-def test_a_server_that_closes_cancels_what_it_has_not_answered(tmp_path: Path) -> None:
+def test_a_server_that_closes_cancels_what_it_has_not_answered(tmp_path):
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def slow(connection: int) -> dict[str, Any]:
@@ -157,9 +153,7 @@ def hung_up(client: socket.socket) -> bool:
         return True
 
 
-def test_silent_connections_keep_nobody_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connections_keep_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -172,9 +166,7 @@ def test_silent_connections_keep_nobody_out(
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_uses_its_share_of_the_places_gets_no_more(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -193,8 +185,8 @@ def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
 
 
 def test_of_its_own_connections_a_process_loses_the_one_that_was_silent_for_longest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
 
@@ -215,9 +207,7 @@ def test_of_its_own_connections_a_process_loses_the_one_that_was_silent_for_long
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_processes_that_nobody_can_tell_apart_have_all_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_nobody_can_tell_apart_have_all_places(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)
 
@@ -231,8 +221,8 @@ def test_processes_that_nobody_can_tell_apart_have_all_places(
 
 
 def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     pids = iter(range(1, 100))
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 4)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: next(pids))
@@ -254,7 +244,7 @@ def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_does_n
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_who_hangs_up_leaves_his_place(tmp_path: Path) -> None:
+def test_who_hangs_up_leaves_his_place(tmp_path):
     async def scene(server: EngineServer, path: Path) -> None:
         assert (await asked(path))["ok"]
         await asyncio.sleep(0.01)
@@ -263,7 +253,7 @@ def test_who_hangs_up_leaves_his_place(tmp_path: Path) -> None:
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_who_is_dropped_while_he_is_answered_is_hung_up_on(tmp_path: Path) -> None:
+def test_who_is_dropped_while_he_is_answered_is_hung_up_on(tmp_path):
     """As when the server closes: the cancellation may be lost."""
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -288,9 +278,7 @@ def test_who_is_dropped_while_he_is_answered_is_hung_up_on(tmp_path: Path) -> No
 # -- a socket that is removed ---------------------------------------------------------------------
 
 
-def test_a_removed_socket_is_made_again_and_another_ones_is_let_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_socket_is_made_again_and_another_ones_is_let_be(tmp_path, caplog):
     async def scene(server: EngineServer, path: Path) -> None:
         first = server._listener
         await server.keep_bound()
@@ -309,7 +297,7 @@ def test_a_removed_socket_is_made_again_and_another_ones_is_let_be(
     assert len(caplog.records) == 1
 
 
-def test_a_closed_server_leaves_no_socket(tmp_path: Path) -> None:
+def test_a_closed_server_leaves_no_socket(tmp_path):
     async def scene(server: EngineServer, path: Path) -> None:
         await server.close()
 
@@ -320,9 +308,7 @@ def test_a_closed_server_leaves_no_socket(tmp_path: Path) -> None:
 # -- what they send -------------------------------------------------------------------------------
 
 
-def test_the_process_with_most_connections_loses_one_to_a_newcomer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_with_most_connections_loses_one_to_a_newcomer(tmp_path, monkeypatch):
     pids = iter([*[8] * 3, *[7] * 4, 9])
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
@@ -338,9 +324,7 @@ def test_the_process_with_most_connections_loses_one_to_a_newcomer(
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_large_frames_that_are_not_finished_have_a_bound_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_frames_that_are_not_finished_have_a_bound_together(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "_LARGE_BYTES_MAX", 2**20)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -356,9 +340,7 @@ def test_large_frames_that_are_not_finished_have_a_bound_together(
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_large_frames_that_are_finished_count_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_frames_that_are_finished_count_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "_LARGE_BYTES_MAX", 2**20)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -371,9 +353,7 @@ def test_large_frames_that_are_finished_count_no_more(
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_whoever_connects_and_says_nothing_is_hung_up_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_connects_and_says_nothing_is_hung_up_on(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_server, "_FRAME_S", 0.05)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -388,7 +368,7 @@ def test_whoever_connects_and_says_nothing_is_hung_up_on(
     serve(tmp_path / "socket", HELLO, scene)
 
 
-def test_who_never_reads_has_one_answer_in_memory(tmp_path: Path) -> None:
+def test_who_never_reads_has_one_answer_in_memory(tmp_path):
     answers = 0
 
     def answer(connection: int) -> dict[str, Any]:
@@ -406,9 +386,7 @@ def test_who_never_reads_has_one_answer_in_memory(tmp_path: Path) -> None:
     serve(tmp_path / "socket", {"large": answer}, scene)
 
 
-def test_without_descriptors_it_waits_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_descriptors_it_waits_and_says_so_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(engine_server, "_PAUSE_S", 0.02)
 
     async def scene(server: EngineServer, path: Path) -> None:
@@ -439,7 +417,7 @@ def test_without_descriptors_it_waits_and_says_so_once(
     assert "no connection can be accepted at the moment (Too many open files)" in caplog.text
 
 
-def test_what_was_wrong_is_not_repeated_at_any_length(tmp_path: Path) -> None:
+def test_what_was_wrong_is_not_repeated_at_any_length(tmp_path):
     def refuse(connection: int, x: str) -> dict[str, Any]:
         raise ValueError(x)
 
@@ -452,9 +430,7 @@ def test_what_was_wrong_is_not_repeated_at_any_length(tmp_path: Path) -> None:
     serve(tmp_path / "socket", {"refuse": refuse}, scene)
 
 
-def test_connections_leave_descriptors_to_everything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_leave_descriptors_to_everything_else(tmp_path, monkeypatch):
     """A quarter of the limit is taken by others: connections get half of the rest."""
     others = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)

@@ -6,7 +6,7 @@ from kvray.actors.shard.loop_thread import LoopThread
 from tests.waiting import HANG_S
 
 
-def test_what_is_under_way_when_the_loop_ends_is_cancelled() -> None:
+def test_what_is_under_way_when_the_loop_ends_is_cancelled():
     tasks: list[asyncio.Task[Any]] = []
     has_ended = threading.Event()
 

@@ -21,7 +21,7 @@ def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
     return [(name, one.request_id, one.end) for name, one in notes]
 
 
-def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first() -> None:
+def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first():
     log = RequestLog()
     log.note(ONE, [note(1), note(2)])
     log.note(TWO, [note(1)])
@@ -32,7 +32,7 @@ def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first() 
     assert found(log, request_id=9) == []
 
 
-def test_of_too_many_the_oldest_go() -> None:
+def test_of_too_many_the_oldest_go():
     log = RequestLog(bytes_max=4000)
     for number in range(100):
         log.note(ONE, [note(number)])
@@ -41,14 +41,14 @@ def test_of_too_many_the_oldest_go() -> None:
     assert 5 < len(kept) < 20
 
 
-def test_a_broken_note_costs_itself() -> None:
+def test_a_broken_note_costs_itself():
     log = RequestLog()
     negative = pack(RequestNote(3, 1.0, 40, 4, 0, 0, -1, "not_stored"))
     assert log.note(ONE, [note(1), b"junk", negative, None, note(2)]) == 3
     assert found(log) == [("one", 2, 0), ("one", 1, 0)]
 
 
-def test_what_is_no_list_of_notes_is_refused() -> None:
+def test_what_is_no_list_of_notes_is_refused():
     for notes in ("no list", None, [note(1)] * (NOTES_MAX + 1)):
         with pytest.raises(ConfigError):
             RequestLog().note(ONE, notes)  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.store import ArenaOwner, ArenaSpec
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.layout import RUN_SLOTS
-from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     OTHER_LAYOUT,
@@ -62,9 +61,7 @@ def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> N
 # -- announcing -----------------------------------------------------------------------------------
 
 
-def test_a_commit_of_another_process_appears_in_the_lookup(
-    shard: Shard, line: Line, child: StartChild
-) -> None:
+def test_a_commit_of_another_process_appears_in_the_lookup(shard, line, child):
     keys = chain(4)
     process = child()
     process.say("arena.join('engine')")
@@ -74,7 +71,7 @@ def test_a_commit_of_another_process_appears_in_the_lookup(
     assert time.monotonic() - began < 1
 
 
-def test_an_eviction_disappears_from_the_lookup(shard: Shard, directory: Path, line: Line) -> None:
+def test_an_eviction_disappears_from_the_lookup(shard, directory, line):
     keys = chain(4)
     with contextlib.closing(open_arena(directory)) as arena:
         store(arena, keys)
@@ -85,12 +82,8 @@ def test_an_eviction_disappears_from_the_lookup(shard: Shard, directory: Path, l
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_full: bool,
-) -> None:
+    make_shard, directory, monkeypatch, caplog, is_full
+):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
     asked = spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS)
@@ -110,7 +103,7 @@ def _no_memory(*_pieces: object, **_options: object) -> bool:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_restarted_lookup_is_rebuilt(shard: Shard, directory: Path, line: Line) -> None:
+def test_a_restarted_lookup_is_rebuilt(shard, directory, line):
     keys = chain(4)
     with contextlib.closing(open_arena(directory)) as arena:
         store(arena, keys)
@@ -120,8 +113,8 @@ def test_a_restarted_lookup_is_rebuilt(shard: Shard, directory: Path, line: Line
 
 
 def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(
-    shard: Shard, directory: Path, line: Line, child: StartChild
-) -> None:
+    shard, directory, line, child
+):
     line.hang_s = 2.0
     time.sleep(0.2)
     process = child()
@@ -137,9 +130,7 @@ def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(
 # -- the shard's own life -------------------------------------------------------------------------
 
 
-def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(
-    make_shard: StartShard, directory: Path, line: Line
-) -> None:
+def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(make_shard, directory, line):
     keys = chain(4)
     first = make_shard()
     wait_until_serving(first)
@@ -155,9 +146,7 @@ def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(
         assert not arena.retired
 
 
-def test_other_sizes_make_a_new_arena_and_retire_the_old(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_other_sizes_make_a_new_arena_and_retire_the_old(make_shard, directory):
     first = make_shard()
     wait_until_serving(first)
     with contextlib.closing(open_arena(directory)) as arena:
@@ -169,13 +158,13 @@ def test_other_sizes_make_a_new_arena_and_retire_the_old(
     assert len(list(directory.glob("lock.*"))) == 1
 
 
-def test_stop_with_retire_leaves_no_file(shard: Shard, directory: Path) -> None:
+def test_stop_with_retire_leaves_no_file(shard, directory):
     shard.stop(retire=True, timeout_s=5)
     shard.stop(retire=True, timeout_s=5)
     assert list(directory.parent.iterdir()) == []
 
 
-def test_stop_without_retire_leaves_arena_and_locks_only(shard: Shard, directory: Path) -> None:
+def test_stop_without_retire_leaves_arena_and_locks_only(shard, directory):
     shard.stop(retire=False, timeout_s=5)
     assert {path.name.partition(".")[0] for path in directory.iterdir()} == {
         "arena",
@@ -184,9 +173,7 @@ def test_stop_without_retire_leaves_arena_and_locks_only(shard: Shard, directory
     }
 
 
-def test_stop_ends_a_shard_that_prepares_its_arena(
-    make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_ends_a_shard_that_prepares_its_arena(make_shard, directory, monkeypatch):
     reached = threading.Event()
     progress = Shard._preparing
 
@@ -202,12 +189,7 @@ def test_stop_ends_a_shard_that_prepares_its_arena(
     assert list(directory.parent.iterdir()) == []
 
 
-def test_a_defect_in_the_loop_is_logged_and_reported(
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_defect_in_the_loop_is_logged_and_reported(make_shard, directory, monkeypatch, caplog):
     crashed = threading.Event()
     shard = make_shard(crashed=crashed.set)
     wait_until_serving(shard)
@@ -219,13 +201,13 @@ def test_a_defect_in_the_loop_is_logged_and_reported(
     assert not (directory / "socket").exists()
 
 
-def test_calls_to_a_shard_that_has_ended_say_so(shard: Shard) -> None:
+def test_calls_to_a_shard_that_has_ended_say_so(shard):
     shard.stop(retire=False, timeout_s=5)
     with pytest.raises(ShardUnavailable, match="is stopped"):
         shard.clear(timeout_s=1)
 
 
-def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Line) -> None:
+def test_a_shard_that_was_never_started_can_be_stopped(directory, line):
     shard = Shard("a", settings_for(directory), [line.announce])
     with pytest.raises(ShardUnavailable, match="is starting"):
         shard.clear(timeout_s=1)
@@ -235,7 +217,7 @@ def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Li
 # -- regular work ---------------------------------------------------------------------------------
 
 
-def test_leases_of_a_dead_holder_end(shard: Shard, directory: Path, child: StartChild) -> None:
+def test_leases_of_a_dead_holder_end(shard, directory, child):
     process = child()
     process.say("arena.join('engine')")
     process.say("small.store(arena, small.chain(4)) and None")
@@ -246,9 +228,7 @@ def test_leases_of_a_dead_holder_end(shard: Shard, directory: Path, child: Start
     assert shard.clear(timeout_s=5) == 4
 
 
-def test_a_share_of_the_slots_is_kept_free_under_a_writer(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_share_of_the_slots_is_kept_free_under_a_writer(make_shard, directory):
     shard = make_shard(free_target=0.25, announce_s=0.005)
     wait_until_serving(shard)
     with contextlib.closing(open_arena(directory)) as arena:
@@ -258,9 +238,7 @@ def test_a_share_of_the_slots_is_kept_free_under_a_writer(
         assert shard.status()["arena"]["dropped"] == 0
 
 
-def test_a_namespace_is_kept_within_its_quota(
-    make_shard: StartShard, directory: Path, line: Line
-) -> None:
+def test_a_namespace_is_kept_within_its_quota(make_shard, directory, line):
     shard = make_shard(quotas={"11111111": 3 * 4096})
     wait_until_serving(shard)
     with contextlib.closing(open_arena(directory)) as arena:
@@ -271,8 +249,8 @@ def test_a_namespace_is_kept_within_its_quota(
 
 @pytest.mark.parametrize("stopped_s", [30.0, 0.02])
 def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_time(
-    make_shard: StartShard, child: StartChild, stopped_s: float
-) -> None:
+    make_shard, child, stopped_s
+):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
     wait_until_serving(shard)
     other = child()
@@ -287,9 +265,7 @@ def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_t
     wait_for(lambda: "stopped_with_lock" not in shard.status())
 
 
-def test_a_long_lease_is_named_once(
-    make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_lease_is_named_once(make_shard, directory, caplog):
     shard = make_shard(lease_warn_s=0.05, heartbeat_s=0.02)
     wait_until_serving(shard)
     with contextlib.closing(open_arena(directory)) as arena:
@@ -304,29 +280,25 @@ def test_a_long_lease_is_named_once(
 # -- the socket -----------------------------------------------------------------------------------
 
 
-def test_directory_and_socket_are_this_users_alone(shard: Shard, directory: Path) -> None:
+def test_directory_and_socket_are_this_users_alone(shard, directory):
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert stat.S_IMODE((directory / "socket").stat().st_mode) == 0o600
     assert stat.S_IMODE((directory / "arena").stat().st_mode) == 0o600
 
 
-def test_a_directory_that_others_could_read_is_closed(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_directory_that_others_could_read_is_closed(make_shard, directory):
     directory.mkdir(mode=0o755)
     wait_until_serving(make_shard())
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_hello_tells_which_arena_is_served(engine: ShardSocket, shard: Shard) -> None:
+def test_hello_tells_which_arena_is_served(engine, shard):
     reply = call(engine, "hello")
     assert reply["arena_id"] == shard.status()["arena"]["arena_id"]
     assert (reply["shard"], reply["shard_epoch"]) == ("a", 1)
 
 
-def test_layout_mismatch_reaches_the_engine_while_both_are_connected(
-    engine: ShardSocket, directory: Path, shard: Shard
-) -> None:
+def test_layout_mismatch_reaches_the_engine_while_both_are_connected(engine, directory, shard):
     register(engine, "one")
     other = ShardSocket(directory)
     with contextlib.closing(other):
@@ -337,7 +309,7 @@ def test_layout_mismatch_reaches_the_engine_while_both_are_connected(
         register(other, "two", OTHER_LAYOUT)
 
 
-def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, shard: Shard) -> None:
+def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
     register(engine, "one")
     for op, fields in [
         ("nonsense", {}),
@@ -377,9 +349,7 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
     ],
     ids=["http", "noise", "oversized", "no msgpack", "empty", "half a list"],
 )
-def test_whoever_speaks_something_else_is_hung_up_on(
-    engine: ShardSocket, directory: Path, sent: bytes
-) -> None:
+def test_whoever_speaks_something_else_is_hung_up_on(engine, directory, sent):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(directory / "socket"))
         stranger.settimeout(5)
@@ -390,9 +360,7 @@ def test_whoever_speaks_something_else_is_hung_up_on(
     assert call(engine, "hello")["shard"] == "a"
 
 
-def test_half_a_frame_does_not_keep_others_waiting(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_frame_does_not_keep_others_waiting(engine, directory, monkeypatch):
     monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(directory / "socket"))
@@ -402,9 +370,7 @@ def test_half_a_frame_does_not_keep_others_waiting(
         assert stranger.recv(1) == b""
 
 
-def test_a_client_that_never_reads_is_hung_up_on(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_never_reads_is_hung_up_on(engine, directory, monkeypatch):
     monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
     request = wire.encode({"op": "hello"}) * 1000
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -415,9 +381,7 @@ def test_a_client_that_never_reads_is_hung_up_on(
     assert call(engine, "hello")["shard"] == "a"
 
 
-def test_one_connection_too_many_is_refused(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_connection_too_many_is_refused(engine, directory, monkeypatch):
     call(engine, "hello")
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 1)
     other = ShardSocket(directory)
@@ -426,9 +390,7 @@ def test_one_connection_too_many_is_refused(
     assert call(engine, "hello")["shard"] == "a"
 
 
-def test_a_socket_file_that_a_dead_shard_left_is_replaced(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_socket_file_that_a_dead_shard_left_is_replaced(make_shard, directory):
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
@@ -438,9 +400,7 @@ def test_a_socket_file_that_a_dead_shard_left_is_replaced(
 # -- bad surroundings -----------------------------------------------------------------------------
 
 
-def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(make_shard, directory):
     directory.parent.mkdir(exist_ok=True)
     deep = directory.parent / ("x" * 90)
     message = failed_with(make_shard(directory=deep))
@@ -448,20 +408,18 @@ def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(
     assert not deep.exists()
 
 
-def test_a_missing_arena_dir_is_refused_with_the_fix(make_shard: StartShard) -> None:
+def test_a_missing_arena_dir_is_refused_with_the_fix(make_shard):
     message = failed_with(make_shard(directory=Path("/proc/nowhere/kvray-test")))
     assert "set arena.dir to a tmpfs that this user may write to" in message
 
 
-def test_a_file_in_the_directorys_place_is_refused(make_shard: StartShard, directory: Path) -> None:
+def test_a_file_in_the_directorys_place_is_refused(make_shard, directory):
     directory.touch()
     assert "cannot be made" in failed_with(make_shard())
     assert directory.is_file()
 
 
-def test_a_link_in_the_directorys_place_is_refused_and_left_alone(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_link_in_the_directorys_place_is_refused_and_left_alone(make_shard, directory):
     target = directory.parent / "precious"
     target.mkdir()
     (target / "arena").touch()
@@ -474,9 +432,7 @@ def test_a_link_in_the_directorys_place_is_refused_and_left_alone(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_directory_is_refused_and_left_alone(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_another_users_directory_is_refused_and_left_alone(make_shard, directory):
     directory.mkdir()
     (directory / "arena").touch()
     os.chown(directory, 12345, 12345)
@@ -486,18 +442,14 @@ def test_another_users_directory_is_refused_and_left_alone(
     assert (directory / "arena").exists()
 
 
-def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(make_shard, directory):
     huge = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30, holders_max=8)
     message = failed_with(make_shard(spec=huge))
     assert "lower arena.capacity" in message
     wait_for(lambda: not directory.exists())
 
 
-def test_what_stands_in_the_arenas_place_is_replaced(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_what_stands_in_the_arenas_place_is_replaced(make_shard, directory):
     directory.mkdir(mode=0o700)
     (directory / "arena").write_bytes(b"garbage")
     (directory / "arena.0123.new").write_bytes(b"half")
@@ -508,13 +460,7 @@ def test_what_stands_in_the_arenas_place_is_replaced(
     assert not (directory / "lock.0123").exists()
 
 
-def test_a_locked_arena_is_waited_for(
-    make_shard: StartShard,
-    directory: Path,
-    child: StartChild,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_locked_arena_is_waited_for(make_shard, directory, child, monkeypatch, caplog):
     monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", 0.1)
     first = make_shard()
     wait_until_serving(first)
@@ -528,16 +474,14 @@ def test_a_locked_arena_is_waited_for(
     wait_until_serving(shard)
 
 
-def test_a_shard_starts_until_it_serves(make_shard: StartShard, directory: Path) -> None:
+def test_a_shard_starts_until_it_serves(make_shard, directory):
     shard = make_shard()
     was_starting = shard.is_starting
     wait_until_serving(shard)
     assert (was_starting, shard.is_starting) == (True, False)
 
 
-def test_what_ended_long_ago_is_added_up_while_a_shard_serves(
-    shard: Shard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, directory, monkeypatch):
     monkeypatch.setattr(replicas_module, "ENDED_S", 0.2)
     fields = {"replica": "r", "rank": 0}
     engine = ShardSocket(directory)
@@ -548,7 +492,7 @@ def test_what_ended_long_ago_is_added_up_while_a_shard_serves(
     assert shard.status()["replicas"] == []
 
 
-def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path: Path) -> None:
+def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path):
     crashes: list[str] = []
     shard = Shard(
         "refused", settings_for(tmp_path), [Line().announce], crashed=lambda: crashes.append("it")

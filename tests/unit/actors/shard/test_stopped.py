@@ -3,9 +3,6 @@
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from kvray.actors.shard.adoption import StoppedHolder
 from kvray.store.machine import lockers
@@ -24,9 +21,7 @@ def stop(process: Child) -> None:
         time.sleep(0.001)
 
 
-def test_stopped_holder_is_named_and_ended_after_the_limit(
-    directory: Path, child: Callable[[], Child]
-) -> None:
+def test_stopped_holder_is_named_and_ended_after_the_limit(directory, child):
     file, other, watch = (
         SideFile.at(directory / "lock.test"),
         child(),
@@ -49,9 +44,7 @@ def test_stopped_holder_is_named_and_ended_after_the_limit(
     assert watch.found is None
 
 
-def test_holder_that_goes_on_just_before_its_end_is_left_alone(
-    directory: Path, child: Callable[[], Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_holder_that_goes_on_just_before_its_end_is_left_alone(directory, child, monkeypatch):
     file, other, watch = (
         SideFile.at(directory / "lock.test"),
         child(),

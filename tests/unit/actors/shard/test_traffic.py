@@ -41,13 +41,13 @@ def until_drawn(made: Traffic) -> dict[str, Any]:
     raise AssertionError("no curve")
 
 
-def test_without_prompts_there_is_no_curve_and_nothing_is_done(made: Traffic) -> None:
+def test_without_prompts_there_is_no_curve_and_nothing_is_done(made):
     for second in range(100):
         made.step(time.monotonic() + second)
     assert made.status() == {"namespaces": {}, "age_s": None, "lost_prompts": 0}
 
 
-def test_prompts_that_come_again_are_worth_memory(made: Traffic) -> None:
+def test_prompts_that_come_again_are_worth_memory(made):
     report(made)
     report(made)
     found = until_drawn(made)
@@ -60,7 +60,7 @@ def test_prompts_that_come_again_are_worth_memory(made: Traffic) -> None:
     assert found["sampled_prompts"] == 120
 
 
-def test_a_step_takes_no_more_than_its_share_of_a_core(made: Traffic) -> None:
+def test_a_step_takes_no_more_than_its_share_of_a_core(made):
     report(made)
     now, began_s = time.monotonic(), time.thread_time()
     for at in range(1000):
@@ -69,7 +69,7 @@ def test_a_step_takes_no_more_than_its_share_of_a_core(made: Traffic) -> None:
     assert time.thread_time() - began_s < 50 * 0.01
 
 
-def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made: Traffic) -> None:
+def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made):
     report(made)
     first = until_drawn(made)
     made.step(time.monotonic() + 1e6)
@@ -78,14 +78,12 @@ def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made: Traffic) -
     assert until_drawn(made)["sampled_prompts"] > first["sampled_prompts"]
 
 
-def test_bytes_that_are_no_sample_are_refused(made: Traffic) -> None:
+def test_bytes_that_are_no_sample_are_refused(made):
     with pytest.raises(ConfigError):
         made.note(ORIGIN, 1000, b"nothing of the kind")
 
 
-def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(
-    made: Traffic,
-) -> None:
+def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(made):
     numbers = np.random.default_rng(0).integers(0, 2**64, (60, 10), dtype="u8")
     before_restart = sampled(list(numbers), limit=2**60)
     limit = made.note(ORIGIN, 1000, before_restart.pack())

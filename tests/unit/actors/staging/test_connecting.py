@@ -29,7 +29,7 @@ async def tick(peers: Peers, now: float, num_shards: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_it_connects_as_soon_as_there_are_others_and_again_from_time_to_time() -> None:
+def test_it_connects_as_soon_as_there_are_others_and_again_from_time_to_time():
     async def scene() -> None:
         line = Line()
         peers = Peers("kvray-shard-a", line.ask, call_timeout_s=1.0)
@@ -48,7 +48,7 @@ def test_it_connects_as_soon_as_there_are_others_and_again_from_time_to_time() -
     asyncio.run(scene())
 
 
-def test_a_lookup_that_does_not_answer_is_asked_again_later() -> None:
+def test_a_lookup_that_does_not_answer_is_asked_again_later():
     async def scene() -> None:
         line = Line()
         line.is_cut = True

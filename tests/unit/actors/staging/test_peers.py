@@ -51,7 +51,7 @@ async def ping(peers: Peers) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_call_that_failed_is_not_made_again_until_a_ping_was_answered() -> None:
+def test_a_call_that_failed_is_not_made_again_until_a_ping_was_answered():
     async def scene() -> None:
         line = Line(ShardUnavailable("No answer."), None, "ok")
         peers = line.peers()
@@ -68,7 +68,7 @@ def test_a_call_that_failed_is_not_made_again_until_a_ping_was_answered() -> Non
     asyncio.run(scene())
 
 
-def test_who_does_not_answer_costs_no_request_any_time() -> None:
+def test_who_does_not_answer_costs_no_request_any_time():
     async def scene() -> None:
         line = Line(*[ShardUnavailable("No answer.")] * 50)
         peers = line.peers()
@@ -86,7 +86,7 @@ def test_who_does_not_answer_costs_no_request_any_time() -> None:
     asyncio.run(scene())
 
 
-def test_there_is_one_ping_at_a_time_and_none_is_left_behind() -> None:
+def test_there_is_one_ping_at_a_time_and_none_is_left_behind():
     async def scene() -> None:
         line = Line(ShardUnavailable("No answer."))
         peers = line.peers()
@@ -105,7 +105,7 @@ def test_there_is_one_ping_at_a_time_and_none_is_left_behind() -> None:
     asyncio.run(scene())
 
 
-def test_an_error_that_it_answers_with_is_an_answer() -> None:
+def test_an_error_that_it_answers_with_is_an_answer():
     line = Line(ConfigError("No."), "ok")
     peers = line.peers()
     with pytest.raises(ConfigError):
@@ -113,7 +113,7 @@ def test_an_error_that_it_answers_with_is_an_answer() -> None:
     assert asyncio.run(peers.call("b", "x")) == "ok"
 
 
-def test_deadlines_are_those_of_the_work_and_of_an_answer() -> None:
+def test_deadlines_are_those_of_the_work_and_of_an_answer():
     line = Line("ok", report())
     peers = line.peers()
     asyncio.run(peers.call("b", "x"))
@@ -122,7 +122,7 @@ def test_deadlines_are_those_of_the_work_and_of_an_answer() -> None:
     assert line.calls[1][0] == "kvray-mover-a"
 
 
-def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while() -> None:
+def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while():
     async def scene() -> None:
         failed = report(num_bytes=0, error="TransferTimeout", message="Late.")
         line = Line(failed, None, report())
@@ -140,21 +140,21 @@ def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while() -> None:
     asyncio.run(scene())
 
 
-def test_what_is_no_fault_of_the_source_is_not_held_against_it() -> None:
+def test_what_is_no_fault_of_the_source_is_not_held_against_it():
     line = Line(report(error="CapacityError", message="Full."))
     peers = line.peers()
     asyncio.run(peers.fetch(ORDER))
     assert not peers.may_ask(["kvray-shard-b"], without=frozenset())["kvray-shard-b"].has_failed
 
 
-def test_neither_itself_nor_who_is_left_out_is_asked() -> None:
+def test_neither_itself_nor_who_is_left_out_is_asked():
     peers = Line().peers()
     shards = ["kvray-shard-a", "kvray-shard-b", "kvray-shard-c"]
     without = frozenset({mover_of("kvray-shard-c")})
     assert list(peers.may_ask(shards, without=without)) == ["kvray-shard-b"]
 
 
-def test_where_ranks_are_is_known_for_seconds() -> None:
+def test_where_ranks_are_is_known_for_seconds():
     line = Line({0: "a"}, {0: "b"}, {0: "c"})
     peers = line.peers()
 
@@ -169,7 +169,7 @@ def test_where_ranks_are_is_known_for_seconds() -> None:
     assert ask() == {0: "c"}
 
 
-def test_a_person_sees_transport_rate_and_breaker_of_each() -> None:
+def test_a_person_sees_transport_rate_and_breaker_of_each():
     line = Line(report(), ShardUnavailable("No answer."))
     peers = line.peers()
     asyncio.run(peers.fetch(ORDER))
@@ -187,7 +187,7 @@ def test_a_person_sees_transport_rate_and_breaker_of_each() -> None:
     assert (other["transport"], other["bytes_per_s"]) == ("nixl", pytest.approx(1e9))
 
 
-def test_as_many_peers_are_remembered_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_peers_are_remembered_as_told(monkeypatch):
     monkeypatch.setattr(peers_module, "_BREAKERS_MAX", 3)
     peers = Line(*["ok"] * 5).peers()
     for number in range(5):
@@ -195,7 +195,7 @@ def test_as_many_peers_are_remembered_as_told(monkeypatch: pytest.MonkeyPatch) -
     assert len(peers.status()) == 3
 
 
-def test_an_introduction_names_all_others_to_the_mover_and_warms_it() -> None:
+def test_an_introduction_names_all_others_to_the_mover_and_warms_it():
     names = ["kvray-shard-c", "kvray-shard-a", "kvray-shard-b", "kvray-shard-0"]
     line = Line(names, None, FetchReport(here=()))
     asyncio.run(line.peers().connect())
@@ -207,7 +207,7 @@ def test_an_introduction_names_all_others_to_the_mover_and_warms_it() -> None:
     assert line.args[1] == (["kvray-mover-b", "kvray-mover-c", "kvray-mover-0"],)
 
 
-def test_a_peer_that_the_tier_has_no_more_is_forgotten() -> None:
+def test_a_peer_that_the_tier_has_no_more_is_forgotten():
     line = Line(report(), report(error="TransferError", message="It broke."))
     peers = line.peers()
     asyncio.run(peers.fetch(ORDER))
@@ -220,7 +220,7 @@ def test_a_peer_that_the_tier_has_no_more_is_forgotten() -> None:
     assert peers.may_ask(["kvray-shard-b"], without=frozenset())["kvray-shard-b"].latency_s == 0
 
 
-def test_a_mover_that_cannot_be_introduced_yet_is_not_held_against_it() -> None:
+def test_a_mover_that_cannot_be_introduced_yet_is_not_held_against_it():
     line = Line(["kvray-shard-a", "kvray-shard-b"], ShardUnavailable("It starts."))
     peers = line.peers()
     with pytest.raises(ShardUnavailable):
@@ -228,7 +228,7 @@ def test_a_mover_that_cannot_be_introduced_yet_is_not_held_against_it() -> None:
     assert peers.can_fetch
 
 
-def test_every_shard_begins_with_another_one() -> None:
+def test_every_shard_begins_with_another_one():
     names = [f"kvray-shard-{name}" for name in "dbac"]
     order = [name[-1] for name in Line().peers().may_ask(names, without=frozenset())]
     assert order == ["b", "c", "d"]
@@ -236,7 +236,7 @@ def test_every_shard_begins_with_another_one() -> None:
     assert [name[-1] for name in other.may_ask(names, without=frozenset())] == ["d", "a", "b"]
 
 
-def test_nodes_that_come_and_go_all_the_time_have_a_large_tier_ask_for_names_rarely() -> None:
+def test_nodes_that_come_and_go_all_the_time_have_a_large_tier_ask_for_names_rarely():
     async def asked(num_shards: int) -> int:
         line = Line(*[[]] * 1000)
         peers = line.peers()
@@ -260,7 +260,7 @@ def note(
     rates.note(source, report, now=now)
 
 
-def test_a_large_fetch_tells_the_rate_and_a_small_one_the_latency() -> None:
+def test_a_large_fetch_tells_the_rate_and_a_small_one_the_latency():
     rates = Rates()
     note(rates, "b", "nixl", num_bytes=1000, seconds=0.01, now=0.0)
     note(rates, "b", "nixl", num_bytes=100 * MB, seconds=0.11, now=0.0)
@@ -269,7 +269,7 @@ def test_a_large_fetch_tells_the_rate_and_a_small_one_the_latency() -> None:
     assert rate.bytes_per_s == pytest.approx(1e9)
 
 
-def test_new_measurements_count_more_the_newer_they_are() -> None:
+def test_new_measurements_count_more_the_newer_they_are():
     rates = Rates()
     note(rates, "b", "nixl", num_bytes=100 * MB, seconds=0.1, now=0.0)
     for _ in range(20):
@@ -278,7 +278,7 @@ def test_new_measurements_count_more_the_newer_they_are() -> None:
     assert rate.bytes_per_s == pytest.approx(0.5e9, rel=0.01)
 
 
-def test_transports_are_measured_apart_and_the_last_one_counts() -> None:
+def test_transports_are_measured_apart_and_the_last_one_counts():
     rates = Rates()
     note(rates, "b", "nixl", num_bytes=100 * MB, seconds=0.1, now=0.0)
     note(rates, "b", "object_ref", num_bytes=100 * MB, seconds=1.0, now=1.0)
@@ -286,7 +286,7 @@ def test_transports_are_measured_apart_and_the_last_one_counts() -> None:
     assert rates.peer("b", 1.0).bytes_per_s == pytest.approx(1e8)
 
 
-def test_what_is_old_says_nothing() -> None:
+def test_what_is_old_says_nothing():
     rates = Rates()
     note(rates, "b", "nixl", num_bytes=100 * MB, seconds=0.1, now=0.0)
     assert rates.peer("b", 31.0) == Peer()
@@ -294,14 +294,14 @@ def test_what_is_old_says_nothing() -> None:
     assert rates.latest()["b"].bytes_per_s == pytest.approx(1e9)
 
 
-def test_nothing_that_came_measures_nothing() -> None:
+def test_nothing_that_came_measures_nothing():
     rates = Rates()
     note(rates, "b", "nixl", num_bytes=0, seconds=1.0, now=0.0)
     note(rates, "b", "nixl", num_bytes=5 * MB, seconds=0.0, now=0.0)
     assert rates.peer("b", 0.0) == Peer()
 
 
-def test_of_too_many_rates_the_one_used_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_rates_the_one_used_longest_ago_goes(monkeypatch):
     monkeypatch.setattr(rates_module, "_RATES_MAX", 2)
     rates = Rates()
     for source in ("b", "c", "b", "d"):

@@ -47,21 +47,21 @@ def dealt(plan: StagingPlan) -> list[tuple[str, int, int, int]]:
     return [(step.shard, step.part, step.start, step.stop) for step in plan.steps]
 
 
-def test_what_one_shard_has_comes_from_it_in_one_piece() -> None:
+def test_what_one_shard_has_comes_from_it_in_one_piece():
     asked = request(300)
     plan = plan_staging(asked, nothing(asked), [Run(stop=300, holders={"b": 1})], {"b": Peer()})
     assert dealt(plan) == [("b", 0, 0, 300)]
     assert (plan.num_blocks, plan.reason) == (300, "none")
 
 
-def test_only_what_is_missing_comes() -> None:
+def test_only_what_is_missing_comes():
     asked = request(10)
     here = {0: mask(10, 0, 1, 2, 5)}
     plan = plan_staging(asked, here, [Run(stop=10, holders={"b": 1})], {"b": Peer()})
     assert dealt(plan) == [("b", 0, 3, 5), ("b", 0, 6, 10)]
 
 
-def test_it_ends_before_the_first_block_that_nobody_has() -> None:
+def test_it_ends_before_the_first_block_that_nobody_has():
     asked = request(10)
     runs: list[Run] = [
         Run(stop=4, holders={"b": 1}),
@@ -73,7 +73,7 @@ def test_it_ends_before_the_first_block_that_nobody_has() -> None:
     assert (plan.num_blocks, plan.reason) == (4, "not_stored")
 
 
-def test_what_is_here_bridges_what_nobody_has() -> None:
+def test_what_is_here_bridges_what_nobody_has():
     asked = request(10)
     runs: list[Run] = [
         Run(stop=4, holders={"b": 1}),
@@ -85,19 +85,19 @@ def test_what_is_here_bridges_what_nobody_has() -> None:
     assert plan.reason == "none"
 
 
-def test_all_here_needs_nothing() -> None:
+def test_all_here_needs_nothing():
     asked = request(3)
     plan = plan_staging(asked, {0: mask(3, 0, 1, 2)}, [], {})
     assert plan == StagingPlan(num_blocks=3, reason="none")
 
 
-def test_nobody_has_anything() -> None:
+def test_nobody_has_anything():
     asked = request(3)
     plan = plan_staging(asked, nothing(asked), [], {"b": Peer()})
     assert plan == StagingPlan(num_blocks=0, reason="not_stored")
 
 
-def test_a_shard_that_must_not_be_asked_counts_for_nothing() -> None:
+def test_a_shard_that_must_not_be_asked_counts_for_nothing():
     asked = request(3)
     plan = plan_staging(
         asked, nothing(asked), [Run(stop=3, holders={"a": 1, "b": 1})], {"b": Peer()}
@@ -108,7 +108,7 @@ def test_a_shard_that_must_not_be_asked_counts_for_nothing() -> None:
     ).steps
 
 
-def test_parts_may_come_from_different_shards_and_all_are_needed() -> None:
+def test_parts_may_come_from_different_shards_and_all_are_needed():
     asked = request(4, PartRequest(0), PartRequest(1))
     runs: list[Run] = [
         Run(stop=3, holders={"b": 0b01, "c": 0b10}),
@@ -119,13 +119,13 @@ def test_parts_may_come_from_different_shards_and_all_are_needed() -> None:
     assert (plan.num_blocks, plan.reason) == (3, "not_stored")
 
 
-def test_of_a_part_with_a_window_only_the_last_blocks_come() -> None:
+def test_of_a_part_with_a_window_only_the_last_blocks_come():
     asked = request(10, PartRequest(0), PartRequest(1, 3))
     plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 0b11})], {"b": Peer()})
     assert dealt(plan) == [("b", 0, 0, 10), ("b", 1, 7, 10)]
 
 
-def test_a_window_that_nobody_has_makes_the_prefix_shorter() -> None:
+def test_a_window_that_nobody_has_makes_the_prefix_shorter():
     asked = request(10, PartRequest(0), PartRequest(1, 3))
     runs: list[Run] = [
         Run(stop=2, holders={"b": 0b01}),
@@ -137,7 +137,7 @@ def test_a_window_that_nobody_has_makes_the_prefix_shorter() -> None:
     assert plan.num_blocks == 6
 
 
-def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order() -> None:
+def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order():
     asked = request(4 * CHUNK_BLOCKS)
     runs: list[Run] = [Run(stop=4 * CHUNK_BLOCKS, holders={"b": 1, "c": 1})]
     plan = plan_staging(asked, nothing(asked), runs, {"b": Peer(), "c": Peer()})
@@ -145,7 +145,7 @@ def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order() -> None:
     assert [step.start for step in plan.steps] == [n * CHUNK_BLOCKS for n in range(4)]
 
 
-def test_the_faster_shard_gives_more() -> None:
+def test_the_faster_shard_gives_more():
     asked = request(16 * CHUNK_BLOCKS)
     runs: list[Run] = [Run(stop=16 * CHUNK_BLOCKS, holders={"slow": 1, "fast": 1})]
     peers = {"slow": Peer(bytes_per_s=1e9), "fast": Peer(bytes_per_s=3e9)}
@@ -156,14 +156,14 @@ def test_the_faster_shard_gives_more() -> None:
     assert given == {"slow": 4 * CHUNK_BLOCKS, "fast": 12 * CHUNK_BLOCKS}
 
 
-def test_a_short_run_comes_from_the_one_that_has_all_of_it() -> None:
+def test_a_short_run_comes_from_the_one_that_has_all_of_it():
     asked = request(40)
     runs: list[Run] = [Run(stop=3, holders={"b": 1, "c": 1}), Run(stop=40, holders={"c": 1})]
     peers = {"b": Peer(bytes_per_s=9e9), "c": Peer(bytes_per_s=1e9)}
     assert dealt(plan_staging(asked, nothing(asked), runs, peers)) == [("c", 0, 0, 40)]
 
 
-def test_a_doubtful_shard_gives_only_what_nobody_else_has() -> None:
+def test_a_doubtful_shard_gives_only_what_nobody_else_has():
     asked = request(10)
     runs: list[Run] = [Run(stop=6, holders={"b": 1, "c": 1}), Run(stop=10, holders={"b": 1})]
     peers = {"b": Peer(bytes_per_s=9e9, has_failed=True), "c": Peer(bytes_per_s=1e6)}
@@ -171,7 +171,7 @@ def test_a_doubtful_shard_gives_only_what_nobody_else_has() -> None:
     assert dealt(plan) == [("c", 0, 0, 6), ("b", 0, 6, 10)]
 
 
-def test_what_takes_longer_than_computing_it_does_not_come() -> None:
+def test_what_takes_longer_than_computing_it_does_not_come():
     asked = request(10, seconds_per_block=0.001)
     slow = {"b": Peer(bytes_per_s=0.9e9)}  # 1 MB a block: 1.1 ms
     plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], slow)
@@ -182,7 +182,7 @@ def test_what_takes_longer_than_computing_it_does_not_come() -> None:
     )
 
 
-def test_the_time_before_the_first_byte_counts() -> None:
+def test_the_time_before_the_first_byte_counts():
     asked = request(10, seconds_per_block=0.001)
     peers = {"b": Peer(bytes_per_s=1e12, latency_s=0.02)}
     plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], peers)
@@ -194,13 +194,13 @@ def test_the_time_before_the_first_byte_counts() -> None:
     )
 
 
-def test_what_was_not_measured_is_tried() -> None:
+def test_what_was_not_measured_is_tried():
     asked = request(10, seconds_per_block=1e-9)
     plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], {"b": Peer()})
     assert plan.num_blocks == 10
 
 
-def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on() -> None:
+def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on():
     asked = request(10, seconds_per_block=0.001)
     runs: list[Run] = [Run(stop=6, holders={"fast": 1}), Run(stop=10, holders={"slow": 1})]
     peers = {"fast": Peer(bytes_per_s=5e9), "slow": Peer(bytes_per_s=0.3e9)}
@@ -219,7 +219,7 @@ def fetch_in_turns(asked: Prefix, runs: list[Run], peers: Mapping[str, Peer]) ->
     return longest_prefix(asked, here), most
 
 
-def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit() -> None:
+def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit():
     shards = [f"s{number}" for number in range(50)]
     peers = dict.fromkeys(shards, Peer())
     asked = request(2000)
@@ -231,7 +231,7 @@ def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit() -> None:
     assert most <= 64
 
 
-def test_parts_that_are_on_many_nodes_come_bit_by_bit_too() -> None:
+def test_parts_that_are_on_many_nodes_come_bit_by_bit_too():
     shards = [f"s{number}" for number in range(64)]
     peers = dict.fromkeys(shards, Peer())
     asked = request(200, *(PartRequest(part) for part in range(32)))
@@ -244,7 +244,7 @@ def test_parts_that_are_on_many_nodes_come_bit_by_bit_too() -> None:
     assert most <= 32 * 4
 
 
-def test_of_very_many_holders_some_are_chosen_that_have_all_parts() -> None:
+def test_of_very_many_holders_some_are_chosen_that_have_all_parts():
     peers = {f"s{number:03}": Peer() for number in range(300)}
     holders = dict.fromkeys(list(peers)[:-1], 1) | {"s299": 2}
     asked = request(4096, PartRequest(0), PartRequest(1))
@@ -253,7 +253,7 @@ def test_of_very_many_holders_some_are_chosen_that_have_all_parts() -> None:
     assert len({step.shard for step in plan.steps}) <= 16
 
 
-def test_of_a_window_far_behind_much_that_is_here_the_end_is_found() -> None:
+def test_of_a_window_far_behind_much_that_is_here_the_end_is_found():
     asked = request(500, PartRequest(0), PartRequest(1, 4))
     here = {0: np.ones(500, dtype=bool), 1: mask(500)}
     runs = [Run(stop=block + 1, holders={f"s{block % 2}": 1}) for block in range(496)]
@@ -273,7 +273,7 @@ wanted_parts = st.lists(
 
 
 @given(data=st.data())
-def test_a_plan_makes_exactly_its_prefix_usable(data: st.DataObject) -> None:
+def test_a_plan_makes_exactly_its_prefix_usable(data):
     num_blocks = data.draw(st.integers(1, 12))
     asked = replace(
         request(num_blocks, *(PartRequest(*one) for one in data.draw(wanted_parts))),

@@ -111,9 +111,7 @@ def store_both(pair: Pair, num_blocks: int = 20) -> None:
         store(pair.nodes["c"].arena, KEYS[:num_blocks], part=part)
 
 
-def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(
-    play: Callable[[Scene], None],
-) -> None:
+def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(play):
     async def scene(pair: Pair) -> None:
         store_both(pair, 12)
         answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
@@ -133,7 +131,7 @@ def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(
     play(scene)
 
 
-def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(play: Callable[[Scene], None]) -> None:
+def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["a"].arena, KEYS[:5], part=0)
         store(pair.nodes["b"].arena, KEYS[:9], part=1)
@@ -144,7 +142,7 @@ def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(play: Callable[[Scen
     play(scene)
 
 
-def test_nothing_is_leased_if_one_rank_has_nothing(play: Callable[[Scene], None]) -> None:
+def test_nothing_is_leased_if_one_rank_has_nothing(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["c"].arena, KEYS, part=0)
         answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
@@ -154,9 +152,7 @@ def test_nothing_is_leased_if_one_rank_has_nothing(play: Callable[[Scene], None]
     play(scene)
 
 
-def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
-    play: Callable[[Scene], None],
-) -> None:
+def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(play):
     async def scene(pair: Pair) -> None:
         store_both(pair)
         pair.nodes.frozen.add("kvray-shard-b")
@@ -172,9 +168,7 @@ def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
     play(scene)
 
 
-def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(
-    play: Callable[[Scene], None],
-) -> None:
+def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["a"].arena, KEYS, part=0)
         store(pair.nodes["b"].arena, KEYS, part=1)
@@ -192,7 +186,7 @@ def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(
     play(scene)
 
 
-def test_without_its_whole_window_no_prefix_counts(play: Callable[[Scene], None]) -> None:
+def test_without_its_whole_window_no_prefix_counts(play):
     async def scene(pair: Pair) -> None:
         reader = replace(
             _reader(1, pair.ranks[1]), part_requests=(PartRequest(1), PartRequest(2, window=4))
@@ -210,7 +204,7 @@ def test_without_its_whole_window_no_prefix_counts(play: Callable[[Scene], None]
     play(scene)
 
 
-def test_the_windows_of_the_shortest_prefix_are_checked(play: Callable[[Scene], None]) -> None:
+def test_the_windows_of_the_shortest_prefix_are_checked(play):
     async def scene(pair: Pair) -> None:
         for rank, name in enumerate("ab"):
             parts = (PartRequest(rank), PartRequest(2, window=4))
@@ -231,9 +225,7 @@ def test_the_windows_of_the_shortest_prefix_are_checked(play: Callable[[Scene], 
     play(scene)
 
 
-def test_what_was_checked_in_time_counts(
-    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_checked_in_time_counts(play, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", SLOT)
     sound = Arena.sound
 
@@ -251,9 +243,7 @@ def test_what_was_checked_in_time_counts(
     play(scene)
 
 
-def test_a_check_that_hangs_holds_up_nobody(
-    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_hangs_holds_up_nobody(play, monkeypatch):
     may_sum = threading.Event()
     monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", 4 * SLOT)
     sound = Arena.sound
@@ -284,9 +274,7 @@ def test_a_check_that_hangs_holds_up_nobody(
     play(scene)
 
 
-def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(
-    play: Callable[[Scene], None],
-) -> None:
+def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(play):
     async def scene(pair: Pair) -> None:
         keys = chain(5000)
         seen: dict[str, int] = {}
@@ -311,7 +299,7 @@ def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(
     play(scene)
 
 
-def test_a_rank_that_is_nowhere_makes_a_miss(play: Callable[[Scene], None]) -> None:
+def test_a_rank_that_is_nowhere_makes_a_miss(play):
     async def scene(pair: Pair) -> None:
         store_both(pair)
         pair.nodes.replicas["kvray-shard-b"].disconnect(1)
@@ -321,7 +309,7 @@ def test_a_rank_that_is_nowhere_makes_a_miss(play: Callable[[Scene], None]) -> N
     play(scene)
 
 
-def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None]) -> None:
+def test_leases_whose_answer_is_lost_are_released(play):
     async def scene(pair: Pair) -> None:
         store_both(pair)
 
@@ -338,9 +326,7 @@ def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None])
     play(scene)
 
 
-def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next_one(
-    play: Callable[[Scene], None],
-) -> None:
+def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next_one(play):
     async def scene(pair: Pair) -> None:
         store_both(pair)
 
@@ -358,7 +344,7 @@ def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next
     play(scene)
 
 
-def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene], None]) -> None:
+def test_a_token_that_was_released_leases_nothing_any_more(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS, part=1)
         pair.other.leases.release("token")
@@ -372,7 +358,7 @@ def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene
     play(scene)
 
 
-def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None]) -> None:
+def test_no_lease_is_taken_for_a_rank_that_has_left(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS, part=1)
         pair.ranks[1].leave()
@@ -383,7 +369,7 @@ def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None
     play(scene)
 
 
-def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> None:
+def test_less_than_asked_for_is_not_leased(play):
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS[:19], part=1)
         assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
@@ -392,7 +378,7 @@ def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> Non
     play(scene)
 
 
-def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scene], None]) -> None:
+def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play):
     async def scene(pair: Pair) -> None:
         store_both(pair, 12)
         store(pair.nodes["a"].arena, KEYS[:4], part=0)
@@ -406,7 +392,7 @@ def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scen
     play(scene)
 
 
-def test_who_has_not_registered_is_told_so(play: Callable[[Scene], None]) -> None:
+def test_who_has_not_registered_is_told_so(play):
     async def scene(pair: Pair) -> None:
         with pytest.raises(ConfigError, match="has not registered"):
             await pair.leader.stage("unknown", 0, PACKED, 0.1, 0.0)
@@ -418,7 +404,7 @@ def test_who_has_not_registered_is_told_so(play: Callable[[Scene], None]) -> Non
     play(scene)
 
 
-def test_a_leader_knows_whether_it_has_ranks_elsewhere(play: Callable[[Scene], None]) -> None:
+def test_a_leader_knows_whether_it_has_ranks_elsewhere(play):
     async def scene(pair: Pair) -> None:
         assert pair.leader.has_ranks_elsewhere("r", 0)
         assert not pair.leader.has_ranks_elsewhere("unknown", 0)

@@ -28,44 +28,44 @@ def replicas() -> Replicas:
     return made
 
 
-def test_another_layout_under_the_same_model_key_is_refused(replicas: Replicas) -> None:
+def test_another_layout_under_the_same_model_key_is_refused(replicas):
     with pytest.raises(LayoutMismatch, match=r"'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"):
         replicas.register(2, "two", 0, OTHER_LAYOUT)
     assert len(replicas.status()) == 1
 
 
-def test_another_tensor_parallelism_of_the_same_model_is_welcome(replicas: Replicas) -> None:
+def test_another_tensor_parallelism_of_the_same_model_is_welcome(replicas):
     replicas.register(2, "two", 0, replace(OTHER_LAYOUT, tp_layout="tp4"))
     assert len(replicas.status()) == 2
 
 
-def test_the_same_layout_is_welcome(replicas: Replicas) -> None:
+def test_the_same_layout_is_welcome(replicas):
     replicas.register(2, "two", 0, NAMESPACE)
     assert [entry["replica"] for entry in replicas.status()] == ["one", "two"]
 
 
-def test_another_layout_is_welcome_once_the_first_hung_up(replicas: Replicas) -> None:
+def test_another_layout_is_welcome_once_the_first_hung_up(replicas):
     replicas.disconnect(1)
     replicas.register(2, "two", 0, OTHER_LAYOUT)
 
 
-def test_ranks_of_one_replica_may_differ(replicas: Replicas) -> None:
+def test_ranks_of_one_replica_may_differ(replicas):
     replicas.register(1, "one", 1, OTHER_LAYOUT)
 
 
-def test_fingerprinted_models_of_one_name_may_differ(replicas: Replicas) -> None:
+def test_fingerprinted_models_of_one_name_may_differ(replicas):
     replicas.register(2, "two", 0, replace(NAMESPACE, model="sha256:ab"))
     replicas.register(3, "three", 0, replace(OTHER_LAYOUT, model="sha256:ab"))
 
 
-def test_figures_are_taken_from_the_registered_connection_only(replicas: Replicas) -> None:
+def test_figures_are_taken_from_the_registered_connection_only(replicas):
     assert replicas.report(1, "one", 0, {"hits": 3})
     assert not replicas.report(2, "one", 0, {"hits": 9})
     assert not replicas.report(1, "two", 0, {"hits": 9})
     assert replicas.status()[0]["counters"] == {"hits": 3}
 
 
-def test_who_hung_up_is_shown_as_gone_with_the_last_figures(replicas: Replicas) -> None:
+def test_who_hung_up_is_shown_as_gone_with_the_last_figures(replicas):
     replicas.report(1, "one", 0, {"hits": 3})
     replicas.disconnect(1)
     (entry,) = replicas.status()
@@ -73,7 +73,7 @@ def test_who_hung_up_is_shown_as_gone_with_the_last_figures(replicas: Replicas) 
     assert not replicas.report(1, "one", 0, {"hits": 4})
 
 
-def test_last_figures_stay_and_the_rank_counts_as_gone() -> None:
+def test_last_figures_stay_and_the_rank_counts_as_gone():
     replicas = Replicas()
     replicas.register(1, "one", 0, NAMESPACE)
     assert replicas.report(1, "one", 0, {"hits": 5}, leaving=True)
@@ -81,7 +81,7 @@ def test_last_figures_stay_and_the_rank_counts_as_gone() -> None:
     replicas.register(1, "two", 0, OTHER_LAYOUT)
 
 
-def test_registering_again_replaces_the_entry(replicas: Replicas) -> None:
+def test_registering_again_replaces_the_entry(replicas):
     replicas.register(5, "one", 0, NAMESPACE)
     replicas.disconnect(1)
     (entry,) = replicas.status()
@@ -91,7 +91,7 @@ def test_registering_again_replaces_the_entry(replicas: Replicas) -> None:
 @pytest.mark.parametrize(
     ("replica", "rank"), [("", 0), ("x" * 257, 0), (7, 0), (["x"], 0), ("x", -1), ("x", "0")]
 )
-def test_absurd_names_are_refused(replicas: Replicas, replica: Any, rank: Any) -> None:
+def test_absurd_names_are_refused(replicas, replica, rank):
     with pytest.raises(ConfigError):
         replicas.register(2, replica, rank, NAMESPACE)
     with pytest.raises(ConfigError):
@@ -99,27 +99,25 @@ def test_absurd_names_are_refused(replicas: Replicas, replica: Any, rank: Any) -
 
 
 @pytest.mark.parametrize("field", ["model", "kv_dtype", "num_layers"])
-def test_a_namespace_of_wrong_types_is_refused_before_anybody_asks_for_the_status(
-    replicas: Replicas, field: str
-) -> None:
+def test_a_namespace_of_wrong_types_is_refused_before_anybody_asks_for_the_status(replicas, field):
     wrong: Any = {field: None if field != "model" else 5}
     with pytest.raises(ConfigError):
         replicas.register(2, "two", 0, replace(NAMESPACE, **wrong))
     assert len(replicas.status()) == 1
 
 
-def test_a_namespace_that_is_too_long_to_be_passed_on_is_refused(replicas: Replicas) -> None:
+def test_a_namespace_that_is_too_long_to_be_passed_on_is_refused(replicas):
     with pytest.raises(ConfigError, match="exceeds the 65536"):
         replicas.register(2, "two", 0, replace(NAMESPACE, model="m", overrides="x" * 70_000))
     assert len(replicas.status()) == 1
 
 
-def test_a_report_returns_who_made_it(replicas: Replicas) -> None:
+def test_a_report_returns_who_made_it(replicas):
     origin = Origin(replica="one", rank=0, namespace=NAMESPACE)
     assert replicas.report(1, "one", 0, {}) == origin
 
 
-def test_namespaces_are_found_by_the_digest_of_the_status(replicas: Replicas) -> None:
+def test_namespaces_are_found_by_the_digest_of_the_status(replicas):
     (entry,) = replicas.status()
     assert replicas.namespaces() == {entry["namespace"]: NAMESPACE.to_wire()}
 
@@ -128,14 +126,12 @@ def test_namespaces_are_found_by_the_digest_of_the_status(replicas: Replicas) ->
     "counters",
     [5, "ab", ["a"], {"a": "b"}, {7: 7}, {"x" * 257: 1}, {str(n): n for n in range(257)}],
 )
-def test_absurd_figures_are_refused(replicas: Replicas, counters: Any) -> None:
+def test_absurd_figures_are_refused(replicas, counters):
     with pytest.raises(ConfigError):
         replicas.report(1, "one", 0, counters)
 
 
-def test_of_too_many_ranks_the_oldest_that_hung_up_goes(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_ranks_the_oldest_that_hung_up_goes(replicas, monkeypatch):
     monkeypatch.setattr(replicas_module, "_RANKS_MAX", 3)
     replicas.register(2, "two", 0, NAMESPACE)
     replicas.register(3, "three", 0, NAMESPACE)
@@ -148,7 +144,7 @@ def test_of_too_many_ranks_the_oldest_that_hung_up_goes(
 # -- how ranks read -------------------------------------------------------------------------------
 
 
-def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas: Replicas) -> None:
+def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
     reader = read_reader(
         NAMESPACE,
         wanted=[[0, None], [3, 4]],
@@ -174,7 +170,7 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas: Repl
     assert replicas.connected() == [("one", 0)]
 
 
-def test_an_engine_of_before_says_nothing(replicas: Replicas) -> None:
+def test_an_engine_of_before_says_nothing(replicas):
     assert replicas.reader("one", 0) == Reader(namespace=NAMESPACE)
     assert read_reader(NAMESPACE) == Reader(namespace=NAMESPACE)
 
@@ -182,7 +178,7 @@ def test_an_engine_of_before_says_nothing(replicas: Replicas) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "rank", "ranks"), [(1, 3, [3]), (2, 0, [0, 1]), (2, 1, [0, 1])]
 )
-def test_a_rank_speaks_for_all_or_for_itself(num_ranks: int, rank: int, ranks: list[int]) -> None:
+def test_a_rank_speaks_for_all_or_for_itself(num_ranks, rank, ranks):
     assert Reader(namespace=NAMESPACE, num_ranks=num_ranks).ranks(rank) == ranks
 
 
@@ -211,12 +207,12 @@ def test_a_rank_speaks_for_all_or_for_itself(num_ranks: int, rank: int, ranks: l
         {"adapters": "x" * 70_000},
     ],
 )
-def test_absurd_readings_are_refused(fields: dict[str, Any]) -> None:
+def test_absurd_readings_are_refused(fields):
     with pytest.raises(ConfigError):
         read_reader(NAMESPACE, **fields)
 
 
-def test_a_namespace_without_a_size_cannot_be_read_by() -> None:
+def test_a_namespace_without_a_size_cannot_be_read_by():
     absurd: Any = {"tokens_per_block": "32", "part_bytes": 0}
     reader = Reader(namespace=replace(NAMESPACE, **absurd))
     with pytest.raises(ConfigError, match="tokens_per_block"):
@@ -250,7 +246,7 @@ class Visitors:
         return int(listed + self.replicas.ended()["counters"].get(name, 0))
 
 
-def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_counted() -> None:
+def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_counted():
     visitors = Visitors()
     visitors.replicas.register(10**6, "stays", 0, NAMESPACE)
     for number in range(1, 500):
@@ -262,7 +258,7 @@ def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_coun
     assert "uptime_s" not in visitors.replicas.ended()["counters"]
 
 
-def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not() -> None:
+def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not():
     visitors = Visitors()
     visitors.visit()
     visitors.now += ENDED_S - 1
@@ -277,7 +273,7 @@ def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not() -> None
     assert visitors.replicas.namespaces()[digest], "its blocks may still be there"
 
 
-def test_of_many_that_lose_their_connection_at_once_all_may_come_back() -> None:
+def test_of_many_that_lose_their_connection_at_once_all_may_come_back():
     visitors = Visitors()
     for number in range(100):
         visitors.replicas.register(number, f"engine-{number}", 0, NAMESPACE)
@@ -291,7 +287,7 @@ def test_of_many_that_lose_their_connection_at_once_all_may_come_back() -> None:
     assert len(visitors.replicas.status()) == ENDED_MAX
 
 
-def test_who_says_that_it_leaves_has_ended_then() -> None:
+def test_who_says_that_it_leaves_has_ended_then():
     visitors = Visitors()
     visitors.replicas.register(1, "a", 0, NAMESPACE)
     visitors.now = 5000.0
@@ -300,7 +296,7 @@ def test_who_says_that_it_leaves_has_ended_then() -> None:
     assert len(visitors.replicas.status()) == 1
 
 
-def test_the_sum_has_no_more_counters_than_a_rank_may_have() -> None:
+def test_the_sum_has_no_more_counters_than_a_rank_may_have():
     visitors = Visitors()
     for number in range(600):
         visitors.replicas.register(number, f"r{number}", 0, NAMESPACE)
@@ -311,7 +307,7 @@ def test_the_sum_has_no_more_counters_than_a_rank_may_have() -> None:
     assert len(visitors.replicas.ended()["counters"]) == 256
 
 
-def test_the_namespaces_of_those_that_ended_are_bounded() -> None:
+def test_the_namespaces_of_those_that_ended_are_bounded():
     visitors = Visitors()
     for number in range(100):
         visitors.replicas.register(number, "r", number, replace(NAMESPACE, model=f"m{number}"))
@@ -325,9 +321,7 @@ def test_the_namespaces_of_those_that_ended_are_bounded() -> None:
     ("rank", "stored_by", "parts", "part_bytes"),
     [(0, 1, [0, 1], 256), (1, 1, [0, 1], 256), (1, 4, [2, 3, 6, 7], 64), (0, 2, [0, 2], 128)],
 )
-def test_a_rank_of_two_reads_parts_of_other_sizes(
-    rank: int, stored_by: int, parts: list[int], part_bytes: int
-) -> None:
+def test_a_rank_of_two_reads_parts_of_other_sizes(rank, stored_by, parts, part_bytes):
     """Its own are those of two layer groups, of 128 bytes each."""
     reader = Reader(
         namespace=replace(NAMESPACE, num_parts=4, part_bytes=256),
@@ -340,7 +334,7 @@ def test_a_rank_of_two_reads_parts_of_other_sizes(
 
 
 @pytest.mark.parametrize("stored_by", [3, PARTS_MAX])
-def test_sizes_that_do_not_divide_or_are_too_many_are_refused(stored_by: int) -> None:
+def test_sizes_that_do_not_divide_or_are_too_many_are_refused(stored_by):
     reader = Reader(
         namespace=replace(NAMESPACE, num_parts=4),
         part_requests=(PartRequest(1), PartRequest(3)),
@@ -352,14 +346,14 @@ def test_sizes_that_do_not_divide_or_are_too_many_are_refused(stored_by: int) ->
         replace(reader, part_requests=()).resliced(1)
 
 
-def test_the_numbers_of_namespaces_outlive_their_ranks(replicas: Replicas) -> None:
+def test_the_numbers_of_namespaces_outlive_their_ranks(replicas):
     number = namespace_id(NAMESPACE.digest())
     assert number in replicas.numbers()
     replicas.disconnect(1)
     assert number in replicas.numbers()
 
 
-def test_a_rank_is_told_of_its_weights_until_it_has_carried_that_out(replicas: Replicas) -> None:
+def test_a_rank_is_told_of_its_weights_until_it_has_carried_that_out(replicas):
     order = replicas.order_weights("one", "2")
     assert order.waiting == {0}
     for done in ("", "an older one", ""):
@@ -369,16 +363,14 @@ def test_a_rank_is_told_of_its_weights_until_it_has_carried_that_out(replicas: R
     assert not order.waiting
 
 
-def test_an_engine_that_was_started_again_has_not_the_weights_of_the_one_before(
-    replicas: Replicas,
-) -> None:
+def test_an_engine_that_was_started_again_has_not_the_weights_of_the_one_before(replicas):
     order = replicas.order_weights("one", "2")
     replicas.register(9, "one", 0, NAMESPACE)
     assert replicas.weights_order("one", 0, "") is None
     assert order.waiting == {0}
 
 
-def test_of_two_orders_the_later_one_counts(replicas: Replicas) -> None:
+def test_of_two_orders_the_later_one_counts(replicas):
     first, second = replicas.order_weights("one", "2"), replicas.order_weights("one", None)
     assert replicas.weights_order("one", 0, first.number) == [second.number, None]
     replicas.call_off(first)
@@ -388,13 +380,13 @@ def test_of_two_orders_the_later_one_counts(replicas: Replicas) -> None:
     assert replicas.weights_order("one", 0, "") is None
 
 
-def test_replicas_of_one_model_key_may_have_different_weights(replicas: Replicas) -> None:
+def test_replicas_of_one_model_key_may_have_different_weights(replicas):
     replicas.register(2, "two", 0, replace(NAMESPACE, weights="2"))
     with pytest.raises(LayoutMismatch):
         replicas.register(3, "three", 0, replace(OTHER_LAYOUT, weights="3"))
 
 
-def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives() -> None:
+def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives():
     replicas = Replicas()
     assert replicas.register(1, "chat", 0, NAMESPACE, instance="aa11") == "chat"
     assert replicas.register(2, "chat", 0, NAMESPACE, instance="bb22") == "chat-bb22"
@@ -411,9 +403,7 @@ def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives()
     }
 
 
-def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_when_it_is_gone() -> (
-    None
-):
+def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_when_it_is_gone():
     replicas = Replicas()
     assert replicas.register(1, "chat", 0, NAMESPACE, instance="aa11") == "chat"
     assert replicas.register(2, "chat", 0, NAMESPACE, instance="aa11") == "chat"
@@ -422,7 +412,7 @@ def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_when
     assert replicas.register(3, "chat", 0, NAMESPACE, instance="bb22") == "chat"
 
 
-def test_the_name_of_a_second_instance_is_never_too_long() -> None:
+def test_the_name_of_a_second_instance_is_never_too_long():
     replicas = Replicas()
     for number in range(3):
         name = replicas.register(number, "x" * 256, 0, NAMESPACE, instance=f"{number}" * 64)

@@ -66,9 +66,7 @@ def play(parent: Path) -> Callable[..., None]:
 # -- what comes -----------------------------------------------------------------------------------
 
 
-def test_what_another_node_has_is_brought_verified_and_can_be_leased(
-    play: Callable[..., None],
-) -> None:
+def test_what_another_node_has_is_brought_verified_and_can_be_leased(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS[:12])
         store(nodes["a"].arena, KEYS[:3])
@@ -84,9 +82,7 @@ def test_what_another_node_has_is_brought_verified_and_can_be_leased(
     play(scene)
 
 
-def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
-    play: Callable[..., None],
-) -> None:
+def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS[:12])
         source = SourceReport(
@@ -100,7 +96,7 @@ def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sou
     play(scene)
 
 
-def test_what_is_here_costs_no_call(play: Callable[..., None]) -> None:
+def test_what_is_here_costs_no_call(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["a"].arena, KEYS)
         staged = await stager.stage(prefix_of(KEYS), wait_s=5)
@@ -110,7 +106,7 @@ def test_what_is_here_costs_no_call(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_alone_nobody_is_called(play: Callable[..., None]) -> None:
+def test_alone_nobody_is_called(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         staged = await stager.stage(prefix_of(KEYS), wait_s=5)
@@ -120,7 +116,7 @@ def test_alone_nobody_is_called(play: Callable[..., None]) -> None:
     play(scene, num_shards=1)
 
 
-def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -> None:
+def test_of_a_part_with_a_window_only_its_end_comes(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS, part=0)
         store(nodes["b"].arena, KEYS, part=1)
@@ -132,7 +128,7 @@ def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -
     play(scene)
 
 
-def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
+def test_parts_come_from_whoever_has_them(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS, part=0)
         store(nodes["c"].arena, KEYS[:7], part=1)
@@ -142,9 +138,7 @@ def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
     play(scene, names="abc")
 
 
-def test_a_prefix_longer_than_one_fetch_comes_in_several(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_longer_than_one_fetch_comes_in_several(play, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.fetcher.FETCH_BLOCKS_MAX", 6)
     assert FETCH_BLOCKS_MAX > 6
 
@@ -156,7 +150,7 @@ def test_a_prefix_longer_than_one_fetch_comes_in_several(
     play(scene)
 
 
-def test_what_costs_more_than_computing_it_is_left(play: Callable[..., None]) -> None:
+def test_what_costs_more_than_computing_it_is_left(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         large = chain(300, seed="large")
         store(nodes["b"].arena, large)
@@ -173,7 +167,7 @@ def test_what_costs_more_than_computing_it_is_left(play: Callable[..., None]) ->
 # -- one fetch a block ----------------------------------------------------------------------------
 
 
-def test_two_requests_for_the_same_blocks_fetch_them_once(play: Callable[..., None]) -> None:
+def test_two_requests_for_the_same_blocks_fetch_them_once(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         answers = await asyncio.gather(
@@ -187,9 +181,7 @@ def test_two_requests_for_the_same_blocks_fetch_them_once(play: Callable[..., No
     play(scene)
 
 
-def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(
-    play: Callable[..., None],
-) -> None:
+def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         answers = await asyncio.gather(
@@ -201,7 +193,7 @@ def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(
     play(scene)
 
 
-def test_who_joins_need_not_wait_for_what_he_does_not_want(play: Callable[..., None]) -> None:
+def test_who_joins_need_not_wait_for_what_he_does_not_want(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.blocks_per_step = 5
@@ -220,9 +212,7 @@ def test_who_joins_need_not_wait_for_what_he_does_not_want(play: Callable[..., N
     play(scene)
 
 
-def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
-    play: Callable[..., None],
-) -> None:
+def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.may_move.clear()
@@ -241,7 +231,7 @@ def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_join
 # -- deadlines ------------------------------------------------------------------------------------
 
 
-def test_what_is_late_goes_on_and_is_here_for_the_next_request(play: Callable[..., None]) -> None:
+def test_what_is_late_goes_on_and_is_here_for_the_next_request(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.may_move.clear()
@@ -256,7 +246,7 @@ def test_what_is_late_goes_on_and_is_here_for_the_next_request(play: Callable[..
     play(scene)
 
 
-def test_what_has_come_by_the_deadline_counts(play: Callable[..., None]) -> None:
+def test_what_has_come_by_the_deadline_counts(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.blocks_per_step = 5
@@ -271,9 +261,7 @@ def test_what_has_come_by_the_deadline_counts(play: Callable[..., None]) -> None
     play(scene)
 
 
-def test_blocks_that_arrive_before_their_report_are_told_with_their_source(
-    play: Callable[..., None],
-) -> None:
+def test_blocks_that_arrive_before_their_report_are_told_with_their_source(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.blocks_per_step = 5
@@ -304,7 +292,7 @@ def test_blocks_that_arrive_before_their_report_are_told_with_their_source(
     play(scene)
 
 
-def test_no_wait_answers_with_what_is_here(play: Callable[..., None]) -> None:
+def test_no_wait_answers_with_what_is_here(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["a"].arena, KEYS[:2])
         store(nodes["b"].arena, KEYS)
@@ -314,9 +302,7 @@ def test_no_wait_answers_with_what_is_here(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_a_shard_with_too_many_stages_answers_at_once(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_with_too_many_stages_answers_at_once(play, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
 
     async def scene(nodes: Nodes, stager: Stager) -> None:
@@ -356,9 +342,7 @@ class HangingDisk:
         raise AssertionError
 
 
-def test_a_disk_that_hangs_leaves_places_for_what_others_have(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_leaves_places_for_what_others_have(play, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
     monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
 
@@ -382,7 +366,7 @@ def test_a_disk_that_hangs_leaves_places_for_what_others_have(
     play(scene)
 
 
-def test_what_was_staged_is_kept_until_the_handover_is_over(play: Callable[..., None]) -> None:
+def test_what_was_staged_is_kept_until_the_handover_is_over(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
@@ -398,9 +382,7 @@ def test_what_was_staged_is_kept_until_the_handover_is_over(play: Callable[..., 
     play(scene)
 
 
-def test_of_too_many_handovers_the_oldest_ends(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_handovers_the_oldest_ends(play, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.stager._HANDOVERS_MAX", 3)
 
     async def scene(nodes: Nodes, stager: Stager) -> None:
@@ -415,7 +397,7 @@ def test_of_too_many_handovers_the_oldest_ends(
 # -- what fails -----------------------------------------------------------------------------------
 
 
-def test_a_lookup_that_does_not_answer_is_asked_no_more(play: Callable[..., None]) -> None:
+def test_a_lookup_that_does_not_answer_is_asked_no_more(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         nodes.frozen.add("kvray-lookup")
         assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
@@ -427,9 +409,7 @@ def test_a_lookup_that_does_not_answer_is_asked_no_more(play: Callable[..., None
     play(scene)
 
 
-def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(
-    play: Callable[..., None],
-) -> None:
+def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         nodes.frozen.add("kvray-lookup")
         assert (await stager.stage(prefix_of(KEYS), wait_s=0.01)).reason == "too_slow"
@@ -442,9 +422,7 @@ def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(
     play(scene)
 
 
-def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(
-    play: Callable[..., None],
-) -> None:
+def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         for name in "bc":
             store(nodes[name].arena, KEYS)
@@ -459,7 +437,7 @@ def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(
     play(scene, names="abc")
 
 
-def test_a_holder_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
+def test_a_holder_that_is_gone_makes_a_shorter_hit(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["a"].arena, KEYS[:3])
         store(nodes["b"].arena, KEYS)
@@ -470,7 +448,7 @@ def test_a_holder_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) ->
     play(scene)
 
 
-def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
+def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.gone.add("kvray-mover-a")
@@ -483,9 +461,7 @@ def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play: Callable[...,
     play(scene)
 
 
-def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
-    play: Callable[..., None],
-) -> None:
+def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.frozen.add("kvray-mover-a")
@@ -498,9 +474,7 @@ def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline
     play(scene, settings=SETTINGS.model_copy(update={"deadline_s": 60.0}))
 
 
-def test_without_a_lookup_that_knows_the_others_the_store_is_down(
-    play: Callable[..., None],
-) -> None:
+def test_without_a_lookup_that_knows_the_others_the_store_is_down(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         staged = await stager.stage(prefix_of(KEYS), wait_s=5)
         assert staged == Staged(num_blocks=0, reason="store_down")
@@ -508,7 +482,7 @@ def test_without_a_lookup_that_knows_the_others_the_store_is_down(
     play(scene, num_shards=0)
 
 
-def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:
+def test_an_index_out_of_date_ends_in_a_miss(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS[:4])
         said = nodes.locate(b"".join(KEYS))
@@ -520,7 +494,7 @@ def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_the_partition_that_has_the_prompts_chain_is_asked(play: Callable[..., None]) -> None:
+def test_the_partition_that_has_the_prompts_chain_is_asked(play):
     def only(keys: bytes) -> list[Run]:
         raise ShardUnavailable("This one is not to be asked.")
 
@@ -535,7 +509,7 @@ def test_the_partition_that_has_the_prompts_chain_is_asked(play: Callable[..., N
     play(scene, num_partitions=3)
 
 
-def test_closing_ends_what_is_under_way(play: Callable[..., None]) -> None:
+def test_closing_ends_what_is_under_way(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["b"].arena, KEYS)
         nodes.may_move.clear()
@@ -548,9 +522,7 @@ def test_closing_ends_what_is_under_way(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_two_that_stage_from_each_other_do_not_wait_for_each_other(
-    play: Callable[..., None],
-) -> None:
+def test_two_that_stage_from_each_other_do_not_wait_for_each_other(play):
     async def scene(nodes: Nodes, stager: Stager) -> None:
         other, theirs = nodes.stager("b"), chain(20, seed="theirs")
         store(nodes["b"].arena, KEYS)
@@ -587,12 +559,7 @@ requests = st.lists(
     gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
 )
 @settings(max_examples=examples(40))
-def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
-    held: list[tuple[str, int, int]],
-    asked: list[tuple[int, int, float, bool]],
-    step: int,
-    gone: set[str],
-) -> None:
+def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, asked, step, gone):
     """That no block comes twice the movers of this test see to: a second copy is a failure."""
 
     async def act(parent: Path) -> None:
@@ -642,9 +609,7 @@ def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
 
 
 @pytest.mark.parametrize("have", [0, 7, 20])
-def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, have: int
-) -> None:
+def test_a_large_stage_is_done_in_pieces_and_brings_the_same(play, monkeypatch, have):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     asked: list[int] = []
     own: list[Arena] = []
@@ -692,9 +657,7 @@ def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
     play(scene, num_slabs=16)
 
 
-def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(play, monkeypatch):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     present = Arena.present
 
@@ -718,7 +681,7 @@ def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
     play(scene, num_slabs=16)
 
 
-def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it() -> None:
+def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it():
     class Disk:
         def runs(self, keys: list[int], parts: list[int]) -> list[Run]:
             masks = {part: np.array([one % 7 != 3 for one in keys]) for part in parts}

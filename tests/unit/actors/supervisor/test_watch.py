@@ -26,7 +26,7 @@ def heard(*names: str) -> Silences:
     return silences
 
 
-def test_a_part_that_is_silent_for_long_is_frozen() -> None:
+def test_a_part_that_is_silent_for_long_is_frozen():
     silences = heard("a", "b")
 
     assert silences.note({"a", "b"}, {"a"}, 1) == []
@@ -34,7 +34,7 @@ def test_a_part_that_is_silent_for_long_is_frozen() -> None:
     assert silences.note({"a", "b"}, {"a"}, 5) == ["b"]
 
 
-def test_an_answer_ends_a_silence() -> None:
+def test_an_answer_ends_a_silence():
     silences = heard("a")
     silences.note({"a"}, {"a"}, 4)
 
@@ -42,7 +42,7 @@ def test_an_answer_ends_a_silence() -> None:
     assert silences.note({"a"}, set(), 9) == ["a"]
 
 
-def test_a_part_that_was_ended_may_take_long_to_start() -> None:
+def test_a_part_that_was_ended_may_take_long_to_start():
     silences = heard("a")
 
     assert silences.note({"a"}, set(), 5) == ["a"]
@@ -50,7 +50,7 @@ def test_a_part_that_was_ended_may_take_long_to_start() -> None:
     assert silences.note({"a"}, set(), 65) == ["a"]
 
 
-def test_a_part_that_never_answered_may_take_long_to_start() -> None:
+def test_a_part_that_never_answered_may_take_long_to_start():
     silences = heard()
 
     assert silences.note({"a"}, set(), 1) == []
@@ -58,7 +58,7 @@ def test_a_part_that_never_answered_may_take_long_to_start() -> None:
     assert silences.note({"a"}, set(), 61) == ["a"]
 
 
-def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started() -> None:
+def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started():
     silences = Silences(frozen_s=5, start_s=60)
     ends = [now for now in range(2000) if silences.note({"a"}, set(), float(now))]
     assert [later - first for first, later in pairwise(ends)] == [120, 240, 480, 480, 480]
@@ -66,7 +66,7 @@ def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started() -
     assert [now for now in range(2001, 2100) if silences.note({"a"}, set(), now)] == [2005, 2065]
 
 
-def test_a_part_that_answers_after_its_start_has_no_more_time_than_others() -> None:
+def test_a_part_that_answers_after_its_start_has_no_more_time_than_others():
     silences = heard()
     silences.note({"a"}, set(), 1)
     silences.note({"a"}, {"a"}, 2)
@@ -74,7 +74,7 @@ def test_a_part_that_answers_after_its_start_has_no_more_time_than_others() -> N
     assert silences.note({"a"}, set(), 7) == ["a"]
 
 
-def test_a_part_that_is_no_more_is_forgotten() -> None:
+def test_a_part_that_is_no_more_is_forgotten():
     silences = heard("a")
     silences.note(set(), set(), 4)
     silences.forget({"a"})
@@ -82,14 +82,14 @@ def test_a_part_that_is_no_more_is_forgotten() -> None:
     assert silences.note({"a"}, set(), 6) == []
 
 
-def test_a_machine_is_reachable_if_its_ray_can_be_connected_to() -> None:
+def test_a_machine_is_reachable_if_its_ray_can_be_connected_to():
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
         assert reachable({"a": node}, timeout_s=1)
     assert not reachable({"a": node}, timeout_s=1)
 
 
-def test_nodes_that_are_cut_off_are_tried_all_at_once() -> None:
+def test_nodes_that_are_cut_off_are_tried_all_at_once():
     # Of a network for documentation: nothing answers from there, as behind a cut cable.
     cut = {
         f"cut {n}": {"NodeManagerAddress": f"192.0.2.{n}", "NodeManagerPort": 1} for n in range(9)
@@ -102,7 +102,7 @@ def test_nodes_that_are_cut_off_are_tried_all_at_once() -> None:
     assert reachable({}, timeout_s=1) == frozenset()
 
 
-def test_a_long_round_with_one_ping_missed_makes_no_part_frozen() -> None:
+def test_a_long_round_with_one_ping_missed_makes_no_part_frozen():
     silences = Silences(frozen_s=5, start_s=60, misses=3)
     silences.note({"a"}, {"a"}, 0)
 
@@ -114,7 +114,7 @@ def test_a_long_round_with_one_ping_missed_makes_no_part_frozen() -> None:
     assert silences.note({"a"}, set(), 126) == ["a"]
 
 
-def test_a_part_that_says_it_starts_may_take_long() -> None:
+def test_a_part_that_says_it_starts_may_take_long():
     silences = heard("a")
     silences.note({"a"}, {"a"}, 1, starting={"a"})
 
@@ -122,7 +122,7 @@ def test_a_part_that_says_it_starts_may_take_long() -> None:
     assert silences.note({"a"}, set(), 61) == ["a"]
 
 
-def test_a_part_that_has_started_has_no_more_time_than_others() -> None:
+def test_a_part_that_has_started_has_no_more_time_than_others():
     silences = heard("a")
     silences.note({"a"}, {"a"}, 1, starting={"a"})
     silences.note({"a"}, {"a"}, 2)
@@ -130,7 +130,7 @@ def test_a_part_that_has_started_has_no_more_time_than_others() -> None:
     assert silences.note({"a"}, set(), 7) == ["a"]
 
 
-def test_time_in_which_nobody_asked_a_part_is_no_silence() -> None:
+def test_time_in_which_nobody_asked_a_part_is_no_silence():
     silences = heard("a", "b")
     for now in range(1, 30):
         silences.note({"b"}, {"b"}, now)
@@ -140,7 +140,7 @@ def test_time_in_which_nobody_asked_a_part_is_no_silence() -> None:
     assert silences.note({"a"}, set(), 34) == ["a"]
 
 
-def test_a_part_that_was_heard_of_without_being_asked_is_not_silent() -> None:
+def test_a_part_that_was_heard_of_without_being_asked_is_not_silent():
     silences = heard("a")
     silences.note({"a"}, set(), 4)
     silences.note(set(), {"a"}, 5)
@@ -174,9 +174,7 @@ class Parts:
         return len(self.asked) - 1
 
 
-def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(monkeypatch):
     parts = Parts(monkeypatch)
     actors = {name: parts.actor(name) for name in ("lives", "starts", "ended", "silent", "old")}
     parts.answers = {0: False, 1: True, 2: ShardUnavailable("It is gone."), 4: None}
@@ -185,7 +183,7 @@ def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(
     assert (found.starting, found.dead) == ({"starts"}, {"ended"})
 
 
-def test_an_answer_that_comes_a_round_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_a_round_later_counts(monkeypatch):
     parts, pings = Parts(monkeypatch), Pings(patience_s=60)
     actors = {"slow": parts.actor("slow")}
     assert not pings.round(actors, timeout_s=0).alive
@@ -196,7 +194,7 @@ def test_an_answer_that_comes_a_round_later_counts(monkeypatch: pytest.MonkeyPat
     assert parts.asked == ["slow", "slow"]
 
 
-def test_a_ping_that_may_be_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ping_that_may_be_lost_is_sent_again(monkeypatch):
     parts, pings = Parts(monkeypatch), Pings(patience_s=-1)
     for _ in range(2):
         pings.round({"a": parts.actor("a")}, timeout_s=0)
@@ -309,7 +307,7 @@ class Tier:
             self.now += 1.0
 
 
-def test_every_round_asks_all_of_a_small_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_round_asks_all_of_a_small_tier(monkeypatch):
     tier = Tier(monkeypatch, 100)
     tier.hear(tier.names)
     tier.rounds(5)
@@ -318,8 +316,8 @@ def test_every_round_asks_all_of_a_small_tier(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_it_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     tier = Tier(monkeypatch, 3)
     tier.hear(tier.names)
     tier.rounds(1)
@@ -330,9 +328,7 @@ def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_i
     assert tier.told == [(node_id(1), "Ray", 30.0)] * 2 + [(node_id(1), "Ray")]
 
 
-def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(monkeypatch):
     tier = Tier(monkeypatch, 3)
     tier.hear(tier.names)
     idle = node_id(1)
@@ -352,9 +348,7 @@ def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
     assert idle in tier.supervisor.shards()
 
 
-def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(monkeypatch):
     tier = Tier(monkeypatch, 3)
     tier.hear(tier.names)
     idle = node_id(1)
@@ -367,9 +361,7 @@ def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(
     assert tier.ended == [mover_name(idle)]
 
 
-def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(monkeypatch):
     tier = Tier(monkeypatch, 3)
     tier.hear(tier.names)
     tier.unused = {node_id(1)}
@@ -380,9 +372,7 @@ def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(
     assert not tier.ended
 
 
-def test_a_round_asks_no_more_parts_however_many_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_round_asks_no_more_parts_however_many_there_are(monkeypatch):
     tier = Tier(monkeypatch, NUM_NODES)
     tier.hear(tier.names)
     tier.rounds(8)
@@ -392,15 +382,13 @@ def test_a_round_asks_no_more_parts_however_many_there_are(
     assert tier.looks == 3, "at 500 nodes a second"
 
 
-def test_parts_that_nobody_hears_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_nobody_hears_are_asked_in_turn(monkeypatch):
     tier = Tier(monkeypatch, NUM_NODES)
     tier.rounds(15)
     assert set().union(*tier.asked) == tier.names | tier.movers | {LOOKUP_NAME}
 
 
-def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(monkeypatch):
     tier = Tier(monkeypatch, NUM_NODES)
     tier.hear(tier.names)
     tier.rounds(20)
@@ -410,9 +398,7 @@ def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(
     assert tier.ended == [silent]
 
 
-def test_a_frozen_part_is_found_among_many_that_are_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_part_is_found_among_many_that_are_cut_off(monkeypatch):
     tier = Tier(monkeypatch, NUM_NODES)
     tier.hear(tier.names)
     tier.rounds(20)
@@ -426,7 +412,7 @@ def test_a_frozen_part_is_found_among_many_that_are_cut_off(
     assert max(map(len, tier.asked)) == 201
 
 
-def test_the_lookup_forgets_the_shards_of_lost_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lookup_forgets_the_shards_of_lost_nodes(monkeypatch):
     tier = Tier(monkeypatch, 3)
     tier.hear({*tier.names, "kvray-shard-of-before"})
     tier.nodes_now[0]["Alive"] = False
@@ -443,14 +429,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Tier:
     return tier
 
 
-def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(small: Tier) -> None:
+def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(small):
     small.mute = small.names
     small.status["silent"] = [shard_name(node_id(1))]
     small.rounds(6)
     assert small.ended == [shard_name(node_id(1))]
 
 
-def test_who_is_cut_off_is_not_frozen(small: Tier) -> None:
+def test_who_is_cut_off_is_not_frozen(small):
     small.mute = small.movers
     small.cut = {node_id(0)}
     small.rounds(6)
@@ -460,7 +446,7 @@ def test_who_is_cut_off_is_not_frozen(small: Tier) -> None:
 NODES = st.frozensets(st.sampled_from("abc"))
 
 
-def test_a_node_is_left_once_it_was_unused_for_so_long() -> None:
+def test_a_node_is_left_once_it_was_unused_for_so_long():
     idle = IdleNodes(10.0)
     assert left_at(idle, {"a", "b"}, 0.0) == set()
     assert left_at(idle, {"a"}, 9.0) == set()
@@ -469,7 +455,7 @@ def test_a_node_is_left_once_it_was_unused_for_so_long() -> None:
     assert left_at(idle, {"a", "b"}, 20.0) == {"a", "b"}
 
 
-def test_a_node_that_somebody_uses_again_gets_its_shard_back() -> None:
+def test_a_node_that_somebody_uses_again_gets_its_shard_back():
     idle = IdleNodes(10.0)
     left_at(idle, {"a"}, 0.0)
     assert left_at(idle, {"a"}, 10.0) == {"a"}
@@ -477,7 +463,7 @@ def test_a_node_that_somebody_uses_again_gets_its_shard_back() -> None:
     assert left_at(idle, {"a"}, 12.0) == set()
 
 
-def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time() -> None:
+def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time():
     idle = IdleNodes(10.0)
     left_at(idle, {"a"}, 0.0)
     assert left_at(idle, {"a"}, 10.0) == {"a"}
@@ -487,7 +473,7 @@ def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time() -> N
     assert left_at(idle, {"a"}, 21.0) == {"a"}
 
 
-def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
+def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting():
     idle = IdleNodes(None)
     idle.note({"a"}, {"b"}, 0.0)
     assert idle.left == {"b"}
@@ -498,9 +484,7 @@ def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
 
 
 @given(st.lists(st.tuples(NODES, NODES, st.floats(0, 8)), max_size=20))
-def test_no_node_is_left_that_was_in_use_within_the_time(
-    rounds: list[tuple[frozenset[str], frozenset[str], float]],
-) -> None:
+def test_no_node_is_left_that_was_in_use_within_the_time(rounds):
     idle, now, used_at = IdleNodes(10.0), 0.0, dict.fromkeys("abc", 0.0)
     went: set[str] = set()  # were to go at some time since somebody used them
     for unused, going, step in rounds:
