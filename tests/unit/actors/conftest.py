@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,19 @@ import pytest
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
 from tests.far import Far
+from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node
 from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
 from tests.unit.store.conftest import Child
 
 StartShard = Callable[..., Shard]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What runs tests that are coroutines."""
+    return "asyncio"
 
 
 @pytest.fixture
@@ -78,6 +85,14 @@ def older(directory: Path) -> Iterator[ShardProcess]:
     """A process whose shard is named `a`, as those of `make_shard` are."""
     with shard_process(directory, "a") as process:
         yield process
+
+
+@pytest.fixture
+async def nodes(directory: Path, request: pytest.FixtureRequest) -> AsyncIterator[Nodes]:
+    """The nodes `a`, `b` and `c`, each with 8 slabs or as many as its parameter says."""
+    made = Nodes.make(directory, "abc", num_slabs=getattr(request, "param", 8))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ class Nodes:
         """Return nodes with new arenas, each in a directory of its own."""
         arenas = {}
         for name in names:
-            (parent / name).mkdir()
+            (parent / name).mkdir(parents=True)
             asked = spec(num_slabs=num_slabs, holders_max=16)
             arenas[name] = make_arena(parent / name, asked=asked)
         return cls(arenas)
