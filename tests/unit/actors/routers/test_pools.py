@@ -32,15 +32,21 @@ def feed(buffer: Buffer) -> Iterator[PoolFeed]:
         yield made
 
 
+@pytest.fixture
+def engine(pools: Pools, buffer: Buffer, feed: PoolFeed) -> Engine:
+    """Replica `a`, whose pool has the first two blocks of PROMPT."""
+    made = Engine()
+    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
+    buffer.waiting.append(made.event(stored([1, 2], PROMPT[:8])))
+    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+    return made
+
+
 def sure(num_tokens: int) -> dict[str, PoolMatch]:
     return {"a": PoolMatch(num_tokens=num_tokens, is_sure=True)}
 
 
-def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, feed):
-    engine = Engine()
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
-    buffer.waiting.append(engine.event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, engine):
     buffer.waiting.append(engine.event(removed(2)))
     wait_for(lambda: pools.match(PROMPT) == sure(4), "an eviction")
     assert pools.match([9, *PROMPT]) == sure(0)
@@ -49,17 +55,11 @@ def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, feed):
     assert pools.match(PROMPT) == {}
 
 
-def test_of_a_salted_prompt_what_is_found_may_be_too_little(pools, buffer, feed):
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
-    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the plain blocks")
+@pytest.mark.usefixtures("engine")
+def test_a_salt_makes_a_match_unsure_and_nothing_is_said_of_adapters_and_of_what_is_no_prompt(
+    pools,
+):
     assert pools.match(PROMPT, salt="s") == {"a": PoolMatch(num_tokens=0, is_sure=False)}
-
-
-def test_nothing_is_said_of_adapters_numbered_salts_and_what_is_no_prompt(pools, buffer, feed):
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
-    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the blocks")
     assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
     assert pools.match([2**40]) == {}
 
