@@ -1,5 +1,6 @@
 """Shards without Ray, on directories of their own."""
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,11 +11,12 @@ import pytest
 
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
+from kvray.store import Arena
 from tests.far import Far
 from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node
-from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
+from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
 from tests.unit.store.conftest import Child
 
 StartShard = Callable[..., Shard]
@@ -40,7 +42,7 @@ def line() -> Line:
 
 
 @pytest.fixture
-def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
+def start_shard(directory: Path, line: Line) -> Iterator[StartShard]:
     """Starts shards named `a` or as told, and ends those that still run."""
     shards: list[Shard] = []
 
@@ -59,11 +61,33 @@ def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
 
 
 @pytest.fixture
+def make_shard(start_shard: StartShard) -> StartShard:
+    """Starts shards as `start_shard` does, and waits until they serve."""
+
+    def make(*args: Any, **changes: Any) -> Shard:
+        made = start_shard(*args, **changes)
+        wait_until_serving(made)
+        return made
+
+    return make
+
+
+@pytest.fixture
 def shard(make_shard: StartShard) -> Shard:
-    """A shard that serves."""
-    made = make_shard()
-    wait_until_serving(made)
-    return made
+    return make_shard()
+
+
+@pytest.fixture
+def attach(directory: Path, start_shard: StartShard) -> Iterator[Callable[[], Arena]]:
+    """Maps the shard's arena as an engine does, which becomes a holder; unmaps it at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(contextlib.closing(open_arena(directory)))
+
+
+@pytest.fixture
+def arena(shard: Shard, attach: Callable[[], Arena]) -> Arena:
+    """The arena of the shard that serves."""
+    return attach()
 
 
 @pytest.fixture

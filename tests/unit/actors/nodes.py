@@ -234,7 +234,6 @@ class Nodes:
         is_use: bool,
     ) -> int:
         held = source.mover.lease_for(keys, [[PartRequest(span.part)]], is_use=is_use)
-        assert held is not None
         if not held.num_blocks:
             return 0
         pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
@@ -249,7 +248,6 @@ class Nodes:
             head=span.head,
             needs_parent=span.needs_parent,
         )
-        assert made is not None
         assert not made.existing, "a block was brought twice"
         target.mover.commit(made, target.mover.write(made, pool, made.rows))
         return held.num_blocks - made.dropped

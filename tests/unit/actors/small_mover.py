@@ -71,7 +71,6 @@ class Node:
         return self.mover
 
     def fetch(self, *spans: Span, deadline_s: float = DEADLINE_S) -> FetchReport:
-        assert self.mover is not None
         return self.mover.fetch(FetchOrder(spans=spans, deadline_s=deadline_s))
 
     def count(self, state: int) -> int:

@@ -63,7 +63,6 @@ def has_on_disk(node: Node, num_blocks: int = 40) -> None:
 
 
 def lose_from_memory(node: Node) -> None:
-    assert node.shard is not None
     serving = node.shard._require_serving()
     node.shard._loop.call(serving.owner.clear, 5.0)
 
@@ -146,7 +145,6 @@ def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(node, d
     wait_for(lambda: device.num_hanging)
     wait_for(lambda: "has not answered a write" in node.status()["message"])
     shard = node.shard
-    assert shard is not None
     with pytest.raises(TierError, match="does not answer"):
         shard.clear(0.2)
     began = time.monotonic()

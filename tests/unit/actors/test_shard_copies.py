@@ -38,7 +38,6 @@ def goes_first(tier: Tier, node: str, keys: list[BlockKey]) -> Array:
 def use(tier: Tier, node: str, keys: list[BlockKey]) -> None:
     arena = tier.nodes[node].arena
     (held,) = arena.lease(keys) or [None]
-    assert held is not None
     arena.release(held, wait_s=PATIENT_S)
 
 

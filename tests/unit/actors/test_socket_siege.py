@@ -38,7 +38,6 @@ def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
         text=True,
     )
     try:
-        assert made.stdout is not None
         assert made.stdout.readline()
         yield made
     finally:
@@ -47,8 +46,6 @@ def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def look(shard: "subprocess.Popen[str]") -> Figures:
-    assert shard.stdin is not None
-    assert shard.stdout is not None
     shard.stdin.write("\n")
     shard.stdin.flush()
     rss, heartbeat_s = shard.stdout.readline().split()
@@ -87,7 +84,6 @@ def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds
                 before = look(shard)
             time.sleep(0.02)
         figures = look(shard)
-    assert before is not None
     growth = figures.rss - before.rss
     print(
         f"{count} reports, the slowest {slowest_s:.3f} s; heartbeats at most"

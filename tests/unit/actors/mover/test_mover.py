@@ -112,7 +112,6 @@ def test_block_that_somebody_else_is_writing_does_not_count(source, target):
     keys = chain(10)
     store(source.arena, keys)
     made = target.arena.reserve(keys[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made is not None
     report = target.fetch(span("a", keys))
     assert report.here == (0,)
     assert report.sources["a"].num_blocks == 7
@@ -267,7 +266,6 @@ def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
 
 def _addresses(node: Node) -> dict[str, bytes]:
     attached = node.mover._attached
-    assert attached is not None
     return {name: one.address for name, one in attached.transports.items()}
 
 

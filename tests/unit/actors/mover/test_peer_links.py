@@ -91,7 +91,6 @@ def target(make_node: MakeNode, firewall: Firewall) -> Node:
 
 
 def failing(node: Node) -> list[dict[str, Any]]:
-    assert node.mover is not None
     found: list[dict[str, Any]] = node.mover.status()["failing_links"]
     return found
 

@@ -102,7 +102,6 @@ async def test_a_survey_says_who_holds_what_and_where(tier, surveys):
     ]
     assert (surveys.home("known"), surveys.home("unknown")) == ("s1", "")
     profile = surveys.profile("known")
-    assert profile is not None
     assert profile.disk == Link(latency_s=0.0005, bytes_per_s=3e9)
     assert profile.links == {
         "s2": Link(latency_s=0.001, bytes_per_s=2e9),
@@ -114,7 +113,6 @@ async def test_a_survey_says_who_holds_what_and_where(tier, surveys):
 async def test_keys_that_only_a_shard_can_make_are_asked_for(tier, surveys, namespace, lora):
     tier.profile = {**PROFILE, "namespace": namespace}
     found = await heard(surveys, salt="t", lora=lora)
-    assert found is not None
     assert found.words == tuple(key[:8] for key in KEYS)
     assert ("s1", "prompt", ("known", TOKENS.tobytes(), "t", lora)) in tier.calls
 
@@ -128,7 +126,6 @@ async def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(tier, s
     assert nowhere == Survey(tokens_per_block=32, token_bytes=128.0, words=(), stretches=())
     tier.refusal = ""
     found = await surveys.survey(TOKENS, ["unknown", "known"])
-    assert found is not None
     assert found.stretches
 
 
@@ -147,7 +144,6 @@ async def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tie
 async def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier, surveys):
     tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
     found = await heard(surveys)
-    assert found is not None
     assert found.stretches == (Stretch(num_tokens=64, holders={"s2": "host"}),)
     assert "on_disk" not in [method for _, method, _ in tier.calls], "there is no disk"
 
@@ -158,7 +154,6 @@ async def test_only_holders_are_waited_for(tier, surveys, num_others):
     tier.is_frozen = set(others)
     found = await heard(surveys, "known", *others)
     assert all(map(surveys.profile, others))
-    assert found is not None
     assert found.stretches[2].holders == {"s1": "disk"}
     asked = {actor for actor, method, _ in tier.calls if method == "on_disk"}
     assert asked == ({"s1", *others} if num_others == 1 else {"s1"}), "few disks are asked at once"
@@ -206,7 +201,6 @@ async def test_a_tier_that_is_back_is_asked_again(tier, surveys):
 
 async def test_what_a_node_has_in_memory_needs_no_prefetch(surveys):
     found = await heard(surveys)
-    assert found is not None
     assert [found.is_in_memory_of(node) for node in ("s1", "s2")] == [False, False]
     first = replace(found, stretches=found.stretches[:1])
     assert [first.is_in_memory_of(node) for node in ("s1", "s2", "s3")] == [True, True, False]

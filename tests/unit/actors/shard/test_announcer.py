@@ -209,7 +209,6 @@ def test_an_absurd_part_keeps_nothing_else_from_being_announced(announcer, arena
     keys = chain(2)
     absurd = chain(1, seed="absurd")
     made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
-    assert made is not None
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
     store(arena, keys)
     tell(announcer, arena)
@@ -312,7 +311,6 @@ def test_what_is_announced_says_when_its_answer_is_given_up_by_the_lookups_clock
     announcer.send(1)
     first, second = line.heard
     assert first.until is None, "the clock is not known yet"
-    assert second.until is not None
     epoch, until = second.until
     assert epoch == line.lookup.epoch
     assert until == pytest.approx(time.monotonic() - 5000 + stream_module._PATIENCE_S, abs=5)
@@ -412,7 +410,6 @@ def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
 
     def slow(announcement: Announcement) -> Answer | None:
         answer = original(announcement)
-        assert answer is not None
         return replace(answer, took_s=key_s * announcement.num_entries)
 
     announcer._streams[0]._announce = slow
@@ -474,7 +471,6 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
     made = arena.reserve(
         keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
     )
-    assert made is not None
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
     tell(two.announcer, arena)
     assert two.matched(keys[1:]) == [2, 2]

@@ -448,7 +448,6 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
             if wait_s > 1 and not gone:
                 assert answer.num_blocks == most
             leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
-            assert leases is not None
             if answer.num_blocks:
                 assert leases[0].num_slots == answer.num_blocks
                 assert fetch(nodes["a"].arena, keys, leases[0])
@@ -507,7 +506,6 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
     assert max(asked) <= 20, "a step of a fetch at most"
     assert turns >= len(asked) // 2
     held = nodes["a"].arena.lease_for(KEYS, asks.readers)
-    assert held is not None
     assert held.num_blocks == staged.num_blocks
     assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
 

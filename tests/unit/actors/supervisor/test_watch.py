@@ -230,6 +230,7 @@ class Tier:
         runtime = SimpleNamespace(get_node_id=lambda: "")
         monkeypatch.setattr(module.ray, "get_runtime_context", lambda: runtime, raising=False)
         self.supervisor = SupervisorActor(KVRayConfig(cluster_name="x"))
+        self.supervisor._looked.set()
         monkeypatch.setattr(self.supervisor._pings, "round", self.ping)
         monkeypatch.setattr(self.supervisor._metrics, "attempt", lambda look, now: None)
 
