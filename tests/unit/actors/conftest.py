@@ -17,6 +17,7 @@ from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
+from tests.unit.actors.two_shards import Tier, make_tier
 from tests.unit.store.conftest import Child
 
 StartShard = Callable[..., Shard]
@@ -109,6 +110,13 @@ def older(directory: Path) -> Iterator[ShardProcess]:
     """A process whose shard is named `a`, as those of `make_shard` are."""
     with shard_process(directory, "a") as process:
         yield process
+
+
+@pytest.fixture
+def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
+    """Two shards; the parameter is settings of both."""
+    with make_tier(**getattr(request, "param", {})) as made:
+        yield made
 
 
 @pytest.fixture
