@@ -30,19 +30,14 @@ class Figures(NamedTuple):
 @contextmanager
 def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Give a process of `siege` once it has said that it has begun; it ends with the block."""
-    made = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.actors.siege", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert made.stdout.readline()
-        yield made
-    finally:
-        made.kill()
-        made.communicate()
+    command = [sys.executable, "-m", "tests.unit.actors.siege", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as made:
+        try:
+            assert made.stdout.readline()
+            yield made
+        finally:
+            made.kill()
 
 
 def look(shard: "subprocess.Popen[str]") -> Figures:
