@@ -186,23 +186,16 @@ class Nodes:
         here, sources = [], {}
         for span in order.spans:
             source = self.by_name[span.source.rpartition("-")[2]]
-            if span.source in self.gone | self.frozen:
-                report = SourceReport(
-                    num_blocks=0,
-                    num_bytes=0,
-                    seconds=0.0,
-                    transport="copy",
-                    error="ShardUnavailable",
-                    message="It is gone.",
-                )
-                here.append(0)
-            else:
-                count = await self._move(source, target, span, order.purpose)
-                here.append(count)
-                report = SourceReport(
-                    num_blocks=count, num_bytes=count * SLOT, seconds=0.001, transport="copy"
-                )
-            sources[span.source] = report
+            is_gone = span.source in self.gone | self.frozen
+            count = 0 if is_gone else await self._move(source, target, span, order.purpose)
+            here.append(count)
+            sources[span.source] = SourceReport.of(
+                ShardUnavailable("It is gone.") if is_gone else None,
+                num_blocks=count,
+                num_bytes=count * SLOT,
+                seconds=0.0 if is_gone else 0.001,
+                transport="copy",
+            )
         if order.purpose == "use":
             for span in reversed(order.spans):
                 target.mover.note_use(split_keys(span.keys), span.part)

@@ -70,6 +70,12 @@ def remove_lock(path: Path) -> None:
         lock.unlink()
 
 
+def leave_half_made(directory: Path) -> None:
+    """Leave what an owner does that dies while it makes an arena."""
+    (directory / "arena.0123.new").write_bytes(b"half")
+    (directory / "lock.0123").touch()
+
+
 def goes_on(link: NodeLink, *, before: str) -> bool:
     """Return whether the engine has stored and fetched blocks in another arena by now."""
     arena, keys = link.arena, chain(3, seed="after")
@@ -112,6 +118,7 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     with (directory / "arena").open("rb") as mapped:
         if damage:
             damage(directory / "arena")
+        leave_half_made(directory)
         size = os.fstat(mapped.fileno()).st_size
         shard = make_shard(spec=replace(spec(), **change))
         assert os.fstat(mapped.fileno()).st_size == size, "truncated under those who map it"
@@ -121,6 +128,7 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     wait_for(lambda: goes_on(link, before=before.arena_id), "attaching again")
     assert shard.status()["arena"]["shard_epoch"] == 1
     assert len(list(directory.glob("lock.*"))) == 1
+    assert not list(directory.glob("*.new"))
 
 
 def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
@@ -142,8 +150,7 @@ def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
 def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adopted(
     link, make_shard, directory
 ):
-    (directory / "arena.0123.new").write_bytes(b"half")
-    (directory / "lock.0123").touch()
+    leave_half_made(directory)
     make_shard()
     assert not list(directory.glob("*.new"))
     assert [path.name for path in directory.glob("lock.*")] == [f"lock.{link.arena.arena_id}"]

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from kvray import wire
-from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard import engine_server
 from kvray.actors.shard.loop_thread import LoopThread
@@ -81,14 +80,6 @@ def test_a_commit_of_another_process_appears_in_the_lookup(holder, line):
     assert time.monotonic() - began < 1
 
 
-def test_an_eviction_disappears_from_the_lookup(shard, arena, line):
-    keys = chain(4)
-    store(arena, keys)
-    wait_for(lambda: line.matched(keys) == 4)
-    assert shard.clear(timeout_s=5) == 4
-    wait_for(lambda: line.matched(keys) == 0)
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
     make_shard, attach, monkeypatch, caplog, is_full
@@ -108,14 +99,6 @@ def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
 
 def _no_memory(*_pieces: object, **_options: object) -> bool:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_restarted_lookup_is_rebuilt(arena, line):
-    keys = chain(4)
-    store(arena, keys)
-    wait_for(lambda: line.matched(keys) == 4)
-    line.lookup = Lookup()
-    wait_for(lambda: line.matched(keys) == 4)
 
 
 def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(shard, holder, line):
@@ -338,15 +321,6 @@ def test_a_client_that_never_reads_is_hung_up_on(engine, stranger, monkeypatch):
     assert engine.call("hello", timeout_s=5)["shard"] == "a"
 
 
-def test_one_connection_too_many_is_refused(engine, directory, monkeypatch):
-    engine.call("hello", timeout_s=5)
-    monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 1)
-    other = ShardSocket(directory)
-    with contextlib.closing(other), pytest.raises(ShardUnavailable):
-        other.call("hello", timeout_s=5)
-    assert engine.call("hello", timeout_s=5)["shard"] == "a"
-
-
 def test_a_socket_file_that_a_dead_shard_left_is_replaced(make_shard, directory):
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
@@ -404,16 +378,6 @@ def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(start_shar
     message = failed_with(start_shard(spec=huge))
     assert "lower arena.capacity" in message
     wait_for(lambda: not directory.exists())
-
-
-def test_what_stands_in_the_arenas_place_is_replaced(make_shard, directory):
-    directory.mkdir(mode=0o700)
-    (directory / "arena").write_bytes(b"garbage")
-    (directory / "arena.0123.new").write_bytes(b"half")
-    (directory / "lock.0123").touch()
-    make_shard()
-    assert not (directory / "arena.0123.new").exists()
-    assert not (directory / "lock.0123").exists()
 
 
 def test_a_locked_arena_is_waited_for(shard, start_shard, child, monkeypatch, caplog):
