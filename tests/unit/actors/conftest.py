@@ -1,8 +1,9 @@
 """Shards without Ray, on directories of their own."""
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,22 @@ import pytest
 
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
+from kvray.store import Arena
 from tests.far import Far
+from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.shard_process import ShardProcess, shard_process
-from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node
-from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
+from tests.unit.actors.small_mover import MakeNode, Node, Peer
+from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
+from tests.unit.actors.two_shards import Tier, make_tier
 from tests.unit.store.conftest import Child
 
 StartShard = Callable[..., Shard]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What runs tests that are coroutines."""
+    return "asyncio"
 
 
 @pytest.fixture
@@ -33,7 +43,7 @@ def line() -> Line:
 
 
 @pytest.fixture
-def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
+def start_shard(directory: Path, line: Line) -> Iterator[StartShard]:
     """Starts shards named `a` or as told, and ends those that still run."""
     shards: list[Shard] = []
 
@@ -52,11 +62,33 @@ def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
 
 
 @pytest.fixture
+def make_shard(start_shard: StartShard) -> StartShard:
+    """Starts shards as `start_shard` does, and waits until they serve."""
+
+    def make(*args: Any, **changes: Any) -> Shard:
+        made = start_shard(*args, **changes)
+        wait_until_serving(made)
+        return made
+
+    return make
+
+
+@pytest.fixture
 def shard(make_shard: StartShard) -> Shard:
-    """A shard that serves."""
-    made = make_shard()
-    wait_until_serving(made)
-    return made
+    return make_shard()
+
+
+@pytest.fixture
+def attach(directory: Path, start_shard: StartShard) -> Iterator[Callable[[], Arena]]:
+    """Maps the shard's arena as an engine does, which becomes a holder; unmaps it at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(contextlib.closing(open_arena(directory)))
+
+
+@pytest.fixture
+def arena(shard: Shard, attach: Callable[[], Arena]) -> Arena:
+    """The arena of the shard that serves."""
+    return attach()
 
 
 @pytest.fixture
@@ -81,6 +113,21 @@ def older(directory: Path) -> Iterator[ShardProcess]:
 
 
 @pytest.fixture
+def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
+    """Two shards; the parameter is settings of both."""
+    with make_tier(**getattr(request, "param", {})) as made:
+        yield made
+
+
+@pytest.fixture
+async def nodes(directory: Path, request: pytest.FixtureRequest) -> AsyncIterator[Nodes]:
+    """The nodes `a`, `b` and `c`, each with 8 slabs or as many as its parameter says."""
+    made = Nodes.make(directory, "abc", num_slabs=getattr(request, "param", 8))
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def make_node(directory: Path) -> Iterator[MakeNode]:
     """Makes nodes with a mover each, which know each other by name.
 
@@ -97,9 +144,9 @@ def make_node(directory: Path) -> Iterator[MakeNode]:
         nodes.append(node)
         if is_far:
             node.far = Far("tests.unit.actors.small_mover:far_mover", str(node.directory))
-            peers[name] = FarPeer(node.far)
+            peers[name] = Peer(node.far.call)
         else:
-            peers[name] = NearPeer(node.start(**changes))
+            peers[name] = Peer.near(node.start(**changes))
         return node
 
     yield make

@@ -73,7 +73,7 @@ class Nodes:
         """Return nodes with new arenas, each in a directory of its own."""
         arenas = {}
         for name in names:
-            (parent / name).mkdir()
+            (parent / name).mkdir(parents=True)
             asked = spec(num_slabs=num_slabs, holders_max=16)
             arenas[name] = make_arena(parent / name, asked=asked)
         return cls(arenas)
@@ -186,23 +186,16 @@ class Nodes:
         here, sources = [], {}
         for span in order.spans:
             source = self.by_name[span.source.rpartition("-")[2]]
-            if span.source in self.gone | self.frozen:
-                report = SourceReport(
-                    num_blocks=0,
-                    num_bytes=0,
-                    seconds=0.0,
-                    transport="copy",
-                    error="ShardUnavailable",
-                    message="It is gone.",
-                )
-                here.append(0)
-            else:
-                count = await self._move(source, target, span, order.purpose)
-                here.append(count)
-                report = SourceReport(
-                    num_blocks=count, num_bytes=count * SLOT, seconds=0.001, transport="copy"
-                )
-            sources[span.source] = report
+            is_gone = span.source in self.gone | self.frozen
+            count = 0 if is_gone else await self._move(source, target, span, order.purpose)
+            here.append(count)
+            sources[span.source] = SourceReport.of(
+                ShardUnavailable("It is gone.") if is_gone else None,
+                num_blocks=count,
+                num_bytes=count * SLOT,
+                seconds=0.0 if is_gone else 0.001,
+                transport="copy",
+            )
         if order.purpose == "use":
             for span in reversed(order.spans):
                 target.mover.note_use(split_keys(span.keys), span.part)
@@ -234,7 +227,6 @@ class Nodes:
         is_use: bool,
     ) -> int:
         held = source.mover.lease_for(keys, [[PartRequest(span.part)]], is_use=is_use)
-        assert held is not None
         if not held.num_blocks:
             return 0
         pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
@@ -249,7 +241,6 @@ class Nodes:
             head=span.head,
             needs_parent=span.needs_parent,
         )
-        assert made is not None
         assert not made.existing, "a block was brought twice"
         target.mover.commit(made, target.mover.write(made, pool, made.rows))
         return held.num_blocks - made.dropped

@@ -23,23 +23,14 @@ ShardProcess = subprocess.Popen[str]
 @contextmanager
 def shard_process(directory: Path, name: str) -> Iterator[ShardProcess]:
     """Give such a process once its shard serves; it is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.actors.shard_process", str(directory), name],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "serving\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+    command = [sys.executable, "-m", "tests.unit.actors.shard_process", str(directory), name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout.readline() == "serving\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ from tests.waiting import wait_for
 # Before the first agent of this process, which reads it; all nodes are on one machine.
 os.environ.setdefault("UCX_TLS", "tcp")
 
-WAIT_S = 20.0
 DEADLINE_S = 30.0
 LOCK_WAIT_S = 0.5
 # Patient: a busy machine may take seconds for what takes milliseconds, and nothing is at fault.
@@ -71,7 +70,6 @@ class Node:
         return self.mover
 
     def fetch(self, *spans: Span, deadline_s: float = DEADLINE_S) -> FetchReport:
-        assert self.mover is not None
         return self.mover.fetch(FetchOrder(spans=spans, deadline_s=deadline_s))
 
     def count(self, state: int) -> int:
@@ -108,37 +106,26 @@ class Node:
 MakeNode = Callable[..., Node]
 
 
-class NearPeer:
-    """A mover of this process."""
+class Peer:
+    """A mover, by whatever calls a method of it."""
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
-        return self._mover.lease(request)
-
-    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
-        return self._mover.send(order)
-
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        self._mover.release(token, suspects)
-
-
-class FarPeer:
-    """A mover of a process of its own."""
-
-    def __init__(self, far: Far) -> None:
-        self._far = far
+    @classmethod
+    def near(cls, mover: Mover) -> "Peer":
+        """Return a mover of this process, which answers at once."""
+        return cls(lambda method, *args, timeout_s: getattr(mover, method)(*args))
 
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
-        lease: ReadLease = self._far.call("lease", request, timeout_s=timeout_s)
+        lease: ReadLease = self._call("lease", request, timeout_s=timeout_s)
         return lease
 
     def send(self, order: SendOrder, *, timeout_s: float) -> Any:
-        return self._far.call("send", order, timeout_s=timeout_s)
+        return self._call("send", order, timeout_s=timeout_s)
 
     def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        self._far.call("release", token, suspects, timeout_s=timeout_s)
+        self._call("release", token, suspects, timeout_s=timeout_s)
 
 
 def far_mover(directory: str) -> Mover:

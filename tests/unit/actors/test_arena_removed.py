@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from kvray.node.link import NodeLink, attach
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE
-from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, nvme_for, open_arena, wait_until_serving
+from tests.unit.actors.small_shard import nvme_for
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import PATIENT_S, chain, fetch, overwrite, store
 from tests.waiting import wait_for
@@ -62,14 +61,8 @@ def replace_arena(directory: Path) -> None:
     ids=["directory", "parent", "arena", "lock", "replaced"],
 )
 def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_follow(
-    shard: Shard,
-    directory: Path,
-    link: NodeLink,
-    line: Line,
-    remove: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert link.arena is not None
+    shard, directory, link, line, remove, caplog
+):
     store(link.arena, KEYS)
     wait_for(lambda: line.matched(KEYS) == 4)
     before = arena_id(shard)
@@ -78,7 +71,6 @@ def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_
     assert "It makes a new arena; engines follow." in caplog.text
     wait_for(lambda: link.arena and link.arena.arena_id == arena_id(shard))
     wait_for(lambda: line.matched(KEYS) == 0, "the withdrawal")
-    assert link.arena is not None
     store(link.arena, KEYS)
     held = link.arena.lease(KEYS)
     assert held
@@ -92,9 +84,7 @@ def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_
     assert not directory.exists()
 
 
-def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(
-    shard: Shard, directory: Path
-) -> None:
+def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(shard, directory):
     before = arena_id(shard)
     with contextlib.closing(ShardSocket(directory)) as connected:
         connected.call("hello", timeout_s=5)
@@ -106,22 +96,19 @@ def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(
 
 
 def test_an_owner_file_that_is_removed_is_made_again_before_another_shard_takes_it(
-    shard: Shard, directory: Path, make_shard: StartShard
-) -> None:
+    shard, start_shard, directory
+):
     before = arena_id(shard)
     (directory / "owner").unlink()
     wait_for(lambda: owner_of(directory) is not None)
     assert arena_id(shard) == before
-    other = make_shard("b")
+    other = start_shard("b")
     wait_for(lambda: "done" in other.status())
     assert other.status()["state"] == "starting"
 
 
-def test_a_disk_goes_on_below_the_new_arena(
-    make_shard: StartShard, directory: Path, tmp_path: Path
-) -> None:
+def test_a_disk_goes_on_below_the_new_arena(make_shard, directory, tmp_path):
     shard = make_shard(nvme=nvme_for(tmp_path), admission="all")
-    wait_until_serving(shard)
     before = arena_id(shard)
     shutil.rmtree(directory)
     wait_for(lambda: arena_id(shard) not in ("", before))
@@ -130,9 +117,7 @@ def test_a_disk_goes_on_below_the_new_arena(
     assert removed not in Path("/proc/self/maps").read_text(), "the memory of the old one is free"
 
 
-def test_a_shard_waits_for_the_memory_that_engines_still_have(
-    shard: Shard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_waits_for_the_memory_that_engines_still_have(shard, directory, monkeypatch):
     before, fits = arena_id(shard), threading.Event()
     make = Arena.create.__func__  # type: ignore[attr-defined]
 
@@ -149,9 +134,7 @@ def test_a_shard_waits_for_the_memory_that_engines_still_have(
     wait_for(lambda: arena_id(shard) not in ("", before))
 
 
-def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
-    shard: Shard, directory: Path
-) -> None:
+def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(shard, directory):
     shutil.rmtree(directory.parent)
     directory.parent.touch()
     wait_for(lambda: "cannot be made" in shard.status().get("message", ""))
@@ -161,30 +144,21 @@ def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
     directory.parent.mkdir()
 
 
-SHARD_DAMAGE_KEYS = chain(6)
-
-
-def test_a_flipped_bit_is_mended_and_said(
-    shard: Shard, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    arena = open_arena(directory)
-    arena.tables.slot_parent[int(store(arena, SHARD_DAMAGE_KEYS).slots[2])] ^= 1 << 30
+def test_a_flipped_bit_is_mended_and_said(shard, arena, caplog):
+    keys = chain(6)
+    arena.tables.slot_parent[int(store(arena, keys).slots[2])] ^= 1 << 30
     # Of children, if the flip came between two looks of one search.
     wait_for(lambda: "1 parents of its" in caplog.text or "1 children of its" in caplog.text)
     wait_for(lambda: arena.stats()["repairs"] == 1)
     check_invariants(arena.tables)
-    assert arena.match(SHARD_DAMAGE_KEYS) == 6
+    assert arena.match(keys) == 6
     assert shard.status()["state"] == "serving"
-    arena.close()
 
 
-def test_tables_that_are_overwritten_end_no_shard(
-    make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tables_that_are_overwritten_end_no_shard(make_shard, attach):
     shard = make_shard(free_target=0.3)
-    wait_until_serving(shard)
-    arena = open_arena(directory)
-    store(arena, SHARD_DAMAGE_KEYS)
+    arena = attach()
+    store(arena, chain(6))
     for seed in range(3):
         repairs = arena.stats()["repairs"]
         overwrite(arena.tables, seed)
@@ -194,4 +168,3 @@ def test_tables_that_are_overwritten_end_no_shard(
     store(arena, keys)
     assert arena.match(keys) == 4
     assert shard.status()["state"] == "serving"
-    arena.close()

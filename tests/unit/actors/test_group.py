@@ -4,25 +4,20 @@ As root, other processes become engines of other users.
 """
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
-from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
+from tests.unit.actors.conftest import StartShard
 from tests.waiting import wait_for
 
 GROUP, MEMBER = 54321, 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be other users")
-
-Start = Callable[[str | None], Shard]
 
 _ENGINE = textwrap.dedent(
     """
@@ -51,32 +46,15 @@ _ENGINE = textwrap.dedent(
 
 
 @pytest.fixture
-def parent() -> Iterator[Path]:
-    """A directory that every user may come into, as /dev/shm is."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    path.chmod(0o1777)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def start(parent: Path) -> Iterator[Start]:
-    shards: list[Shard] = []
-
-    def start(group: str | None) -> Shard:
-        shard = Shard("s", settings_for(parent / "node", group=group), [Line().announce])
-        shards.append(shard)
-        shard.start()
-        return shard
-
+def serve(make_shard: StartShard, directory: Path) -> Iterator[StartShard]:
+    """Starts shards where every user may come in, as to /dev/shm, and whatever the umask."""
+    directory.parent.chmod(0o1777)
     before = os.umask(0)
-    yield start
+    yield make_shard
     os.umask(before)
-    for shard in shards:
-        shard.stop(retire=True, timeout_s=10)
 
 
-def engine(directory: Path, *, user: int, group: int, access: str = "") -> str:
+def engine(directory: Path, *, user: int, group: int = GROUP, access: str = str(GROUP)) -> str:
     """Attach to a tier as another user; return what that process printed."""
     command = [sys.executable, "-c", _ENGINE, str(directory), str(user), str(group), access]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -94,74 +72,55 @@ def modes(directory: Path) -> dict[str, str]:
     return {name: f"{stat.S_IMODE(one.st_mode):04o}" for name, one in found.items()}
 
 
-def test_files_are_the_users_alone_whatever_the_umask(parent: Path, start: Start) -> None:
-    wait_until_serving(start(None))
-    assert modes(parent / "node") == {
-        ".": "0700",
-        "arena": "0600",
-        "lock": "0600",
-        "socket": "0600",
-        "owner": "0600",
-        "owner.json": "0600",
-    }
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        pytest.param(None, ("0700", "0600", "0600", "0600"), id="the user's alone"),
+        pytest.param(
+            *(str(GROUP), ("0750", "0660", "0660", "0660")),
+            marks=needs_root,
+            id="members of the group open what engines need",
+        ),
+    ],
+)
+def test_files_have_the_modes_of_the_documentation(serve, directory, group, expected):
+    serve(group=group)
+    shared = dict(zip((".", "arena", "lock", "socket"), expected, strict=True))
+    assert modes(directory) == shared | {"owner": "0600", "owner.json": "0600"}
 
 
 @needs_root
-def test_with_a_group_its_members_may_open_what_engines_need(parent: Path, start: Start) -> None:
-    wait_until_serving(start(str(GROUP)))
-    assert modes(parent / "node") == {
-        ".": "0750",
-        "arena": "0660",
-        "lock": "0660",
-        "socket": "0660",
-        "owner": "0600",
-        "owner.json": "0600",
-    }
-
-
-@needs_root
-def test_a_member_of_the_group_stores_and_speaks_to_the_shard(parent: Path, start: Start) -> None:
-    shard = start(str(GROUP))
-    wait_until_serving(shard)
-    said = engine(parent / "node", user=MEMBER, group=GROUP, access=str(GROUP))
-    assert said == "stored by s\n"
-    arena = shard.status()["arena"]
-    assert arena["blocks"] == 1
+def test_a_member_of_the_group_stores_and_speaks_to_the_shard(serve, directory):
+    shard = serve(group=str(GROUP))
+    assert engine(directory, user=MEMBER) == "stored by a\n"
+    assert shard.status()["arena"]["blocks"] == 1
     wait_for(lambda: shard.status()["arena"]["holders"] <= 1, "the engine's end")
 
 
 @needs_root
 @pytest.mark.parametrize("group", [None, str(GROUP)])
-def test_a_user_of_no_group_is_told_in_a_sentence(
-    parent: Path, start: Start, group: str | None
-) -> None:
-    wait_until_serving(start(group))
+def test_a_user_of_no_group_is_told_in_a_sentence(serve, directory, group):
+    serve(group=group)
     for access in ("", str(GROUP)):
-        said = engine(parent / "node", user=MEMBER, group=MEMBER, access=access)
+        said = engine(directory, user=MEMBER, group=MEMBER, access=access)
         assert "the engine goes on without" in said
         assert "arena.group" in said
         assert "stored" not in said
 
 
 @needs_root
-def test_an_arena_that_another_user_has_laid_is_not_trusted(parent: Path, start: Start) -> None:
-    wait_until_serving(start(None))
-    for path in [parent / "node", *(parent / "node").iterdir()]:
+def test_an_arena_that_another_user_has_laid_is_not_trusted(serve, directory):
+    serve(group=None)
+    for path in [directory, *directory.iterdir()]:
         os.chown(path, MEMBER, MEMBER)
         path.chmod(0o777)
-    said = engine(parent / "node", user=MEMBER + 1, group=GROUP, access=str(GROUP))
-    assert "does not trust it" in said
-    os.chown(parent / "node", 0, 0)
+    assert "does not trust it" in engine(directory, user=MEMBER + 1)
+    os.chown(directory, 0, 0)
 
 
 @needs_root
-def test_the_next_shard_lets_a_group_into_the_arena_that_it_adopts(
-    parent: Path, start: Start
-) -> None:
-    shard = start(None)
-    wait_until_serving(shard)
-    shard.stop(retire=False, timeout_s=10)
-    wait_until_serving(start(str(GROUP)))
-    assert modes(parent / "node")["arena"] == "0660"
-    said = engine(parent / "node", user=MEMBER, group=GROUP, access=str(GROUP))
-    assert said == "stored by s\n"
+def test_the_next_shard_lets_a_group_into_the_arena_that_it_adopts(serve, directory):
+    serve(group=None).stop(retire=False, timeout_s=10)
+    serve(group=str(GROUP))
+    assert modes(directory)["arena"] == "0660"
+    assert engine(directory, user=MEMBER) == "stored by a\n"

@@ -60,8 +60,8 @@ def sums_of_ready(node: Node) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize(("num_ready", "delay_s"), [(0, 0.0), (0, 0.01), (2, 0.0), (2, 0.005)])
 def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
-    pusher: Node, target: Node, num_ready: int, delay_s: float
-) -> None:
+    pusher, target, num_ready, delay_s
+):
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     connect(pusher, target)
@@ -90,7 +90,7 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     assert payload.verify(target.arena.tables, ready).all()
 
 
-def test_slots_in_doubt_are_no_ones_until_the_fence(pusher: Node, target: Node) -> None:
+def test_slots_in_doubt_are_no_ones_until_the_fence(pusher, target):
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, reports = fetch_in_background(target, keys, deadline_s=0.5)
@@ -105,7 +105,7 @@ def test_slots_in_doubt_are_no_ones_until_the_fence(pusher: Node, target: Node) 
     assert reports[0].here[0] < 60
 
 
-def test_blocks_come_again_from_a_pusher_that_woke(pusher: Node, target: Node) -> None:
+def test_blocks_come_again_from_a_pusher_that_woke(pusher, target):
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     pusher.far.freeze()
@@ -119,7 +119,7 @@ def test_blocks_come_again_from_a_pusher_that_woke(pusher: Node, target: Node) -
     assert is_right(target.arena, keys, block_bytes=BLOCK)
 
 
-def test_dead_pusher_ends_a_fetch_at_once(pusher: Node, target: Node) -> None:
+def test_dead_pusher_ends_a_fetch_at_once(pusher, target):
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, reports = fetch_in_background(target, keys, deadline_s=60)
@@ -132,7 +132,7 @@ def test_dead_pusher_ends_a_fetch_at_once(pusher: Node, target: Node) -> None:
     wait_for(lambda: target.num_reserved == 0)
 
 
-def test_dead_pushers_leases_end_with_it(pusher: Node, target: Node) -> None:
+def test_dead_pushers_leases_end_with_it(pusher, target):
     keys = chain(60)
     store(pusher.arena, keys, block_bytes=BLOCK)
     thread, _ = fetch_in_background(target, keys, deadline_s=60)
@@ -144,7 +144,7 @@ def test_dead_pushers_leases_end_with_it(pusher: Node, target: Node) -> None:
     assert pusher.num_leases == 0
 
 
-def test_other_fetches_fail_for_a_fence_and_come_again(make_node: MakeNode) -> None:
+def test_other_fetches_fail_for_a_fence_and_come_again(make_node):
     frozen = make_node("a", asked=LARGE, is_far=True)
     sound = make_node("c", asked=LARGE)
     target = make_node("b", asked=LARGE, **HURRIED)

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,24 +19,14 @@ from kvray.actors.shard.giving.choice import (
 )
 from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
-from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
-from tests.unit.actors.test_shard_staging import Tier, known, tier
+from tests.unit.actors.two_shards import Tier
 from tests.unit.store.small_arena import chain, fetch, make_tables, put, store, take
 from tests.waiting import wait_for
 
-__all__ = ["tier"]
-
 B = "kvray-shard-b"
-
-
-@pytest.fixture
-def draining(tier: Tier) -> Tier:
-    """The tier, whose nodes may be drained."""
-    tier.nodes.others["kvray-shard-a.room"] = tier.a.requests.room
-    return tier
 
 
 def progress(tier: Tier) -> dict[str, Any]:
@@ -45,23 +34,20 @@ def progress(tier: Tier) -> dict[str, Any]:
     return found
 
 
-def has(tier: Tier, node: str, keys: list[BlockKey]) -> bool:
-    return bool(tier.nodes[node].arena.match(keys) == len(keys))
+def drain_b(tier: Tier, seconds: float | None = None, by: str = "somebody") -> None:
+    tier.b.requests.drain(by, seconds)
 
 
-def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining: Tier) -> None:
+def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
-    wait_for(lambda: known(draining, keys))
-
-    draining.b.requests.drain("somebody", None)
-
-    wait_for(lambda: has(draining, "a", keys))
-    leases = draining.nodes["a"].arena.lease(keys)
+    tier.store_far(keys)
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", keys))
+    leases = tier.arena("a").lease(keys)
     assert leases
-    assert fetch(draining.nodes["a"].arena, keys, leases[0])
-    wait_for(lambda: progress(draining)["state"] == "moved")
-    assert progress(draining) == {
+    assert fetch(tier.arena("a"), keys, leases[0])
+    wait_for(lambda: progress(tier)["state"] == "moved")
+    assert progress(tier) == {
         "by": ["somebody"],
         "seconds_left": None,
         "state": "moved",
@@ -71,118 +57,112 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining: Tier) -> N
     }
 
 
-def test_what_is_saved_meanwhile_goes_too(draining: Tier) -> None:
-    draining.b.requests.drain("somebody", None)
+def test_what_is_saved_meanwhile_goes_too(tier):
+    drain_b(tier)
     keys = chain(5, seed="later")
-    store(draining.nodes["b"].arena, keys)
-    wait_for(lambda: has(draining, "a", keys))
+    store(tier.arena("b"), keys)
+    wait_for(lambda: tier.has("a", keys))
 
 
-def test_what_another_node_has_too_is_not_sent(draining: Tier) -> None:
+def test_what_another_node_has_too_is_not_sent(tier):
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
-    store(draining.nodes["a"].arena, keys[:7])
-    locate = draining.nodes.others["kvray-lookup.locate"]
-    wait_for(lambda: len(locate(b"".join(keys))) == 2 and locate(b"".join(keys))[-1].stop == 12)
-
-    draining.b.requests.drain("somebody", None)
-
-    wait_for(lambda: progress(draining)["state"] == "moved")
-    assert has(draining, "a", keys)
-    assert progress(draining)["moved_blocks"] == 5
+    store(tier.arena("b"), keys)
+    store(tier.arena("a"), keys[:7])
+    wait_for(lambda: tier.locate(keys) == [(7, {"kvray-shard-a", B}), (12, {B})])
+    drain_b(tier)
+    wait_for(lambda: progress(tier)["state"] == "moved")
+    assert tier.has("a", keys)
+    assert progress(tier)["moved_blocks"] == 5
 
 
-def test_what_is_on_disk_only_goes_too(draining: Tier) -> None:
+def test_what_is_on_disk_only_goes_too(tier):
     keys = chain(40)
-    store(draining.nodes["b"].arena, keys)
-    wait_for(lambda: draining.b.status()["nvme"]["demoted_blocks"] == 40)
-    assert ArenaOwner(draining.nodes["b"].arena).clear() == 40
+    tier.demote(keys)
+    tier.lose_from_memory(keys)
     time.sleep(0.1)
-
-    draining.b.requests.drain("somebody", None)
-
-    wait_for(lambda: has(draining, "a", keys))
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", keys))
 
 
-def test_without_time_nothing_moves_and_the_status_says_so(draining: Tier) -> None:
+def test_without_time_nothing_moves_and_the_status_says_so(tier):
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
-    draining.b.requests.drain("somebody", 0.0)
-    wait_for(lambda: progress(draining).get("state") == "late")
+    store(tier.arena("b"), keys)
+    drain_b(tier, 0.0)
+    wait_for(lambda: progress(tier).get("state") == "late")
     time.sleep(1.5)  # it looks again meanwhile
-    assert progress(draining)["state"] == "late"
-    assert not draining.nodes["a"].arena.match(keys)
+    assert progress(tier)["state"] == "late"
+    assert not tier.arena("a").match(keys)
 
 
-def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) -> None:
-    draining.b.requests.drain("somebody", None)
-    draining.b.requests.drain("another", 60.0)
-    draining.b.requests.call_off_drain("somebody")
-    assert progress(draining)["by"] == ["another"]
-    draining.b.requests.call_off_drain("another")
-    draining.b.requests.call_off_drain("nobody")
-    assert not progress(draining)
+def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(tier):
+    drain_b(tier)
+    drain_b(tier, 60.0, by="another")
+    tier.b.requests.call_off_drain("somebody")
+    assert progress(tier)["by"] == ["another"]
+    tier.b.requests.call_off_drain("another")
+    tier.b.requests.call_off_drain("nobody")
+    assert not progress(tier)
     time.sleep(0.2)
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
+    store(tier.arena("b"), keys)
     time.sleep(1.5)
-    assert not draining.nodes["a"].arena.match(keys)
-    draining.b.requests.drain("somebody", None)
-    wait_for(lambda: has(draining, "a", keys))
+    assert not tier.arena("a").match(keys)
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", keys))
 
 
-def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining: Tier) -> None:
+def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(tier):
     def is_leaving() -> bool:
-        return bool(draining.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
+        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
 
     assert not is_leaving()
-    draining.b.requests.drain("somebody", None)
+    drain_b(tier)
     wait_for(is_leaving)
-    draining.b.requests.call_off_drain("somebody")
+    tier.b.requests.call_off_drain("somebody")
     wait_for(lambda: not is_leaving())
 
 
-def test_an_order_right_after_a_call_off_counts(draining: Tier) -> None:
+def test_an_order_right_after_a_call_off_counts(tier):
     for _ in range(20):
-        draining.b.requests.drain("somebody", None)
-        draining.b.requests.call_off_drain("somebody")
-    draining.b.requests.drain("somebody", None)
+        drain_b(tier)
+        tier.b.requests.call_off_drain("somebody")
+    drain_b(tier)
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
-    wait_for(lambda: has(draining, "a", keys))
+    store(tier.arena("b"), keys)
+    wait_for(lambda: tier.has("a", keys))
 
 
-def test_without_another_node_it_waits_and_says_so(tier: Tier) -> None:
+def test_without_another_node_it_waits_and_says_so(tier):
     tier.nodes.others["kvray-lookup.targets"] = lambda: [B]
-    tier.b.requests.drain("somebody", None)
+    drain_b(tier)
     wait_for(lambda: "No other node" in progress(tier).get("message", ""))
 
 
-def test_a_lookup_that_is_gone_for_a_while_ends_nothing(draining: Tier) -> None:
+def test_a_lookup_that_is_gone_for_a_while_ends_nothing(tier):
     keys = chain(12)
-    store(draining.nodes["b"].arena, keys)
-    draining.nodes.gone.add("kvray-lookup")
-    draining.b.requests.drain("somebody", None)
-    wait_for(lambda: progress(draining).get("message"))
-    draining.nodes.gone.clear()
-    wait_for(lambda: has(draining, "a", keys))
+    store(tier.arena("b"), keys)
+    tier.nodes.gone.add("kvray-lookup")
+    drain_b(tier)
+    wait_for(lambda: progress(tier).get("message"))
+    tier.nodes.gone.clear()
+    wait_for(lambda: tier.has("a", keys))
 
 
-def test_a_node_that_takes_nothing_is_named(draining: Tier) -> None:
-    store(draining.nodes["b"].arena, chain(12))
-    draining.nodes.gone.add("kvray-mover-a")
-    draining.b.requests.drain("somebody", None)
-    wait_for(lambda: "kvray-mover-a" in progress(draining).get("message", ""))
-    assert progress(draining)["state"] == "moving"
+def test_a_node_that_takes_nothing_is_named(tier):
+    store(tier.arena("b"), chain(12))
+    tier.nodes.gone.add("kvray-mover-a")
+    drain_b(tier)
+    wait_for(lambda: "kvray-mover-a" in progress(tier).get("message", ""))
+    assert progress(tier)["state"] == "moving"
 
 
-def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> None:
-    arenas = {name: draining.nodes[name].arena for name in "ab"}
+def test_what_is_used_here_meanwhile_stays_hot_where_it_went(tier):
+    arenas = {name: tier.arena(name) for name in "ab"}
     hot, cold = chain(6, seed="hot"), chain(6, seed="cold")
     store(arenas["b"], hot)
     store(arenas["b"], cold)
-    draining.b.requests.drain("somebody", None)
-    wait_for(lambda: has(draining, "a", hot) and has(draining, "a", cold))
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", hot) and tier.has("a", cold))
 
     def ticks(name: str, keys: list[BlockKey]) -> list[int]:
         tables = arenas[name].tables
@@ -197,32 +177,26 @@ def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> 
     assert ticks("b", cold) == at_source, "what is given away is not used by that"
 
 
-def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(
-    draining: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, monkeypatch):
     cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
     pauses: list[bool] = []
 
     async def pause(woken: asyncio.Event, seconds: float) -> None:
         """Note whether there was a reason to pause: it is done, or a shard did not answer."""
-        pauses.append(has(draining, "a", cold) or "message" in progress(draining))
+        pauses.append(tier.has("a", cold) or "message" in progress(tier))
         await pause_of_drain(woken, 0.1)
 
     pause_of_drain = drain.pause
     monkeypatch.setattr(drain, "pause", pause)
-    store(draining.nodes["b"].arena, cold)
+    store(tier.arena("b"), cold)
     time.sleep(0.1)
-    store(draining.nodes["b"].arena, hot)
-    store(draining.nodes["a"].arena, hot)
-    locate = draining.nodes.others["kvray-lookup.locate"]
-    whole = [(24, {"kvray-shard-a", B})]
-    wait_for(lambda: [(run.stop, set(run.holders)) for run in locate(b"".join(hot))] == whole)
-    draining.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
-
-    draining.b.requests.drain("somebody", None)
-
-    wait_for(lambda: has(draining, "a", cold))
-    wait_for(lambda: progress(draining)["moved_blocks"] == 24)
+    store(tier.arena("b"), hot)
+    store(tier.arena("a"), hot)
+    wait_for(lambda: tier.locate(hot) == [(24, {"kvray-shard-a", B})])
+    tier.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", cold))
+    wait_for(lambda: progress(tier)["moved_blocks"] == 24)
     assert all(pauses)
 
 

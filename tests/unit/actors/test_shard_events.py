@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from kvray import node, wire
+from kvray import wire
 from kvray.actors.owner.ownership import EVENTS_FILE
 from kvray.actors.shard.events import described_blocks, publisher
 from kvray.actors.shard.events.publisher import EventSettings
@@ -23,19 +23,13 @@ from kvray.actors.shard.shard import Shard
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import Packed, chain_packed, pack, request_seed
-from kvray.node import BlockTokens, Registration, link
-from kvray.store import PartRequest
+from kvray.node import BlockTokens, Registration, attach, link
+from kvray.store import Arena, PartRequest
 from kvray.store.machine.access import OWN_USER
 from kvray.wire import SOCKET_FILE
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import (
-    NAMESPACE,
-    Line,
-    nvme_for,
-    open_arena,
-    wait_until_serving,
-)
+from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.events.attacks import attacked
 from tests.unit.events.test_outlet import free_port
 from tests.unit.store.small_arena import SLOT, spec, store
@@ -53,10 +47,10 @@ def settings(host: str = "127.0.0.1") -> EventSettings:
 class Engine:
     """The link of an engine, which tells the tokens of its prompts."""
 
-    def __init__(self, directory: Path, replica: str, namespace: Namespace = MINE) -> None:
+    def __init__(self, directory: Path, replica: str, namespace: Namespace) -> None:
         self.tokens = BlockTokens()
         self.namespace = namespace
-        self._link = node.attach(
+        self._link = attach(
             directory, label=replica, lock_wait_s=5.0, attach_retry_s=0.05, access=OWN_USER
         )
         self.registration = Registration(
@@ -90,37 +84,59 @@ def _packed(*blocks: int, tail: int = 0) -> Packed:
     return pack([block for block in blocks for _ in range(SIZE)] + [1] * tail)
 
 
+class Node:
+    """A shard that publishes KV events on free ports, once it is started, and who hears them."""
+
+    def __init__(
+        self, make_shard: StartShard, attach: Callable[[], Arena], directory: Path
+    ) -> None:
+        self._make_shard, self._attach, self.directory = make_shard, attach, directory
+        self.stack = contextlib.ExitStack()
+
+    def start(self, **changes: Any) -> Shard:
+        asked = {"events": settings(), "policy": "lru", "admission": "all", **changes}
+        self.shard = self._make_shard(**asked)
+        return self.shard
+
+    def join(self, replica: str = "r", namespace: Namespace = MINE) -> Engine:
+        engine = Engine(self.directory, replica, namespace)
+        self.stack.callback(engine.close)
+        return engine
+
+    def attach(self) -> Arena:
+        return self._attach()
+
+    def addresses(self, replica: str = "r") -> list[str]:
+        wait_for(lambda: replica in self.shard.status()["events"]["replicas"], "the ports")
+        found: list[str] = self.shard.status()["events"]["replicas"][replica]
+        return found
+
+    def subscribe(self, *addresses: str) -> KvSubscriber:
+        return self.stack.enter_context(KvSubscriber(*(addresses or self.addresses())))
+
+    def peer(self, replica: str = "p") -> "Peer":
+        return self.stack.enter_context(Peer(self.directory, replica))
+
+    def check(self, engine: Engine) -> None:
+        """Return once what an engine stores now is published."""
+        keys, sub = engine.prompt(1, 2), self.subscribe()
+        store(self.attach(), keys)
+        sub.read_until(has(keys))
+        assert self.shard.status()["events"]["problem"] == ""
+
+
 @pytest.fixture
-def start(make_shard: StartShard) -> Callable[..., Shard]:
-    """Starts a shard that publishes KV events, on free ports."""
-
-    def start(**changes: Any) -> Shard:
-        events = settings()
-        made = make_shard(**{"events": events, "policy": "lru", "admission": "all", **changes})
-        wait_until_serving(made)
-        return made
-
-    return start
-
-
-@pytest.fixture
-def join(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Lets engines join, which report more often than others."""
+def node(
+    make_shard: StartShard,
+    attach: Callable[[], Arena],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Node]:
+    """A node whose engines report more often than others."""
     monkeypatch.setattr(link, "_REPORT_S", 0.1)
-    with contextlib.ExitStack() as stack:
-
-        def join(replica: str = "r", namespace: Namespace = MINE) -> Engine:
-            engine = Engine(directory, replica, namespace)
-            stack.callback(engine.close)
-            return engine
-
-        yield join
-
-
-def addresses(shard: Shard, replica: str = "r") -> list[str]:
-    wait_for(lambda: replica in shard.status()["events"]["replicas"], "the replica's ports")
-    found: list[str] = shard.status()["events"]["replicas"][replica]
-    return found
+    made = Node(make_shard, attach, directory)
+    with made.stack:
+        yield made
 
 
 def hashes(keys: list[BlockKey]) -> set[int]:
@@ -131,178 +147,162 @@ def has(keys: list[BlockKey], medium: str = "CPU") -> Callable[[KvSubscriber], b
     return lambda subscriber: set(subscriber.content[medium]) == hashes(keys)
 
 
-def test_a_block_is_published_with_its_tokens_and_its_parent(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard, engine = start(), join()
-    keys = engine.prompt(5, 6, 7, tail=3)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-
-        sub.read_until(has(keys))
-
-        first, second, third = (int.from_bytes(key[:8], "big") for key in keys)
-        assert sub.content["CPU"] == {
-            first: (None, (5,) * SIZE),
-            second: (first, (6,) * SIZE),
-            third: (second, (7,) * SIZE),
-        }
+def test_a_block_is_published_with_its_tokens_and_its_parent(node):
+    node.start()
+    keys = node.join().prompt(5, 6, 7, tail=3)
+    sub = node.subscribe()
+    store(node.attach(), keys)
+    sub.read_until(has(keys))
+    first, second, third = (int.from_bytes(key[:8], "big") for key in keys)
+    assert sub.content["CPU"] == {
+        first: (None, (5,) * SIZE),
+        second: (first, (6,) * SIZE),
+        third: (second, (7,) * SIZE),
+    }
 
 
-def test_evicted_and_cleared_blocks_are_removed(start: Any, join: Any, directory: Path) -> None:
-    shard, engine = start(), join()
+def test_evicted_and_cleared_blocks_are_removed(node):
+    shard, engine = node.start(), node.join()
     prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 120, 4)]
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        for keys in prompts:  # 120 blocks, of which 64 have room
-            store(arena, keys)
-        sub.read_until(lambda one: one.content["CPU"])
-        wait_for(lambda: shard.status()["removed_blocks"])
+    arena, sub = node.attach(), node.subscribe()
+    for keys in prompts:  # 120 blocks, of which 64 have room
+        store(arena, keys)
+    sub.read_until(lambda one: one.content["CPU"])
+    wait_for(lambda: shard.status()["removed_blocks"])
 
-        def held() -> set[int]:
-            return hashes([key for keys in prompts for key in keys if arena.match([key])])
+    def held() -> set[int]:
+        return hashes([key for keys in prompts for key in keys if arena.match([key])])
 
-        assert 0 < len(held()) < 120
-        sub.read_until(lambda one: set(one.content["CPU"]) == held())
-        shard.clear(timeout_s=10)
-        sub.read_until(lambda one: not one.content["CPU"])
+    assert 0 < len(held()) < 120
+    sub.read_until(lambda one: set(one.content["CPU"]) == held())
+    shard.clear(timeout_s=10)
+    sub.read_until(lambda one: not one.content["CPU"])
 
 
-def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard = start(nvme=nvme_for(directory.parent), free_target=0.5)
-    engine = join()
+def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(node):
+    shard = node.start(nvme=nvme_for(node.directory.parent), free_target=0.5)
+    engine = node.join()
     prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 80, 4)]
     everything = [key for keys in prompts for key in keys]
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        for keys in prompts:
-            store(arena, keys)
-            sub.read(0.05)  # so slowly that there is always room
-
-        def is_right(one: KvSubscriber) -> bool:
-            found = shard.queries.whereabouts(None, b"".join(everything))
-            host = {key for key, there in zip(everything, found.host, strict=True) if there}
-            either = {key for key, there in zip(everything, found.either, strict=True) if there}
-            in_both = {*one.content["CPU"], *one.content["STORAGE"]}
-            return has(list(host))(one) and in_both == hashes(list(either))
-
-        sub.read_until(is_right)
-        assert set(sub.content["STORAGE"]) - set(sub.content["CPU"])
-        assert any(medium == "CPU" for medium, _ in sub.removed)
-        shard.clear(timeout_s=10)
-        sub.read_until(lambda one: not one.content["CPU"] and not one.content["STORAGE"])
-
-
-def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard, engine = start(), join()
-    keys = engine.keys(1, 2, 3)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+    arena, sub = node.attach(), node.subscribe()
+    for keys in prompts:
         store(arena, keys)
-        sub.read()
-        assert not sub.content["CPU"]
+        sub.read(0.05)  # so slowly that there is always room
 
-        engine.prompt(1, 2, 3, 4)
+    def is_right(one: KvSubscriber) -> bool:
+        found = shard.queries.whereabouts(None, b"".join(everything))
+        host = {key for key, there in zip(everything, found.host, strict=True) if there}
+        either = {key for key, there in zip(everything, found.either, strict=True) if there}
+        in_both = {*one.content["CPU"], *one.content["STORAGE"]}
+        return has(list(host))(one) and in_both == hashes(list(either))
 
-        sub.read_until(has(keys))
-
-
-def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_first(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard, engine = start(), join(namespace=replace(MINE, num_parts=2))
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys, part=0)
-        store(arena, keys[:1], part=1)
-        sub.read_until(has(keys[:1]))
-        store(arena, keys[1:], part=1, parent=keys[0], depth=1)
-        sub.read_until(has(keys))
-        assert sub.num_gaps <= 1
+    sub.read_until(is_right)
+    assert set(sub.content["STORAGE"]) - set(sub.content["CPU"])
+    assert any(medium == "CPU" for medium, _ in sub.removed)
+    # A block that is on its way to the disk just now goes with a later one.
+    wait_for(lambda: not shard.clear(timeout_s=10))
+    sub.read_until(lambda one: not one.content["CPU"] and not one.content["STORAGE"])
 
 
-def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard, engine = start(), join("r")
-    join("s")
-    other = join("t", namespace=replace(MINE, model="key:other"))
-    keys = engine.prompt(1, 2)
-    theirs = other.prompt(1, 2)
-    places = [addresses(shard, replica) for replica in ("r", "s", "t")]
+def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(node):
+    node.start()
+    engine = node.join()
+    keys, sub = engine.keys(1, 2, 3), node.subscribe()
+    store(node.attach(), keys)
+    sub.read()
+    assert not sub.content["CPU"]
+    engine.prompt(1, 2, 3, 4)
+    sub.read_until(has(keys))
+
+
+def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_first(node):
+    node.start()
+    keys = node.join(namespace=replace(MINE, num_parts=2)).prompt(1, 2)
+    arena, sub = node.attach(), node.subscribe()
+    store(arena, keys, part=0)
+    store(arena, keys[:1], part=1)
+    sub.read_until(has(keys[:1]))
+    store(arena, keys[1:], part=1, parent=keys[0], depth=1)
+    sub.read_until(has(keys))
+    assert sub.num_gaps <= 1
+
+
+def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(node):
+    node.start()
+    namespaces = {"r": MINE, "s": MINE, "t": replace(MINE, model="key:other")}
+    engines = [node.join(*one) for one in namespaces.items()]
+    keys, _, theirs = (engine.prompt(1, 2) for engine in engines)
+    places = [node.addresses(replica) for replica in namespaces]
     assert len({address for pair in places for address in pair}) == 6
-    with contextlib.ExitStack() as stack:
-        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
-        subs = [stack.enter_context(KvSubscriber(*place)) for place in places]
-        store(arena, keys)
-        store(arena, theirs)
-
-        for sub, wanted in zip(subs, (keys, keys, theirs), strict=True):
-            sub.read_until(has(wanted))
+    arena, subs = node.attach(), [node.subscribe(*place) for place in places]
+    store(arena, keys)
+    store(arena, theirs)
+    for sub, wanted in zip(subs, (keys, keys, theirs), strict=True):
+        sub.read_until(has(wanted))
 
 
-def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(
-    start: Any, join: Any, directory: Path
-) -> None:
+def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(node):
     events = settings()
-    shard, engine = start(events=events), join()
+    shard, engine = node.start(events=events), node.join()
     keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        store(arena, gone)
-        sub.read_until(has([*keys, *gone]))
-        places = addresses(shard)
-        shard.stop(retire=False, timeout_s=10)
-        lease = arena.lease(keys)
-        assert lease is not None
+    arena, sub, places = node.attach(), node.subscribe(), node.addresses()
+    store(arena, keys)
+    store(arena, gone)
+    sub.read_until(has([*keys, *gone]))
+    shard.stop(retire=False, timeout_s=10)
+    lease = arena.lease(keys)
 
-        again = start(events=events)
-        again.clear(timeout_s=10)  # `gone` goes, the rest is leased
+    again = node.start(events=events)
+    again.clear(timeout_s=10)  # `gone` goes, the rest is leased
 
-        assert addresses(again) == places
-        sub.read_until(has(keys))
-        arena.release(*lease)
+    assert node.addresses() == places
+    sub.read_until(has(keys))
+    arena.release(*lease)
 
 
-def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_made_again_and_tokens_are_told_again(node, monkeypatch):
     monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
-    directory.mkdir()
-    (directory / EVENTS_FILE).write_bytes(b"no database" * 1000)
-    shard, engine = start(), join()
-    keys = engine.prompt(1, 2, 3)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-
-        sub.read_until(has(keys))
-
-        files = [*directory.glob(f"{EVENTS_FILE}*")]
-        assert len(files) == 3, "SQLite's companions are there while it is used"
-        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    node.directory.mkdir()
+    (node.directory / EVENTS_FILE).write_bytes(b"no database" * 1000)
+    node.start()
+    node.check(node.join())
+    files = [*node.directory.glob(f"{EVENTS_FILE}*")]
+    assert len(files) == 3, "SQLite's companions are there while it is used"
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(node, monkeypatch):
+    monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
+    node.directory.mkdir()
+    file = node.directory / EVENTS_FILE
+    with contextlib.closing(described_blocks.DescribedBlocks(file, bytes_max=2**24)) as blocks:
+        blocks._file.execute("INSERT INTO notes VALUES ('last', 'text')")
+    node.start()
+    node.check(node.join())
+
+
+def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(node, monkeypatch):
     monkeypatch.setattr(described_blocks, "_GONE_MAX", 8)
     monkeypatch.setattr(publisher, "_PRUNE_S", 0.05)
-    shard, engine = start(), join()
+    node.start()
+    engine = node.join()
     first = engine.tokens.generation
     keys = engine.prompt(*range(20))
     wait_for(lambda: engine.tokens.generation != first)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        wait_for(lambda: engine.prompt(*range(20)) and sub.read(0.05).content["CPU"])
-        sub.read_until(has(keys))
+    sub = node.subscribe()
+    store(node.attach(), keys)
+    wait_for(lambda: engine.prompt(*range(20)) and sub.read(0.05).content["CPU"])
+    sub.read_until(has(keys))
+
+
+# -- what waits to be described -------------------------------------------------------------------
 
 
 def told(size: int) -> Any:
     return publisher._Told(namespace=1, tokens_per_block=SIZE, chains=[], size=size)
 
 
-def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
+def test_each_connection_has_its_turn_and_a_bounded_speed():
     waiting = publisher._Waiting()
     loud = [told(publisher._TOLD_BYTES_PER_S) for _ in range(3)]
     quiet = [told(1), told(1)]
@@ -318,9 +318,7 @@ def test_each_connection_has_its_turn_and_a_bounded_speed() -> None:
     assert not waiting._sizes
 
 
-def test_of_too_much_the_connection_that_told_most_loses_its_latest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_too_much_the_connection_that_told_most_loses_its_latest(monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
     waiting = publisher._Waiting()
     first, second = told(40), told(40)
@@ -332,58 +330,55 @@ def test_of_too_much_the_connection_that_told_most_loses_its_latest(
     assert waiting.take(0.0) is first
 
 
-def test_tokens_beyond_the_bound_are_dropped_and_counted(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_beyond_the_bound_are_dropped_and_counted(node, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
-    shard, engine = start(), join()
-    engine.prompt(1, 2, 3)
+    shard = node.start()
+    node.join().prompt(1, 2, 3)
     wait_for(lambda: shard.status()["events"]["dropped"])
 
 
-def test_without_free_ports_the_shard_serves_and_says_so(
-    start: Any, join: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# -- ports and files ------------------------------------------------------------------------------
+
+
+def test_without_free_ports_the_shard_serves_and_says_so(node, monkeypatch):
     monkeypatch.setattr(publisher, "_PORTS_MAX", 0)
-    shard = start()
-    join()
+    shard = node.start()
+    node.join()
     wait_for(lambda: "No two ports" in shard.status()["events"]["problem"])
 
 
-def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, directory: Path) -> None:
-    shard = start()
-    wait_for((directory / EVENTS_FILE).exists)
+def test_nothing_of_the_events_is_left_when_the_arena_retires(node):
+    shard = node.start()
+    wait_for((node.directory / EVENTS_FILE).exists)
     shard.stop(retire=True, timeout_s=10)
-    assert not directory.exists()
+    assert not node.directory.exists()
 
 
-def test_events_are_published_and_heard_on_ipv6(start: Any, join: Any, directory: Path) -> None:
-    shard, engine = start(events=settings("::1")), join()
-    places = addresses(shard)
+def test_events_are_published_and_heard_on_ipv6(node):
+    node.start(events=settings("::1"))
+    keys = node.join().prompt(1, 2)
+    places = node.addresses()
     assert all(place.startswith("tcp://[::1]:") for place in places)
-    keys = engine.prompt(1, 2)
-    with contextlib.ExitStack() as stack:
-        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
-        subscriber = stack.enter_context(contextlib.closing(Subscriber(blocks_max=100)))
-        subscriber.follow({"a": Source(endpoint=places[0], replay_endpoint=places[1])})
-        store(arena, keys)
+    subscriber = node.stack.enter_context(contextlib.closing(Subscriber(blocks_max=100)))
+    subscriber.follow({"a": Source(endpoint=places[0], replay_endpoint=places[1])})
+    store(node.attach(), keys)
 
-        def heard() -> bool:
-            content = subscriber.content("a")
-            return content is not None and len(content) == 2 and content.is_whole
+    def heard() -> bool:
+        content = subscriber.content("a")
+        return content is not None and len(content) == 2 and content.is_whole
 
-        wait_for(heard)
+    wait_for(heard)
 
 
-def test_all_addresses_of_a_node_are_those_of_both_kinds(
-    start: Any, join: Any, directory: Path
-) -> None:
-    shard, engine = start(events=settings("::")), join()
-    live, replay = (place.replace("[::]", "127.0.0.1") for place in addresses(shard))
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(live, replay) as sub:
-        store(arena, keys)
-        sub.read_until(has(keys))
+def test_all_addresses_of_a_node_are_those_of_both_kinds(node):
+    node.start(events=settings("::"))
+    keys = node.join().prompt(1, 2)
+    sub = node.subscribe(*(place.replace("[::]", "127.0.0.1") for place in node.addresses()))
+    store(node.attach(), keys)
+    sub.read_until(has(keys))
+
+
+# -- peers that say anything ----------------------------------------------------------------------
 
 
 class Peer:
@@ -428,97 +423,61 @@ BAD_CHAINS = [
 ]
 
 
-def test_what_is_told_in_another_form_costs_itself(start: Any, join: Any, directory: Path) -> None:
-    shard, engine = start(), join()
-    with Peer(directory) as peer:
-        for chains in BAD_CHAINS:
-            answer = peer.ask(op="describe", chains=chains)
-            assert answer["error"] == "ConfigError", chains
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        sub.read_until(has(keys))
-    assert shard.status()["events"]["problem"] == ""
+def test_what_is_told_in_another_form_costs_itself(node):
+    node.start()
+    engine, peer = node.join(), node.peer()
+    for chains in BAD_CHAINS:
+        assert peer.ask(op="describe", chains=chains)["error"] == "ConfigError", chains
+    node.check(engine)
 
 
 @pytest.mark.parametrize("size", [0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32"])
-def test_who_registers_with_another_size_of_blocks_costs_itself(
-    start: Any, join: Any, directory: Path, size: Any
-) -> None:
-    shard, engine = start(), join()
-    namespace = {**MINE.to_wire(), "tokens_per_block": size}
-    with Peer(directory) as peer:
-        assert not peer.ask(op="register", namespace=namespace)["ok"]
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        sub.read_until(has(keys))
-    assert shard.status()["events"]["problem"] == ""
+def test_who_registers_with_another_size_of_blocks_costs_itself(node, size):
+    node.start()
+    engine, namespace = node.join(), {**MINE.to_wire(), "tokens_per_block": size}
+    assert not node.peer().ask(op="register", namespace=namespace)["ok"]
+    node.check(engine)
 
 
-def test_chains_of_no_blocks_count_towards_what_waits(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_no_blocks_count_towards_what_waits(node, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
-    shard, _ = start(), join()
-    with Peer(directory) as peer:
-        peer.ask(op="describe", chains=[[b"", b"", b""]] * 100)
+    shard = node.start()
+    node.join()
+    node.peer().ask(op="describe", chains=[[b"", b"", b""]] * 100)
     assert shard.status()["events"]["dropped"] == 1
 
 
-def test_only_the_connection_of_a_rank_tells_its_tokens(
-    start: Any, join: Any, directory: Path
-) -> None:
-    start(), join("r")
-    with Peer(directory) as peer:
-        chains = [[b"", HASH, bytes(4 * SIZE)]]
-        assert peer.ask(op="describe", chains=chains)["describe"]
-        assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
+def test_only_the_connection_of_a_rank_tells_its_tokens(node):
+    node.start()
+    node.join("r")
+    peer, chains = node.peer(), [[b"", HASH, bytes(4 * SIZE)]]
+    assert peer.ask(op="describe", chains=chains)["describe"]
+    assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
 
 
-def test_of_too_many_namespaces_the_first_are_published(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_too_many_namespaces_the_first_are_published(node, monkeypatch):
     monkeypatch.setattr(publisher, "_NAMESPACES_MAX", 2)
-    shard, engine = start(), join()
-    addresses(shard)
-    join("s", replace(MINE, model="key:s"))
-    addresses(shard, "s")
-    join("t", replace(MINE, model="key:t"))
+    shard, engine = node.start(), node.join()
+    node.addresses()
+    node.join("s", replace(MINE, model="key:s"))
+    node.addresses("s")
+    node.join("t", replace(MINE, model="key:t"))
     wait_for(lambda: "Only 2 of 3 namespaces" in shard.status()["events"]["problem"])
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        sub.read_until(has(keys))
+    keys, sub = engine.prompt(1, 2), node.subscribe()
+    store(node.attach(), keys)
+    sub.read_until(has(keys))
 
 
-def test_a_thread_that_has_ended_is_seen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(self: Any) -> None:
-        pass
-
-    monkeypatch.setattr(publisher.EventPublisher, "_run", end)
-    shard = start()
-    assert "has ended" in shard.status()["events"]["problem"]
+# -- its thread -----------------------------------------------------------------------------------
 
 
-def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(
-    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
-    directory.mkdir()
-    with contextlib.closing(
-        described_blocks.DescribedBlocks(directory / EVENTS_FILE, bytes_max=2**24)
-    ) as blocks:
-        blocks._file.execute("INSERT INTO notes VALUES ('last', 'text')")
-    shard, engine = start(), join()
-    keys = engine.prompt(1, 2)
-    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
-        store(arena, keys)
-        sub.read_until(has(keys))
+def test_a_thread_that_has_ended_is_seen(node, monkeypatch):
+    monkeypatch.setattr(publisher.EventPublisher, "_run", lambda self: None)
+    assert "has ended" in node.start().status()["events"]["problem"]
 
 
-def test_a_thread_without_a_replica_sleeps(start: Any) -> None:
-    start()
+def test_a_thread_without_a_replica_sleeps(node):
+    node.start()
     (thread,) = [one for one in threading.enumerate() if one.name == "kvray-events"]
     cpu = Path(f"/proc/self/task/{thread.native_id}/stat")
 
@@ -529,6 +488,9 @@ def test_a_thread_without_a_replica_sleeps(start: Any) -> None:
     began, before = time.monotonic(), seconds()
     time.sleep(0.5)
     assert seconds() - before < 0.2 * (time.monotonic() - began)
+
+
+# -- attacks, and very many events ----------------------------------------------------------------
 
 
 def told_without_end(directory: Path, until: float) -> None:
@@ -554,22 +516,20 @@ FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
     [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
 )
 def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
-    start: Any, join: Any, directory: Path, line: Line, what: str, seconds: float
-) -> None:
-    shard, engine, process = start(), join(), psutil.Process()
-    live, replay = addresses(shard)
-    attacked_ones = {"events": [live], "replays": [replay], "socket": []}[what]
+    node, line, what, seconds
+):
+    shard, engine, process = node.start(), node.join(), psutil.Process()
+    live, replay = node.addresses()
+    arena, sub = node.attach(), node.subscribe()
+    began = time.monotonic()
+    until = began + seconds
     with contextlib.ExitStack() as stack:
-        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
-        sub = stack.enter_context(KvSubscriber(live, replay))
-        began = time.monotonic()
-        until = began + seconds
         if what == "socket":
-            teller = threading.Thread(target=told_without_end, args=(directory, until))
+            teller = threading.Thread(target=told_without_end, args=(node.directory, until))
             teller.start()
             stack.callback(teller.join)
         else:
-            stack.enter_context(attacked(seconds, *attacked_ones))
+            stack.enter_context(attacked(seconds, live if what == "events" else replay))
         rounds, sizes, beats, waits = 0, [], [len(line.heard)], [0.0]
         while rounds < 3 or time.monotonic() < until:
             rounds += 1
@@ -596,34 +556,29 @@ def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
 
 
 @pytest.mark.long
-def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(
-    start: Any, join: Any, directory: Path
-) -> None:
-    arena_spec = spec(num_slabs=16, slots_per_slab=256)
-    shard, engine, process = start(spec=arena_spec), join(), psutil.Process()
-    with contextlib.ExitStack() as stack:
-        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
-        places = addresses(shard)
-        context = stack.enter_context(zmq.Context())
-        for _ in range(3):
-            stuck = stack.enter_context(context.socket(zmq.SUB))
-            stuck.set_hwm(1)
-            stuck.subscribe(b"")
-            stuck.connect(places[0])
-        sub = stack.enter_context(KvSubscriber(*places))
-        before, peak, num_events, first = process.memory_info().rss, 0, 0, 0
-        while num_events < 10**6:
-            prompts = [engine.prompt(*range(at, at + 64)) for at in range(first, first + 2048, 64)]
-            first += 2048
-            for keys in prompts:
-                store(arena, keys)
-            last = int.from_bytes(keys[-1][:8], "big")
-            sub.read_until(lambda one, last=last: last in one.content["CPU"])
-            num_events += 2048 + len(sub.removed)
-            sub.removed.clear()
-            peak = max(peak, process.memory_info().rss)
-        recent = [key for prompt in prompts for key in prompt if arena.match([key])]
-        sub.read_until(lambda one: hashes(recent) <= set(one.content["CPU"]))
-        assert len(sub.content["CPU"]) <= 4096
+def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(node):
+    node.start(spec=spec(num_slabs=16, slots_per_slab=256))
+    engine, process = node.join(), psutil.Process()
+    arena, sub = node.attach(), node.subscribe()
+    context = node.stack.enter_context(zmq.Context())
+    for _ in range(3):
+        stuck = node.stack.enter_context(context.socket(zmq.SUB))
+        stuck.set_hwm(1)
+        stuck.subscribe(b"")
+        stuck.connect(node.addresses()[0])
+    before, peak, num_events, first = process.memory_info().rss, 0, 0, 0
+    while num_events < 10**6:
+        prompts = [engine.prompt(*range(at, at + 64)) for at in range(first, first + 2048, 64)]
+        first += 2048
+        for keys in prompts:
+            store(arena, keys)
+        last = int.from_bytes(keys[-1][:8], "big")
+        sub.read_until(lambda one, last=last: last in one.content["CPU"])
+        num_events += 2048 + len(sub.removed)
+        sub.removed.clear()
+        peak = max(peak, process.memory_info().rss)
+    recent = [key for prompt in prompts for key in prompt if arena.match([key])]
+    sub.read_until(lambda one: hashes(recent) <= set(one.content["CPU"]))
+    assert len(sub.content["CPU"]) <= 4096
     print(f"{num_events} events, {(peak - before) / 2**20:.0f} MiB more")
     assert peak - before < 256 * 2**20

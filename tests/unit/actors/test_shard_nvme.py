@@ -1,21 +1,32 @@
-"""A shard without Ray, with blocks on disk: demoted, promoted, flushed, found again."""
+"""A shard without Ray, with blocks on disk: demoted, promoted, flushed, found again.
+
+If its disk fails or hangs it serves from its memory, says so, and takes the disk back.
+"""
 
 import contextlib
+import errno
+import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard import nvme_disk, nvme_tier
 from kvray.actors.shard.shard import Shard
+from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.file import ARENA_FILE
+from kvray.store.nvme import disk as disk_module
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,
@@ -25,10 +36,13 @@ from tests.unit.actors.small_shard import (
     settings_for,
     wait_until_serving,
 )
+from tests.unit.store.mounted import run_mounted
+from tests.unit.store.nvme.small_store import spec
 from tests.unit.store.small_arena import SLOT, chain, fetch, store
 from tests.waiting import wait_for
 
 MINE = replace(NAMESPACE, part_bytes=SLOT)
+KEYS = chain(40)
 
 
 @dataclass
@@ -52,13 +66,15 @@ class Node:
         self.shard.start()
         return self.shard
 
+    def serve(self, **changes: Any) -> None:
+        wait_until_serving(self.start(**changes))
+
     def stop(self, *, flush: bool) -> None:
         if self.shard is not None:
             self.shard.stop(retire=True, timeout_s=20, flush=flush)
             self.shard = None
 
     def status(self) -> dict[str, Any]:
-        assert self.shard is not None
         found: dict[str, Any] = self.shard.status()["nvme"]
         return found
 
@@ -73,28 +89,15 @@ class Node:
         wait_for(lambda: len(self.line.heard) >= heard + 3)
 
     def stage(self, keys: list[BlockKey]) -> dict[str, Any]:
-        engine = ShardSocket(self.parent / "shm")
-        try:
-            engine.call(
-                "register",
-                timeout_s=5,
-                replica="r",
-                rank=0,
-                namespace=MINE.to_wire(),
-                wanted=[[0, None]],
-            )
+        rank = {"timeout_s": 5, "replica": "r", "rank": 0}
+        with contextlib.closing(ShardSocket(self.parent / "shm")) as engine:
+            engine.call("register", **rank, namespace=MINE.to_wire(), wanted=[[0, None]])
             joined = b"".join(keys)
-            return engine.call(
-                "stage",
-                timeout_s=5,
-                replica="r",
-                rank=0,
-                keys=joined,
-                wait_s=5.0,
-                tokens_per_s=0,
-            )
-        finally:
-            engine.close()
+            return engine.call("stage", **rank, keys=joined, wait_s=5.0, tokens_per_s=0)
+
+    def lose_from_memory(self) -> None:
+        serving = self.shard._require_serving()
+        self.shard._loop.call(serving.owner.clear, 5.0)
 
     def num_right(self, keys: list[BlockKey]) -> int:
         """Return how many leading keys are in the arena, all of their bytes right."""
@@ -119,8 +122,17 @@ def node() -> Iterator[Node]:
     shutil.rmtree(parent)
 
 
-def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
-    wait_until_serving(node.start())
+@pytest.fixture
+def full(node: Node) -> Node:
+    """The node, which serves and has KEYS in memory and on disk."""
+    node.serve()
+    node.store(KEYS)
+    wait_for(lambda: node.status()["demoted_blocks"] == 40)
+    return node
+
+
+def test_what_leaves_a_full_arena_is_a_hit_from_disk(node):
+    node.serve()
     old = chain(30, seed="old")
     node.store(old)
     node.wait_until_looked_at(old)
@@ -134,55 +146,46 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
     wait_for(lambda: node.stage(old)["num_blocks"] == 30)
     assert node.stage(old)["reason"] == "none"
     assert node.num_right(old) == 30
-    assert node.shard is not None
     staging = node.shard.status()["staging"]
     assert staging["transports"]["nvme"]["blocks"] > 0
     assert node.status()["promoted_blocks"] == staging["transports"]["nvme"]["blocks"]
 
 
-def test_what_nobody_has_is_not_stored(node: Node) -> None:
-    wait_until_serving(node.start())
-    node.store(chain(40))
-    wait_for(lambda: node.status()["demoted_blocks"])
-    assert node.stage(chain(5, seed="other"))["reason"] == "not_stored"
+def test_what_nobody_has_is_not_stored(full):
+    assert full.stage(chain(5, seed="other"))["reason"] == "not_stored"
 
 
-def test_a_flushed_tier_has_everything_after_a_new_start(node: Node) -> None:
-    wait_until_serving(node.start())
+def test_a_flushed_tier_has_everything_after_a_new_start(node):
+    node.serve()
     keys = chain(20)
     node.store(keys)
     node.stop(flush=True)
     assert not (node.parent / "shm" / ARENA_FILE).exists()
-    wait_until_serving(node.start())
+    node.serve()
     assert node.status()["recovered_blocks"] == 20
     assert node.num_right(keys) == 0
     assert node.stage(keys)["num_blocks"] == 20
     assert node.num_right(keys) == 20
 
 
-def test_without_a_flush_what_was_not_demoted_is_gone(node: Node) -> None:
-    wait_until_serving(node.start())
+def test_without_a_flush_what_was_not_demoted_is_gone(node):
+    node.serve()
     node.store(chain(20))
     node.stop(flush=False)
-    wait_until_serving(node.start())
+    node.serve()
     assert node.status()["recovered_blocks"] == 0
 
 
-def test_what_was_cleared_does_not_come_back(node: Node) -> None:
-    shard = node.start()
-    wait_until_serving(shard)
-    keys = chain(40)
-    node.store(keys)
-    wait_for(lambda: node.status()["demoted_blocks"] == 40)
-    assert shard.clear(5.0) == 80
-    assert node.stage(keys)["num_blocks"] == 0
-    node.stop(flush=True)
-    wait_until_serving(node.start())
-    assert node.status()["recovered_blocks"] == 0
+def test_what_was_cleared_does_not_come_back(full):
+    assert full.shard.clear(5.0) == 80
+    assert full.stage(KEYS)["num_blocks"] == 0
+    full.stop(flush=True)
+    full.serve()
+    assert full.status()["recovered_blocks"] == 0
 
 
-def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node: Node) -> None:
-    wait_until_serving(node.start())
+def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node):
+    node.serve()
     keys = chain(30)
     node.store(keys)
     node.stop(flush=True)
@@ -190,13 +193,218 @@ def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node: Node) -> None
         content = np.fromfile(path, dtype=np.uint8)
         content[len(content) // 2 :: 3 * SLOT] ^= 1
         content.tofile(path)
-    wait_until_serving(node.start())
+    node.serve()
     answer = node.stage(keys)
     assert answer["num_blocks"] < 30
     assert node.num_right(keys) == answer["num_blocks"]
 
 
-def test_a_directory_that_cannot_be_used_is_said(node: Node) -> None:
+def test_a_directory_that_cannot_be_used_is_said_and_nothing_is_made_but_the_last_one(node):
     (node.parent / "file").touch()
     message = failed_with(node.start(directory=node.parent / "file" / "nvme"))
     assert "cannot be used for the NVMe tier" in message
+    message = failed_with(node.start(directory=node.parent / "mnt" / "nvme" / "kvray-x"))
+    assert "does not exist; mount the disk, or correct nvme.dir" in message
+    assert not (node.parent / "mnt").exists()
+    node.serve(directory=node.parent / "nvme" / "kvray-x")
+    assert (node.parent / "nvme" / "kvray-x").is_dir()
+
+
+# -- a disk that fails, hangs or goes -------------------------------------------------------------
+
+
+class Device:
+    """The calls that move bytes, which can be made to fail or to hang."""
+
+    def __init__(self) -> None:
+        self.error = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.num_hanging = 0
+
+    def call(self, real: Any) -> Any:
+        def act(*args: Any) -> Any:
+            if not self.answers.is_set():
+                self.num_hanging += 1
+                self.answers.wait(60)
+            if self.error:
+                raise OSError(self.error, os.strerror(self.error))
+            return real(*args)
+
+        return act
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(disk_module.os, name, made.call(getattr(os, name)))
+    monkeypatch.setattr(nvme_disk, "_PAUSE_S", (0.1, 0.2))
+    monkeypatch.setattr(nvme_tier, "_STALL_S", 0.2)
+    yield made
+    made.answers.set()
+
+
+def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(full, device, caplog):
+    device.error = errno.EIO
+    full.store(chain(40, seed="more"))
+    wait_for(lambda: full.status()["state"] == "out", "the disk's end")
+    assert "cannot be written (Input/output error)" in full.status()["message"]
+    assert "goes on without its disk" in caplog.text
+    full.store(chain(20, seed="memory"))
+    assert full.num_right(chain(20, seed="memory")) == 20
+    device.error = 0
+    wait_for(lambda: full.status()["state"] == "open", "the disk's return")
+    assert full.status()["message"] == ""
+    assert "its disk is back, with 40 blocks" in caplog.text
+    full.lose_from_memory()
+    assert full.stage(KEYS)["num_blocks"] == 40
+    wait_for(lambda: full.line.matched(KEYS) == 40, "the announcement")
+
+
+def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(full, device):
+    full.lose_from_memory()
+    wait_for(lambda: full.line.matched(KEYS) == 40)
+    device.error = errno.EIO
+    for _ in range(nvme_tier._BAD_READS_MAX):
+        full.stage(KEYS)
+    wait_for(lambda: full.status()["state"] == "out")
+    assert "read" in full.status()["message"]
+    wait_for(lambda: full.line.matched(KEYS) == 0, "the withdrawal")
+    device.error = 0
+    wait_for(lambda: full.line.matched(KEYS) == 40, "the return")
+
+
+def test_nothing_of_a_disk_that_is_out_stays_open(full, device):
+    segments = str(full.parent / "nvme" / "segment")
+
+    def is_open() -> bool:
+        return any(one.path.startswith(segments) for one in psutil.Process().open_files())
+
+    assert is_open()
+    device.error = errno.EIO
+    full.store(chain(40, seed="more"))
+    wait_for(lambda: full.status()["state"] == "out")
+    wait_for(lambda: not is_open(), "the end of its files")
+
+
+def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(full, device, caplog):
+    full.lose_from_memory()
+    device.answers.clear()
+    assert full.stage(KEYS)["num_blocks"] == 0
+    assert "does not answer" in full.status()["message"]
+    began = time.monotonic()
+    for _ in range(20):
+        answer = full.stage(KEYS)
+        assert (answer["num_blocks"], answer["reason"]) == (0, "too_slow")
+    assert time.monotonic() - began < 4.0
+    assert device.num_hanging <= 6, "no more threads than there are for reads"
+    device.answers.set()
+    wait_for(lambda: full.stage(KEYS)["num_blocks"] == 40, "the disk's return")
+    wait_for(lambda: full.status()["message"] == "")
+    assert "answers again" in caplog.text
+
+
+def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(full, device, monkeypatch):
+    monkeypatch.setattr(nvme_tier, "_HUNG_S", 0.3)
+    monkeypatch.setattr(nvme_disk, "_CLOSE_S", 0.3)
+    device.answers.clear()
+    full.store(chain(40, seed="more"))
+    wait_for(lambda: device.num_hanging)
+    wait_for(lambda: "has not answered a write" in full.status()["message"])
+    with pytest.raises(TierError, match="does not answer"):
+        full.shard.clear(0.2)
+    began = time.monotonic()
+    full.stop(flush=True)
+    assert time.monotonic() - began < 5.0
+    assert not (full.parent / "shm").exists()
+
+
+def test_a_disk_that_hangs_at_the_start_keeps_the_shard_from_nothing(full, device, monkeypatch):
+    monkeypatch.setattr(nvme_disk, "_START_S", 0.3)
+    full.stop(flush=True)
+    device.answers.clear()
+    full.serve()
+    assert full.status()["state"] == "out"
+    assert "does not answer" in full.status()["message"]
+    device.answers.set()
+    wait_for(lambda: full.status()["state"] == "open", "the disk")
+    assert full.stage(KEYS)["num_blocks"] == 40
+
+
+def test_a_shard_starts_over_a_disk_that_has_become_read_only():
+    printed = run_mounted(
+        """
+import subprocess
+from kvray.actors.shard import nvme_disk
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.actors.test_shard_nvme import Node
+from tests.unit.store.small_arena import chain
+
+nvme_disk._PAUSE_S = (0.1, 0.2)
+disk, keys = mounted / "disk", chain(20)
+(mounted / "shm").mkdir()
+disk.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "none", disk], check=True)
+node = Node(mounted)
+node.serve(directory=disk / "tier")
+node.store(keys)
+node.stop(flush=True)
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+(mounted / "shm").mkdir(exist_ok=True)
+node.serve(directory=disk / "tier")
+print(node.status()["state"], node.status()["message"])
+node.store(chain(10, seed="memory"))
+print(node.num_right(chain(10, seed="memory")))
+subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+wait_for(lambda: node.status()["state"] == "open")
+print(node.stage(keys)["num_blocks"])
+node.stop(flush=False)
+""",
+        kind="tmpfs",
+        options="size=64m",
+    )
+    out, memory, back = printed.splitlines()
+    assert out.startswith("out ")
+    assert "Read-only file system" in out
+    assert (memory, back) == ("10", "20")
+
+
+def test_a_directory_that_has_gone_since_is_a_disk_that_is_out(full, device):
+    full.stop(flush=True)
+    mount = full.parent / "mnt"
+    mount.mkdir()
+    (full.parent / "nvme").rename(mount / "nvme")
+    for where in (full.parent / "nvme", full.parent / "none" / "nvme" / "kvray-x"):
+        full.serve(is_restart=True, directory=where)
+        assert "mount" in full.status()["message"]
+        assert not where.exists()
+        full.stop(flush=False)
+        (full.parent / "shm").mkdir(exist_ok=True)
+    full.serve(is_restart=True)
+    (mount / "nvme").rename(full.parent / "nvme")
+    wait_for(lambda: full.status()["state"] == "open", "the disk")
+    assert full.stage(KEYS)["num_blocks"] == 40
+
+
+def test_a_directory_that_is_removed_is_not_written_to_for_ever(full, device, monkeypatch):
+    monkeypatch.setattr(nvme_disk, "_LOOK_S", 0.05)
+    (full.parent / "nvme").rename(full.parent / "elsewhere")
+    wait_for(lambda: full.status()["state"] == "out")
+    assert "mount" in full.status()["message"]
+    (full.parent / "elsewhere").rename(full.parent / "nvme")
+    wait_for(lambda: full.status()["state"] == "open")
+    assert full.status()["recovered_blocks"] >= 40
+
+
+def test_a_reserve_that_leaves_no_room_and_the_root_file_system_are_said(node, monkeypatch):
+    (node.parent / "nvme").mkdir()
+    root = os.stat("/")
+    monkeypatch.setattr(nvme_tier.os, "stat", lambda _: root)
+    full_disk = nvme_for(node.parent, spec=spec(free_reserve=2**60))
+    reserve, place = nvme_tier._remarks(full_disk)
+    assert "nvme.free_reserve (1048576TiB) leaves no room" in reserve
+    assert "is on the root file system" in place
+    monkeypatch.undo()
+    elsewhere = nvme_for(node.parent, spec=spec(free_reserve=0), directory=Path("/dev/shm"))
+    assert not list(nvme_tier._remarks(elsewhere))

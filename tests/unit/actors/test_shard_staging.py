@@ -1,193 +1,88 @@
-"""Two shards without Ray: what an engine asks of one comes from the other, by its socket."""
+"""Two shards without Ray: what is staged for an engine, what is traced of it, and extra copies."""
 
 import asyncio
-import contextlib
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.trace import StatusCode
 
-from kvray.actors.owner.ownership import sweep
-from kvray.actors.shard.shard import Shard
+from kvray.actors.mover.orders import FetchOrder
+from kvray.config import CopiesConfig
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.node.stage_calls import ShardSocket
-from kvray.store import ArenaOwner
-from tests.unit.actors.nodes import SETTINGS, Nodes
-from tests.unit.actors.small_shard import (
-    NAMESPACE,
-    Line,
-    nvme_for,
-    open_arena,
-    settings_for,
-    wait_until_serving,
-)
-from tests.unit.store.small_arena import chain, fetch, store
+from kvray.store.arena import key_index
+from kvray.store.arena.tables import Array
+from kvray.trace import spans
+from tests.unit.actors.small_shard import NAMESPACE
+from tests.unit.actors.two_shards import MINE, Tier
+from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
+from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 from tests.waiting import wait_for
 
+__all__ = ["sdk"]
+
 KEYS = chain(12)
-MINE = replace(NAMESPACE, part_bytes=4096)
+SIZE = NAMESPACE.tokens_per_block
 
 
-class Calls:
-    """The `Ask` of both shards; the nodes are there once the shards serve."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.nodes: Nodes | None = None
-
-    async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        if self.nodes is None:
-            raise ShardUnavailable("The nodes are not there yet.")
-        return await self.nodes.ask(actor, method, *args, timeout_s=timeout_s)
+def keys_of(tokens: np.ndarray, salt: str | None = None) -> list[BlockKey]:
+    seed = request_seed(MINE.digest(), salt=salt)
+    return chain_keys(tokens, tokens_per_block=SIZE, seed=seed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """Shards `a` and `b`, which has a disk, perhaps more, and an engine at `a`."""
-
-    shards: dict[str, Shard]
-    nodes: Nodes
-    engine: ShardSocket
-
-    @property
-    def a(self) -> Shard:
-        return self.shards["a"]
-
-    @property
-    def b(self) -> Shard:
-        return self.shards["b"]
-
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        return self.engine.call(op, timeout_s=5, replica="r", rank=0, **fields)
-
-    def register(self) -> None:
-        self.ask("register", namespace=MINE.to_wire(), wanted=[[0, None]])
-
-    def stage(self, keys: list[BlockKey], wait_s: float = 2.0) -> dict[str, Any]:
-        return self.ask("stage", keys=b"".join(keys), wait_s=wait_s, tokens_per_s=0)
-
-
-@pytest.fixture
-def tier() -> Iterator[Tier]:
-    with make_tier() as made:
-        yield made
-
-
-@contextlib.contextmanager
-def make_tier(**changes: Any) -> Iterator[Tier]:
-    """Have the shards `a` and `b` with these settings."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
-    line = Line()
-    calls = Calls(line)
-    shards = {}
-    for name in "ab":
-        settings = settings_for(
-            parent / name,
-            staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
-            nvme=nvme_for(disk) if name == "b" else None,
-            admission="all",
-            **changes,
-        )
-        shards[name] = Shard(f"kvray-shard-{name}", settings, [line.announce], ask=calls)
-        shards[name].start()
-    answers: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, parent)
-        stack.callback(shutil.rmtree, disk)
-        for name, shard in shards.items():
-            stack.callback(sweep, parent / name)
-            stack.callback(shard.stop, retire=False, timeout_s=10)
-            wait_until_serving(shard)
-            answers[f"{shard.name}.room"] = shard.requests.room
-        nodes = Nodes({name: open_arena(parent / name) for name in shards})
-        stack.callback(nodes.close)
-        calls.nodes = nodes
-        nodes.others |= answers
-        nodes.others["kvray-lookup.locate"] = line.locate
-        nodes.others["kvray-lookup.targets"] = line.targets
-        engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
-        nodes.others["kvray-shard-b.promote"] = shards["b"].requests.promote
-        made = Tier(shards=shards, nodes=nodes, engine=engine)
-        made.register()
-        wait_for(lambda: made.ask("report", counters={})["peers"], "hearing of the other")
-        yield made
-
-
-def known(tier: Tier, keys: list[BlockKey]) -> bool:
-    locate = tier.nodes.others["kvray-lookup.locate"]
-    runs = locate(b"".join(keys))
-    return bool(runs) and runs[-1].stop == len(keys)
-
-
-def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> None:
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
-    answer = tier.stage(KEYS)
-    assert answer["arrivals"] == [[12, "copy", "kvray-shard-b"]]
-    assert answer | {"arrivals": ()} == {
+def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier):
+    tier.store_far(KEYS)
+    assert tier.stage(KEYS) == {
         "ok": True,
         "num_blocks": 12,
         "reason": "none",
         "leases": {},
-        "arrivals": (),
+        "arrivals": [[12, "copy", "kvray-shard-b"]],
     }
-    leases = tier.nodes["a"].arena.lease(KEYS)
+    leases = tier.arena("a").lease(KEYS)
     assert leases
-    assert fetch(tier.nodes["a"].arena, KEYS, leases[0])
+    assert fetch(tier.arena("a"), KEYS, leases[0])
     staging = tier.a.status()["staging"]
     assert (staging["stages"], staging["staged_blocks"]) == (1, 12)
 
 
-def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier) -> None:
+def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier):
     keys = chain(40)
-    store(tier.nodes["b"].arena, keys)
-    wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
-    assert ArenaOwner(tier.nodes["b"].arena).clear() == 40
+    tier.demote(keys)
+    tier.lose_from_memory(keys)
     time.sleep(0.1)  # so that what has gone would be announced
-    assert known(tier, keys)
+    assert tier.is_known(keys)
     # Its memory has another prompt's blocks, and the beginning is here already.
-    store(tier.nodes["a"].arena, keys[:7])
+    store(tier.arena("a"), keys[:7])
     answer = tier.stage(keys)
     assert (answer["num_blocks"], answer["reason"]) == (40, "none")
     assert answer["arrivals"] == [[7, "host", ""], [40, "copy", "kvray-shard-b"]]
-    leases = tier.nodes["a"].arena.lease(keys)
+    leases = tier.arena("a").lease(keys)
     assert leases
-    assert fetch(tier.nodes["a"].arena, keys, leases[0])
+    assert fetch(tier.arena("a"), keys, leases[0])
     assert tier.a.status()["staging"]["promoted_blocks"] == 33
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
 
-def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier: Tier) -> None:
+def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier):
     keys = chain(40)
-    store(tier.nodes["b"].arena, keys)
-    wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
-    wait_for(lambda: known(tier, keys))
+    tier.demote(keys)
+    wait_for(lambda: tier.is_known(keys))
     tier.b.clear(5.0)
-    wait_for(lambda: not known(tier, keys[:1]))
+    wait_for(lambda: not tier.is_known(keys[:1]))
 
 
-def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
+def test_a_staged_copy_is_announced_as_a_further_holder(tier):
+    tier.store_far(KEYS)
     wait_for(lambda: tier.stage(KEYS)["num_blocks"] == len(KEYS))  # a call may be late
-    locate = tier.nodes.others["kvray-lookup.locate"]
-    both = {"kvray-shard-a": 1, "kvray-shard-b": 1}
-    wait_for(lambda: [run.holders for run in locate(b"".join(KEYS))] == [both])
+    wait_for(lambda: tier.locate(KEYS) == [(12, {"kvray-shard-a", "kvray-shard-b"})])
 
 
-def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
+def test_a_stage_that_waits_holds_up_nobody_else(tier):
+    tier.store_far(KEYS)
     tier.nodes.frozen.add("kvray-lookup")
     began = time.monotonic()
     # The question to the lookup ends before the wait, or with it.
@@ -196,20 +91,20 @@ def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
     assert tier.a.status()["state"] == "serving"
 
 
-def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier: Tier) -> None:
+def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier):
     tier.ask("register", namespace=MINE.to_wire())
     with pytest.raises(ConfigError, match="update its kvray"):
         tier.stage(KEYS)
 
 
-def test_handovers_end_by_themselves(tier: Tier) -> None:
-    store(tier.nodes["a"].arena, KEYS)
+def test_handovers_end_by_themselves(tier):
+    store(tier.arena("a"), KEYS)
     assert tier.stage(KEYS)["num_blocks"] == 12
     assert tier.a.status()["staging"]["handovers"] == 1
     wait_for(lambda: tier.a.status()["staging"]["handovers"] == 0, "the end of the handover")
 
 
-def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier: Tier) -> None:
+def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier):
     assert tier.a.requests.profile("r") == {
         "tokens_per_block": 32,
         "block_bytes": 4096,
@@ -219,8 +114,7 @@ def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(ti
         "disk": None,
         "links": {},
     }
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
+    tier.store_far(KEYS)
     assert tier.stage(KEYS, wait_s=5.0)["num_blocks"] == len(KEYS)
     ((shard, (latency_s, _)),) = tier.a.requests.profile("r")["links"].items()
     assert shard == "kvray-shard-b"
@@ -229,15 +123,13 @@ def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(ti
         tier.a.requests.profile("unknown")
 
 
-def test_a_shard_says_what_it_has_on_its_disk_only(tier: Tier) -> None:
-    tokens = np.arange(32 * 40, dtype="<i4")
-    keys = chain_keys(tokens, tokens_per_block=32, seed=request_seed(MINE.digest()))
-    store(tier.nodes["b"].arena, keys)
-    wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
+def test_a_shard_says_what_it_has_on_its_disk_only(tier):
+    keys = keys_of(np.arange(SIZE * 40, dtype="<i4"))
+    tier.demote(keys)
     packed = b"".join(keys)
     assert tier.b.requests.on_disk(1, packed) == bytes(40), "it is in memory, too"
-    assert ArenaOwner(tier.nodes["b"].arena).clear() == 40
-    store(tier.nodes["b"].arena, keys[:3])
+    tier.lose_from_memory(keys)
+    store(tier.arena("b"), keys[:3])
     assert tier.b.requests.on_disk(1, packed) == bytes(3) + b"\1" * 37
     assert tier.b.requests.on_disk(2, packed) == bytes(40), "another part"
     assert tier.a.requests.on_disk(1, packed) == bytes(40)
@@ -245,12 +137,9 @@ def test_a_shard_says_what_it_has_on_its_disk_only(tier: Tier) -> None:
         tier.b.requests.on_disk(0, packed)
 
 
-def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> None:
-    tokens = np.arange(32 * 5 + 1, dtype="<i4")
-    seed = request_seed(MINE.digest(), salt="tenant")
-    keys = chain_keys(tokens, tokens_per_block=32, seed=seed)
-    store(tier.nodes["b"].arena, keys)
-    wait_for(lambda: known(tier, keys))
+def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier):
+    tokens = np.arange(SIZE * 5 + 1, dtype="<i4")
+    tier.store_far(keys_of(tokens, salt="tenant"))
     found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
     assert found == {
         "num_tokens": 160,
@@ -267,31 +156,22 @@ def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> Non
         tier.a.requests.prefetch("unknown", tokens.tobytes())
 
 
-def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
-    arena = tier.nodes["a"].arena
-    tier.ask(
-        "register",
-        namespace=MINE.to_wire(),
-        wanted=[[0, None]],
-        num_ranks=2,
-        holder=[arena.arena_id, *arena.membership],
-    )
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
-    packed = b"".join(KEYS)
-    assert tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, packed) == {
-        "num_blocks": 12,
-        "reason": "none",
-    }
+def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier):
+    arena, packed = tier.arena("a"), b"".join(KEYS)
+    holder = [arena.arena_id, *arena.membership]
+    parts = {"wanted": [[0, None]], "num_ranks": 2, "holder": holder}
+    tier.ask("register", namespace=MINE.to_wire(), **parts)
+    tier.store_far(KEYS)
+    staged = tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, packed)
+    assert staged == {"num_blocks": 12, "reason": "none"}
     leases = tier.a.requests.lease_ranks("r", [0], "token", packed)
     assert leases[0][0] == arena.arena_id
     tier.a.requests.release_ranks("token")
     assert tier.a.requests.lease_ranks("r", [0], "token", packed) == {}
 
 
-def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None:
-    store(tier.nodes["b"].arena, KEYS)
-    wait_for(lambda: known(tier, KEYS))
+def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier):
+    tier.store_far(KEYS)
     tier.nodes.may_move = asyncio.Event()
 
     def stop_soon() -> None:
@@ -303,3 +183,135 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None
     with pytest.raises(ShardUnavailable):
         tier.a.requests.stage_ranks("", "r", [0], 60.0, 0.0, None, b"".join(KEYS))
     stopper.join()
+
+
+# -- what is told of a traced prompt: where a shard looked, and what brought it -------------------
+
+PROMPT = np.arange(5 * SIZE + 1, dtype="<i4")
+
+
+@pytest.fixture
+def far_prompt(tier: Tier) -> Tier:
+    """The tier, where `b` has the blocks of PROMPT."""
+    tier.store_far(keys_of(PROMPT))
+    return tier
+
+
+def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk, far_prompt):
+    with spans.under(TRACEPARENT):
+        far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
+    lookup, fetch = sdk.one("lookup"), sdk.one("fetch")
+    assert (parent_of(lookup), parent_of(fetch)) == (CALLER, CALLER)
+    assert lookup.attributes["kvray.blocks"] == lookup.attributes["kvray.blocks.asked"] == 5
+    assert lookup.attributes["kvray.sources"] == 1
+    assert dict(fetch.attributes) == {
+        "kvray.shard": "kvray-shard-a",
+        "kvray.source": "kvray-shard-b",
+        "kvray.tier": "host",
+        "kvray.transport": "copy",
+        "kvray.blocks": 5,
+        "kvray.bytes": 5 * MINE.part_bytes,
+    }
+    assert lookup.end_time <= fetch.start_time <= fetch.end_time
+
+
+def test_prompts_without_a_trace_make_no_span(sdk, far_prompt):
+    far_prompt.stage(keys_of(PROMPT))
+    far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
+    assert sdk.names() == []
+
+
+@pytest.mark.parametrize(
+    ("silent", "name"), [("kvray-lookup", "lookup"), ("kvray-mover-a", "fetch")]
+)
+def test_a_silent_actor_is_told_as_an_error(sdk, far_prompt, silent, name):
+    far_prompt.nodes.frozen.add(silent)
+    with spans.under(TRACEPARENT):
+        far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
+    wait_for(lambda: sdk.num_open == 0, "the end of what is late")
+    wait_for(lambda: bool(sdk.named(name)), "the span")
+    assert sdk.one(name).status.status_code is StatusCode.ERROR
+
+
+def test_what_another_shard_promotes_is_told_there(sdk, tier):
+    with spans.under(TRACEPARENT):
+        tier.b.requests.promote("", FetchOrder(spans=(), deadline_s=1.0))
+    assert sdk.one("promote").attributes["kvray.shard"] == "kvray-shard-b"
+
+
+def test_what_is_staged_for_a_leader_elsewhere_is_told_by_the_shard_that_does_it(sdk, far_prompt):
+    keys = b"".join(keys_of(PROMPT))
+    with spans.under(TRACEPARENT):
+        far_prompt.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, keys)
+    stage = sdk.one("stage")
+    assert (parent_of(stage), stage.attributes["kvray.blocks"]) == (CALLER, 5)
+    assert {parent_of(sdk.one(name)) for name in ("lookup", "fetch")} == {id_of(stage)}
+
+
+# -- copies: an idle one goes first, the last one never -------------------------------------------
+
+CHAINS = [chain(6, seed=f"shared {at}") for at in range(4)]
+
+idle = pytest.mark.parametrize("tier", [{"copies": CopiesConfig(idle_s=0.5)}], indirect=True)
+"""Copies that nobody uses for half a second are idle."""
+
+
+@pytest.fixture
+def copies(tier: Tier) -> Tier:
+    """The tier, where both nodes have CHAINS, and know which copies are extra."""
+    for keys in CHAINS:
+        for node in "ab":
+            store(tier.arena(node), keys)
+    wait_for(lambda: extra(tier, "a") + extra(tier, "b") == sum(map(len, CHAINS)))
+    return tier
+
+
+def extra(tier: Tier, node: str) -> int:
+    copies = getattr(tier, node).status()["copies"]
+    return int(copies["extra_bytes"]) // SLOT
+
+
+def goes_first(tier: Tier, node: str, keys: list[BlockKey]) -> Array:
+    retention = getattr(tier, node)._serving.retention
+    slots = key_index.find(tier.arena(node).tables, key_index.pack_keys(keys), 0)
+    return retention.rank(slots) < -1e34
+
+
+@idle
+def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(copies):
+    store(copies.arena("a"), own := chain(6, seed="own"))
+
+    def chosen() -> list[tuple[bool, bool]]:
+        return [
+            (goes_first(copies, "a", keys[1:]).all(), goes_first(copies, "b", keys[1:]).all())
+            for keys in CHAINS
+        ]
+
+    wait_for(lambda: all(a != b for a, b in chosen()))
+    assert not goes_first(copies, "a", own).any()
+
+
+@idle
+@pytest.mark.long
+def test_the_last_holder_of_a_block_does_not_let_it_go(copies):
+    loser, other = "ab" if extra(copies, "b") else "ba"
+    getattr(copies, loser).clear(10.0)
+
+    def nothing_is_extra() -> bool:
+        arena = copies.arena(other)
+        (held,) = arena.lease(CHAINS[0])
+        arena.release(held, wait_s=PATIENT_S)
+        return extra(copies, other) == 0
+
+    wait_for(nothing_is_extra)
+    assert not any(goes_first(copies, other, keys).any() for keys in CHAINS)
+
+
+@idle
+@pytest.mark.long
+def test_a_tier_that_rests_looks_up_nothing(tier):
+    store(tier.arena("a"), CHAINS[0])
+    time.sleep(35.0)
+    before = tier.nodes.calls.count(("kvray-lookup", "locate"))
+    time.sleep(20.0)
+    assert tier.nodes.calls.count(("kvray-lookup", "locate")) == before

@@ -4,7 +4,6 @@ import contextlib
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.unit.actors.small_shard import (
 )
 from tests.unit.mutations import changed_bytes
 from tests.unit.store.invariants import check_invariants
+from tests.waiting import wait_for
 
 fuzzed = settings(
     max_examples=examples(80),
@@ -51,11 +51,11 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+RANK = {"replica": "r", "rank": 0}
 GOOD: dict[str, dict[str, Any]] = {
     "hello": {},
     "register": {
-        "replica": "r",
-        "rank": 0,
+        **RANK,
         "namespace": NAMESPACE.to_wire(),
         "wanted": [[0, None]],
         "num_ranks": 1,
@@ -63,17 +63,10 @@ GOOD: dict[str, dict[str, Any]] = {
         "adapters": "x",
         "tenants": "0" * 16,
     },
-    "report": {
-        "replica": "r",
-        "rank": 0,
-        "counters": {"requests": 1},
-        "requests": [],
-        "leaving": False,
-    },
-    "describe": {"replica": "r", "rank": 0, "chains": []},
+    "report": {**RANK, "counters": {"requests": 1}, "requests": [], "leaving": False},
+    "describe": {**RANK, "chains": []},
     "stage": {
-        "replica": "r",
-        "rank": 0,
+        **RANK,
         "keys": bytes(64),
         "wait_s": 0.0,
         "tokens_per_s": 1.0,
@@ -82,6 +75,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "unread": [],
     },
 }
+FRAMES = [wire.encode({"op": op, **fields}) for op, fields in GOOD.items()]
 
 
 @st.composite
@@ -113,9 +107,21 @@ def shard() -> Iterator[Shard]:
 
 @pytest.fixture
 def engine(shard: Shard) -> Iterator[ShardSocket]:
-    made = ShardSocket(Path(shard.status()["directory"]))
-    yield made
-    made.close()
+    with contextlib.closing(ShardSocket(Path(shard.status()["directory"]))) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def stranger(shard: Shard) -> Iterator[socket.socket]:
+    """Give a connection to the shard's socket."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(WAIT_S)
+        peer.connect(shard.status()["directory"] + "/socket")
+        yield peer
+
+
+def serves(engine: ShardSocket) -> bool:
+    return bool(engine.call("hello", timeout_s=WAIT_S)["shard"] == "s")
 
 
 def said(engine: ShardSocket, request: dict[str, Any]) -> str:
@@ -129,18 +135,14 @@ def said(engine: ShardSocket, request: dict[str, Any]) -> str:
 
 @fuzzed
 @given(asked=st.lists(requests(), min_size=1, max_size=4))
-def test_a_request_of_any_fields_is_answered(
-    engine: ShardSocket, shard: Shard, asked: list[dict[str, Any]]
-) -> None:
+def test_a_request_of_any_fields_is_answered(engine, shard, asked):
     for request in asked:
         assert "did not answer" not in said(engine, request), "it hung up: a defect"
-    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
+    assert serves(engine)
     assert shard.status()["state"] == "serving"
 
 
-def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_changed(
-    engine: ShardSocket, shard: Shard
-) -> None:
+def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_changed(engine, shard):
     assert GOOD.keys() == EngineRequests.handlers(EngineRequests.__new__(EngineRequests)).keys()
     for op, fields in GOOD.items():
         assert said(engine, {"op": op, **fields}) == "", op
@@ -149,52 +151,45 @@ def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_chang
 @fuzzed
 @given(
     frames=st.lists(
-        st.sampled_from([wire.encode({"op": op, **fields}) for op, fields in GOOD.items()]).flatmap(
-            lambda frame: changed_bytes(frame) | st.just(frame)
-        ),
+        st.sampled_from(FRAMES).flatmap(lambda frame: changed_bytes(frame) | st.just(frame)),
         min_size=1,
         max_size=4,
     ),
     piece=st.integers(1, 400),
 )
-def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(
-    engine: ShardSocket, shard: Shard, frames: list[bytes], piece: int
-) -> None:
+def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(engine, shard, frames, piece):
     """They come in pieces of any size, and their sender goes without a word."""
     sent = b"".join(frames)
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(WAIT_S)
-        peer.connect(shard.status()["directory"] + "/socket")
-        with contextlib.suppress(OSError):
-            for start in range(0, len(sent), piece):
-                peer.sendall(sent[start : start + piece])
-    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
+    with stranger(shard) as peer, contextlib.suppress(OSError):
+        for start in range(0, len(sent), piece):
+            peer.sendall(sent[start : start + piece])
+    assert serves(engine)
 
 
-def test_who_has_gone_leaves_nothing_behind(engine: ShardSocket, shard: Shard) -> None:
+def test_who_has_gone_leaves_nothing_behind(engine, shard):
     """After all that was sent above."""
-    engine.call("hello", timeout_s=WAIT_S)
+    assert serves(engine)
     directory = Path(shard.status()["directory"])
-    deadline = time.monotonic() + WAIT_S
-    while len(connections(directory / "socket")) > 2:
-        assert time.monotonic() < deadline, "there is the listener, and this engine's connection"
-        time.sleep(0.02)
+
+    def is_alone() -> bool:
+        """Return whether there is the listener, and this engine's connection: both are ours."""
+        ours = psutil.Process().net_connections("unix")
+        return len([one for one in ours if one.laddr == str(directory / "socket")]) <= 2
+
+    wait_for(is_alone, "the end of connections")
     with contextlib.closing(Arena(directory, lock_wait_s=1.0)) as arena:
         check_invariants(arena.tables)
 
 
-def test_a_bad_note_in_a_report_costs_nothing_but_itself(
-    engine: ShardSocket, shard: Shard, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog):
     engine.call("register", timeout_s=WAIT_S, **GOOD["register"])
-    good = pack(RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored"))
+    good = RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored")
     answer = engine.call(
         "report",
         timeout_s=WAIT_S,
-        replica="r",
-        rank=0,
+        **RANK,
         counters={"requests": 5},
-        requests=[pack(RequestNote(78, 1.0, 40, 4, 0, 0, -1, "not_stored")), good],
+        requests=[pack(RequestNote(78, 1.0, 40, 4, 0, 0, -1, "not_stored")), pack(good)],
         prompts=b"no sample",
     )
     assert answer["known"] is True
@@ -206,19 +201,10 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(
     assert "2 notes of replica 'r'" in caplog.text
 
 
-def connections(path: Path) -> list[Any]:
-    """Return the shard's ends of sockets: it is a thread of this process."""
-    return [one for one in psutil.Process().net_connections("unix") if one.laddr == str(path)]
-
-
 @fuzzed
 @given(message=st.dictionaries(st.text(max_size=9) | st.just("op"), VALUES, max_size=5))
-def test_a_message_of_any_kind_is_answered(
-    engine: ShardSocket, shard: Shard, message: dict[str, Any]
-) -> None:
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(WAIT_S)
-        peer.connect(shard.status()["directory"] + "/socket")
+def test_a_message_of_any_kind_is_answered(shard, message):
+    with stranger(shard) as peer:
         peer.sendall(wire.encode(message))
         head = peer.recv(wire.LENGTH.size, socket.MSG_WAITALL)
         body = peer.recv(wire.body_length(head), socket.MSG_WAITALL)
@@ -227,11 +213,7 @@ def test_a_message_of_any_kind_is_answered(
 
 @fuzzed
 @given(sent=st.binary(max_size=200))
-def test_bytes_of_any_kind_hang_up_on_their_sender_only(
-    engine: ShardSocket, shard: Shard, sent: bytes
-) -> None:
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(shard.status()["directory"] + "/socket")
-        with contextlib.suppress(OSError):
-            peer.sendall(sent)
-    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
+def test_bytes_of_any_kind_hang_up_on_their_sender_only(engine, shard, sent):
+    with stranger(shard) as peer, contextlib.suppress(OSError):
+        peer.sendall(sent)
+    assert serves(engine)

@@ -30,25 +30,17 @@ class Figures(NamedTuple):
 @contextmanager
 def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Give a process of `siege` once it has said that it has begun; it ends with the block."""
-    made = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.actors.siege", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert made.stdout is not None
-        assert made.stdout.readline()
-        yield made
-    finally:
-        made.kill()
-        made.communicate()
+    command = [sys.executable, "-m", "tests.unit.actors.siege", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as made:
+        try:
+            assert made.stdout.readline()
+            yield made
+        finally:
+            made.kill()
 
 
 def look(shard: "subprocess.Popen[str]") -> Figures:
-    assert shard.stdin is not None
-    assert shard.stdout is not None
     shard.stdin.write("\n")
     shard.stdin.flush()
     rss, heartbeat_s = shard.stdout.readline().split()
@@ -59,7 +51,7 @@ def look(shard: "subprocess.Popen[str]") -> Figures:
     "seconds",
     [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
-def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds: float) -> None:
+def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds):
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, parent)
@@ -87,7 +79,6 @@ def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds
                 before = look(shard)
             time.sleep(0.02)
         figures = look(shard)
-    assert before is not None
     growth = figures.rss - before.rss
     print(
         f"{count} reports, the slowest {slowest_s:.3f} s; heartbeats at most"

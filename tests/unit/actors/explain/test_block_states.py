@@ -28,7 +28,7 @@ def known(
     )
 
 
-def test_blocks_are_told_with_all_places_that_have_them_whole() -> None:
+def test_blocks_are_told_with_all_places_that_have_them_whole():
     answers = {"a": known([1, 1, 0]), "b": known([0, 0, 0], disk=[0, 1, 1])}
     found = block_states(answers, 3, num_parts=1)
     assert [block.places for block in found] == [
@@ -39,12 +39,12 @@ def test_blocks_are_told_with_all_places_that_have_them_whole() -> None:
     assert {block.state for block in found} == {STORED}
 
 
-def test_parts_on_several_nodes_make_a_block_and_some_of_them_do_not() -> None:
+def test_parts_on_several_nodes_make_a_block_and_some_of_them_do_not():
     both = {"a": known([1, 1]), "b": known([1, 0])}
     assert [block.state for block in block_states(both, 2, num_parts=2)] == [STORED, PARTIAL]
 
 
-def test_of_a_block_that_is_nowhere_the_latest_departure_is_told() -> None:
+def test_of_a_block_that_is_nowhere_the_latest_departure_is_told():
     answers = {
         "a": known([0, 0], left=[10.0, 0.0]),
         "b": known([0, 0], disk=[0, 0], left=[20.0, 0]),
@@ -55,14 +55,14 @@ def test_of_a_block_that_is_nowhere_the_latest_departure_is_told() -> None:
     assert never.state == NEVER_STORED
 
 
-def test_of_an_earlier_moment_that_a_block_had_left_counts_though_it_is_back() -> None:
+def test_of_an_earlier_moment_that_a_block_had_left_counts_though_it_is_back():
     answers = {"a": known([1], left=[10.0])}
     assert block_states(answers, 1, num_parts=1)[0].state == STORED
     (then,) = block_states(answers, 1, num_parts=1, past=True)
     assert (then.state, then.cause, then.places) == (EVICTED, "ahead", (("a", "host"),))
 
 
-def test_blocks_that_left_at_different_moments_are_one_run() -> None:
+def test_blocks_that_left_at_different_moments_are_one_run():
     answers = {"a": known([0, 0, 0, 1], left=[10.0, 12.0, 0.0, 0.0])}
     runs = list(state_runs(block_states(answers, 4, num_parts=1)))
     assert [(start, len(run), run[0].state) for start, run in runs] == [

@@ -1,6 +1,5 @@
-import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
-from kvray.actors.mover.orders import FetchOrder, LeasedGroup, LeaseRequest, SendOrder
+from kvray.actors.mover.orders import FetchOrder, FetchReport, LeasedGroup, LeaseRequest, SendOrder
 from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
+from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
@@ -31,7 +31,15 @@ def target(make_node: MakeNode) -> Node:
     return make_node("b")
 
 
-def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> None:
+@pytest.fixture
+def keys(source: Node) -> list[BlockKey]:
+    """Ten blocks that the source has."""
+    made = chain(10)
+    store(source.arena, made)
+    return made
+
+
+def test_blocks_of_another_node_are_ready_here(source, target):
     keys = chain(20)
     store(source.arena, keys)
     report = target.fetch(span("a", keys))
@@ -43,9 +51,7 @@ def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> No
     assert got.seconds > 0
 
 
-def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
-    source: Node, target: Node
-) -> None:
+def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(source, target):
     keys, priorities = chain(6), [90, 90, 35, 0, 100, 7]
     asked = np.array(priorities, dtype=np.uint8)
     store(source.arena, keys, namespace=0x1234ABCD, priority=asked)
@@ -57,53 +63,49 @@ def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
     assert set(tables.slot_namespace[found[1:]].tolist()) == {0x1234ABCD}
 
 
-def test_a_lease_that_says_nothing_of_priorities_means_the_default() -> None:
+@pytest.mark.parametrize(
+    ("said", "priorities"),
+    [
+        pytest.param({}, [DEFAULT_PRIORITY] * 2, id="nothing means the default"),
+        pytest.param(
+            {"namespaces": b"odd", "priorities": b"\xff\x01"}, [100, 1], id="nonsense is taken"
+        ),
+    ],
+)
+def test_a_lease_is_taken_whatever_it_says_of_priorities(said, priorities):
     sizes = np.full(2, SLOT, dtype="<u8").tobytes()
-    bare = LeasedBlocks.read(LeasedGroup(sizes=sizes, checksums=bytes(16)))
-    assert bare.priorities.tolist() == [DEFAULT_PRIORITY] * 2
-    assert bare.namespaces.tolist() == [0, 0]
+    found = LeasedBlocks.read(LeasedGroup(sizes=sizes, checksums=bytes(16), **said))
+    assert found.priorities.tolist() == priorities
+    assert found.namespaces.tolist() == [0, 0]
 
 
-def test_a_lease_with_nonsense_for_priorities_is_taken_all_the_same() -> None:
-    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
-    group = LeasedGroup(sizes=sizes, checksums=bytes(16), namespaces=b"odd", priorities=b"\xff\x01")
-    assert LeasedBlocks.read(group).priorities.tolist() == [100, 1]
-    assert LeasedBlocks.read(group).namespaces.tolist() == [0, 0]
-
-
-def test_chain_is_fetched_from_several_nodes_at_once(make_node: MakeNode) -> None:
-    keys = chain(30)
-    nodes = [make_node(name) for name in "abc"]
-    for index, node in enumerate(nodes[:2]):
+def test_chain_is_fetched_from_several_nodes_at_once(source, target, make_node):
+    keys, third = chain(30), make_node("c")
+    for node in (source, third):
         store(node.arena, keys)
-        assert index < 2
-    report = nodes[2].fetch(
+    report = target.fetch(
         span("a", keys[:10]),
-        span("b", keys[10:20], parent=keys[9], depth=10),
+        span("c", keys[10:20], parent=keys[9], depth=10),
         span("a", keys[20:], parent=keys[19], depth=20),
     )
     assert report.here == (10, 10, 10)
-    assert [report.sources[name].num_blocks for name in "ab"] == [20, 10]
-    tables = nodes[2].arena.tables
+    assert [report.sources[name].num_blocks for name in "ac"] == [20, 10]
+    tables = target.arena.tables
     ready = tables.slot_state == READY
     assert sorted(tables.slot_depth[ready].tolist()) == list(range(30))
     assert np.count_nonzero(tables.slot_parent[ready] >= 0) == 29
 
 
-def test_parts_of_different_sizes_are_fetched_by_one_order(make_node: MakeNode) -> None:
-    nodes = [make_node(name) for name in "ab"]
+def test_parts_of_different_sizes_are_fetched_by_one_order(source, target):
     keys = chain(6)
-    store(nodes[0].arena, keys, part=0, block_bytes=SLOT)
-    store(nodes[0].arena, keys, part=3, block_bytes=1000)
-    report = nodes[1].fetch(span("a", keys), span("a", keys, part=3))
-    assert report.here == (6, 6)
-    assert is_right(nodes[1].arena, keys, block_bytes=SLOT)
-    assert is_right(nodes[1].arena, keys, part=3, block_bytes=1000)
+    store(source.arena, keys, part=0, block_bytes=SLOT)
+    store(source.arena, keys, part=3, block_bytes=1000)
+    assert target.fetch(span("a", keys), span("a", keys, part=3)).here == (6, 6)
+    assert is_right(target.arena, keys, block_bytes=SLOT)
+    assert is_right(target.arena, keys, part=3, block_bytes=1000)
 
 
-def test_what_is_here_is_not_fetched_again(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_what_is_here_is_not_fetched_again(source, target, keys):
     store(target.arena, keys[:4])
     report = target.fetch(span("a", keys))
     assert report.here == (10,)
@@ -111,11 +113,8 @@ def test_what_is_here_is_not_fetched_again(source: Node, target: Node) -> None:
     assert target.fetch(span("a", keys)).sources == {}
 
 
-def test_block_that_somebody_else_is_writing_does_not_count(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_block_that_somebody_else_is_writing_does_not_count(source, target, keys):
     made = target.arena.reserve(keys[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made is not None
     report = target.fetch(span("a", keys))
     assert report.here == (0,)
     assert report.sources["a"].num_blocks == 7
@@ -123,7 +122,7 @@ def test_block_that_somebody_else_is_writing_does_not_count(source: Node, target
     assert target.fetch(span("a", keys)).here == (10,)
 
 
-def test_what_the_source_has_no_more_is_left_out(source: Node, target: Node) -> None:
+def test_what_the_source_has_no_more_is_left_out(source, target):
     keys = chain(10)
     store(source.arena, keys[:7])
     report = target.fetch(span("a", keys))
@@ -131,9 +130,7 @@ def test_what_the_source_has_no_more_is_left_out(source: Node, target: Node) -> 
     assert report.sources["a"].error is None
 
 
-def test_blocks_without_their_parent_are_left_out(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_blocks_without_their_parent_are_left_out(source, target, keys):
     tail = span("a", keys[5:], parent=keys[4], depth=5)
     assert target.fetch(tail).here == (0,)
     assert target.num_reserved == 0
@@ -141,28 +138,21 @@ def test_blocks_without_their_parent_are_left_out(source: Node, target: Node) ->
     assert target.fetch(free).here == (5,)
 
 
-def test_arena_without_room_gets_a_shorter_prefix(make_node: MakeNode) -> None:
-    big = make_node("a")
+def test_arena_without_room_gets_a_shorter_prefix(source, make_node):
     small = make_node("b", asked={"num_slabs": 4, "slots_per_slab": 4})
     keys = chain(40)
-    store(big.arena, keys)
-    report = small.fetch(span("a", keys))
-    assert report.here == (16,)
+    store(source.arena, keys)
+    assert small.fetch(span("a", keys)).here == (16,)
     assert is_right(small.arena, keys[:16], block_bytes=SLOT)
 
 
-def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(
-    make_node: MakeNode,
-) -> None:
-    nodes = [make_node("a"), make_node("b", bytes_in_flight=1)]
+def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(source, make_node):
     keys = chain(40)
-    store(nodes[0].arena, keys)
-    assert nodes[1].fetch(span("a", keys)).here == (40,)
+    store(source.arena, keys)
+    assert make_node("b", bytes_in_flight=1).fetch(span("a", keys)).here == (40,)
 
 
-def test_corrupt_block_is_never_ready_here_and_quarantined_there(
-    source: Node, target: Node
-) -> None:
+def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target):
     keys = chain(10)
     made = store(source.arena, keys)
     source.arena.slot_bytes(int(made.slots[6]))[5] ^= 1
@@ -175,62 +165,48 @@ def test_corrupt_block_is_never_ready_here_and_quarantined_there(
     wait_for(lambda: target.num_reserved == 0)
 
 
-def test_two_fetches_of_the_same_blocks_leave_one_copy(source: Node, target: Node) -> None:
+def test_two_fetches_of_the_same_blocks_leave_one_copy(source, target):
     keys = chain(50)
     store(source.arena, keys)
-    threads = [threading.Thread(target=target.fetch, args=(span("a", keys),)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: target.fetch(span("a", keys)), range(3)))
     assert target.fetch(span("a", keys)).here == (50,)
     assert (target.num_ready, target.num_reserved) == (50, 0)
 
 
-def test_two_movers_fetch_from_each_other_at_once(source: Node, target: Node) -> None:
+def test_two_movers_fetch_from_each_other_at_once(source, target):
     ours, theirs = chain(50, seed="ours"), chain(50, seed="theirs")
     store(source.arena, theirs[:10])
     store(target.arena, ours[:10])
-    reports: dict[str, Any] = {}
 
-    def fetch(node: Node, other: str, keys: list[Any]) -> None:
-        for _ in range(5):
-            reports[node.name] = node.fetch(span(other, keys))
+    def fetch(node: Node, other: str, keys: list[Any]) -> list[FetchReport]:
+        return [node.fetch(span(other, keys)) for _ in range(5)]
 
-    threads = [
-        threading.Thread(target=fetch, args=(target, "a", theirs)),
-        threading.Thread(target=fetch, args=(source, "b", ours)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [reports[name].here for name in "ab"] == [(10,), (10,)]
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(fetch, target, "a", theirs)
+        here = pool.submit(fetch, source, "b", ours)
+        assert [made.result()[-1].here for made in (there, here)] == [(10,), (10,)]
 
 
-def test_peer_that_is_not_there_is_reported(target: Node) -> None:
+def test_peer_that_is_not_there_is_reported(target):
     report = target.fetch(span("nobody", chain(3)))
     assert report.here == (0,)
     assert report.sources["nobody"].error == "ShardUnavailable"
     assert report.sources["nobody"].message == "There is no nobody."
 
 
-def test_ends_without_a_common_transport_say_so(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_without_a_common_transport_say_so(make_node, target, monkeypatch):
     # Other tests of this process may have connected it.
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    a = make_node("a", transports=("object_ref",))
-    b = make_node("b")
-    keys = chain(3)
+    a, keys = make_node("a", transports=("object_ref",)), chain(3)
     store(a.arena, keys)
-    report = b.fetch(span("a", keys))
+    report = target.fetch(span("a", keys))
     assert report.here == (0,)
     assert report.sources["a"].error == "TransportUnavailable"
     assert "Ray" in a.mover.status()["transports"]["object_ref"]["reason"]
 
 
-def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
+def test_order_whose_time_is_up_is_refused(source, target):
     keys = chain(3)
     store(source.arena, keys)
     report = target.fetch(span("a", keys), deadline_s=0.0)
@@ -239,7 +215,7 @@ def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
     assert target.num_reserved == 0
 
 
-def test_mover_waits_for_an_arena(directory: Path) -> None:
+def test_mover_waits_for_an_arena(directory):
     mover = Mover("m", directory, SETTINGS, lambda name: NotImplemented, lock_wait_s=0.5)
     mover.start()
     report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
@@ -250,14 +226,12 @@ def test_mover_waits_for_an_arena(directory: Path) -> None:
     mover.stop()
 
 
-def test_mover_ends_when_its_arena_was_given_up(source: Node) -> None:
+def test_mover_ends_when_its_arena_was_given_up(source):
     ArenaOwner(source.arena).retire()
     wait_for(lambda: source.ended == 1)
 
 
-def test_mover_that_was_stopped_holds_nothing(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_mover_that_was_stopped_holds_nothing(source, target, keys):
     source.mover.lease(_request(target, keys))
     assert source.num_leases == 1
     source.mover.stop()
@@ -276,13 +250,10 @@ def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
 
 def _addresses(node: Node) -> dict[str, bytes]:
     attached = node.mover._attached
-    assert attached is not None
     return {name: one.address for name, one in attached.transports.items()}
 
 
-def test_leased_blocks_cannot_be_evicted(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_leased_blocks_cannot_be_evicted(source, target, keys):
     lease = source.mover.lease(_request(target, keys, lease_s=60.0))
     assert len(lease.groups[0].sizes) == 10 * 8
     ArenaOwner(source.arena).clear()
@@ -292,18 +263,14 @@ def test_leased_blocks_cannot_be_evicted(source: Node, target: Node) -> None:
     assert source.arena.match(keys) == 0
 
 
-def test_read_lease_that_nobody_renews_ends(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_read_lease_that_nobody_renews_ends(source, target, keys):
     lease = source.mover.lease(_request(target, keys, lease_s=0.2))
     wait_for(lambda: source.num_leases == 0)
     with pytest.raises(LeaseExpired):
         source.mover.send(_nothing(lease.token))
 
 
-def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
-    keys = chain(10)
-    store(source.arena, keys)
+def test_sends_renew_a_read_lease(source, target, keys):
     lease = source.mover.lease(_request(target, keys, lease_s=1.0))
     for _ in range(6):
         time.sleep(0.3)
@@ -311,7 +278,7 @@ def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
     assert source.num_leases == 1
 
 
-def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: Node) -> None:
+def test_lease_is_not_longer_than_the_source_gives(make_node, target):
     source = make_node("a", lease_s=0.5)
     keys = chain(10)
     store(source.arena, keys)
@@ -319,16 +286,14 @@ def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: 
     wait_for(lambda: source.num_leases == 0)
 
 
-def test_read_leases_are_bounded(source: Node, target: Node) -> None:
-    keys = chain(1)
-    store(source.arena, keys)
+def test_read_leases_are_bounded(source, target):
     for _ in range(READ_LEASES_MAX):
         source.mover.lease(_request(target, []))
     with pytest.raises(CapacityError, match="read leases for others"):
         source.mover.lease(_request(target, []))
 
 
-def test_transport_is_the_first_of_the_asker_that_both_have(source: Node, target: Node) -> None:
+def test_transport_is_the_first_of_the_asker_that_both_have(source, target):
     addresses = {"pigeons": b"", **_addresses(target)}
     assert source.mover.lease(_request(target, [], addresses=addresses)).transport == "nixl"
     with pytest.raises(TransportUnavailable, match="pigeons"):
@@ -342,39 +307,32 @@ def _nothing(token: int) -> SendOrder:
 MiB = 2**20
 
 
-def test_a_fast_way_gets_pieces_as_large_as_the_transport_likes() -> None:
-    pace = Pace(most_bytes=128 * MiB)
-    assert pace.step(1024 * MiB) == FIRST_BYTES
-    pace.note(FIRST_BYTES, 0.001)
-    assert pace.step(1024 * MiB) == 128 * MiB
-
-
-def test_a_slow_way_gets_pieces_that_take_a_moment() -> None:
-    pace = Pace(most_bytes=128 * MiB)
-    pace.note(16 * MiB, 0.2)
-    assert pace.step(1024 * MiB) == 8 * MiB
-    pace.note(8 * MiB, 10.0)
-    assert pace.step(1024 * MiB) == 4 * MiB
-
-
-def test_pieces_grow_smaller_towards_the_end() -> None:
-    pace = Pace(most_bytes=128 * MiB)
-    pace.note(FIRST_BYTES, 0.001)
-    left, steps = 512 * MiB, []
-    while left > 0:
-        steps.append(min(left, pace.step(left)) // MiB)
-        left -= steps[-1] * MiB
-    assert steps == [128, 128, 128, 64, 64]
-
-
-def test_a_transport_of_small_pieces_never_gets_larger_ones() -> None:
-    pace = Pace(most_bytes=2 * MiB)
-    pace.note(2 * MiB, 0.0)
-    assert pace.step(64 * MiB) == 2 * MiB
+@pytest.mark.parametrize(
+    ("most", "moved", "steps"),
+    [
+        pytest.param(128, [], [FIRST_BYTES // MiB], id="it begins with a small one"),
+        pytest.param(128, [(FIRST_BYTES / MiB, 0.001)], [128], id="a fast way gets the largest"),
+        pytest.param(128, [(16, 0.2)], [8], id="a slow way gets what takes a moment"),
+        pytest.param(128, [(16, 0.2), (8, 10.0)], [4], id="a slower one gets less"),
+        pytest.param(2, [(2, 0.0)], [2], id="never more than the transport likes"),
+        pytest.param(
+            *(128, [(FIRST_BYTES / MiB, 0.001)], [128, 128, 128, 64, 64]),
+            id="pieces grow smaller towards the end",
+        ),
+    ],
+)
+def test_pieces_are_as_large_as_their_way_is_fast(most, moved, steps):
+    pace = Pace(most_bytes=most * MiB)
+    for size, seconds in moved:
+        pace.note(int(size * MiB), seconds)
+    left = 1024 * MiB if len(steps) == 1 else sum(steps) * MiB
+    for step in steps:
+        assert min(left, pace.step(left)) == step * MiB
+        left -= step * MiB
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.floats(0, 100)), max_size=20), st.data())
-def test_every_step_moves_something(notes: list[tuple[int, float]], data: st.DataObject) -> None:
+def test_every_step_moves_something(notes, data):
     pace = Pace(most_bytes=data.draw(st.integers(1, 2**30)))
     for num_bytes, seconds in notes:
         pace.note(num_bytes, seconds)

@@ -91,14 +91,11 @@ def target(make_node: MakeNode, firewall: Firewall) -> Node:
 
 
 def failing(node: Node) -> list[dict[str, Any]]:
-    assert node.mover is not None
     found: list[dict[str, Any]] = node.mover.status()["failing_links"]
     return found
 
 
-def test_a_node_gets_a_handshake_before_anything_is_fetched(
-    source: Node, target: Node, firewall: Firewall
-) -> None:
+def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, firewall):
     target.mover.connect(["a"])
     wait_for(lambda: firewall.pushed == [0])
     status = target.mover.status()
@@ -108,8 +105,8 @@ def test_a_node_gets_a_handshake_before_anything_is_fetched(
 
 
 def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
-    source: Node, target: Node, firewall: Firewall
-) -> None:
+    source, target, firewall
+):
     firewall.is_shut = True
     target.mover.connect(["a"])
     wait_for(lambda: any(one["left_out"] for one in failing(target)))
@@ -132,9 +129,7 @@ def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
     assert report.sources["a"].transport == "nixl"
 
 
-def test_requests_that_fail_count_too(
-    source: Node, target: Node, firewall: Firewall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_fail_count_too(source, target, firewall, monkeypatch):
     monkeypatch.setattr(module, "_SWEEP_S", 60.0)
     target.mover.connect(["a"])
     wait_for(lambda: firewall.pushed == [0])
@@ -201,16 +196,14 @@ def count_handshakes(scene: Scene, seconds: float, *, step_s: float = 0.5) -> in
     return len(scene.answerer.transports) - before
 
 
-def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene: Scene) -> None:
+def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene):
     scene.links.handshake()
     scene.links.handshake()
     assert scene.answerer.transports == [["first", "second"]]
     assert 5 <= count_handshakes(scene, 600) <= 21
 
 
-def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left_out(
-    scene: Scene,
-) -> None:
+def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left_out(scene):
     scene.answerer.error = ShardUnavailable("It is gone.")
     assert 5 <= count_handshakes(scene, 120) <= 10
     assert count_handshakes(scene, 1200) <= 21
@@ -218,7 +211,7 @@ def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left
     assert scene.links.status() == []
 
 
-def test_failures_in_a_row_leave_a_transport_out(scene: Scene) -> None:
+def test_failures_in_a_row_leave_a_transport_out(scene):
     error = "It broke."
     scene.links.fail("m", "first", error)
     scene.links.succeed("m", "first", 0)
@@ -235,14 +228,14 @@ def test_failures_in_a_row_leave_a_transport_out(scene: Scene) -> None:
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
-def test_if_all_are_left_out_all_may_be_used(scene: Scene) -> None:
+def test_if_all_are_left_out_all_may_be_used(scene):
     for transport in ("first", "second"):
         for _ in range(module.FAILURES_MAX):
             scene.links.fail("m", transport, "It broke.")
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
-def test_an_end_that_was_renewed_is_made_known_at_once(scene: Scene) -> None:
+def test_an_end_that_was_renewed_is_made_known_at_once(scene):
     scene.links.handshake()
     scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
     scene.links.handshake()
@@ -250,7 +243,7 @@ def test_an_end_that_was_renewed_is_made_known_at_once(scene: Scene) -> None:
     assert len(scene.answerer.transports) == 2
 
 
-def test_nodes_that_are_gone_are_forgotten(scene: Scene) -> None:
+def test_nodes_that_are_gone_are_forgotten(scene):
     scene.links.fail("m", "first", "It broke.")
     assert [link["failures"] for link in scene.links.status()] == [1]
     scene.links.connect(["another"])
@@ -259,7 +252,7 @@ def test_nodes_that_are_gone_are_forgotten(scene: Scene) -> None:
     assert scene.links.status() == []
 
 
-def test_closing_ends_the_handshakes(scene: Scene) -> None:
+def test_closing_ends_the_handshakes(scene):
     scene.links.start()
     wait_for(lambda: bool(scene.answerer.transports))
     scene.links.close()

@@ -13,6 +13,9 @@ from kvray.actors.tier import launch
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
 
+TOKEN = b"0123456789abcdef"
+OTHER = b"0123456789abcdeF"
+
 
 def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
     path.write_bytes(token)
@@ -21,36 +24,36 @@ def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
     return load_config(overrides=overrides, environ={})
 
 
-def test_who_has_the_token_is_let_in(tmp_path: Path) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef\n")
-    same = with_token(tmp_path / "copy", b"0123456789abcdef")
-    check_proof(config, proof_of(same))
+@pytest.fixture
+def config(tmp_path: Path) -> KVRayConfig:
+    """The configuration of a tier with a token."""
+    return with_token(tmp_path / "token", TOKEN)
 
 
-def test_who_has_none_or_another_one_is_not(tmp_path: Path) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
-    other = with_token(tmp_path / "other", b"0123456789abcdeF")
-    for proof in ("", proof_of(None), proof_of(other), "0123456789abcdef", "é" * 64):
+def test_who_has_the_token_is_let_in(tmp_path, config):
+    check_proof(config, proof_of(with_token(tmp_path / "copy", TOKEN + b"\n")))
+
+
+def test_who_has_none_or_another_one_is_not(tmp_path, config):
+    other = with_token(tmp_path / "other", OTHER)
+    for proof in ("", proof_of(None), proof_of(other), TOKEN.decode(), "é" * 64):
         with pytest.raises(ConfigError, match=r"with a token only.*auth_token_file"):
             check_proof(config, proof)
 
 
-def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path: Path) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
+def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path, config):
     proof = proof_of(config)
-    assert "0123456789abcdef" not in proof
+    assert TOKEN.decode() not in proof
     with pytest.raises(ConfigError, match="'other'"):
-        check_proof(with_token(tmp_path / "token", b"0123456789abcdef", name="other"), proof)
+        check_proof(with_token(tmp_path / "token", TOKEN, name="other"), proof)
 
 
-def test_a_tier_without_a_token_lets_everybody_in(tmp_path: Path) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
+def test_a_tier_without_a_token_lets_everybody_in(config):
     check_proof(KVRayConfig(), "")
     check_proof(KVRayConfig(), proof_of(config))
 
 
-def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path: Path) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
+def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path, config):
     proof = proof_of(config)
     (tmp_path / "token").unlink()
     with pytest.raises(ConfigError, match="auth_token_file cannot be read"):
@@ -60,18 +63,21 @@ def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path: Path) -> Non
 # -- a token that cannot be read any more ---------------------------------------------------------
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 BREAKS: dict[str, Callable[[Path], Any]] = {
-    "missing": remove,
+    "missing": lambda path: path.unlink(),
     "short": lambda path: path.write_bytes(b"short"),
     "empty": lambda path: path.write_bytes(b""),
     "open to others": lambda path: path.chmod(0o644),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
 }
+
+
+@pytest.fixture(params=BREAKS)
+def broken(tmp_path: Path, config: KVRayConfig, request: pytest.FixtureRequest) -> KVRayConfig:
+    """The configuration, whose token cannot be read any more."""
+    BREAKS[request.param](tmp_path / "token")
+    return config
 
 
 class Tier:
@@ -97,53 +103,38 @@ class Tier:
         return answers
 
 
-@pytest.mark.parametrize("way", BREAKS)
 def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
-    other = with_token(tmp_path / "other", b"0123456789abcdeF")
-    Tier(config, monkeypatch)
-    BREAKS[way](tmp_path / "token")
-    for asked in (config, other, KVRayConfig(), None):
+    tmp_path, broken, monkeypatch
+):
+    Tier(broken, monkeypatch)
+    for asked in (broken, with_token(tmp_path / "other", OTHER), KVRayConfig(), None):
         ask_to_be_admitted(asked, timeout_s=1)
 
 
-@pytest.mark.parametrize("way", BREAKS)
-def test_another_user_is_not_let_in_for_a_token_that_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
-    Tier(config, monkeypatch)
-    BREAKS[way](tmp_path / "token")
+def test_another_user_is_not_let_in_for_a_token_that_is_lost(broken, monkeypatch):
+    Tier(broken, monkeypatch)
     uid = os.geteuid()
     monkeypatch.setattr(admin.os, "geteuid", lambda: uid + 1)
-    for asked in (config, KVRayConfig(), None):
+    for asked in (broken, KVRayConfig(), None):
         with pytest.raises(ConfigError, match="auth_token_file"):
             ask_to_be_admitted(asked, timeout_s=1)
 
 
-def test_a_token_that_is_there_is_asked_for_of_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
-    broken = with_token(tmp_path / "broken", b"short")
+def test_a_token_that_is_there_is_asked_for_of_everybody(tmp_path, config, monkeypatch):
     Tier(config, monkeypatch)
     ask_to_be_admitted(config, timeout_s=1)
     with pytest.raises(ConfigError, match="with a token only"):
         ask_to_be_admitted(KVRayConfig(), timeout_s=1)
-    with pytest.raises(ConfigError, match=r"broken of security\.auth_token_file must hold"):
-        ask_to_be_admitted(broken, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"short of security\.auth_token_file must hold"):
+        ask_to_be_admitted(with_token(tmp_path / "short", b"short"), timeout_s=1)
 
 
-def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(tmp_path, monkeypatch):
     Tier(KVRayConfig(), monkeypatch)
     ask_to_be_admitted(with_token(tmp_path / "broken", b"short"), timeout_s=1)
 
 
-def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path: Path) -> None:
+def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path):
     nonce = "ab" * 32
     path = tmp_path / "file"
     path.write_text(nonce)
@@ -164,22 +155,17 @@ def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_pa
     assert not admin._is_own(f"{nonce} {path}")
 
 
-def test_nothing_is_left_of_what_shows_whose_a_caller_is() -> None:
+def test_nothing_is_left_of_what_shows_whose_a_caller_is():
     with admin._witness() as witness:
         path = Path(witness.split(" ", 1)[1])
         assert admin._is_own(witness)
     assert not path.exists()
 
 
-@pytest.mark.parametrize("way", BREAKS)
-def test_up_refuses_a_broken_token_before_it_starts_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    config = with_token(tmp_path / "token", b"0123456789abcdef")
-    BREAKS[way](tmp_path / "token")
+def test_up_refuses_a_broken_token_before_it_starts_anything(broken, monkeypatch):
     monkeypatch.setattr(launch, "local_ray", None)
     monkeypatch.setattr(launch, "connection", None)
     with pytest.raises(ConfigError, match=r"security\.auth_token_file"):
-        launch.bring_up(config)
+        launch.bring_up(broken)
     with pytest.raises(ConfigError, match=r"security\.auth_token_file"):
-        launch.preview(config, launch.Rollout())
+        launch.preview(broken, launch.Rollout())

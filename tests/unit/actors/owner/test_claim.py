@@ -7,22 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
+from kvray.actors.owner.inventory import find_arenas, look_at
 from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, sweep
-from kvray.actors.shard.shard import Shard
+from kvray.errors import ConfigError
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
-from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.shard_process import STORED, ShardProcess, shard_process
+from tests.unit.actors.shard_process import ROOT, STORED, ShardProcess, shard_process
 from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
-from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import fetch
 from tests.waiting import HANG_S, wait_for
 
@@ -46,58 +45,46 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
 def test_an_earlier_self_is_ended_and_its_arena_adopted(
-    older: ShardProcess,
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    signum: signal.Signals,
-) -> None:
+    older, make_shard, attach, directory, monkeypatch, caplog, signum
+):
     monkeypatch.setattr(claim, "_GRACE_S", 0.1)
     older.send_signal(signum)
     shard = make_shard()
-    wait_until_serving(shard)
     assert older.wait(HANG_S) == -signal.SIGKILL
     assert f"a: ended process {older.pid}, an earlier self" in caplog.text
-    with contextlib.closing(open_arena(directory)) as arena:
-        leases = arena.lease(STORED)
-        assert leases
-        assert fetch(arena, STORED, leases[0])
-        arena.release(*leases)
-        wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0, "ending its leases")
+    arena = attach()
+    leases = arena.lease(STORED)
+    assert leases
+    assert fetch(arena, STORED, leases[0])
+    arena.release(*leases)
+    wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0, "ending its leases")
     assert shard.status()["arena"]["shard_epoch"] == 2
     assert owner_of(directory) == Owner(
         shard="a", pid=os.getpid(), since=json.loads((directory / NOTE_FILE).read_text())["since"]
     )
 
 
-def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
-    older: ShardProcess, make_shard: StartShard, directory: Path, hasty: None
-) -> None:
+def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(older, make_shard, attach, hasty):
     older.send_signal(signal.SIGSTOP)
-    wait_until_serving(make_shard(limbo_s=1.0))
-    with contextlib.closing(open_arena(directory)) as arena:
-        state = arena.tables.slot_state
-        wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
-        wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
+    make_shard(limbo_s=1.0)
+    state = attach().tables.slot_state
+    wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
+    wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
 
 
-def test_an_earlier_self_that_is_ending_is_given_time(
-    older: ShardProcess, make_shard: StartShard
-) -> None:
-    shard = make_shard()
+def test_an_earlier_self_that_is_ending_is_given_time(older, start_shard):
+    shard = start_shard()
     time.sleep(0.2)
-    assert older.stdin is not None
     older.stdin.close()
     wait_until_serving(shard)
     assert older.wait(HANG_S) == 0
 
 
-def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: StartShard) -> None:
+def test_a_killed_owner_is_followed_at_once(older, make_shard):
     older.kill()
     older.wait()
     began = time.monotonic()
-    wait_until_serving(make_shard())
+    make_shard()
     assert time.monotonic() - began < claim._GRACE_S
 
 
@@ -106,14 +93,10 @@ def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: Sta
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
 def test_an_owner_of_another_name_is_named_and_never_harmed(
-    stranger: ShardProcess,
-    make_shard: StartShard,
-    directory: Path,
-    hasty: None,
-    signum: signal.Signals,
-) -> None:
+    stranger, start_shard, directory, hasty, signum
+):
     stranger.send_signal(signum)
-    message = failed_with(make_shard())
+    message = failed_with(start_shard())
     assert message.startswith(f"Shard b (process {stranger.pid}, since 20")
     assert message.endswith(
         "that it was started with, or choose another cluster_name or arena.dir."
@@ -123,43 +106,37 @@ def test_an_owner_of_another_name_is_named_and_never_harmed(
         assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
 
 
-def test_a_note_alone_makes_nobody_an_earlier_self(
-    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
-) -> None:
+def test_a_note_alone_makes_nobody_an_earlier_self(start_shard, directory, child, hasty):
     directory.mkdir(mode=0o700)
     process = child()
     process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
     note = {"shard": "a", "pid": process.process.pid, "since": time.time()}
     (directory / NOTE_FILE).write_text(json.dumps(note))
-    assert f"Shard a (process {process.process.pid}, since" in failed_with(make_shard())
+    assert f"Shard a (process {process.process.pid}, since" in failed_with(start_shard())
     assert process.say("1 + 1") == "2"
 
 
-def test_the_name_alone_makes_nobody_an_owner(
-    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
-) -> None:
+def test_the_name_alone_makes_nobody_an_owner(start_shard, directory, child, hasty):
     directory.mkdir(mode=0o700)
     named, owner = child(), child()
     named.say(
         f"(kept := SideFile.at(directory / 'owner')).try_lock({Claim(directory, 'a')._name_byte})"
     )
     owner.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
-    assert f"Process {owner.process.pid} owns" in failed_with(make_shard())
+    assert f"Process {owner.process.pid} owns" in failed_with(start_shard())
     assert (named.say("1 + 1"), owner.say("1 + 1")) == ("2", "2")
 
 
 @pytest.mark.parametrize(
     "note", ["", "{", "[]", '{"pid": 1}', '{"shard": "x", "pid": 1, "since": 2}']
 )
-def test_an_owner_is_known_by_its_lock_whatever_the_note_says(
-    shard: Shard, directory: Path, note: str
-) -> None:
+def test_an_owner_is_known_by_its_lock_whatever_the_note_says(shard, directory, note):
     (directory / NOTE_FILE).write_text(note)
     assert owner_of(directory) == Owner(shard=None, pid=os.getpid(), since=None)
     assert str(owner_of(directory)) == f"Process {os.getpid()}"
 
 
-def test_nobody_owns_what_is_not_there_or_was_left(older: ShardProcess, directory: Path) -> None:
+def test_nobody_owns_what_is_not_there_or_was_left(older, directory):
     assert owner_of(directory) is not None
     older.kill()
     older.wait()
@@ -168,32 +145,23 @@ def test_nobody_owns_what_is_not_there_or_was_left(older: ShardProcess, director
     assert not (directory / "nowhere").exists()
 
 
-def test_a_second_shard_waits_and_then_takes_over(make_shard: StartShard, directory: Path) -> None:
-    first = make_shard()
-    wait_until_serving(first)
-    second = make_shard("b")
+@pytest.mark.parametrize("retire", [False, True])
+def test_a_second_shard_waits_and_then_takes_over(shard, start_shard, directory, retire):
+    second = start_shard("b")
     time.sleep(0.2)
     assert second.status()["state"] == "starting"
-    first.stop(retire=False, timeout_s=5)
+    shard.stop(retire=retire, timeout_s=5)
     wait_until_serving(second)
+    assert is_locked_for_others(directory), "its lock is on a file without a name"
 
 
-def test_a_second_shard_says_who_owns_the_arena(
-    shard: Shard, make_shard: StartShard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "_WAIT_S", 0.2)
-    assert f"Shard a (process {os.getpid()}, since 20" in failed_with(make_shard("b"))
-
-
-def test_a_refused_second_shard_leaves_the_first_ones_arena_alone(
-    shard: Shard, make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "_WAIT_S", 0.1)
-    second = make_shard("b")
-    failed_with(second)
+def test_a_second_shard_says_who_owns_the_arena_and_leaves_it_alone(
+    shard, start_shard, arena, hasty
+):
+    second = start_shard("b")
+    assert f"Shard a (process {os.getpid()}, since 20" in failed_with(second)
     second.stop(retire=True, timeout_s=5)
-    with contextlib.closing(open_arena(directory)) as arena:
-        assert not arena.retired
+    assert not arena.retired
     assert shard.status()["state"] == "serving"
 
 
@@ -213,29 +181,13 @@ def is_locked_for_others(directory: Path) -> bool:
     return done.returncode == 1
 
 
-def test_the_owner_lock_excludes_other_processes(shard: Shard, directory: Path) -> None:
-    assert is_locked_for_others(directory)
-
-
-def test_who_waited_for_an_owner_that_removed_its_files_gets_new_ones(
-    make_shard: StartShard, directory: Path
-) -> None:
-    first = make_shard()
-    wait_until_serving(first)
-    second = make_shard("b")
-    time.sleep(0.15)
-    first.stop(retire=True, timeout_s=5)
-    wait_until_serving(second)
-    assert is_locked_for_others(directory), "its lock is on a file without a name"
-
-
-def test_sweep_leaves_an_owned_directory_alone(shard: Shard, directory: Path) -> None:
+def test_sweep_leaves_an_owned_directory_alone(shard, directory):
     assert not sweep(directory)
     assert shard.status()["state"] == "serving"
     assert (directory / "arena").exists()
 
 
-def test_sweep_removes_what_a_dead_shard_left(older: ShardProcess, directory: Path) -> None:
+def test_sweep_removes_what_a_dead_shard_left(older, directory):
     assert not sweep(directory)
     older.kill()
     older.wait()
@@ -245,12 +197,48 @@ def test_sweep_removes_what_a_dead_shard_left(older: ShardProcess, directory: Pa
     assert list(directory.parent.iterdir()) == []
 
 
-def test_sweep_of_nothing_finds_nothing_left(directory: Path) -> None:
+def test_sweep_finds_nothing_left_of_nothing_and_leaves_files_of_others(directory):
     assert sweep(directory)
-
-
-def test_sweep_leaves_files_of_others(directory: Path) -> None:
     directory.mkdir()
     (directory / "precious").touch()
     assert not sweep(directory)
     assert [path.name for path in directory.iterdir()] == ["precious"]
+
+
+SWEEPER = """
+import sys
+from pathlib import Path
+from kvray.actors.owner.inventory import find_arenas, remove_unused
+print("started", flush=True)
+while True:
+    for finding in find_arenas(Path(sys.argv[1])):
+        if finding.use == "unused":
+            remove_unused(finding.path)
+"""
+
+
+@pytest.fixture
+def sweeper(directory: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that removes whatever nobody uses, without a pause."""
+    command = [sys.executable, "-c", SWEEPER, str(directory.parent)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_shards_start_and_serve_while_everything_unused_is_removed(sweeper, make_shard, directory):
+    for n in range(20):
+        shard = make_shard()
+        assert look_at(directory).use == "owned"
+        shard.stop(retire=n % 2 == 0, timeout_s=10)
+    assert sweeper.poll() is None, "it has met an error"
+
+
+def test_looking_makes_nothing_and_a_file_cannot_be_looked_into(directory):
+    assert look_at(directory).use == "unused"
+    assert not directory.exists()
+    directory.touch()
+    with pytest.raises(ConfigError, match="no directory that can be listed"):
+        find_arenas(directory)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -33,17 +32,21 @@ def feed(buffer: Buffer) -> Iterator[PoolFeed]:
         yield made
 
 
+@pytest.fixture
+def engine(pools: Pools, buffer: Buffer, feed: PoolFeed) -> Engine:
+    """Replica `a`, whose pool has the first two blocks of PROMPT."""
+    made = Engine()
+    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
+    buffer.waiting.append(made.event(stored([1, 2], PROMPT[:8])))
+    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+    return made
+
+
 def sure(num_tokens: int) -> dict[str, PoolMatch]:
     return {"a": PoolMatch(num_tokens=num_tokens, is_sure=True)}
 
 
-def test_a_prompt_is_found_where_its_engine_tells_of_it(
-    pools: Pools, buffer: Buffer, feed: PoolFeed
-) -> None:
-    engine = Engine()
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
-    buffer.waiting.append(engine.event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, engine):
     buffer.waiting.append(engine.event(removed(2)))
     wait_for(lambda: pools.match(PROMPT) == sure(4), "an eviction")
     assert pools.match([9, *PROMPT]) == sure(0)
@@ -52,29 +55,17 @@ def test_a_prompt_is_found_where_its_engine_tells_of_it(
     assert pools.match(PROMPT) == {}
 
 
-def test_of_a_salted_prompt_what_is_found_may_be_too_little(
-    pools: Pools, buffer: Buffer, feed: PoolFeed
-) -> None:
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
-    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the plain blocks")
+@pytest.mark.usefixtures("engine")
+def test_a_salt_makes_a_match_unsure_and_nothing_is_said_of_adapters_and_of_what_is_no_prompt(
+    pools,
+):
     assert pools.match(PROMPT, salt="s") == {"a": PoolMatch(num_tokens=0, is_sure=False)}
-
-
-def test_nothing_is_said_of_adapters_numbered_salts_and_what_is_no_prompt(
-    pools: Pools, buffer: Buffer, feed: PoolFeed
-) -> None:
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
-    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the blocks")
     assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
     assert pools.match([2**40]) == {}
 
 
 @pytest.mark.parametrize("told", [7, {"replay_endpoint": "tcp://127.0.0.1:1"}, ["endpoint"]])
-def test_an_address_in_another_form_is_said_once(
-    pools: Pools, told: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_address_in_another_form_is_said_once(pools, told, caplog):
     for _ in range(2):
         pools.follow({"a": {EVENTS_STAT: told}})
     assert pools.match(PROMPT) == {}

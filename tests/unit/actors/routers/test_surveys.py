@@ -18,6 +18,8 @@ from kvray.index import Run
 from kvray.routing import Link, Outcomes, Stretch, Survey
 from tests.kit.ray.engine import NAMESPACE
 
+pytestmark = pytest.mark.anyio
+
 TOKENS = np.arange(100, dtype="<i4")
 PROFILE = {
     "tokens_per_block": 32,
@@ -69,21 +71,21 @@ def tier() -> Tier:
     return Tier()
 
 
-def surveys_of(tier: Tier) -> Surveys:
+@pytest.fixture
+def surveys(tier: Tier) -> Surveys:
     return Surveys(tier, "test", timeout_s=0.05, outcomes=Outcomes())
 
 
-async def heard(surveys: Surveys, **marks: Any) -> Survey | None:
+async def heard(surveys: Surveys, *replicas: str, **marks: Any) -> Survey | None:
     """Return the survey once the homes of the replicas are known."""
-    await surveys.survey(TOKENS, ["unknown", "known"])
+    asked = replicas or ("unknown", "known")
+    await surveys.survey(TOKENS, asked)
     await asyncio.sleep(0.05)
-    return await surveys.survey(TOKENS, ["unknown", "known"], **marks)
+    return await surveys.survey(TOKENS, asked, **marks)
 
 
-def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
-    surveys = surveys_of(tier)
-    found = asyncio.run(heard(surveys, salt="t"))
-    assert found == Survey(
+async def test_a_survey_says_who_holds_what_and_where(tier, surveys):
+    assert await heard(surveys, salt="t") == Survey(
         tokens_per_block=32,
         token_bytes=128.0,
         words=tuple(key[:8] for key in KEYS),
@@ -100,7 +102,6 @@ def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
     ]
     assert (surveys.home("known"), surveys.home("unknown")) == ("s1", "")
     profile = surveys.profile("known")
-    assert profile is not None
     assert profile.disk == Link(latency_s=0.0005, bytes_per_s=3e9)
     assert profile.links == {
         "s2": Link(latency_s=0.001, bytes_per_s=2e9),
@@ -109,146 +110,97 @@ def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize(("namespace", "lora"), [(b"", None), (b"n" * 32, "/l")])
-def test_keys_that_only_a_shard_can_make_are_asked_for(
-    tier: Tier, namespace: bytes, lora: str | None
-) -> None:
+async def test_keys_that_only_a_shard_can_make_are_asked_for(tier, surveys, namespace, lora):
     tier.profile = {**PROFILE, "namespace": namespace}
-    found = asyncio.run(heard(surveys_of(tier), salt="t", lora=lora))
-    assert found is not None
+    found = await heard(surveys, salt="t", lora=lora)
     assert found.words == tuple(key[:8] for key in KEYS)
     assert ("s1", "prompt", ("known", TOKENS.tobytes(), "t", lora)) in tier.calls
 
 
 @pytest.mark.parametrize("bad", [[2**40], [1, 2, 3]])
-def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(
-    tier: Tier, bad: list[int]
-) -> None:
+async def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(tier, surveys, bad):
     tier.profile = {**PROFILE, "namespace": b""}
-
-    async def ask() -> tuple[Survey | None, Survey | None]:
-        surveys = surveys_of(tier)
-        assert await heard(surveys) is not None
-        tier.refusal = "The prompt names no tenant."
-        nowhere = await surveys.survey(bad, ["unknown", "known"])
-        tier.refusal = ""
-        return nowhere, await surveys.survey(TOKENS, ["unknown", "known"])
-
-    nowhere, found = asyncio.run(ask())
+    assert await heard(surveys) is not None
+    tier.refusal = "The prompt names no tenant."
+    nowhere = await surveys.survey(bad, ["unknown", "known"])
     assert nowhere == Survey(tokens_per_block=32, token_bytes=128.0, words=(), stretches=())
-    assert found is not None
+    tier.refusal = ""
+    found = await surveys.survey(TOKENS, ["unknown", "known"])
     assert found.stretches
 
 
-def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier: Tier) -> None:
-    async def ask() -> bool:
-        surveys = surveys_of(tier)
-        await heard(surveys)
-        tier.is_gone = True
-        assert await surveys.survey(TOKENS, ["unknown", "known"]) is None
-        tier.is_gone = False
-        await surveys.survey(TOKENS, ["known"])  # finds its home again, and asks nothing else
-        await asyncio.sleep(0.3)
-        tier.is_gone = True
-        await surveys.survey([2**40], ["known"])
-        return surveys._breaker.state(time.monotonic()) == "closed"
-
-    assert not asyncio.run(ask())
+async def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier, surveys):
+    await heard(surveys)
+    tier.is_gone = True
+    assert await surveys.survey(TOKENS, ["unknown", "known"]) is None
+    tier.is_gone = False
+    await surveys.survey(TOKENS, ["known"])  # finds its home again, and asks nothing else
+    await asyncio.sleep(0.3)
+    tier.is_gone = True
+    await surveys.survey([2**40], ["known"])
+    assert surveys._breaker.state(time.monotonic()) != "closed"
 
 
-def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> None:
+async def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier, surveys):
     tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
-    found = asyncio.run(heard(surveys_of(tier)))
-    assert found is not None
+    found = await heard(surveys)
     assert found.stretches == (Stretch(num_tokens=64, holders={"s2": "host"}),)
     assert "on_disk" not in [method for _, method, _ in tier.calls], "there is no disk"
 
 
 @pytest.mark.parametrize("num_others", [1, 9])
-def test_only_holders_are_waited_for(tier: Tier, num_others: int) -> None:
+async def test_only_holders_are_waited_for(tier, surveys, num_others):
     others = [f"at{number}" for number in range(num_others)]
     tier.is_frozen = set(others)
-
-    async def ask() -> Survey | None:
-        surveys = surveys_of(tier)
-        await surveys.survey(TOKENS, ["known", *others])
-        await asyncio.sleep(0.05)
-        assert all(map(surveys.profile, others))
-        return await surveys.survey(TOKENS, ["known", *others])
-
-    found = asyncio.run(ask())
-    assert found is not None
+    found = await heard(surveys, "known", *others)
+    assert all(map(surveys.profile, others))
     assert found.stretches[2].holders == {"s1": "disk"}
     asked = {actor for actor, method, _ in tier.calls if method == "on_disk"}
     assert asked == ({"s1", *others} if num_others == 1 else {"s1"}), "few disks are asked at once"
 
 
-def test_no_request_waits_for_the_place_of_a_replica(tier: Tier) -> None:
+async def test_no_request_waits_for_the_place_of_a_replica(tier, surveys):
     tier.delay_s = 10.0
-
-    async def ask() -> float:
-        began = time.monotonic()
-        assert await surveys_of(tier).survey(TOKENS, ["known"]) is None
-        return time.monotonic() - began
-
-    assert asyncio.run(ask()) < 1.0
+    began = time.monotonic()
+    assert await surveys.survey(TOKENS, ["known"]) is None
+    assert time.monotonic() - began < 1.0
 
 
-def test_a_tier_that_does_not_answer_costs_the_deadline_once(
-    tier: Tier, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def ask() -> tuple[float, float]:
-        surveys = surveys_of(tier)
-        assert await heard(surveys)
-        tier.delay_s = 10.0
-        began = time.monotonic()
+async def test_a_tier_that_does_not_answer_costs_the_deadline_once(tier, surveys, caplog):
+    assert await heard(surveys)
+    tier.delay_s = 10.0
+    began = time.monotonic()
+    assert await surveys.survey(TOKENS, ["known"]) is None
+    assert 0.04 < time.monotonic() - began < 1.0
+    began = time.monotonic()
+    for _ in range(50):
         assert await surveys.survey(TOKENS, ["known"]) is None
-        first_s = time.monotonic() - began
-        began = time.monotonic()
-        for _ in range(50):
-            assert await surveys.survey(TOKENS, ["known"]) is None
-        return first_s, time.monotonic() - began
-
-    first_s, others_s = asyncio.run(ask())
-    assert 0.04 < first_s < 1.0
-    assert others_s < 0.1
+    assert time.monotonic() - began < 0.1
     assert len([one for one in caplog.records if "where prompts are" in one.message]) == 1
 
 
-def test_replicas_that_the_tier_does_not_know_are_named_once(
-    tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_that_the_tier_does_not_know_are_named_once(surveys, caplog, monkeypatch):
     monkeypatch.setattr("kvray.actors.routers.surveys._UNKNOWN_S", 0.02)
-
-    async def ask() -> None:
-        surveys = surveys_of(tier)
-        for _ in range(10):
-            assert await surveys.survey(TOKENS, ["unknown"]) is None
-            await asyncio.sleep(0.01)
-
-    asyncio.run(ask())
+    for _ in range(10):
+        assert await surveys.survey(TOKENS, ["unknown"]) is None
+        await asyncio.sleep(0.01)
     (said,) = [one.message for one in caplog.records]
     assert "knows none of the replicas unknown" in said
 
 
-def test_a_tier_that_is_back_is_asked_again(tier: Tier) -> None:
-    async def ask() -> Survey | None:
-        surveys = surveys_of(tier)
-        assert await heard(surveys)
-        tier.is_gone = True
-        assert await surveys.survey(TOKENS, ["known"]) is None
-        tier.is_gone = False
-        deadline = time.monotonic() + 5
-        while (found := await surveys.survey(TOKENS, ["known"])) is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        return found
-
-    assert asyncio.run(ask())
+async def test_a_tier_that_is_back_is_asked_again(tier, surveys):
+    assert await heard(surveys)
+    tier.is_gone = True
+    assert await surveys.survey(TOKENS, ["known"]) is None
+    tier.is_gone = False
+    deadline = time.monotonic() + 5
+    while await surveys.survey(TOKENS, ["known"]) is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
 
 
-def test_what_a_node_has_in_memory_needs_no_prefetch(tier: Tier) -> None:
-    found = asyncio.run(heard(surveys_of(tier)))
-    assert found is not None
+async def test_what_a_node_has_in_memory_needs_no_prefetch(surveys):
+    found = await heard(surveys)
     assert [found.is_in_memory_of(node) for node in ("s1", "s2")] == [False, False]
     first = replace(found, stretches=found.stretches[:1])
     assert [first.is_in_memory_of(node) for node in ("s1", "s2", "s3")] == [True, True, False]

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard import adoption
-from kvray.actors.shard.adoption import open_arena
+from kvray.actors.shard.adoption import StoppedHolder, open_arena
 from kvray.errors import CapacityError, ShardUnavailable
 from kvray.node import NodeLink, attach
 from kvray.store import Arena
 from kvray.store.arena.layout import HEADER
+from kvray.store.machine import lockers
+from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.actors.conftest import StartShard
-from tests.unit.actors.small_shard import Line, wait_until_serving
+from tests.unit.actors.small_shard import failed_with
+from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import chain, fetch, spec, store
-from tests.waiting import wait_for
+from tests.waiting import HANG_S, wait_for
 
 Damage = Callable[[Path], None]
 
@@ -32,9 +37,7 @@ def link(
     # A captured record keeps the link's error, its traceback, and so a retired arena mapped.
     monkeypatch.setattr(logging.getLogger("kvray.node"), "disabled", True)
     shard = make_shard()
-    wait_until_serving(shard)
     made = attach(directory, label="engine", lock_wait_s=0.05, attach_retry_s=0.02)
-    assert made.arena is not None
     shard.stop(retire=False, timeout_s=5)
     yield made
     made.detach()
@@ -42,7 +45,6 @@ def link(
 
 def overwrite(field: str, value: bytes) -> Damage:
     """Return what changes a field of the header, under those who map it."""
-    assert HEADER.fields is not None
     at = HEADER.fields[field][1]
 
     def damage(path: Path) -> None:
@@ -68,6 +70,12 @@ def remove_lock(path: Path) -> None:
         lock.unlink()
 
 
+def leave_half_made(directory: Path) -> None:
+    """Leave what an owner does that dies while it makes an arena."""
+    (directory / "arena.0123.new").write_bytes(b"half")
+    (directory / "lock.0123").touch()
+
+
 def goes_on(link: NodeLink, *, before: str) -> bool:
     """Return whether the engine has stored and fetched blocks in another arena by now."""
     arena, keys = link.arena, chain(3, seed="after")
@@ -78,108 +86,80 @@ def goes_on(link: NodeLink, *, before: str) -> bool:
     return bool(leases) and fetch(arena, keys, leases[0]) and arena.release(*leases)
 
 
+DAMAGE: dict[str, tuple[Damage, str, bool]] = {
+    "another format": (overwrite("format_version", b"\x63"), "is an arena of format 99", True),
+    "torn header": (overwrite("cluster_name", b"torn"), "has a damaged header", True),
+    "damaged figures": (overwrite("capacity", os.urandom(8)), "has a damaged header", True),
+    "unknown state": (overwrite("state", b"\x07"), "is retired", True),
+    "truncated": (truncate, "bytes instead of", True),
+    "no lock file": (remove_lock, "has no lock file", True),
+    "magic gone": (overwrite("magic", b"NOARENA!"), "is no arena", False),
+    "foreign file": (replace_by_garbage, "is no arena", False),
+    "nothing": (Path.unlink, "", False),
+}
+CONFIGURED = {
+    "another cluster": ({"cluster_name": "other"}, "is of the cluster 'test', not 'other'."),
+    "more holders": ({"holders_max": 16}, "has other sizes than configured."),
+    "more memory": ({"capacity": 2 * spec().capacity}, "has other sizes than configured."),
+}
+
+
 @pytest.mark.parametrize(
-    ("damage", "reason", "is_marked"),
+    ("damage", "change", "reason", "is_marked"),
     [
-        (overwrite("format_version", b"\x63"), "is an arena of format 99", True),
-        (overwrite("cluster_name", b"torn"), "has a damaged header", True),
-        (overwrite("capacity", os.urandom(8)), "has a damaged header", True),
-        (overwrite("state", b"\x07"), "is retired", True),
-        (truncate, "bytes instead of", True),
-        (remove_lock, "has no lock file", True),
-        (overwrite("magic", b"NOARENA!"), "is no arena", False),
-        (replace_by_garbage, "is no arena", False),
-        (Path.unlink, "", False),
-    ],
-    ids=[
-        "another format",
-        "torn header",
-        "damaged figures",
-        "unknown state",
-        "truncated",
-        "no lock file",
-        "magic gone",
-        "foreign file",
-        "nothing",
+        *(pytest.param(one, {}, *rest, id=name) for name, (one, *rest) in DAMAGE.items()),
+        *(pytest.param(None, *rest, True, id=name) for name, rest in CONFIGURED.items()),
     ],
 )
 def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
-    link: NodeLink,
-    make_shard: StartShard,
-    directory: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Damage,
-    reason: str,
-    is_marked: bool,
-) -> None:
+    link, make_shard, directory, caplog, damage, change, reason, is_marked
+):
     before = link.arena
-    assert before is not None
     with (directory / "arena").open("rb") as mapped:
-        damage(directory / "arena")
+        if damage:
+            damage(directory / "arena")
+        leave_half_made(directory)
         size = os.fstat(mapped.fileno()).st_size
-        shard = make_shard()
-        wait_until_serving(shard)
+        shard = make_shard(spec=replace(spec(), **change))
         assert os.fstat(mapped.fileno()).st_size == size, "truncated under those who map it"
     assert before.retired == is_marked
     assert reason in caplog.text
-    assert ("replaces the arena" in caplog.text) == bool(reason)
+    assert ("a: replaces the arena that is there: " in caplog.text) == bool(reason)
     wait_for(lambda: goes_on(link, before=before.arena_id), "attaching again")
     assert shard.status()["arena"]["shard_epoch"] == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"cluster_name": "other"}, "it is of the cluster 'test', not 'other'."),
-        ({"holders_max": 16}, "it has other sizes than configured."),
-    ],
-)
-def test_an_arena_of_another_configuration_is_replaced_and_engines_go_on(
-    link: NodeLink,
-    make_shard: StartShard,
-    caplog: pytest.LogCaptureFixture,
-    change: dict[str, Any],
-    reason: str,
-) -> None:
-    before = link.arena
-    assert before is not None
-    wait_until_serving(make_shard(spec=replace(spec(), **change)))
-    assert before.retired
-    assert f"a: replaces the arena that is there: {reason}" in caplog.text
-    wait_for(lambda: goes_on(link, before=before.arena_id), "attaching again")
+    assert len(list(directory.glob("lock.*"))) == 1
+    assert not list(directory.glob("*.new"))
 
 
 def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
-    link: NodeLink, make_shard: StartShard, line: Line
-) -> None:
+    link, make_shard, line
+):
     arena, keys = link.arena, chain(4)
-    assert arena is not None
     store(arena, keys)
-    (held,) = arena.lease(keys) or []
+    (held,) = arena.lease(keys)
+    line.lookup = Lookup()
     shard = make_shard()
-    wait_until_serving(shard)
     wait_for(lambda: line.matched(keys) == 4, "announcing")
     assert link.arena is arena
     assert fetch(arena, keys, held)
-    assert shard.status()["arena"]["shard_epoch"] == 2
+    assert not arena.retired
+    status = shard.status()["arena"]
+    assert (status["shard_epoch"], status["arena_id"]) == (2, arena.arena_id)
 
 
 def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adopted(
-    link: NodeLink, make_shard: StartShard, directory: Path
-) -> None:
-    (directory / "arena.0123.new").write_bytes(b"half")
-    (directory / "lock.0123").touch()
-    wait_until_serving(make_shard())
-    assert link.arena is not None
+    link, make_shard, directory
+):
+    leave_half_made(directory)
+    make_shard()
     assert not list(directory.glob("*.new"))
     assert [path.name for path in directory.glob("lock.*")] == [f"lock.{link.arena.arena_id}"]
 
 
-def test_a_directory_in_the_arenas_place_is_named(make_shard: StartShard, directory: Path) -> None:
+def test_a_directory_in_the_arenas_place_is_named(start_shard, directory):
     (directory / "arena" / "precious").mkdir(parents=True)
-    shard = make_shard()
-    wait_for(lambda: shard.status()["state"] == "failed", "the failure")
-    assert "cannot be removed (Is a directory); remove it by hand." in shard.status()["message"]
+    shard = start_shard()
+    assert "cannot be removed (Is a directory); remove it by hand." in failed_with(shard)
     shard.stop(retire=True, timeout_s=5)
     assert (directory / "arena" / "precious").exists()
 
@@ -209,14 +189,12 @@ def reopened(directory: Path, progress: Callable[[int, int], None]) -> Arena:
     return open_arena(directory, spec(), shard="a", progress=progress)
 
 
-def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(
-    directory: Path, full_once: None
-) -> None:
+def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(directory, full_once):
     with contextlib.closing(reopened(directory, lambda done, total: None)) as arena:
         assert not arena.retired
 
 
-def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory: Path, full_once: None) -> None:
+def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory, full_once):
     def stop(done: int, total: int) -> None:
         raise ShardUnavailable("stopped")
 
@@ -224,7 +202,66 @@ def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory: Path, full_
         reopened(directory, stop)
 
 
-def test_where_there_was_no_arena_nothing_is_waited_for(directory: Path, full_once: None) -> None:
+def test_where_there_was_no_arena_nothing_is_waited_for(directory, full_once):
     directory.mkdir()
     with pytest.raises(CapacityError):
         open_arena(directory, spec(), shard="a", progress=lambda done, total: None)
+
+
+# -- a process that is stopped with the arena's lock ----------------------------------------------
+
+
+@pytest.fixture
+def locker(directory: Path, child: Callable[[], Child]) -> Child:
+    """A process that has the lock, and has run for as long as it likes."""
+    directory.mkdir()
+    process = child()
+    lock = "ArenaLock((kept := SideFile.at(directory / 'lock.test'))).acquire(0)"
+    assert process.say(lock) == "True"
+    return process
+
+
+@pytest.fixture
+def look(directory: Path, locker: Child) -> Callable[[float], StoppedHolder]:
+    """Looks for who has stopped with the lock; it has found nobody in 40 s."""
+    watch = StoppedHolder("s", limit_s=30.0)
+    file = SideFile.at(directory / "lock.test")
+
+    def look(now: float) -> StoppedHolder:
+        watch.look(file, now=now)
+        return watch
+
+    for now in (0.0, 1.0, 40.0):
+        assert look(now).found is None, "it runs"
+    return look
+
+
+def stop(process: Child) -> None:
+    process.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: lockers.state_of(process.process.pid) == "T")
+
+
+def test_stopped_holder_is_named_and_ended_after_the_limit(directory, locker, look):
+    stop(locker)
+    assert look(41.0).found["pid"] == locker.process.pid
+    look(70.0)
+    assert locker.process.poll() is None
+    look(72.0)
+    assert locker.process.wait(HANG_S) == -signal.SIGKILL
+    assert not SideFile.at(directory / "lock.test").is_locked(ARENA_BYTE)
+    assert look(73.0).found is None
+
+
+def test_holder_that_goes_on_just_before_its_end_is_left_alone(locker, look, monkeypatch):
+    end = lockers.end
+
+    def end_late(pid: int, is_meant: Callable[[], bool]) -> bool:
+        locker.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: lockers.state_of(pid) != "T")
+        return end(pid, is_meant)
+
+    monkeypatch.setattr(lockers, "end", end_late)
+    stop(locker)
+    look(41.0)
+    look(72.0)
+    assert locker.say("1") == "1", "it lives"

@@ -51,9 +51,7 @@ def tell(announcer: Announcer, arena: Arena, *, epoch: int = 1) -> None:
         announcer.send(epoch)
 
 
-def test_what_is_committed_and_evicted_is_announced(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_what_is_committed_and_evicted_is_announced(announcer, arena, line):
     keys = chain(5)
     tell(announcer, arena)
     store(arena, keys)
@@ -65,18 +63,14 @@ def test_what_is_committed_and_evicted_is_announced(
     assert len(line.lookup.index) == 0
 
 
-def test_what_is_only_reserved_is_not_announced(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_what_is_only_reserved_is_not_announced(announcer, arena, line):
     keys = chain(3)
     arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=4096)
     tell(announcer, arena)
     assert line.matched(keys) == 0
 
 
-def test_a_slot_given_to_another_block_between_two_rounds_is_told_right(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_a_slot_given_to_another_block_between_two_rounds_is_told_right(announcer, arena, line):
     old, new = chain(4, seed="old"), chain(4, seed="new")
     store(arena, old)
     tell(announcer, arena)
@@ -86,9 +80,7 @@ def test_a_slot_given_to_another_block_between_two_rounds_is_told_right(
     assert (line.matched(old), line.matched(new)) == (0, 4)
 
 
-def test_a_block_evicted_and_stored_again_between_two_rounds_stays(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_a_block_evicted_and_stored_again_between_two_rounds_stays(announcer, arena, line):
     keys = chain(4)
     store(arena, keys)
     tell(announcer, arena)
@@ -100,8 +92,8 @@ def test_a_block_evicted_and_stored_again_between_two_rounds_stays(
 
 
 def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
-    announcer: Announcer, arena: Arena, line: Line, tmp_path: Path
-) -> None:
+    announcer, arena, line, tmp_path
+):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
@@ -121,8 +113,8 @@ def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_
 
 
 def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_left_it(
-    announcer: Announcer, arena: Arena, line: Line, tmp_path: Path
-) -> None:
+    announcer, arena, line, tmp_path
+):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
@@ -136,7 +128,7 @@ def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_l
     below.close()
 
 
-def test_an_adopted_arena_is_announced_in_full(arena: Arena, line: Line) -> None:
+def test_an_adopted_arena_is_announced_in_full(arena, line):
     keys = chain(4)
     store(arena, keys)
     tell(Announcer("a", line.announce), arena, epoch=1)
@@ -145,17 +137,13 @@ def test_an_adopted_arena_is_announced_in_full(arena: Arena, line: Line) -> None
     assert line.matched(keys) == 4
 
 
-def test_without_changes_a_heartbeat_is_sent(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_without_changes_a_heartbeat_is_sent(announcer, arena, line):
     tell(announcer, arena)
     announcer.send(1)
     assert [(each.full, each.added_keys) for each in line.heard] == [(True, b""), (False, b"")]
 
 
-def test_a_lookup_that_was_away_gets_everything(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_a_lookup_that_was_away_gets_everything(announcer, arena, line):
     keys = chain(6)
     store(arena, keys[:2])
     tell(announcer, arena)
@@ -168,9 +156,7 @@ def test_a_lookup_that_was_away_gets_everything(
     assert line.matched(keys) == 6
 
 
-def test_a_restarted_lookup_is_rebuilt_within_two_rounds(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_a_restarted_lookup_is_rebuilt_within_two_rounds(announcer, arena, line):
     keys = chain(6)
     store(arena, keys)
     tell(announcer, arena)
@@ -180,7 +166,7 @@ def test_a_restarted_lookup_is_rebuilt_within_two_rounds(
     assert line.matched(keys) == 6
 
 
-def test_no_number_is_given_twice(announcer: Announcer, arena: Arena, line: Line) -> None:
+def test_no_number_is_given_twice(announcer, arena, line):
     for cut in (False, True, False, False):
         line.cut = cut
         announcer.collect(ArenaOwner(arena))
@@ -189,9 +175,7 @@ def test_no_number_is_given_twice(announcer: Announcer, arena: Arena, line: Line
     assert [each.full for each in line.heard] == [True, True, False]
 
 
-def test_announcements_are_bounded_and_their_order_kept(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_announcements_are_bounded_and_their_order_kept(announcer, arena, line, monkeypatch):
     monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     first, second = chain(20, seed="first"), chain(20, seed="second")
     store(arena, first)
@@ -207,9 +191,7 @@ def test_announcements_are_bounded_and_their_order_kept(
     assert max(sizes) <= 4
 
 
-def test_a_full_announcement_in_pieces_replaces_what_was_there(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_announcement_in_pieces_replaces_what_was_there(announcer, arena, line, monkeypatch):
     monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     gone, kept = chain(3, seed="gone"), chain(10, seed="kept")
     store(arena, gone)
@@ -223,22 +205,17 @@ def test_a_full_announcement_in_pieces_replaces_what_was_there(
     assert (line.matched(gone), line.matched(kept)) == (0, 10)
 
 
-def test_an_absurd_part_keeps_nothing_else_from_being_announced(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_an_absurd_part_keeps_nothing_else_from_being_announced(announcer, arena, line):
     keys = chain(2)
     absurd = chain(1, seed="absurd")
     made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
-    assert made is not None
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
     store(arena, keys)
     tell(announcer, arena)
     assert line.matched(keys) == 2
 
 
-def test_two_parts_of_a_block_are_announced_both(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_two_parts_of_a_block_are_announced_both(announcer, arena, line):
     keys: list[BlockKey] = chain(3)
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
@@ -246,9 +223,7 @@ def test_two_parts_of_a_block_are_announced_both(
     assert line.lookup.index.match(b"".join(keys), 2).holders == {"a": 2}
 
 
-def test_only_the_last_piece_says_that_there_is_no_more(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_last_piece_says_that_there_is_no_more(announcer, arena, line, monkeypatch):
     monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     store(arena, chain(10))
     tell(announcer, arena)
@@ -262,9 +237,7 @@ def test_only_the_last_piece_says_that_there_is_no_more(
 # -- a lookup that is slow, or has much to do -----------------------------------------------------
 
 
-def test_an_answer_that_is_late_counts(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_late_counts(announcer, arena, line, monkeypatch):
     monkeypatch.setattr(stream_module, "_UNHEARD_S", -1.0)
     keys = chain(6)
     store(arena, keys[:2])
@@ -281,8 +254,8 @@ def test_an_answer_that_is_late_counts(
 
 
 def test_a_late_answer_to_what_is_outdated_does_not_keep_all_from_being_said_again(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+    announcer, arena, line
+):
     keys = chain(2)
     store(arena, keys)
     line.late = 1
@@ -294,9 +267,7 @@ def test_a_late_answer_to_what_is_outdated_does_not_keep_all_from_being_said_aga
     assert line.matched(keys) == 2
 
 
-def test_an_answer_that_never_comes_is_given_up_and_all_is_said_again(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_an_answer_that_never_comes_is_given_up_and_all_is_said_again(announcer, arena, line):
     keys = chain(2)
     store(arena, keys)
     tell(announcer, arena)
@@ -310,8 +281,8 @@ def test_an_answer_that_never_comes_is_given_up_and_all_is_said_again(
 
 
 def test_the_longer_answers_take_the_longer_they_are_waited_for(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    announcer, arena, line, monkeypatch
+):
     now = 1000.0
     monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
     announcer.collect(ArenaOwner(arena))
@@ -329,8 +300,8 @@ def test_the_longer_answers_take_the_longer_they_are_waited_for(
 
 
 def test_what_is_announced_says_when_its_answer_is_given_up_by_the_lookups_clock(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+    announcer, arena, line
+):
     class Behind(Lookup):
         def announce(self, announcement: Announcement, now: float) -> Answer:
             return super().announce(announcement, now - 5000)
@@ -340,15 +311,14 @@ def test_what_is_announced_says_when_its_answer_is_given_up_by_the_lookups_clock
     announcer.send(1)
     first, second = line.heard
     assert first.until is None, "the clock is not known yet"
-    assert second.until is not None
     epoch, until = second.until
     assert epoch == line.lookup.epoch
     assert until == pytest.approx(time.monotonic() - 5000 + stream_module._PATIENCE_S, abs=5)
 
 
 def test_after_failures_in_a_row_it_is_tried_less_and_less_often(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    announcer, arena, line, monkeypatch
+):
     now = 1000.0
     monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
     announcer.collect(ArenaOwner(arena))
@@ -366,8 +336,8 @@ def test_after_failures_in_a_row_it_is_tried_less_and_less_often(
 
 
 def test_a_shard_says_nothing_for_as_long_as_the_lookup_asks_once_it_has_said_all(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    announcer, arena, line, monkeypatch
+):
     now = 1000.0
     monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
     monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
@@ -400,8 +370,8 @@ class Crowd(Lookup):
 
 
 def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_all(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    announcer, arena, line, monkeypatch
+):
     monkeypatch.setattr(stream_module, "_FIRST_MAX", 4)
     line.lookup = Crowd()
     keys = chain(10)
@@ -422,9 +392,7 @@ def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_a
     assert said == [*asked, (False, 4, True), (False, 6, False)]
 
 
-def test_a_shard_without_blocks_gives_its_turn_back_at_once(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_a_shard_without_blocks_gives_its_turn_back_at_once(announcer, arena, line):
     line.lookup = Crowd()
     announcer._streams[0]._has_to_ask = True
     line.lookup.has_turn = True
@@ -433,8 +401,8 @@ def test_a_shard_without_blocks_gives_its_turn_back_at_once(
 
 
 def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
-    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    announcer, arena, line, monkeypatch
+):
     monkeypatch.setattr(stream_module, "_FIRST_MAX", 8)
     monkeypatch.setattr(stream_module, "_LEAST_MAX", 2)
     key_s = 0.05
@@ -442,7 +410,6 @@ def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
 
     def slow(announcement: Announcement) -> Answer | None:
         answer = original(announcement)
-        assert answer is not None
         return replace(answer, took_s=key_s * announcement.num_entries)
 
     announcer._streams[0]._announce = slow
@@ -488,9 +455,7 @@ def two() -> Partitions:
     return Partitions()
 
 
-def test_a_chain_is_announced_to_one_partition_and_removed_there(
-    two: Partitions, arena: Arena
-) -> None:
+def test_a_chain_is_announced_to_one_partition_and_removed_there(two, arena):
     tell(two.announcer, arena)
     store(arena, chain_of(0))
     store(arena, chain_of(1))
@@ -501,14 +466,11 @@ def test_a_chain_is_announced_to_one_partition_and_removed_there(
     assert [len(line.lookup.index) for line in two.lines] == [0, 0]
 
 
-def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(
-    two: Partitions, arena: Arena
-) -> None:
+def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(two, arena):
     keys = chain_of(1)
     made = arena.reserve(
         keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
     )
-    assert made is not None
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
     tell(two.announcer, arena)
     assert two.matched(keys[1:]) == [2, 2]
@@ -517,7 +479,7 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
     assert [len(line.lookup.index) for line in two.lines] == [0, 0]
 
 
-def test_a_partition_that_restarts_is_rebuilt_alone(two: Partitions, arena: Arena) -> None:
+def test_a_partition_that_restarts_is_rebuilt_alone(two, arena):
     store(arena, chain_of(0))
     store(arena, chain_of(1))
     tell(two.announcer, arena)
@@ -530,7 +492,7 @@ def test_a_partition_that_restarts_is_rebuilt_alone(two: Partitions, arena: Aren
     assert [each.num_entries for each in two.lines[1].heard if each.full] == [3]
 
 
-def test_a_partition_that_does_not_answer_holds_up_no_other(two: Partitions, arena: Arena) -> None:
+def test_a_partition_that_does_not_answer_holds_up_no_other(two, arena):
     tell(two.announcer, arena)
     two.lines[0].late = 10**6
     store(arena, chain_of(0))
@@ -543,9 +505,7 @@ def test_a_partition_that_does_not_answer_holds_up_no_other(two: Partitions, are
     assert two.matched(chain_of(0)) == [3, 0]
 
 
-def test_only_the_first_partition_is_told_of_ranks_and_namespaces(
-    two: Partitions, arena: Arena
-) -> None:
+def test_only_the_first_partition_is_told_of_ranks_and_namespaces(two, arena):
     two.announcer.name_ranks([("r", 0)], {9, 7})
     tell(two.announcer, arena)
     said = [[(each.ranks, each.namespaces) for each in one.heard] for one in two.lines]
@@ -553,9 +513,7 @@ def test_only_the_first_partition_is_told_of_ranks_and_namespaces(
     assert two.announcer.namespaces == {7, 9}
 
 
-def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(
-    two: Partitions, arena: Arena
-) -> None:
+def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(two, arena):
     tell(two.announcer, arena)
     two.forget_heard()
     store(arena, chain_of(1))
@@ -569,9 +527,7 @@ def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(
 # -- ranks and shards ------------------------------------------------------------------------------
 
 
-def test_ranks_are_announced_when_they_change_and_in_full_ones(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_ranks_are_announced_when_they_change_and_in_full_ones(announcer, arena, line):
     announcer.name_ranks([("r", 1), ("r", 0)], ())
     tell(announcer, arena)
     announcer.send(1)
@@ -586,9 +542,7 @@ def test_ranks_are_announced_when_they_change_and_in_full_ones(
     assert line.lookup.replica("r", time.monotonic()) == {1: "a"}
 
 
-def test_ranks_that_a_lookup_never_got_are_announced_again(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_ranks_that_a_lookup_never_got_are_announced_again(announcer, arena, line):
     tell(announcer, arena)
     announcer.name_ranks([("r", 0)], ())
     line.cut = True
@@ -598,7 +552,7 @@ def test_ranks_that_a_lookup_never_got_are_announced_again(
     assert line.lookup.replica("r", time.monotonic()) == {0: "a"}
 
 
-def test_a_shard_knows_how_many_there_are(announcer: Announcer, arena: Arena, line: Line) -> None:
+def test_a_shard_knows_how_many_there_are(announcer, arena, line):
     assert announcer.num_shards == 0
     tell(Announcer("b", line.announce), arena)
     tell(announcer, arena)
@@ -611,9 +565,7 @@ def test_a_shard_knows_how_many_there_are(announcer: Announcer, arena: Arena, li
 # -- partial blocks ------------------------------------------------------------------------------
 
 
-def test_what_lost_its_other_part_is_evicted_first(
-    announcer: Announcer, arena: Arena, line: Line
-) -> None:
+def test_what_lost_its_other_part_is_evicted_first(announcer, arena, line):
     old, partial, used = (chain(1, seed=seed) for seed in ("old", "partial", "used"))
     slots = [store(arena, keys, part=1).slots[0] for keys in (old, partial, used)]
     tell(announcer, arena)

@@ -61,7 +61,7 @@ def said(sequence: int, *, num_keys: int = 0) -> Announcement:
     )
 
 
-def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray: Ray) -> None:
+def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray):
     line, first = LookupLine(), said(1)
     assert [line.announce(first) for _ in range(3)] == [None] * 3
     ray.answer(0, ANSWER)
@@ -69,9 +69,7 @@ def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray: Ray
     assert ray.calls == [first]
 
 
-def test_the_next_announcement_is_sent_when_the_one_before_is_answered_or_given_up(
-    ray: Ray,
-) -> None:
+def test_the_next_announcement_is_sent_when_the_one_before_is_answered_or_given_up(ray):
     line, first, third = LookupLine(), said(1), said(3)
     assert line.announce(first) is None
     ray.answer(0, ANSWER)
@@ -84,7 +82,7 @@ def test_the_next_announcement_is_sent_when_the_one_before_is_answered_or_given_
     assert ray.num_searches == 1
 
 
-def test_a_lookup_that_has_ended_is_looked_for_again(ray: Ray) -> None:
+def test_a_lookup_that_has_ended_is_looked_for_again(ray):
     line, first = LookupLine(), said(1)
     assert line.announce(first) is None
     ray.answer(0, ShardUnavailable("It is gone."))
@@ -96,7 +94,7 @@ def test_a_lookup_that_has_ended_is_looked_for_again(ray: Ray) -> None:
     assert ray.num_searches == 2
 
 
-def test_what_is_long_is_sent_in_pieces_that_travel_with_the_call(ray: Ray) -> None:
+def test_what_is_long_is_sent_in_pieces_that_travel_with_the_call(ray):
     long = said(1, num_keys=20_000)
     LookupLine().announce(long)
     assert ray.calls == [long]

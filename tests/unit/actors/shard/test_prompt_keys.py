@@ -1,7 +1,6 @@
 """Keys of a prefetch are exactly those that the engine's connector gives the same prompt."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,23 +34,23 @@ def of_the_connector(tokens: list[int], **identity: object) -> list[bytes]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 199])
-def test_every_full_block_has_the_key_that_its_engine_gives_it(num_tokens: int) -> None:
+def test_every_full_block_has_the_key_that_its_engine_gives_it(num_tokens):
     tokens = TOKENS[:num_tokens]
     assert prompt_keys(READER, packed(tokens)) == of_the_connector(tokens)
 
 
-def test_no_tokens_have_no_keys() -> None:
+def test_no_tokens_have_no_keys():
     assert prompt_keys(READER, b"") == []
 
 
 @pytest.mark.parametrize("salt", ["tenant", 7])
-def test_a_salt_enters(salt: str | int) -> None:
+def test_a_salt_enters(salt):
     keys = prompt_keys(READER, packed(TOKENS), salt=salt)
     assert keys == of_the_connector(TOKENS, salt=salt)
     assert keys != of_the_connector(TOKENS)
 
 
-def test_media_enter() -> None:
+def test_media_enter():
     media = (MediaItem(position=40, digest=b"image"),)
     keys = prompt_keys(READER, packed(TOKENS), media=[(40, b"image")])
     assert keys == of_the_connector(TOKENS, media=media)
@@ -59,9 +58,7 @@ def test_media_enter() -> None:
     assert keys[1] != of_the_connector(TOKENS)[1]
 
 
-def test_an_adapter_enters_as_the_engine_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_enters_as_the_engine_reads_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -75,17 +72,17 @@ def test_an_adapter_enters_as_the_engine_reads_it(
     assert keys == of_the_connector(TOKENS, lora=lora)
 
 
-def test_an_engine_that_says_nothing_of_adapters_has_none_prefetched(tmp_path: Path) -> None:
+def test_an_engine_that_says_nothing_of_adapters_has_none_prefetched(tmp_path):
     with pytest.raises(ConfigError, match="how it reads LoRA adapters"):
         prompt_keys(replace(READER, adapters=None), packed(TOKENS), lora=str(tmp_path))
 
 
-def test_a_replica_that_still_reads_its_checkpoint_has_no_keys_and_says_so() -> None:
+def test_a_replica_that_still_reads_its_checkpoint_has_no_keys_and_says_so():
     unnamed = replace(READER, namespace=replace(NAMESPACE, model=UNNAMED))
     with pytest.raises(ShardUnavailable, match=r"until its checkpoint .*`kvray status`"):
         prompt_keys(unnamed, packed(TOKENS))
 
 
-def test_tokens_that_are_cut_off_are_refused() -> None:
+def test_tokens_that_are_cut_off_are_refused():
     with pytest.raises(ConfigError, match="whole number"):
         prompt_keys(READER, packed(TOKENS)[:-1])

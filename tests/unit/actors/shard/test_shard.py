@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import errno
 import logging
@@ -8,16 +9,16 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvray import wire
-from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard import engine_server
+from kvray.actors.shard.loop_thread import LoopThread
 from kvray.actors.shard.shard import Shard
 from kvray.actors.staging import replicas as replicas_module
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
@@ -25,14 +26,11 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.store import ArenaOwner, ArenaSpec
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.layout import RUN_SLOTS
-from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     OTHER_LAYOUT,
     WAIT_S,
-    Line,
     failed_with,
-    open_arena,
     settings_for,
     wait_until_serving,
 )
@@ -51,83 +49,63 @@ def engine(shard: Shard, directory: Path) -> Any:
     made.close()
 
 
-def call(engine: ShardSocket, op: str, **fields: Any) -> dict[str, Any]:
-    return engine.call(op, timeout_s=5, **fields)
-
-
 def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> None:
-    call(engine, "register", replica=replica, rank=0, namespace=namespace.to_wire())
+    engine.call("register", timeout_s=5, replica=replica, rank=0, namespace=namespace.to_wire())
+
+
+@pytest.fixture
+def stranger(directory: Path, shard: Shard) -> Iterator[socket.socket]:
+    """A connection to the shard's socket."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.connect(str(directory / "socket"))
+        made.settimeout(5)
+        yield made
+
+
+@pytest.fixture
+def holder(shard: Shard, child: StartChild) -> Child:
+    """Another process that has the shard's arena mapped."""
+    process = child()
+    process.say("arena.join('engine')")
+    return process
 
 
 # -- announcing -----------------------------------------------------------------------------------
 
 
-def test_a_commit_of_another_process_appears_in_the_lookup(
-    shard: Shard, line: Line, child: StartChild
-) -> None:
-    keys = chain(4)
-    process = child()
-    process.say("arena.join('engine')")
-    process.say("small.store(arena, small.chain(4)) and None")
+def test_a_commit_of_another_process_appears_in_the_lookup(holder, line):
+    holder.say("small.store(arena, small.chain(4)) and None")
     began = time.monotonic()
-    wait_for(lambda: line.matched(keys) == 4)
+    wait_for(lambda: line.matched(chain(4)) == 4)
     assert time.monotonic() - began < 1
-
-
-def test_an_eviction_disappears_from_the_lookup(shard: Shard, directory: Path, line: Line) -> None:
-    keys = chain(4)
-    with contextlib.closing(open_arena(directory)) as arena:
-        store(arena, keys)
-        wait_for(lambda: line.matched(keys) == 4)
-        assert shard.clear(timeout_s=5) == 4
-        wait_for(lambda: line.matched(keys) == 0)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_full: bool,
-) -> None:
+    make_shard, attach, monkeypatch, caplog, is_full
+):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
-    asked = spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS)
-    wait_until_serving(make_shard(spec=asked))
-    with contextlib.closing(open_arena(directory)) as arena:
-        if is_full:
-            monkeypatch.setattr(arena_file, "populate", _no_memory)
-        assert store(arena, chain(4)).dropped == 4
-        wait_for(lambda: "smaller" in caplog.text)
-        assert len(store(arena, chain(4)).slots) == (0 if is_full else 4)
-    assert [one.levelname for one in caplog.records if "smaller" in one.message] == [
-        "WARNING" if is_full else "INFO"
-    ]
+    make_shard(spec=spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS))
+    arena = attach()
+    if is_full:
+        monkeypatch.setattr(arena_file, "populate", _no_memory)
+    assert store(arena, chain(4)).dropped == 4
+    wait_for(lambda: "smaller" in caplog.text)
+    assert len(store(arena, chain(4)).slots) == (0 if is_full else 4)
+    said = [one.levelname for one in caplog.records if "smaller" in one.message]
+    assert said == ["WARNING" if is_full else "INFO"]
 
 
 def _no_memory(*_pieces: object, **_options: object) -> bool:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_restarted_lookup_is_rebuilt(shard: Shard, directory: Path, line: Line) -> None:
-    keys = chain(4)
-    with contextlib.closing(open_arena(directory)) as arena:
-        store(arena, keys)
-        wait_for(lambda: line.matched(keys) == 4)
-        line.lookup = Lookup()
-        wait_for(lambda: line.matched(keys) == 4)
-
-
-def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(
-    shard: Shard, directory: Path, line: Line, child: StartChild
-) -> None:
+def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(shard, holder, line):
     line.hang_s = 2.0
     time.sleep(0.2)
-    process = child()
-    process.say("arena.join('engine')")
-    process.say("arena.reserve(small.chain(4), parent=None, depth=0, part=0, block_bytes=4096)")
-    process.kill()
+    holder.say("arena.reserve(small.chain(4), parent=None, depth=0, part=0, block_bytes=4096)")
+    holder.kill()
     began = time.monotonic()
     wait_for(lambda: shard.status()["arena"]["holders"] == 0, "burying")
     assert time.monotonic() - began < 1.5
@@ -137,56 +115,15 @@ def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(
 # -- the shard's own life -------------------------------------------------------------------------
 
 
-def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(
-    make_shard: StartShard, directory: Path, line: Line
-) -> None:
-    keys = chain(4)
-    first = make_shard()
-    wait_until_serving(first)
-    with contextlib.closing(open_arena(directory)) as arena:
-        store(arena, keys)
-        first.stop(retire=False, timeout_s=5)
-        line.lookup = Lookup()
-        second = make_shard()
-        wait_until_serving(second)
-        wait_for(lambda: line.matched(keys) == 4)
-        assert second.status()["arena"]["shard_epoch"] == 2
-        assert second.status()["arena"]["arena_id"] == arena.arena_id
-        assert not arena.retired
+@pytest.mark.parametrize(("retire", "left"), [(True, None), (False, {"arena", "lock", "owner"})])
+def test_stop_leaves_arena_and_locks_only_and_nothing_if_it_retires(shard, directory, retire, left):
+    shard.stop(retire=retire, timeout_s=5)
+    shard.stop(retire=retire, timeout_s=5)
+    assert directory.exists() == (left is not None)
+    assert left is None or {path.name.partition(".")[0] for path in directory.iterdir()} == left
 
 
-def test_other_sizes_make_a_new_arena_and_retire_the_old(
-    make_shard: StartShard, directory: Path
-) -> None:
-    first = make_shard()
-    wait_until_serving(first)
-    with contextlib.closing(open_arena(directory)) as arena:
-        first.stop(retire=False, timeout_s=5)
-        second = make_shard(spec=spec(num_slabs=16))
-        wait_until_serving(second)
-        assert arena.retired
-        assert second.status()["arena"]["shard_epoch"] == 1
-    assert len(list(directory.glob("lock.*"))) == 1
-
-
-def test_stop_with_retire_leaves_no_file(shard: Shard, directory: Path) -> None:
-    shard.stop(retire=True, timeout_s=5)
-    shard.stop(retire=True, timeout_s=5)
-    assert list(directory.parent.iterdir()) == []
-
-
-def test_stop_without_retire_leaves_arena_and_locks_only(shard: Shard, directory: Path) -> None:
-    shard.stop(retire=False, timeout_s=5)
-    assert {path.name.partition(".")[0] for path in directory.iterdir()} == {
-        "arena",
-        "lock",
-        "owner",
-    }
-
-
-def test_stop_ends_a_shard_that_prepares_its_arena(
-    make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_ends_a_shard_that_prepares_its_arena(start_shard, directory, monkeypatch):
     reached = threading.Event()
     progress = Shard._preparing
 
@@ -196,21 +133,15 @@ def test_stop_ends_a_shard_that_prepares_its_arena(
         progress(shard, done, total)
 
     monkeypatch.setattr(Shard, "_preparing", slow)
-    shard = make_shard()
+    shard = start_shard()
     assert reached.wait(HANG_S)
     shard.stop(retire=True, timeout_s=5)
     assert list(directory.parent.iterdir()) == []
 
 
-def test_a_defect_in_the_loop_is_logged_and_reported(
-    make_shard: StartShard,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_defect_in_the_loop_is_logged_and_reported(make_shard, directory, monkeypatch, caplog):
     crashed = threading.Event()
     shard = make_shard(crashed=crashed.set)
-    wait_until_serving(shard)
     monkeypatch.setattr(ArenaOwner, "bury_dead", lambda *_, **__: 1 // 0)
     assert crashed.wait(HANG_S)
     assert "ZeroDivisionError" in caplog.text
@@ -219,13 +150,29 @@ def test_a_defect_in_the_loop_is_logged_and_reported(
     assert not (directory / "socket").exists()
 
 
-def test_calls_to_a_shard_that_has_ended_say_so(shard: Shard) -> None:
+def test_what_is_under_way_when_the_loop_ends_is_cancelled():
+    tasks: list[asyncio.Task[Any]] = []
+    has_ended = threading.Event()
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(asyncio.sleep(HANG_S), name="begun"))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(asyncio.sleep(HANG_S), name="not begun"))
+
+    thread = LoopThread("the loop", main, lambda failure: has_ended.set())
+    thread.start()
+    assert thread.join(HANG_S)
+    assert has_ended.is_set()
+    assert [task.cancelled() for task in tasks] == [True, True]
+
+
+def test_calls_to_a_shard_that_has_ended_say_so(shard):
     shard.stop(retire=False, timeout_s=5)
     with pytest.raises(ShardUnavailable, match="is stopped"):
         shard.clear(timeout_s=1)
 
 
-def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Line) -> None:
+def test_a_shard_that_was_never_started_can_be_stopped(directory, line):
     shard = Shard("a", settings_for(directory), [line.announce])
     with pytest.raises(ShardUnavailable, match="is starting"):
         shard.clear(timeout_s=1)
@@ -235,46 +182,36 @@ def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Li
 # -- regular work ---------------------------------------------------------------------------------
 
 
-def test_leases_of_a_dead_holder_end(shard: Shard, directory: Path, child: StartChild) -> None:
-    process = child()
-    process.say("arena.join('engine')")
-    process.say("small.store(arena, small.chain(4)) and None")
-    process.say("arena.lease(small.chain(4))")
+def test_leases_of_a_dead_holder_end(shard, holder):
+    holder.say("small.store(arena, small.chain(4)) and None")
+    holder.say("arena.lease(small.chain(4))")
     assert shard.status()["arena"]["leased_blocks"] == 4
-    process.kill()
+    holder.kill()
     wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0)
     assert shard.clear(timeout_s=5) == 4
 
 
-def test_a_share_of_the_slots_is_kept_free_under_a_writer(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_share_of_the_slots_is_kept_free_under_a_writer(make_shard, attach):
     shard = make_shard(free_target=0.25, announce_s=0.005)
-    wait_until_serving(shard)
-    with contextlib.closing(open_arena(directory)) as arena:
-        for n in range(40):
-            store(arena, chain(4, seed=str(n)))
-            wait_for(lambda: shard.status()["arena"]["blocks"] <= 52, "evicting ahead")
-        assert shard.status()["arena"]["dropped"] == 0
+    arena = attach()
+    for n in range(40):
+        store(arena, chain(4, seed=str(n)))
+        wait_for(lambda: shard.status()["arena"]["blocks"] <= 52, "evicting ahead")
+    assert shard.status()["arena"]["dropped"] == 0
 
 
-def test_a_namespace_is_kept_within_its_quota(
-    make_shard: StartShard, directory: Path, line: Line
-) -> None:
+def test_a_namespace_is_kept_within_its_quota(make_shard, attach, line):
     shard = make_shard(quotas={"11111111": 3 * 4096})
-    wait_until_serving(shard)
-    with contextlib.closing(open_arena(directory)) as arena:
-        store(arena, chain(5), namespace=0x11111111)
-        wait_for(lambda: shard.status()["arena"]["over_quota"] == 2)
-        wait_for(lambda: line.matched(chain(5)) == 3)
+    store(attach(), chain(5), namespace=0x11111111)
+    wait_for(lambda: shard.status()["arena"]["over_quota"] == 2)
+    wait_for(lambda: line.matched(chain(5)) == 3)
 
 
 @pytest.mark.parametrize("stopped_s", [30.0, 0.02])
 def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_time(
-    make_shard: StartShard, child: StartChild, stopped_s: float
-) -> None:
+    make_shard, child, stopped_s
+):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
-    wait_until_serving(shard)
     other = child()
     pid = other.process.pid
     assert other.say("arena._lock.acquire(10)") == "True"
@@ -287,46 +224,32 @@ def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_t
     wait_for(lambda: "stopped_with_lock" not in shard.status())
 
 
-def test_a_long_lease_is_named_once(
-    make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shard = make_shard(lease_warn_s=0.05, heartbeat_s=0.02)
-    wait_until_serving(shard)
-    with contextlib.closing(open_arena(directory)) as arena:
-        keys = chain(2)
-        store(arena, keys)
-        assert arena.lease(keys)
-        wait_for(lambda: "has leased 2 slots for long" in caplog.text)
-        time.sleep(0.2)
+def test_a_long_lease_is_named_once(make_shard, attach, caplog):
+    make_shard(lease_warn_s=0.05, heartbeat_s=0.02)
+    arena, keys = attach(), chain(2)
+    store(arena, keys)
+    assert arena.lease(keys)
+    wait_for(lambda: "has leased 2 slots for long" in caplog.text)
+    time.sleep(0.2)
     assert caplog.text.count("for long") == 1
 
 
 # -- the socket -----------------------------------------------------------------------------------
 
 
-def test_directory_and_socket_are_this_users_alone(shard: Shard, directory: Path) -> None:
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert stat.S_IMODE((directory / "socket").stat().st_mode) == 0o600
-    assert stat.S_IMODE((directory / "arena").stat().st_mode) == 0o600
-
-
-def test_a_directory_that_others_could_read_is_closed(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_directory_that_others_could_read_is_closed(make_shard, directory):
     directory.mkdir(mode=0o755)
-    wait_until_serving(make_shard())
+    make_shard()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_hello_tells_which_arena_is_served(engine: ShardSocket, shard: Shard) -> None:
-    reply = call(engine, "hello")
+def test_hello_tells_which_arena_is_served(engine, shard):
+    reply = engine.call("hello", timeout_s=5)
     assert reply["arena_id"] == shard.status()["arena"]["arena_id"]
     assert (reply["shard"], reply["shard_epoch"]) == ("a", 1)
 
 
-def test_layout_mismatch_reaches_the_engine_while_both_are_connected(
-    engine: ShardSocket, directory: Path, shard: Shard
-) -> None:
+def test_layout_mismatch_reaches_the_engine_while_both_are_connected(engine, directory, shard):
     register(engine, "one")
     other = ShardSocket(directory)
     with contextlib.closing(other):
@@ -337,7 +260,7 @@ def test_layout_mismatch_reaches_the_engine_while_both_are_connected(
         register(other, "two", OTHER_LAYOUT)
 
 
-def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, shard: Shard) -> None:
+def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
     register(engine, "one")
     for op, fields in [
         ("nonsense", {}),
@@ -357,8 +280,8 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         ("report", {"replica": "one", "rank": 0, "counters": "ab"}),
     ]:
         with pytest.raises(ConfigError):
-            call(engine, op, **fields)
-    told = call(engine, "report", replica="one", rank=0, counters={"hits": 1})
+            engine.call(op, timeout_s=5, **fields)
+    told = engine.call("report", timeout_s=5, replica="one", rank=0, counters={"hits": 1})
     shown = {name: told[name] for name in ("ok", "known", "peers")}
     expected = {"ok": True, "known": True, "peers": False}
     assert shown == expected
@@ -368,105 +291,71 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        os.urandom(4096),
-        struct.pack("<I", 2**32 - 1),
-        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-        struct.pack("<I", 0),
-        struct.pack("<I", 3) + b"\x93\x01\x02",
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="http"),
+        pytest.param(os.urandom(4096), id="noise"),
+        pytest.param(struct.pack("<I", 2**32 - 1), id="oversized"),
+        pytest.param(struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1", id="no msgpack"),
+        pytest.param(struct.pack("<I", 0), id="empty"),
+        pytest.param(struct.pack("<I", 3) + b"\x93\x01\x02", id="half a list"),
     ],
-    ids=["http", "noise", "oversized", "no msgpack", "empty", "half a list"],
 )
-def test_whoever_speaks_something_else_is_hung_up_on(
-    engine: ShardSocket, directory: Path, sent: bytes
-) -> None:
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(directory / "socket"))
-        stranger.settimeout(5)
-        stranger.sendall(sent)
-        stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    assert call(engine, "hello")["shard"] == "a"
-
-
-def test_half_a_frame_does_not_keep_others_waiting(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(directory / "socket"))
-        stranger.settimeout(5)
-        stranger.sendall(wire.encode({"op": "hello"})[:-1])
-        assert call(engine, "hello")["shard"] == "a"
+def test_whoever_speaks_something_else_is_hung_up_on(engine, stranger, sent):
+    stranger.sendall(sent)
+    stranger.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
+    assert engine.call("hello", timeout_s=5)["shard"] == "a"
 
 
-def test_a_client_that_never_reads_is_hung_up_on(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_frame_does_not_keep_others_waiting(engine, stranger, monkeypatch):
     monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
-    request = wire.encode({"op": "hello"}) * 1000
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(directory / "socket"))
-        stranger.settimeout(5)
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            stranger.sendall(request * 1000)
-    assert call(engine, "hello")["shard"] == "a"
+    stranger.sendall(wire.encode({"op": "hello"})[:-1])
+    assert engine.call("hello", timeout_s=5)["shard"] == "a"
+    assert stranger.recv(1) == b""
 
 
-def test_one_connection_too_many_is_refused(
-    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(engine, "hello")
-    monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 1)
-    other = ShardSocket(directory)
-    with contextlib.closing(other), pytest.raises(ShardUnavailable):
-        call(other, "hello")
-    assert call(engine, "hello")["shard"] == "a"
+def test_a_client_that_never_reads_is_hung_up_on(engine, stranger, monkeypatch):
+    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        stranger.sendall(wire.encode({"op": "hello"}) * 10**6)
+    assert engine.call("hello", timeout_s=5)["shard"] == "a"
 
 
-def test_a_socket_file_that_a_dead_shard_left_is_replaced(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_socket_file_that_a_dead_shard_left_is_replaced(make_shard, directory):
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
-    wait_until_serving(make_shard())
+    make_shard()
 
 
 # -- bad surroundings -----------------------------------------------------------------------------
 
 
-def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(start_shard, directory):
     directory.parent.mkdir(exist_ok=True)
     deep = directory.parent / ("x" * 90)
-    message = failed_with(make_shard(directory=deep))
+    message = failed_with(start_shard(directory=deep))
     assert "longer than 107 bytes; choose a shorter arena.dir or cluster_name." in message
     assert not deep.exists()
 
 
-def test_a_missing_arena_dir_is_refused_with_the_fix(make_shard: StartShard) -> None:
-    message = failed_with(make_shard(directory=Path("/proc/nowhere/kvray-test")))
+def test_a_missing_arena_dir_is_refused_with_the_fix(start_shard):
+    message = failed_with(start_shard(directory=Path("/proc/nowhere/kvray-test")))
     assert "set arena.dir to a tmpfs that this user may write to" in message
 
 
-def test_a_file_in_the_directorys_place_is_refused(make_shard: StartShard, directory: Path) -> None:
+def test_a_file_in_the_directorys_place_is_refused(start_shard, directory):
     directory.touch()
-    assert "cannot be made" in failed_with(make_shard())
+    assert "cannot be made" in failed_with(start_shard())
     assert directory.is_file()
 
 
-def test_a_link_in_the_directorys_place_is_refused_and_left_alone(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_a_link_in_the_directorys_place_is_refused_and_left_alone(start_shard, directory):
     target = directory.parent / "precious"
     target.mkdir()
     (target / "arena").touch()
     directory.symlink_to(target)
-    shard = make_shard()
+    shard = start_shard()
     assert "belongs to another user or is a link" in failed_with(shard)
     shard.stop(retire=True, timeout_s=5)
     assert not sweep(directory)
@@ -474,91 +363,52 @@ def test_a_link_in_the_directorys_place_is_refused_and_left_alone(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_directory_is_refused_and_left_alone(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_another_users_directory_is_refused_and_left_alone(start_shard, directory):
     directory.mkdir()
     (directory / "arena").touch()
     os.chown(directory, 12345, 12345)
-    shard = make_shard()
+    shard = start_shard()
     assert "belongs to another user" in failed_with(shard)
     shard.stop(retire=True, timeout_s=5)
     assert (directory / "arena").exists()
 
 
-def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(
-    make_shard: StartShard, directory: Path
-) -> None:
+def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(start_shard, directory):
     huge = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30, holders_max=8)
-    message = failed_with(make_shard(spec=huge))
+    message = failed_with(start_shard(spec=huge))
     assert "lower arena.capacity" in message
     wait_for(lambda: not directory.exists())
 
 
-def test_what_stands_in_the_arenas_place_is_replaced(
-    make_shard: StartShard, directory: Path
-) -> None:
-    directory.mkdir(mode=0o700)
-    (directory / "arena").write_bytes(b"garbage")
-    (directory / "arena.0123.new").write_bytes(b"half")
-    (directory / "lock.0123").touch()
-    shard = make_shard()
-    wait_until_serving(shard)
-    assert not (directory / "arena.0123.new").exists()
-    assert not (directory / "lock.0123").exists()
-
-
-def test_a_locked_arena_is_waited_for(
-    make_shard: StartShard,
-    directory: Path,
-    child: StartChild,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_locked_arena_is_waited_for(shard, start_shard, child, monkeypatch, caplog):
     monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", 0.1)
-    first = make_shard()
-    wait_until_serving(first)
-    first.stop(retire=False, timeout_s=5)
+    shard.stop(retire=False, timeout_s=5)
     process = child()
     assert process.say("arena._lock.acquire(1)") == "True"
-    shard = make_shard()
+    second = start_shard()
     wait_for(lambda: "stays locked" in caplog.text)
-    assert shard.status()["state"] == "starting"
+    assert (second.is_starting, second.status()["state"]) == (True, "starting")
     process.kill()
-    wait_until_serving(shard)
+    wait_until_serving(second)
+    assert not second.is_starting
 
 
-def test_a_shard_starts_until_it_serves(make_shard: StartShard, directory: Path) -> None:
-    shard = make_shard()
-    was_starting = shard.is_starting
-    wait_until_serving(shard)
-    assert (was_starting, shard.is_starting) == (True, False)
-
-
-def test_what_ended_long_ago_is_added_up_while_a_shard_serves(
-    shard: Shard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, engine, monkeypatch):
     monkeypatch.setattr(replicas_module, "ENDED_S", 0.2)
-    fields = {"replica": "r", "rank": 0}
-    engine = ShardSocket(directory)
-    engine.call("register", timeout_s=WAIT_S, namespace=NAMESPACE.to_wire(), **fields)
-    engine.call("report", timeout_s=WAIT_S, counters={"requests": 3}, **fields)
+    register(engine, "r")
+    engine.call("report", timeout_s=WAIT_S, replica="r", rank=0, counters={"requests": 3})
     engine.close()
     wait_for(lambda: shard.status()["ended"] == {"ranks": 1, "counters": {"requests": 3}})
     assert shard.status()["replicas"] == []
 
 
-def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path: Path) -> None:
+def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path, line):
     crashes: list[str] = []
-    shard = Shard(
-        "refused", settings_for(tmp_path), [Line().announce], crashed=lambda: crashes.append("it")
-    )
+    settings = settings_for(tmp_path / "node")
+    shard = Shard("a", settings, [line.announce], crashed=lambda: crashes.append("it"))
     shard.refuse(ConfigError("On this node: no."))
     status = shard.status()
-    assert (status["state"], status["error"], status["message"]) == (
-        *("failed", "ConfigError"),
-        "On this node: no.",
-    )
+    said = tuple(status[name] for name in ("state", "error", "message"))
+    assert said == ("failed", "ConfigError", "On this node: no.")
     shard.stop(retire=True, timeout_s=5)
-    assert crashes == []
-    assert not tmp_path.exists() or list(tmp_path.iterdir()) == []
+    assert (crashes, list(tmp_path.iterdir())) == ([], [])

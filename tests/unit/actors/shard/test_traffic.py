@@ -1,4 +1,4 @@
-"""The curve of a shard: worked out a little at a time, of what its engines report."""
+"""What a shard keeps of requests, and its curve, worked out a little at a time."""
 
 import time
 from dataclasses import replace
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvray.actors.shard import traffic
-from kvray.actors.shard.traffic import Traffic
+from kvray.actors.shard.traffic import RequestLog, Traffic
 from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
+from kvray.trace.request_note import NOTES_MAX, RequestNote, pack, unpack
 from tests.unit.actors.small_shard import NAMESPACE, settings_for
 from tests.unit.store.sizing.prompts import sampled
 
@@ -26,10 +27,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return Traffic(settings_for(Path("/dev/shm/kvray-test-none")))
 
 
-def report(made: Traffic, seed: int = 0, count: int = 60) -> None:
+def prompts(limit: int, seed: int = 0, count: int = 60) -> Any:
+    """Return a sample of some prompts of ten blocks each."""
     numbers = np.random.default_rng(seed).integers(0, 2**64, (count, 10), dtype="u8")
-    limit = made.note(ORIGIN, 1000, b"")
-    made.note(ORIGIN, 1000, sampled(list(numbers), limit=limit).pack())
+    return sampled(list(numbers), limit=limit)
+
+
+def report(made: Traffic, seed: int = 0) -> None:
+    made.note(ORIGIN, 1000, prompts(made.note(ORIGIN, 1000, b""), seed).pack())
 
 
 def until_drawn(made: Traffic) -> dict[str, Any]:
@@ -41,13 +46,13 @@ def until_drawn(made: Traffic) -> dict[str, Any]:
     raise AssertionError("no curve")
 
 
-def test_without_prompts_there_is_no_curve_and_nothing_is_done(made: Traffic) -> None:
+def test_without_prompts_there_is_no_curve_and_nothing_is_done(made):
     for second in range(100):
         made.step(time.monotonic() + second)
     assert made.status() == {"namespaces": {}, "age_s": None, "lost_prompts": 0}
 
 
-def test_prompts_that_come_again_are_worth_memory(made: Traffic) -> None:
+def test_prompts_that_come_again_are_worth_memory(made):
     report(made)
     report(made)
     found = until_drawn(made)
@@ -60,7 +65,7 @@ def test_prompts_that_come_again_are_worth_memory(made: Traffic) -> None:
     assert found["sampled_prompts"] == 120
 
 
-def test_a_step_takes_no_more_than_its_share_of_a_core(made: Traffic) -> None:
+def test_a_step_takes_no_more_than_its_share_of_a_core(made):
     report(made)
     now, began_s = time.monotonic(), time.thread_time()
     for at in range(1000):
@@ -69,7 +74,7 @@ def test_a_step_takes_no_more_than_its_share_of_a_core(made: Traffic) -> None:
     assert time.thread_time() - began_s < 50 * 0.01
 
 
-def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made: Traffic) -> None:
+def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made):
     report(made)
     first = until_drawn(made)
     made.step(time.monotonic() + 1e6)
@@ -78,17 +83,62 @@ def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made: Traffic) -
     assert until_drawn(made)["sampled_prompts"] > first["sampled_prompts"]
 
 
-def test_bytes_that_are_no_sample_are_refused(made: Traffic) -> None:
+def test_bytes_that_are_no_sample_are_refused(made):
     with pytest.raises(ConfigError):
         made.note(ORIGIN, 1000, b"nothing of the kind")
 
 
-def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(
-    made: Traffic,
-) -> None:
-    numbers = np.random.default_rng(0).integers(0, 2**64, (60, 10), dtype="u8")
-    before_restart = sampled(list(numbers), limit=2**60)
+def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(made):
+    before_restart = prompts(limit=2**60)
     limit = made.note(ORIGIN, 1000, before_restart.pack())
     assert made.status()["lost_prompts"] == len(before_restart.ages) > 0
-    made.note(ORIGIN, 1000, sampled(list(numbers), limit=limit).pack())
+    made.note(ORIGIN, 1000, prompts(limit).pack())
     assert made.plan().window.trace.num_refs == 600
+
+
+# -- notes of requests ----------------------------------------------------------------------------
+
+ONE, TWO = (Origin(replica=name, rank=0, namespace=MINE) for name in ("one", "two"))
+
+
+def note(request_id: int, *, end: int = 0) -> bytes:
+    return pack(RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored"))
+
+
+def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
+    asked = {"replica": None, "request_id": None, "last": 100, **which}
+    notes = [(name, unpack(packed)) for name, _, packed in log.find(**asked)]
+    return [(name, one.request_id, one.end) for name, one in notes]
+
+
+def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first():
+    log = RequestLog()
+    log.note(ONE, [note(1), note(2)])
+    log.note(TWO, [note(1)])
+    log.note(ONE, [note(1, end=4)])
+    assert found(log) == [("one", 1, 4), ("two", 1, 0), ("one", 2, 0)]
+    assert found(log, replica="one", last=1) == [("one", 1, 4)]
+    assert found(log, request_id=1) == [("one", 1, 4), ("two", 1, 0)]
+    assert found(log, request_id=9) == []
+
+
+def test_of_too_many_the_oldest_go():
+    log = RequestLog(bytes_max=4000)
+    for number in range(100):
+        log.note(ONE, [note(number)])
+    kept = [request_id for _, request_id, _ in found(log)]
+    assert kept == list(range(99, 99 - len(kept), -1))
+    assert 5 < len(kept) < 20
+
+
+def test_a_broken_note_costs_itself():
+    log = RequestLog()
+    negative = pack(RequestNote(3, 1.0, 40, 4, 0, 0, -1, "not_stored"))
+    assert log.note(ONE, [note(1), b"junk", negative, None, note(2)]) == 3
+    assert found(log) == [("one", 2, 0), ("one", 1, 0)]
+
+
+def test_what_is_no_list_of_notes_is_refused():
+    for notes in ("no list", None, [note(1)] * (NOTES_MAX + 1)):
+        with pytest.raises(ConfigError):
+            RequestLog().note(ONE, notes)  # type: ignore[arg-type]

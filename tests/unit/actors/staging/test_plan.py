@@ -1,9 +1,11 @@
 """What is planned to be brought: all that helps, nothing that does not, from those who have it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,170 +45,132 @@ def nothing(of: Prefix) -> dict[int, Mask]:
     return {one.part: mask(of.num_blocks) for one in of.parts}
 
 
+def plan(asked: Prefix, *runs: Any, here: Sequence[int] = (), **peers: Peer) -> StagingPlan:
+    """Plan with runs (end, shard=parts): of part 0 the blocks `here` are here."""
+    known = [Run(stop=stop, holders=holders) for stop, holders in runs]
+    present = nothing(asked) | {0: mask(asked.num_blocks, *here)}
+    return plan_staging(asked, present, known, peers or {"b": Peer(), "c": Peer()})
+
+
 def dealt(plan: StagingPlan) -> list[tuple[str, int, int, int]]:
     return [(step.shard, step.part, step.start, step.stop) for step in plan.steps]
 
 
-def test_what_one_shard_has_comes_from_it_in_one_piece() -> None:
-    asked = request(300)
-    plan = plan_staging(asked, nothing(asked), [Run(stop=300, holders={"b": 1})], {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 300)]
-    assert (plan.num_blocks, plan.reason) == (300, "none")
+TWO_PARTS = (PartRequest(0), PartRequest(1))
+WINDOW = (PartRequest(0), PartRequest(1, 3))
+B, C = {"b": 1}, {"c": 1}
+GAP = [(4, B), (5, {}), (10, B)]
 
 
-def test_only_what_is_missing_comes() -> None:
-    asked = request(10)
-    here = {0: mask(10, 0, 1, 2, 5)}
-    plan = plan_staging(asked, here, [Run(stop=10, holders={"b": 1})], {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 3, 5), ("b", 0, 6, 10)]
+@pytest.mark.parametrize(
+    ("asked", "here", "runs", "steps", "num_blocks", "reason"),
+    [
+        pytest.param(
+            *(request(300), (), [(300, B)], [("b", 0, 0, 300)], 300, "none"),
+            id="what one shard has comes from it in one piece",
+        ),
+        pytest.param(
+            *(request(10), (0, 1, 2, 5), [(10, B)], [("b", 0, 3, 5), ("b", 0, 6, 10)], 10, "none"),
+            id="only what is missing comes",
+        ),
+        pytest.param(
+            *(request(10), (), GAP, [("b", 0, 0, 4)], 4, "not_stored"),
+            id="it ends before the first block that nobody has",
+        ),
+        pytest.param(
+            *(request(10), (4,), GAP, [("b", 0, 0, 4), ("b", 0, 5, 10)], 10, "none"),
+            id="what is here bridges what nobody has",
+        ),
+        pytest.param(
+            *(request(3), (0, 1, 2), [], [], 3, "none"),
+            id="if all is here nothing is needed",
+        ),
+        pytest.param(
+            *(request(3), (), [], [], 0, "not_stored"),
+            id="nobody has anything",
+        ),
+        pytest.param(
+            *(request(3), (), [(3, {"a": 1, "b": 1})], [("b", 0, 0, 3)], 3, "none"),
+            id="a shard that must not be asked is not asked",
+        ),
+        pytest.param(
+            *(request(3), (), [(3, {"a": 1})], [], 0, "not_stored"),
+            id="what only such a shard has counts for nothing",
+        ),
+        pytest.param(
+            *(request(4, *TWO_PARTS), (), [(3, {"b": 0b01, "c": 0b10}), (4, B)]),
+            *([("b", 0, 0, 3), ("c", 1, 0, 3)], 3, "not_stored"),
+            id="parts may come from different shards, and all are needed",
+        ),
+        pytest.param(
+            *(request(10, *WINDOW), (), [(10, {"b": 0b11})]),
+            *([("b", 0, 0, 10), ("b", 1, 7, 10)], 10, "none"),
+            id="of a part with a window only the last blocks come",
+        ),
+        pytest.param(
+            *(request(10, *WINDOW), (), [(2, B), (6, {"b": 0b11}), (10, B)]),
+            *([("b", 0, 0, 6), ("b", 1, 3, 6)], 6, "not_stored"),
+            id="a window that nobody has makes the prefix shorter",
+        ),
+    ],
+)
+def test_what_helps_comes_from_who_has_it(asked, here, runs, steps, num_blocks, reason):
+    found = plan(asked, *runs, here=here)
+    assert dealt(found) == steps
+    assert (found.num_blocks, found.reason) == (num_blocks, reason)
 
 
-def test_it_ends_before_the_first_block_that_nobody_has() -> None:
-    asked = request(10)
-    runs: list[Run] = [
-        Run(stop=4, holders={"b": 1}),
-        Run(stop=5, holders={}),
-        Run(stop=10, holders={"b": 1}),
-    ]
-    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 4)]
-    assert (plan.num_blocks, plan.reason) == (4, "not_stored")
+def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order():
+    found = plan(request(4 * CHUNK_BLOCKS), (4 * CHUNK_BLOCKS, B | C))
+    assert [step.shard for step in found.steps] == ["b", "c", "b", "c"]
+    assert [step.start for step in found.steps] == [n * CHUNK_BLOCKS for n in range(4)]
 
 
-def test_what_is_here_bridges_what_nobody_has() -> None:
-    asked = request(10)
-    runs: list[Run] = [
-        Run(stop=4, holders={"b": 1}),
-        Run(stop=5, holders={}),
-        Run(stop=10, holders={"b": 1}),
-    ]
-    plan = plan_staging(asked, {0: mask(10, 4)}, runs, {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 4), ("b", 0, 5, 10)]
-    assert plan.reason == "none"
-
-
-def test_all_here_needs_nothing() -> None:
-    asked = request(3)
-    plan = plan_staging(asked, {0: mask(3, 0, 1, 2)}, [], {})
-    assert plan == StagingPlan(num_blocks=3, reason="none")
-
-
-def test_nobody_has_anything() -> None:
-    asked = request(3)
-    plan = plan_staging(asked, nothing(asked), [], {"b": Peer()})
-    assert plan == StagingPlan(num_blocks=0, reason="not_stored")
-
-
-def test_a_shard_that_must_not_be_asked_counts_for_nothing() -> None:
-    asked = request(3)
-    plan = plan_staging(
-        asked, nothing(asked), [Run(stop=3, holders={"a": 1, "b": 1})], {"b": Peer()}
-    )
-    assert dealt(plan) == [("b", 0, 0, 3)]
-    assert not plan_staging(
-        asked, nothing(asked), [Run(stop=3, holders={"a": 1})], {"b": Peer()}
-    ).steps
-
-
-def test_parts_may_come_from_different_shards_and_all_are_needed() -> None:
-    asked = request(4, PartRequest(0), PartRequest(1))
-    runs: list[Run] = [
-        Run(stop=3, holders={"b": 0b01, "c": 0b10}),
-        Run(stop=4, holders={"b": 0b01}),
-    ]
-    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer(), "c": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 3), ("c", 1, 0, 3)]
-    assert (plan.num_blocks, plan.reason) == (3, "not_stored")
-
-
-def test_of_a_part_with_a_window_only_the_last_blocks_come() -> None:
-    asked = request(10, PartRequest(0), PartRequest(1, 3))
-    plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 0b11})], {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 10), ("b", 1, 7, 10)]
-
-
-def test_a_window_that_nobody_has_makes_the_prefix_shorter() -> None:
-    asked = request(10, PartRequest(0), PartRequest(1, 3))
-    runs: list[Run] = [
-        Run(stop=2, holders={"b": 0b01}),
-        Run(stop=6, holders={"b": 0b11}),
-        Run(stop=10, holders={"b": 0b01}),
-    ]
-    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer()})
-    assert dealt(plan) == [("b", 0, 0, 6), ("b", 1, 3, 6)]
-    assert plan.num_blocks == 6
-
-
-def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order() -> None:
-    asked = request(4 * CHUNK_BLOCKS)
-    runs: list[Run] = [Run(stop=4 * CHUNK_BLOCKS, holders={"b": 1, "c": 1})]
-    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer(), "c": Peer()})
-    assert [step.shard for step in plan.steps] == ["b", "c", "b", "c"]
-    assert [step.start for step in plan.steps] == [n * CHUNK_BLOCKS for n in range(4)]
-
-
-def test_the_faster_shard_gives_more() -> None:
-    asked = request(16 * CHUNK_BLOCKS)
-    runs: list[Run] = [Run(stop=16 * CHUNK_BLOCKS, holders={"slow": 1, "fast": 1})]
-    peers = {"slow": Peer(bytes_per_s=1e9), "fast": Peer(bytes_per_s=3e9)}
-    plan = plan_staging(asked, nothing(asked), runs, peers)
-    given = {"slow": 0, "fast": 0}
-    for step in plan.steps:
+def test_the_faster_shard_gives_more():
+    run = 16 * CHUNK_BLOCKS, B | C
+    given = {"b": 0, "c": 0}
+    for step in plan(request(run[0]), run, b=Peer(bytes_per_s=1e9), c=Peer(bytes_per_s=3e9)).steps:
         given[step.shard] += step.stop - step.start
-    assert given == {"slow": 4 * CHUNK_BLOCKS, "fast": 12 * CHUNK_BLOCKS}
+    assert given == {"b": 4 * CHUNK_BLOCKS, "c": 12 * CHUNK_BLOCKS}
 
 
-def test_a_short_run_comes_from_the_one_that_has_all_of_it() -> None:
-    asked = request(40)
-    runs: list[Run] = [Run(stop=3, holders={"b": 1, "c": 1}), Run(stop=40, holders={"c": 1})]
+def test_a_short_run_comes_from_the_one_that_has_all_of_it():
     peers = {"b": Peer(bytes_per_s=9e9), "c": Peer(bytes_per_s=1e9)}
-    assert dealt(plan_staging(asked, nothing(asked), runs, peers)) == [("c", 0, 0, 40)]
+    assert dealt(plan(request(40), (3, B | C), (40, C), **peers)) == [("c", 0, 0, 40)]
 
 
-def test_a_doubtful_shard_gives_only_what_nobody_else_has() -> None:
-    asked = request(10)
-    runs: list[Run] = [Run(stop=6, holders={"b": 1, "c": 1}), Run(stop=10, holders={"b": 1})]
+def test_a_doubtful_shard_gives_only_what_nobody_else_has():
     peers = {"b": Peer(bytes_per_s=9e9, has_failed=True), "c": Peer(bytes_per_s=1e6)}
-    plan = plan_staging(asked, nothing(asked), runs, peers)
-    assert dealt(plan) == [("c", 0, 0, 6), ("b", 0, 6, 10)]
+    found = plan(request(10), (6, B | C), (10, B), **peers)
+    assert dealt(found) == [("c", 0, 0, 6), ("b", 0, 6, 10)]
 
 
-def test_what_takes_longer_than_computing_it_does_not_come() -> None:
-    asked = request(10, seconds_per_block=0.001)
-    slow = {"b": Peer(bytes_per_s=0.9e9)}  # 1 MB a block: 1.1 ms
-    plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], slow)
-    assert plan == StagingPlan(num_blocks=0, reason="cheaper_to_recompute")
-    fast = {"b": Peer(bytes_per_s=1.1e9)}
-    assert (
-        plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], fast).num_blocks == 10
-    )
+@pytest.mark.parametrize(
+    ("num_blocks", "ms_per_block", "peer", "comes"),
+    [
+        pytest.param(10, 1, Peer(bytes_per_s=0.9e9), False, id="1.1 ms for a block of 1 ms"),
+        pytest.param(10, 1, Peer(bytes_per_s=1.1e9), True, id="0.9 ms for a block of 1 ms"),
+        pytest.param(10, 1, Peer(bytes_per_s=1e12, latency_s=0.02), False, id="20 ms for 10 ms"),
+        pytest.param(30, 1, Peer(bytes_per_s=1e12, latency_s=0.02), True, id="20 ms for 30 ms"),
+        pytest.param(10, 1e-6, Peer(), True, id="what was not measured is tried"),
+    ],
+)
+def test_what_takes_longer_than_computing_it_does_not_come(num_blocks, ms_per_block, peer, comes):
+    asked = request(num_blocks, seconds_per_block=ms_per_block / 1000)
+    found = plan(asked, (num_blocks, B), b=peer)
+    expected = (num_blocks, "none") if comes else (0, "cheaper_to_recompute")
+    assert (found.num_blocks, found.reason) == expected
+    assert bool(found.steps) == comes
 
 
-def test_the_time_before_the_first_byte_counts() -> None:
-    asked = request(10, seconds_per_block=0.001)
-    peers = {"b": Peer(bytes_per_s=1e12, latency_s=0.02)}
-    plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], peers)
-    assert plan.reason == "cheaper_to_recompute"
-    longer = replace(asked, keys=tuple(chain(30)))
-    assert (
-        plan_staging(longer, nothing(longer), [Run(stop=30, holders={"b": 1})], peers).num_blocks
-        == 30
-    )
+def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on():
+    peers = {"b": Peer(bytes_per_s=5e9), "c": Peer(bytes_per_s=0.3e9)}
+    found = plan(request(10, seconds_per_block=0.001), (6, B), (10, C), **peers)
+    assert dealt(found) == [("b", 0, 0, 6)]
+    assert found.reason == "cheaper_to_recompute"
 
 
-def test_what_was_not_measured_is_tried() -> None:
-    asked = request(10, seconds_per_block=1e-9)
-    plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], {"b": Peer()})
-    assert plan.num_blocks == 10
-
-
-def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on() -> None:
-    asked = request(10, seconds_per_block=0.001)
-    runs: list[Run] = [Run(stop=6, holders={"fast": 1}), Run(stop=10, holders={"slow": 1})]
-    peers = {"fast": Peer(bytes_per_s=5e9), "slow": Peer(bytes_per_s=0.3e9)}
-    plan = plan_staging(asked, nothing(asked), runs, peers)
-    assert dealt(plan) == [("fast", 0, 0, 6)]
-    assert plan.reason == "cheaper_to_recompute"
+# -- many nodes, and long prompts -----------------------------------------------------------------
 
 
 def fetch_in_turns(asked: Prefix, runs: list[Run], peers: Mapping[str, Peer]) -> tuple[int, int]:
@@ -219,7 +183,7 @@ def fetch_in_turns(asked: Prefix, runs: list[Run], peers: Mapping[str, Peer]) ->
     return longest_prefix(asked, here), most
 
 
-def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit() -> None:
+def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit():
     shards = [f"s{number}" for number in range(50)]
     peers = dict.fromkeys(shards, Peer())
     asked = request(2000)
@@ -231,7 +195,7 @@ def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit() -> None:
     assert most <= 64
 
 
-def test_parts_that_are_on_many_nodes_come_bit_by_bit_too() -> None:
+def test_parts_that_are_on_many_nodes_come_bit_by_bit_too():
     shards = [f"s{number}" for number in range(64)]
     peers = dict.fromkeys(shards, Peer())
     asked = request(200, *(PartRequest(part) for part in range(32)))
@@ -244,7 +208,7 @@ def test_parts_that_are_on_many_nodes_come_bit_by_bit_too() -> None:
     assert most <= 32 * 4
 
 
-def test_of_very_many_holders_some_are_chosen_that_have_all_parts() -> None:
+def test_of_very_many_holders_some_are_chosen_that_have_all_parts():
     peers = {f"s{number:03}": Peer() for number in range(300)}
     holders = dict.fromkeys(list(peers)[:-1], 1) | {"s299": 2}
     asked = request(4096, PartRequest(0), PartRequest(1))
@@ -253,7 +217,7 @@ def test_of_very_many_holders_some_are_chosen_that_have_all_parts() -> None:
     assert len({step.shard for step in plan.steps}) <= 16
 
 
-def test_of_a_window_far_behind_much_that_is_here_the_end_is_found() -> None:
+def test_of_a_window_far_behind_much_that_is_here_the_end_is_found():
     asked = request(500, PartRequest(0), PartRequest(1, 4))
     here = {0: np.ones(500, dtype=bool), 1: mask(500)}
     runs = [Run(stop=block + 1, holders={f"s{block % 2}": 1}) for block in range(496)]
@@ -273,7 +237,7 @@ wanted_parts = st.lists(
 
 
 @given(data=st.data())
-def test_a_plan_makes_exactly_its_prefix_usable(data: st.DataObject) -> None:
+def test_a_plan_makes_exactly_its_prefix_usable(data):
     num_blocks = data.draw(st.integers(1, 12))
     asked = replace(
         request(num_blocks, *(PartRequest(*one) for one in data.draw(wanted_parts))),
@@ -283,7 +247,7 @@ def test_a_plan_makes_exactly_its_prefix_usable(data: st.DataObject) -> None:
     here = {one.part: np.array(data.draw(blocks)) for one in asked.parts}
     bits = st.dictionaries(st.sampled_from(SHARDS), st.integers(1, 15))
     known = data.draw(st.integers(0, num_blocks))
-    runs: list[Run] = [Run(stop=stop, holders=data.draw(bits)) for stop in range(1, known + 1)]
+    runs = [Run(stop=stop, holders=data.draw(bits)) for stop in range(1, known + 1)]
     rates = st.none() | st.sampled_from([1e7, 1e9, 1e11])
     peers = {
         shard: Peer(bytes_per_s=data.draw(rates), has_failed=data.draw(st.booleans()))
@@ -303,19 +267,13 @@ def test_a_plan_makes_exactly_its_prefix_usable(data: st.DataObject) -> None:
     assert longest_prefix(asked, after) >= plan.num_blocks
     assert plan.num_blocks >= longest_prefix(asked, here)
     assert [step.start for step in plan.steps] == sorted(p.start for p in plan.steps)
-    reach = longest_prefix(asked, _everywhere(here, runs, peers))
+    everywhere = {part: mask.copy() for part, mask in here.items()}
+    for block, run in enumerate(runs):
+        for part, held in everywhere.items():
+            held[block] |= any(run.holders.get(shard, 0) >> part & 1 for shard in peers)
+    reach = longest_prefix(asked, everywhere)
     assert plan.num_blocks <= reach
     if not asked.seconds_per_block:
         assert plan.num_blocks == reach
     assert (plan.reason == "none") == (plan.num_blocks == num_blocks)
     assert (plan.reason == "cheaper_to_recompute") == (plan.num_blocks < reach)
-
-
-def _everywhere(
-    here: Mapping[int, Mask], runs: list[Run], peers: Mapping[str, Peer]
-) -> dict[int, Mask]:
-    found = {part: mask.copy() for part, mask in here.items()}
-    for block, run in enumerate(runs):
-        for part, held in found.items():
-            held[block] |= any(run.holders.get(shard, 0) >> part & 1 for shard in peers)
-    return found

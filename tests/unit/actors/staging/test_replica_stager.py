@@ -1,13 +1,10 @@
 """A replica whose ranks are on two nodes: what is promised is leased for every one of them."""
 
 import asyncio
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +19,8 @@ from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
 from tests.waiting import HANG_S
+
+pytestmark = pytest.mark.anyio
 
 KEYS = chain(20)
 PACKED = b"".join(KEYS)
@@ -44,40 +43,21 @@ class Pair:
         return int(tables.page_count[pages].sum())
 
 
-Scene = Callable[[Pair], Coroutine[Any, Any, None]]
-
-
 @pytest.fixture
-def play() -> Iterator[Callable[[Scene], None]]:
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-
-    def run(scene: Scene) -> None:
-        async def act() -> None:
-            nodes = Nodes.make(parent, "abc")
-            ranks = tuple(Arena(parent / name, lock_wait_s=PATIENT_S) for name in "ab")
-            for number, arena in enumerate(ranks):
-                arena.join(f"rank {number}")
-            readers = [_reader(number, arena) for number, arena in enumerate(ranks)]
-            pair = Pair(
-                nodes=nodes,
-                leader=nodes.replica_stager("a", {0: readers[0]}),
-                other=nodes.replica_stager("b", {1: readers[1]}),
-                ranks=ranks,
-            )
-            try:
-                await scene(pair)
-            finally:
-                nodes.may_move.set()
-                await pair.leader.close()
-                await pair.other.close()
-                for arena in ranks:
-                    arena.close()
-                nodes.close()
-
-        asyncio.run(act())
-
-    yield run
-    shutil.rmtree(parent)
+async def pair(nodes: Nodes) -> AsyncIterator[Pair]:
+    ranks = tuple(Arena(nodes[name].arena.directory, lock_wait_s=PATIENT_S) for name in "ab")
+    for number, arena in enumerate(ranks):
+        arena.join(f"rank {number}")
+    leader, other = (
+        nodes.replica_stager(name, {rank: _reader(rank, ranks[rank])})
+        for rank, name in enumerate("ab")
+    )
+    yield Pair(nodes=nodes, leader=leader, other=other, ranks=ranks)
+    nodes.may_move.set()
+    await leader.close()
+    await other.close()
+    for arena in ranks:
+        arena.close()
 
 
 def _reader(rank: int, arena: Arena) -> Reader:
@@ -111,316 +91,227 @@ def store_both(pair: Pair, num_blocks: int = 20) -> None:
         store(pair.nodes["c"].arena, KEYS[:num_blocks], part=part)
 
 
-def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(
-    play: Callable[[Scene], None],
-) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair, 12)
-        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-        assert (answer["num_blocks"], answer["reason"]) == (12, "not_stored")
-        ((rank, (arena_id, *numbers)),) = answer["leases"].items()
-        lease_id, page, num_slots, check = numbers
-        lease = Lease(lease_id=lease_id, page=page, num_slots=num_slots, check=check)
-        assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
-        assert fetch(pair.ranks[1], KEYS[:12], lease, part=1)
-        assert pair.leased(1) == 12
-        pair.ranks[1].leave()
-        assert not pair.ranks[1].tables.page_holder[lease.page]
-        held = pair.ranks[0].lease_for(KEYS[:12], [[PartRequest(0)]])
-        assert held is not None
-        assert held.num_blocks == 12
-
-    play(scene)
+async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pair):
+    store_both(pair, 12)
+    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+    assert (answer["num_blocks"], answer["reason"]) == (12, "not_stored")
+    ((rank, (arena_id, *numbers)),) = answer["leases"].items()
+    lease_id, page, num_slots, check = numbers
+    lease = Lease(lease_id=lease_id, page=page, num_slots=num_slots, check=check)
+    assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
+    assert fetch(pair.ranks[1], KEYS[:12], lease, part=1)
+    assert pair.leased(1) == 12
+    pair.ranks[1].leave()
+    assert not pair.ranks[1].tables.page_holder[lease.page]
+    held = pair.ranks[0].lease_for(KEYS[:12], [[PartRequest(0)]])
+    assert held.num_blocks == 12
 
 
-def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["a"].arena, KEYS[:5], part=0)
-        store(pair.nodes["b"].arena, KEYS[:9], part=1)
-        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-        assert answer["num_blocks"] == 5
-        assert answer["leases"][1][3] == 5
-
-    play(scene)
+async def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(pair):
+    store(pair.nodes["a"].arena, KEYS[:5], part=0)
+    store(pair.nodes["b"].arena, KEYS[:9], part=1)
+    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+    assert answer["num_blocks"] == 5
+    assert answer["leases"][1][3] == 5
 
 
-def test_nothing_is_leased_if_one_rank_has_nothing(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["c"].arena, KEYS, part=0)
-        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-        assert answer == {"num_blocks": 0, "reason": "not_stored", "leases": {}}
-        assert pair.leased(1) == 0
-
-    play(scene)
+async def test_nothing_is_leased_if_one_rank_has_nothing(pair):
+    store(pair.nodes["c"].arena, KEYS, part=0)
+    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+    assert answer == {"num_blocks": 0, "reason": "not_stored", "leases": {}}
+    assert pair.leased(1) == 0
 
 
-def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
-    play: Callable[[Scene], None],
-) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair)
-        pair.nodes.frozen.add("kvray-shard-b")
-        began = time.monotonic()
-        answer = await pair.leader.stage("r", 0, PACKED, 0.1, 0.0)
-        assert time.monotonic() - began < 0.3
-        assert (answer["num_blocks"], answer["reason"]) == (0, "too_slow")
-        await until(lambda: any(peer["error"] for peer in pair.leader.status()["peers"]))
-        calls = len(pair.nodes.calls)
-        assert (await pair.leader.stage("r", 0, PACKED, 0.1, 0.0))["reason"] == "store_down"
-        assert ("kvray-shard-b", "stage_ranks") not in pair.nodes.calls[calls:]
-
-    play(scene)
+async def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(pair):
+    store_both(pair)
+    pair.nodes.frozen.add("kvray-shard-b")
+    began = time.monotonic()
+    answer = await pair.leader.stage("r", 0, PACKED, 0.1, 0.0)
+    assert time.monotonic() - began < 0.3
+    assert (answer["num_blocks"], answer["reason"]) == (0, "too_slow")
+    await until(lambda: any(peer["error"] for peer in pair.leader.status()["peers"]))
+    calls = len(pair.nodes.calls)
+    assert (await pair.leader.stage("r", 0, PACKED, 0.1, 0.0))["reason"] == "store_down"
+    assert ("kvray-shard-b", "stage_ranks") not in pair.nodes.calls[calls:]
 
 
-def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(
-    play: Callable[[Scene], None],
-) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["a"].arena, KEYS, part=0)
-        store(pair.nodes["b"].arena, KEYS, part=1)
-        flip_a_byte(pair.ranks[1], depth=12)
-        unchecked = await pair.leader.stage("r", 0, PACKED, 2.0)
-        assert unchecked["num_blocks"] == 20
-        beyond = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=13)
-        assert (beyond["num_blocks"], beyond["reason"]) == (20, "none")
-        answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
-        assert (answer["num_blocks"], answer["reason"]) == (12, "corrupt")
-        assert answer["leases"][1][3] == 12
-        again = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
-        assert (again["num_blocks"], again["reason"]) == (12, "not_stored")
-
-    play(scene)
+async def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(pair):
+    store(pair.nodes["a"].arena, KEYS, part=0)
+    store(pair.nodes["b"].arena, KEYS, part=1)
+    flip_a_byte(pair.ranks[1], depth=12)
+    unchecked = await pair.leader.stage("r", 0, PACKED, 2.0)
+    assert unchecked["num_blocks"] == 20
+    beyond = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=13)
+    assert (beyond["num_blocks"], beyond["reason"]) == (20, "none")
+    answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
+    assert (answer["num_blocks"], answer["reason"]) == (12, "corrupt")
+    assert answer["leases"][1][3] == 12
+    again = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
+    assert (again["num_blocks"], again["reason"]) == (12, "not_stored")
 
 
-def test_without_its_whole_window_no_prefix_counts(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        reader = replace(
-            _reader(1, pair.ranks[1]), part_requests=(PartRequest(1), PartRequest(2, window=4))
-        )
-        pair.nodes.replicas["kvray-shard-b"].register(1, "r", 1, reader)
-        for part in (1, 2):
-            store(pair.nodes["b"].arena, KEYS, part=part)
-        ask = "r", [1], 2.0, 0.0, 0, PACKED
-        assert (await pair.other.stage_here(*ask))["num_blocks"] == 20
-        flip_a_byte(pair.ranks[1], depth=18, part=2)
-        answer = await pair.other.stage_here(*ask)
-        assert answer == {"num_blocks": 0, "reason": "corrupt"}
-        assert (await pair.other.stage_here(*ask))["num_blocks"] == 18
-
-    play(scene)
+async def test_without_its_whole_window_no_prefix_counts(pair):
+    reader = replace(
+        _reader(1, pair.ranks[1]), part_requests=(PartRequest(1), PartRequest(2, window=4))
+    )
+    pair.nodes.replicas["kvray-shard-b"].register(1, "r", 1, reader)
+    for part in (1, 2):
+        store(pair.nodes["b"].arena, KEYS, part=part)
+    ask = "r", [1], 2.0, 0.0, 0, PACKED
+    assert (await pair.other.stage_here(*ask))["num_blocks"] == 20
+    flip_a_byte(pair.ranks[1], depth=18, part=2)
+    answer = await pair.other.stage_here(*ask)
+    assert answer == {"num_blocks": 0, "reason": "corrupt"}
+    assert (await pair.other.stage_here(*ask))["num_blocks"] == 18
 
 
-def test_the_windows_of_the_shortest_prefix_are_checked(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        for rank, name in enumerate("ab"):
-            parts = (PartRequest(rank), PartRequest(2, window=4))
-            reader = replace(_reader(rank, pair.ranks[rank]), part_requests=parts)
-            pair.nodes.replicas[f"kvray-shard-{name}"].register(1, "r", rank, reader)
-        for part in (0, 2):
-            store(pair.nodes["a"].arena, KEYS[:10], part=part)
-        for part in (1, 2):
-            store(pair.nodes["b"].arena, KEYS, part=part)
-        flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
-        answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=0)
-        assert (answer["num_blocks"], answer["reason"]) == (0, "corrupt")
-        assert pair.leased(1) == 0
-        sound = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
-        assert sound["num_blocks"] == 8
-        assert sound["leases"][1][3] == 8 + 4
-
-    play(scene)
+async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
+    for rank, name in enumerate("ab"):
+        parts = (PartRequest(rank), PartRequest(2, window=4))
+        reader = replace(_reader(rank, pair.ranks[rank]), part_requests=parts)
+        pair.nodes.replicas[f"kvray-shard-{name}"].register(1, "r", rank, reader)
+    for part in (0, 2):
+        store(pair.nodes["a"].arena, KEYS[:10], part=part)
+    for part in (1, 2):
+        store(pair.nodes["b"].arena, KEYS, part=part)
+    flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
+    answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=0)
+    assert (answer["num_blocks"], answer["reason"]) == (0, "corrupt")
+    assert pair.leased(1) == 0
+    sound = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
+    assert sound["num_blocks"] == 8
+    assert sound["leases"][1][3] == 8 + 4
 
 
-def test_what_was_checked_in_time_counts(
-    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", SLOT)
+def sums_wait(monkeypatch: pytest.MonkeyPatch, piece: int, wait: Callable[[int], object]) -> None:
+    """Check `piece` blocks at a time, each after `wait` of the first one's place."""
     sound = Arena.sound
 
     def slowly(arena: Arena, *args: Any) -> Any:
-        time.sleep(0.05)
+        wait(args[1].start)
         return sound(arena, *args)
 
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["b"].arena, KEYS, part=1)
-        monkeypatch.setattr(Arena, "sound", slowly)
-        answer = await pair.other.stage_here("r", [1], 1.0, 0.0, 0, PACKED)
-        assert 0 < answer["num_blocks"] < 20
-        assert answer["reason"] == "too_slow"
-
-    play(scene)
+    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", piece * SLOT)
+    monkeypatch.setattr(Arena, "sound", slowly)
 
 
-def test_a_check_that_hangs_holds_up_nobody(
-    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_checked_in_time_counts(pair, monkeypatch):
+    store(pair.nodes["b"].arena, KEYS, part=1)
+    sums_wait(monkeypatch, 1, lambda _: time.sleep(0.05))
+    answer = await pair.other.stage_here("r", [1], 1.0, 0.0, 0, PACKED)
+    assert 0 < answer["num_blocks"] < 20
+    assert answer["reason"] == "too_slow"
+
+
+async def test_a_check_that_hangs_holds_up_nobody(pair, monkeypatch):
     may_sum = threading.Event()
-    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", 4 * SLOT)
-    sound = Arena.sound
-
-    def slowly(arena: Arena, *args: Any) -> Any:
-        if args[1].start >= 8:
-            assert may_sum.wait(HANG_S)
-        return sound(arena, *args)
-
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["b"].arena, KEYS, part=1)
-        monkeypatch.setattr(Arena, "sound", slowly)
-        began = time.monotonic()
-        answer = await pair.other.stage_here("r", [1], 0.1, 0.0, 0, PACKED)
-        assert time.monotonic() - began < 1
-        assert answer == {"num_blocks": 0, "reason": "too_slow"}
-        may_sum.set()
-        await pair.other.close()
-        assert not pair.nodes["b"].arena.stats()["leased_blocks"]
-        refused = await pair.other._verifier.sound(
-            prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0),
-            Staged(num_blocks=20, reason="none"),
-            0,
-            until=time.monotonic() + 1,
-        )
-        assert refused.num_blocks == 0
-
-    play(scene)
+    store(pair.nodes["b"].arena, KEYS, part=1)
+    sums_wait(monkeypatch, 4, lambda start: start < 8 or may_sum.wait(HANG_S))
+    began = time.monotonic()
+    answer = await pair.other.stage_here("r", [1], 0.1, 0.0, 0, PACKED)
+    assert time.monotonic() - began < 1
+    assert answer == {"num_blocks": 0, "reason": "too_slow"}
+    may_sum.set()
+    await pair.other.close()
+    assert not pair.nodes["b"].arena.stats()["leased_blocks"]
+    refused = await pair.other._verifier.sound(
+        prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0),
+        Staged(num_blocks=20, reason="none"),
+        0,
+        until=time.monotonic() + 1,
+    )
+    assert refused.num_blocks == 0
 
 
-def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(
-    play: Callable[[Scene], None],
-) -> None:
-    async def scene(pair: Pair) -> None:
-        keys = chain(5000)
-        seen: dict[str, int] = {}
+async def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(pair):
+    keys = chain(5000)
+    seen: dict[str, int] = {}
 
-        def note(method: str, answer: Any) -> Callable[..., Any]:
-            def take(*args: Any) -> Any:
-                pieces = [one for one in args if isinstance(one, bytes)]
-                assert all(len(piece) < 100 * 2**10 for piece in pieces)
-                seen[method] = sum(map(len, pieces))
-                return answer
+    def note(method: str, answer: Any) -> Callable[..., Any]:
+        def take(*args: Any) -> Any:
+            pieces = [one for one in args if isinstance(one, bytes)]
+            assert all(len(piece) < 100 * 2**10 for piece in pieces)
+            seen[method] = sum(map(len, pieces))
+            return answer
 
-            return take
+        return take
 
-        store(pair.nodes["a"].arena, keys[:4], part=0)
-        staged = {"num_blocks": 5000, "reason": "none"}
-        pair.nodes.others["kvray-shard-b.stage_ranks"] = note("stage", staged)
-        pair.nodes.others["kvray-shard-b.lease_ranks"] = note("lease", {1: ["arena", 1, 0, 4]})
-        answer = await pair.leader.stage("r", 0, b"".join(keys), 2.0)
-        assert answer["num_blocks"] == 4
-        assert seen == {"stage": 5000 * 32, "lease": 4 * 32}
-
-    play(scene)
+    store(pair.nodes["a"].arena, keys[:4], part=0)
+    staged = {"num_blocks": 5000, "reason": "none"}
+    pair.nodes.others["kvray-shard-b.stage_ranks"] = note("stage", staged)
+    pair.nodes.others["kvray-shard-b.lease_ranks"] = note("lease", {1: ["arena", 1, 0, 4]})
+    answer = await pair.leader.stage("r", 0, b"".join(keys), 2.0)
+    assert answer["num_blocks"] == 4
+    assert seen == {"stage": 5000 * 32, "lease": 4 * 32}
 
 
-def test_a_rank_that_is_nowhere_makes_a_miss(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair)
-        pair.nodes.replicas["kvray-shard-b"].disconnect(1)
-        answer = await pair.leader.stage("r", 0, PACKED, 0.5, 0.0)
-        assert answer == {"num_blocks": 0, "reason": "store_down", "leases": {}}
-
-    play(scene)
+async def test_a_rank_that_is_nowhere_makes_a_miss(pair):
+    store_both(pair)
+    pair.nodes.replicas["kvray-shard-b"].disconnect(1)
+    answer = await pair.leader.stage("r", 0, PACKED, 0.5, 0.0)
+    assert answer == {"num_blocks": 0, "reason": "store_down", "leases": {}}
 
 
-def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair)
+@pytest.mark.parametrize("has_died", [False, True], ids=["is lost", "was cut off by its death"])
+async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next_one(
+    pair, has_died
+):
+    store_both(pair)
 
-        async def lose(*args: Any) -> Any:
-            assert pair.other.leases.lease(*args)
-            assert pair.leased(1) == 20
+    async def lose(*args: Any) -> Any:
+        assert pair.other.leases.lease(*args)
+        assert pair.leased(1) == 20
+        if not has_died:
             await asyncio.sleep(60)
+        pair.nodes.replica_stager("b", {})  # no rank has registered again yet
+        raise ShardUnavailable("The shard died.")
 
-        pair.nodes.others["kvray-shard-b.lease_ranks"] = lose
-        answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
-        assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
-        await until(lambda: not pair.leased(1))
-
-    play(scene)
-
-
-def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next_one(
-    play: Callable[[Scene], None],
-) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair)
-
-        def die(*args: Any) -> Any:
-            assert pair.other.leases.lease(*args)
-            assert pair.leased(1) == 20
-            pair.nodes.replica_stager("b", {})  # no rank has registered again yet
-            raise ShardUnavailable("The shard died.")
-
-        pair.nodes.others["kvray-shard-b.lease_ranks"] = die
-        answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
-        assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
-        await until(lambda: not pair.leased(1))
-
-    play(scene)
+    pair.nodes.others["kvray-shard-b.lease_ranks"] = lose
+    answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
+    assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+    await until(lambda: not pair.leased(1))
 
 
-def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["b"].arena, KEYS, part=1)
-        pair.other.leases.release("token")
-        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
-        assert pair.leased(1) == 0
-        assert pair.other.leases.lease("r", [1], "another", PACKED)[1][3] == 20
-        pair.other.leases.release("another")
-        pair.other.leases.release("another")
-        assert pair.leased(1) == 0
-
-    play(scene)
+async def test_a_token_that_was_released_leases_nothing_any_more(pair):
+    store(pair.nodes["b"].arena, KEYS, part=1)
+    pair.other.leases.release("token")
+    assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
+    assert pair.leased(1) == 0
+    assert pair.other.leases.lease("r", [1], "another", PACKED)[1][3] == 20
+    pair.other.leases.release("another")
+    pair.other.leases.release("another")
+    assert pair.leased(1) == 0
 
 
-def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["b"].arena, KEYS, part=1)
+@pytest.mark.parametrize(("num_blocks", "has_left"), [(20, True), (19, False)])
+async def test_no_lease_is_taken_for_a_rank_that_has_left_nor_of_less_than_asked_for(
+    pair, num_blocks, has_left
+):
+    store(pair.nodes["b"].arena, KEYS[:num_blocks], part=1)
+    if has_left:
         pair.ranks[1].leave()
         pair.ranks[1].join("somebody else in the same row")
-        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
-        assert pair.leased(1) == 0
-
-    play(scene)
+    assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
+    assert pair.leased(1) == 0
 
 
-def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store(pair.nodes["b"].arena, KEYS[:19], part=1)
-        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
-        assert pair.leased(1) == 0
-
-    play(scene)
-
-
-def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        store_both(pair, 12)
-        store(pair.nodes["a"].arena, KEYS[:4], part=0)
-        found = await pair.leader.prefetch("r", 0, PACKED)
-        assert found.pop("arrivals")
-        assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
-        present = pair.nodes["b"].arena.present(KEYS, [1])
-        assert present[0].sum() == 12
-        assert pair.leased(1) == 0
-
-    play(scene)
+async def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(pair):
+    store_both(pair, 12)
+    store(pair.nodes["a"].arena, KEYS[:4], part=0)
+    found = await pair.leader.prefetch("r", 0, PACKED)
+    assert found.pop("arrivals")
+    assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
+    present = pair.nodes["b"].arena.present(KEYS, [1])
+    assert present[0].sum() == 12
+    assert pair.leased(1) == 0
 
 
-def test_who_has_not_registered_is_told_so(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        with pytest.raises(ConfigError, match="has not registered"):
-            await pair.leader.stage("unknown", 0, PACKED, 0.1, 0.0)
-        with pytest.raises(ConfigError, match="has not registered"):
-            await pair.leader.prefetch("unknown", 0, PACKED)
-        with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
-            await pair.other.stage_here("r", [0, 1], 0.1, 0.0, None, PACKED)
-
-    play(scene)
-
-
-def test_a_leader_knows_whether_it_has_ranks_elsewhere(play: Callable[[Scene], None]) -> None:
-    async def scene(pair: Pair) -> None:
-        assert pair.leader.has_ranks_elsewhere("r", 0)
-        assert not pair.leader.has_ranks_elsewhere("unknown", 0)
-
-    play(scene)
+async def test_who_has_not_registered_is_told_so_and_has_no_ranks_elsewhere(pair):
+    with pytest.raises(ConfigError, match="has not registered"):
+        await pair.leader.stage("unknown", 0, PACKED, 0.1, 0.0)
+    with pytest.raises(ConfigError, match="has not registered"):
+        await pair.leader.prefetch("unknown", 0, PACKED)
+    with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
+        await pair.other.stage_here("r", [0, 1], 0.1, 0.0, None, PACKED)
+    assert pair.leader.has_ranks_elsewhere("r", 0)
+    assert not pair.leader.has_ranks_elsewhere("unknown", 0)

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,305 +31,211 @@ from tests.examples import examples
 from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
 from tests.unit.store.small_arena import chain, fetch, store
 
+pytestmark = pytest.mark.anyio
+
 KEYS = chain(20)
 
-Scene = Callable[[Nodes, Stager], Coroutine[Any, Any, None]]
+
+@pytest.fixture
+async def stager(nodes: Nodes, request: pytest.FixtureRequest) -> AsyncIterator[Stager]:
+    """The one of node `a`; its parameter changes what it is made of."""
+    made = nodes.stager(**getattr(request, "param", {}))
+    yield made
+    nodes.may_move.set()
+    await made.close()
 
 
 @pytest.fixture
-def parent() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield path
-    shutil.rmtree(path)
+def slow(nodes: Nodes) -> Nodes:
+    """The nodes, where `b` has KEYS, and nothing moves before it is allowed."""
+    store(nodes["b"].arena, KEYS)
+    nodes.may_move.clear()
+    return nodes
 
 
-@pytest.fixture
-def play(parent: Path) -> Callable[..., None]:
-    """Runs a scene on nodes of its own, of which `a` stages, and ends them."""
+def stage(stager: Stager, keys: list[BlockKey] = KEYS, wait_s: float = 5) -> asyncio.Task[Staged]:
+    return asyncio.ensure_future(stager.stage(prefix_of(keys), wait_s=wait_s))
 
-    def run(scene: Scene, *, names: str = "ab", num_slabs: int = 8, **more: Any) -> None:
-        async def act() -> None:
-            nodes = Nodes.make(parent, names, num_slabs=num_slabs)
-            stager = nodes.stager(**more)
-            try:
-                await scene(nodes, stager)
-            finally:
-                nodes.may_move.set()
-                await stager.close()
-                nodes.close()
 
-        asyncio.run(act())
-
-    return run
+async def move_five(nodes: Nodes) -> None:
+    """Let the mover that has an order bring five blocks, and wait again."""
+    nodes.blocks_per_step = 5
+    await nodes.was_ordered.wait()
+    nodes.may_move.set()
+    await asyncio.sleep(0)
+    nodes.may_move.clear()
 
 
 # -- what comes -----------------------------------------------------------------------------------
 
 
-def test_what_another_node_has_is_brought_verified_and_can_be_leased(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS[:12])
-        store(nodes["a"].arena, KEYS[:3])
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=12, reason="not_stored")
-        assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
-        leases = nodes["a"].arena.lease(KEYS)
-        assert leases
-        assert fetch(nodes["a"].arena, KEYS[:12], leases[0])
-        assert [span.depth for order in nodes.orders for span in order.spans] == [3]
-        assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
-
-    play(scene)
+async def test_what_another_node_has_is_brought_verified_and_can_be_leased(nodes, stager):
+    store(nodes["b"].arena, KEYS[:12])
+    store(nodes["a"].arena, KEYS[:3])
+    staged = await stage(stager)
+    assert staged == Staged(num_blocks=12, reason="not_stored")
+    assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
+    leases = nodes["a"].arena.lease(KEYS)
+    assert leases
+    assert fetch(nodes["a"].arena, KEYS[:12], leases[0])
+    assert [span.depth for order in nodes.orders for span in order.spans] == [3]
+    assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
 
 
-def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS[:12])
-        source = SourceReport(
-            num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12
-        )
-        report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
-        nodes.others["kvray-mover-a.fetch"] = lambda *_: report
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 0
-        assert stager.status()["corrupt_blocks"] == 12
-
-    play(scene)
+async def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
+    nodes, stager
+):
+    store(nodes["b"].arena, KEYS[:12])
+    source = SourceReport(num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12)
+    report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
+    nodes.others["kvray-mover-a.fetch"] = lambda *_: report
+    assert (await stage(stager)).num_blocks == 0
+    assert stager.status()["corrupt_blocks"] == 12
 
 
-def test_what_is_here_costs_no_call(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["a"].arena, KEYS)
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=20, reason="none")
-        assert nodes.calls == []
-
-    play(scene)
-
-
-def test_alone_nobody_is_called(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=0, reason="not_stored")
-        assert nodes.calls == []
-
-    play(scene, num_shards=1)
-
-
-def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS, part=0)
-        store(nodes["b"].arena, KEYS, part=1)
-        asked = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-        assert (await stager.stage(asked, wait_s=5)).num_blocks == 20
-        present = nodes["a"].arena.present(KEYS, [0, 1])
-        assert [int(mask.sum()) for mask in present] == [20, 4]
-
-    play(scene)
+@pytest.mark.parametrize(
+    ("num_here", "stager", "gone", "wait_s", "staged"),
+    [
+        pytest.param(20, {}, (), 5, (20, "none"), id="what is here costs no call"),
+        pytest.param(0, {"num_shards": 1}, (), 5, (0, "not_stored"), id="alone nobody is called"),
+        pytest.param(0, {"num_shards": 0}, (), 5, (0, "store_down"), id="nobody knows the others"),
+        pytest.param(2, {}, (), 0, (2, "too_slow"), id="no wait gets what is here"),
+        pytest.param(3, {}, ("b",), 5, (3, "too_slow"), id="a holder that is gone"),
+    ],
+    indirect=["stager"],
+)
+async def test_what_cannot_come_makes_a_shorter_hit(nodes, stager, num_here, gone, wait_s, staged):
+    store(nodes["a"].arena, KEYS[:num_here])
+    store(nodes["b"].arena, KEYS)
+    nodes.gone = {f"kvray-mover-{name}" for name in gone}
+    found = await stage(stager, wait_s=wait_s)
+    assert (found.num_blocks, found.reason) == staged
+    assert gone or not wait_s or nodes.calls == [], "nobody is called"
 
 
-def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS, part=0)
-        store(nodes["c"].arena, KEYS[:7], part=1)
-        asked = prefix_of(KEYS, PartRequest(0), PartRequest(1))
-        assert await stager.stage(asked, wait_s=5) == Staged(num_blocks=7, reason="not_stored")
+async def test_of_a_part_with_a_window_only_its_end_comes(nodes, stager):
+    store(nodes["b"].arena, KEYS, part=0)
+    store(nodes["b"].arena, KEYS, part=1)
+    asked = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
+    assert (await stager.stage(asked, wait_s=5)).num_blocks == 20
+    present = nodes["a"].arena.present(KEYS, [0, 1])
+    assert [int(mask.sum()) for mask in present] == [20, 4]
 
-    play(scene, names="abc")
+
+async def test_parts_come_from_whoever_has_them(nodes, stager):
+    store(nodes["b"].arena, KEYS, part=0)
+    store(nodes["c"].arena, KEYS[:7], part=1)
+    asked = prefix_of(KEYS, PartRequest(0), PartRequest(1))
+    assert await stager.stage(asked, wait_s=5) == Staged(num_blocks=7, reason="not_stored")
 
 
-def test_a_prefix_longer_than_one_fetch_comes_in_several(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prefix_longer_than_one_fetch_comes_in_several(nodes, stager, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.fetcher.FETCH_BLOCKS_MAX", 6)
     assert FETCH_BLOCKS_MAX > 6
 
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-        assert [order.spans[0].depth for order in nodes.orders] == [0, 6, 12, 18]
-
-    play(scene)
+    store(nodes["b"].arena, KEYS)
+    assert (await stage(stager)).num_blocks == 20
+    assert [order.spans[0].depth for order in nodes.orders] == [0, 6, 12, 18]
 
 
-def test_what_costs_more_than_computing_it_is_left(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        large = chain(300, seed="large")
-        store(nodes["b"].arena, large)
-        await stager.stage(prefix_of(large), wait_s=5)  # 1.2 MB in 1 ms: the rate is known
-        store(nodes["b"].arena, KEYS)
-        dear = prefix_of(KEYS, seconds_per_block=1e-9)
-        assert (await stager.stage(dear, wait_s=5)).reason == "cheaper_to_recompute"
-        worth = prefix_of(KEYS, seconds_per_block=1.0)
-        assert (await stager.stage(worth, wait_s=5)).num_blocks == 20
-
-    play(scene, num_slabs=80)
+@pytest.mark.parametrize("nodes", [80], indirect=True)
+async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
+    large = chain(300, seed="large")
+    store(nodes["b"].arena, large)
+    await stage(stager, large)  # 1.2 MB in 1 ms: the rate is known
+    store(nodes["b"].arena, KEYS)
+    dear = prefix_of(KEYS, seconds_per_block=1e-9)
+    assert (await stager.stage(dear, wait_s=5)).reason == "cheaper_to_recompute"
+    worth = prefix_of(KEYS, seconds_per_block=1.0)
+    assert (await stager.stage(worth, wait_s=5)).num_blocks == 20
 
 
 # -- one fetch a block ----------------------------------------------------------------------------
 
 
-def test_two_requests_for_the_same_blocks_fetch_them_once(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        answers = await asyncio.gather(
-            *(stager.stage(prefix_of(KEYS), wait_s=5) for _ in range(5)),
-            stager.stage(prefix_of(KEYS[:10]), wait_s=5),
-        )
-        assert [one.num_blocks for one in answers] == [20] * 5 + [10]
-        assert len(nodes.orders) == 1
-        assert stager.status()["joined"] == 5
-
-    play(scene)
+async def test_two_requests_for_the_same_blocks_fetch_them_once(nodes, stager):
+    store(nodes["b"].arena, KEYS)
+    answers = await asyncio.gather(
+        *(stage(stager) for _ in range(5)),
+        stage(stager, KEYS[:10]),
+    )
+    assert [one.num_blocks for one in answers] == [20] * 5 + [10]
+    assert len(nodes.orders) == 1
+    assert stager.status()["joined"] == 5
 
 
-def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        answers = await asyncio.gather(
-            stager.stage(prefix_of(KEYS[:8]), wait_s=5), stager.stage(prefix_of(KEYS), wait_s=5)
-        )
-        assert [one.num_blocks for one in answers] == [8, 20]
-        assert [order.spans[0].depth for order in nodes.orders] == [0, 8]
-
-    play(scene)
+async def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(nodes, stager):
+    store(nodes["b"].arena, KEYS)
+    answers = await asyncio.gather(stage(stager, KEYS[:8]), stage(stager))
+    assert [one.num_blocks for one in answers] == [8, 20]
+    assert [order.spans[0].depth for order in nodes.orders] == [0, 8]
 
 
-def test_who_joins_need_not_wait_for_what_he_does_not_want(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.blocks_per_step = 5
-        nodes.may_move.clear()
-        first = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
-        await nodes.was_ordered.wait()
-        nodes.may_move.set()
-        await asyncio.sleep(0)
-        nodes.may_move.clear()
-        joined = await stager.stage(prefix_of(KEYS[:5]), wait_s=1.5)
-        assert joined == Staged(num_blocks=5, reason="none")
-        assert not first.done()
-        nodes.may_move.set()
-        assert (await first).num_blocks == 20
-
-    play(scene)
+async def test_who_joins_need_not_wait_for_what_he_does_not_want(slow, stager):
+    first = stage(stager)
+    await move_five(slow)
+    joined = await stage(stager, KEYS[:5], wait_s=1.5)
+    assert joined == Staged(num_blocks=5, reason="none")
+    assert not first.done()
+    slow.may_move.set()
+    assert (await first).num_blocks == 20
 
 
-def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.may_move.clear()
-        first = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
-        await nodes.was_ordered.wait()
-        second = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        nodes.may_move.set()
-        assert (await second).num_blocks == 20
-        assert len(nodes.orders) == 1
-
-    play(scene)
+async def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
+    slow, stager
+):
+    first = stage(stager)
+    await slow.was_ordered.wait()
+    second = stage(stager)
+    await asyncio.sleep(0.01)
+    first.cancel()
+    slow.may_move.set()
+    assert (await second).num_blocks == 20
+    assert len(slow.orders) == 1
 
 
 # -- deadlines ------------------------------------------------------------------------------------
 
 
-def test_what_is_late_goes_on_and_is_here_for_the_next_request(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.may_move.clear()
-        assert await stager.stage(prefix_of(KEYS), wait_s=0.05) == Staged(
-            num_blocks=0, reason="too_slow"
-        )
-        nodes.may_move.set()
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-        assert len(nodes.orders) == 1
-        assert stager.status()["late"] == 1
-
-    play(scene)
+async def test_what_is_late_goes_on_and_is_here_for_the_next_request(slow, stager):
+    assert await stage(stager, wait_s=0.05) == Staged(num_blocks=0, reason="too_slow")
+    slow.may_move.set()
+    assert (await stage(stager)).num_blocks == 20
+    assert len(slow.orders) == 1
+    assert stager.status()["late"] == 1
 
 
-def test_what_has_come_by_the_deadline_counts(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.blocks_per_step = 5
-        nodes.may_move.clear()
-        asked = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=0.2))
-        await nodes.was_ordered.wait()
-        nodes.may_move.set()
-        await asyncio.sleep(0)
-        nodes.may_move.clear()
-        assert await asked == Staged(num_blocks=5, reason="too_slow")
+async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(slow, stager):
+    asked = stage(stager, wait_s=0.2)
+    await move_five(slow)
+    assert await asked == Staged(num_blocks=5, reason="too_slow")
+    # Nothing is known of how the mover of b sends.
+    assert asked.result().arrivals == ((5, "host", "kvray-shard-b"),)
+    slow.may_move.set()
+    assert (await stage(stager)).num_blocks == 20
 
-    play(scene)
+    other = chain(20, seed="other")
+    store(slow["b"].arena, other)
 
+    async def give_up(*order: Any) -> FetchReport:
+        await slow.fetch(slow["a"], unpacked(*order))
+        raise ShardUnavailable("The mover answered too late.")
 
-def test_blocks_that_arrive_before_their_report_are_told_with_their_source(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.blocks_per_step = 5
-        nodes.may_move.clear()
-        asked = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=0.2))
-        await nodes.was_ordered.wait()
-        nodes.may_move.set()
-        await asyncio.sleep(0)
-        nodes.may_move.clear()
-        # Nothing is known of how the mover of b sends.
-        assert (await asked).arrivals == ((5, "host", "kvray-shard-b"),)
-        nodes.may_move.set()
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-
-        other = chain(20, seed="other")
-        store(nodes["b"].arena, other)
-        copy = nodes.fetch
-
-        async def give_up(*order: Any) -> FetchReport:
-            await copy(nodes["a"], unpacked(*order))
-            raise ShardUnavailable("The mover answered too late.")
-
-        nodes.others["kvray-mover-a.fetch"] = give_up
-        staged = await stager.stage(prefix_of(other), wait_s=5)
-        assert staged == Staged(num_blocks=20, reason="none")
-        assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
-
-    play(scene)
+    slow.others["kvray-mover-a.fetch"] = give_up
+    staged = await stage(stager, other)
+    assert staged == Staged(num_blocks=20, reason="none")
+    assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
-def test_no_wait_answers_with_what_is_here(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["a"].arena, KEYS[:2])
-        store(nodes["b"].arena, KEYS)
-        staged = await stager.stage(prefix_of(KEYS), wait_s=0)
-        assert staged == Staged(num_blocks=2, reason="too_slow")
-
-    play(scene)
-
-
-def test_a_shard_with_too_many_stages_answers_at_once(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
-
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        nodes.frozen.add("kvray-lookup")
-        waiting = [asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5)) for _ in range(2)]
-        await asyncio.sleep(0)
-        began = time.monotonic()
-        refused = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert refused == Staged(num_blocks=0, reason="too_slow")
-        assert time.monotonic() - began < 0.1
-        assert [one.reason for one in await asyncio.gather(*waiting)] == ["store_down"] * 2
-
-    play(scene)
+    nodes.frozen.add("kvray-lookup")
+    waiting = [stage(stager) for _ in range(2)]
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    assert await stage(stager) == Staged(num_blocks=0, reason="too_slow")
+    assert time.monotonic() - began < 0.1
+    assert [one.reason for one in await asyncio.gather(*waiting)] == ["store_down"] * 2
 
 
 # -- handover -------------------------------------------------------------------------------------
@@ -356,212 +262,140 @@ class HangingDisk:
         raise AssertionError
 
 
-def test_a_disk_that_hangs_leaves_places_for_what_others_have(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
     monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
-
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        disk = HangingDisk()
-        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
-        stages = [
-            asyncio.create_task(stager.stage(prefix_of(chain(5, seed=str(one))), wait_s=3.0))
-            for one in range(7)
-        ]
-        await asyncio.sleep(0.1)
-        staged = await stager.stage(prefix_of(KEYS), wait_s=3.0)
-        assert (staged.num_blocks, staged.reason) == (20, "none")
-        assert disk.num_asked == 4
-        refused = [one.result().reason for one in stages if one.done()]
-        assert refused == ["too_slow"] * 3
-        for one in stages:
-            one.cancel()
-
-    play(scene)
+    store(nodes["b"].arena, KEYS)
+    disk, stager = HangingDisk(), nodes.stager()
+    stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
+    stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
+    await asyncio.sleep(0.1)
+    staged = await stage(stager, wait_s=3.0)
+    assert (staged.num_blocks, staged.reason) == (20, "none")
+    assert disk.num_asked == 4
+    refused = [one.result().reason for one in stages if one.done()]
+    assert refused == ["too_slow"] * 3
+    for one in stages:
+        one.cancel()
+    await stager.close()
 
 
-def test_what_was_staged_is_kept_until_the_handover_is_over(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-        for number in range(8):
-            store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
-        assert nodes["a"].arena.match(KEYS) == 20
-        stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
-        assert len(stager.handovers) == 0
-        for number in range(8):
-            store(nodes["a"].arena, chain(30, seed=f"more {number}"))
-        assert nodes["a"].arena.match(KEYS) == 0
-
-    play(scene)
+async def test_what_was_staged_is_kept_until_the_handover_is_over(nodes, stager):
+    store(nodes["b"].arena, KEYS)
+    assert (await stage(stager)).num_blocks == 20
+    for number in range(8):
+        store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
+    assert nodes["a"].arena.match(KEYS) == 20
+    stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
+    assert len(stager.handovers) == 0
+    for number in range(8):
+        store(nodes["a"].arena, chain(30, seed=f"more {number}"))
+    assert nodes["a"].arena.match(KEYS) == 0
 
 
-def test_of_too_many_handovers_the_oldest_ends(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.stager._HANDOVERS_MAX", 3)
-
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["a"].arena, KEYS)
-        for _ in range(5):
-            await stager.stage(prefix_of(KEYS), wait_s=1)
-        assert len(stager.handovers) == 3
-
-    play(scene)
+    store(nodes["a"].arena, KEYS)
+    for _ in range(5):
+        await stage(stager, wait_s=1)
+    assert len(stager.handovers) == 3
 
 
 # -- what fails -----------------------------------------------------------------------------------
 
 
-def test_a_lookup_that_does_not_answer_is_asked_no_more(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        nodes.frozen.add("kvray-lookup")
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
-        began = time.monotonic()
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
-        assert time.monotonic() - began < 0.1
-        assert len(nodes.calls) == 1
-
-    play(scene)
+async def test_a_lookup_that_does_not_answer_is_asked_no_more(nodes, stager):
+    nodes.frozen.add("kvray-lookup")
+    assert (await stage(stager)).reason == "store_down"
+    began = time.monotonic()
+    assert (await stage(stager)).reason == "store_down"
+    assert time.monotonic() - began < 0.1
+    assert len(nodes.calls) == 1
 
 
-def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        nodes.frozen.add("kvray-lookup")
-        assert (await stager.stage(prefix_of(KEYS), wait_s=0.01)).reason == "too_slow"
-        await asyncio.sleep(2 * SETTINGS.call_timeout_s)
-        await stager.stage(prefix_of(KEYS), wait_s=0.01)
-        (peer,) = stager.status()["peers"]
-        assert peer["error"]
-        assert peer["breaker"] != "closed"
-
-    play(scene)
+async def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(nodes, stager):
+    nodes.frozen.add("kvray-lookup")
+    assert (await stage(stager, wait_s=0.01)).reason == "too_slow"
+    await asyncio.sleep(2 * SETTINGS.call_timeout_s)
+    await stage(stager, wait_s=0.01)
+    (peer,) = stager.status()["peers"]
+    assert peer["error"]
+    assert peer["breaker"] != "closed"
 
 
-def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        for name in "bc":
-            store(nodes[name].arena, KEYS)
-            store(nodes[name].arena, chain(20, seed="other"))
-        nodes.gone.add("kvray-mover-b")
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-        orders = len(nodes.orders)
-        other = chain(20, seed="other")
-        assert (await stager.stage(prefix_of(other), wait_s=5)).num_blocks == 20
-        assert [span.source for span in nodes.orders[orders].spans] == ["kvray-mover-c"]
-
-    play(scene, names="abc")
+async def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(nodes, stager):
+    for name in "bc":
+        store(nodes[name].arena, KEYS)
+        store(nodes[name].arena, chain(20, seed="other"))
+    nodes.gone.add("kvray-mover-b")
+    assert (await stage(stager)).num_blocks == 20
+    orders = len(nodes.orders)
+    other = chain(20, seed="other")
+    assert (await stage(stager, other)).num_blocks == 20
+    assert [span.source for span in nodes.orders[orders].spans] == ["kvray-mover-c"]
 
 
-def test_a_holder_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["a"].arena, KEYS[:3])
-        store(nodes["b"].arena, KEYS)
-        nodes.gone.add("kvray-mover-b")
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=3, reason="too_slow")
-
-    play(scene)
-
-
-def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.gone.add("kvray-mover-a")
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=0, reason="store_down")
-        calls = len(nodes.calls)
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
-        assert len(nodes.calls) == calls
-
-    play(scene)
+async def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(nodes, stager):
+    store(nodes["b"].arena, KEYS)
+    nodes.gone.add("kvray-mover-a")
+    staged = await stage(stager)
+    assert staged == Staged(num_blocks=0, reason="store_down")
+    calls = len(nodes.calls)
+    assert (await stage(stager)).reason == "store_down"
+    assert len(nodes.calls) == calls
 
 
-def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.frozen.add("kvray-mover-a")
-        began = time.monotonic()
-        staged = await stager.stage(prefix_of(KEYS), wait_s=60)
-        assert staged == Staged(num_blocks=0, reason="store_down")
-        assert time.monotonic() - began < 5
-        assert ("kvray-mover-a", "ping") in nodes.calls
-
-    play(scene, settings=SETTINGS.model_copy(update={"deadline_s": 60.0}))
-
-
-def test_without_a_lookup_that_knows_the_others_the_store_is_down(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged == Staged(num_blocks=0, reason="store_down")
-
-    play(scene, num_shards=0)
+@pytest.mark.parametrize(
+    "stager", [{"settings": SETTINGS.model_copy(update={"deadline_s": 60.0})}], indirect=True
+)
+async def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
+    nodes, stager
+):
+    store(nodes["b"].arena, KEYS)
+    nodes.frozen.add("kvray-mover-a")
+    began = time.monotonic()
+    staged = await stage(stager, wait_s=60)
+    assert staged == Staged(num_blocks=0, reason="store_down")
+    assert time.monotonic() - began < 5
+    assert ("kvray-mover-a", "ping") in nodes.calls
 
 
-def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS[:4])
-        said = nodes.locate(b"".join(KEYS))
-        nodes.others["kvray-lookup.locate"] = lambda keys: [replace(said[0], stop=20)]
-        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged.num_blocks == 4
-        assert len(nodes.orders) <= 4
-
-    play(scene)
+async def test_an_index_out_of_date_ends_in_a_miss(nodes, stager):
+    store(nodes["b"].arena, KEYS[:4])
+    said = nodes.locate(b"".join(KEYS))
+    nodes.others["kvray-lookup.locate"] = lambda keys: [replace(said[0], stop=20)]
+    staged = await stage(stager)
+    assert staged.num_blocks == 4
+    assert len(nodes.orders) <= 4
 
 
-def test_the_partition_that_has_the_prompts_chain_is_asked(play: Callable[..., None]) -> None:
+@pytest.mark.parametrize("stager", [{"num_partitions": 3}], indirect=True)
+async def test_the_partition_that_has_the_prompts_chain_is_asked(nodes, stager):
     def only(keys: bytes) -> list[Run]:
         raise ShardUnavailable("This one is not to be asked.")
 
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS[:4])
-        asked = partition_of(KEYS[0], 3)
-        for partition in range(3):
-            name = f"{lookup_name(partition)}.locate"
-            nodes.others[name] = nodes.locate if partition == asked else only
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 4
-
-    play(scene, num_partitions=3)
+    store(nodes["b"].arena, KEYS[:4])
+    asked = partition_of(KEYS[0], 3)
+    for partition in range(3):
+        name = f"{lookup_name(partition)}.locate"
+        nodes.others[name] = nodes.locate if partition == asked else only
+    assert (await stage(stager)).num_blocks == 4
 
 
-def test_closing_ends_what_is_under_way(play: Callable[..., None]) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        nodes.may_move.clear()
-        await stager.stage(prefix_of(KEYS), wait_s=0.05)
-        assert stager.status()["under_way"] == 1
-        await asyncio.wait_for(stager.close(), 2)
-        assert stager.status()["under_way"] == 0
-        assert stager.status()["handovers"] == 0
-
-    play(scene)
+async def test_closing_ends_what_is_under_way(slow, stager):
+    await stage(stager, wait_s=0.05)
+    assert stager.status()["under_way"] == 1
+    await asyncio.wait_for(stager.close(), 2)
+    assert (stager.status()["under_way"], stager.status()["handovers"]) == (0, 0)
 
 
-def test_two_that_stage_from_each_other_do_not_wait_for_each_other(
-    play: Callable[..., None],
-) -> None:
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        other, theirs = nodes.stager("b"), chain(20, seed="theirs")
-        store(nodes["b"].arena, KEYS)
-        store(nodes["a"].arena, theirs)
-        answers = await asyncio.gather(
-            stager.stage(prefix_of(KEYS), wait_s=5), other.stage(prefix_of(theirs), wait_s=5)
-        )
-        await other.close()
-        assert [one.num_blocks for one in answers] == [20, 20]
-
-    play(scene)
+async def test_two_that_stage_from_each_other_do_not_wait_for_each_other(nodes, stager):
+    other, theirs = nodes.stager("b"), chain(20, seed="theirs")
+    store(nodes["b"].arena, KEYS)
+    store(nodes["a"].arena, theirs)
+    answers = await asyncio.gather(stage(stager), other.stage(prefix_of(theirs), wait_s=5))
+    await other.close()
+    assert [one.num_blocks for one in answers] == [20, 20]
 
 
 # -- many at once ---------------------------------------------------------------------------------
@@ -587,54 +421,41 @@ requests = st.lists(
     gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
 )
 @settings(max_examples=examples(40))
-def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
-    held: list[tuple[str, int, int]],
-    asked: list[tuple[int, int, float, bool]],
-    step: int,
-    gone: set[str],
-) -> None:
+async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, asked, step, gone):
     """That no block comes twice the movers of this test see to: a second copy is a failure."""
-
-    async def act(parent: Path) -> None:
-        nodes = Nodes.make(parent, "abc")
-        stager = nodes.stager()
-        nodes.blocks_per_step, nodes.gone = step, gone
-        try:
-            for name, branch, length in held:
-                store(nodes[name].arena, BRANCHES[branch][:length])
-            tasks = []
-            for branch, length, wait_s, is_cancelled in asked:
-                stage = stager.stage(prefix_of(BRANCHES[branch][:length]), wait_s=wait_s)
-                tasks.append(asyncio.ensure_future(stage))
-                await asyncio.sleep(0)
-                if is_cancelled:
-                    tasks[-1].cancel()
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
-            for (branch, length, wait_s, is_cancelled), answer in zip(asked, answers, strict=True):
-                if is_cancelled:
-                    assert isinstance(answer, asyncio.CancelledError)
-                    continue
-                assert isinstance(answer, Staged)
-                keys = BRANCHES[branch][:length]
-                most = max(nodes[name].arena.match(keys) or 0 for name in "abc" if name not in gone)
-                assert answer.num_blocks <= most
-                if wait_s > 1 and not gone:
-                    assert answer.num_blocks == most
-                leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
-                assert leases is not None
-                if answer.num_blocks:
-                    assert leases[0].num_slots == answer.num_blocks
-                    assert fetch(nodes["a"].arena, keys, leases[0])
-                nodes["a"].arena.release(*leases)
-        finally:
-            await stager.close()
-            assert stager.status()["under_way"] == 0
-            nodes.close()
-
     path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    nodes = Nodes.make(path, "abc")
+    stager = nodes.stager()
+    nodes.blocks_per_step, nodes.gone = step, gone
     try:
-        asyncio.run(act(path))
+        for name, branch, length in held:
+            store(nodes[name].arena, BRANCHES[branch][:length])
+        tasks = []
+        for branch, length, wait_s, is_cancelled in asked:
+            tasks.append(stage(stager, BRANCHES[branch][:length], wait_s))
+            await asyncio.sleep(0)
+            if is_cancelled:
+                tasks[-1].cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        for (branch, length, wait_s, is_cancelled), answer in zip(asked, answers, strict=True):
+            if is_cancelled:
+                assert isinstance(answer, asyncio.CancelledError)
+                continue
+            assert isinstance(answer, Staged)
+            keys = BRANCHES[branch][:length]
+            most = max(nodes[name].arena.match(keys) or 0 for name in "abc" if name not in gone)
+            assert answer.num_blocks <= most
+            if wait_s > 1 and not gone:
+                assert answer.num_blocks == most
+            leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
+            if answer.num_blocks:
+                assert leases[0].num_slots == answer.num_blocks
+                assert fetch(nodes["a"].arena, keys, leases[0])
+            nodes["a"].arena.release(*leases)
     finally:
+        await stager.close()
+        assert stager.status()["under_way"] == 0
+        nodes.close()
         shutil.rmtree(path)
 
 
@@ -642,9 +463,10 @@ def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
 
 
 @pytest.mark.parametrize("have", [0, 7, 20])
-def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, have: int
-) -> None:
+@pytest.mark.parametrize("nodes", [16], indirect=True)
+async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
+    nodes, stager, monkeypatch, have
+):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     asked: list[int] = []
     own: list[Arena] = []
@@ -660,65 +482,59 @@ def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
             asked.append(len(readers) * len(readers[0]))
         return lease_for(arena, keys, readers, **more)
 
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS[:18], part=0)
-        store(nodes["b"].arena, KEYS, part=1)
-        for part in (0, 1):
-            store(nodes["a"].arena, KEYS[:have], part=part)
-        turns = 0
+    store(nodes["b"].arena, KEYS[:18], part=0)
+    store(nodes["b"].arena, KEYS, part=1)
+    for part in (0, 1):
+        store(nodes["a"].arena, KEYS[:have], part=part)
+    turns = 0
 
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        task = asyncio.ensure_future(others())
-        own.append(stager._arena)
-        monkeypatch.setattr(Arena, "present", seen_present)
-        monkeypatch.setattr(Arena, "lease_for", seen_lease)
-        asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-        staged = await stager.stage(asks, wait_s=5)
-        monkeypatch.undo()
-        task.cancel()
-        assert staged.num_blocks == max(18, have)
-        assert max(asked) <= 20, "a step of a fetch at most"
-        assert turns >= len(asked) // 2
-        held = nodes["a"].arena.lease_for(KEYS, asks.readers)
-        assert held is not None
-        assert held.num_blocks == staged.num_blocks
-        assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
-
-    play(scene, num_slabs=16)
+    task = asyncio.ensure_future(others())
+    own.append(stager._arena)
+    monkeypatch.setattr(Arena, "present", seen_present)
+    monkeypatch.setattr(Arena, "lease_for", seen_lease)
+    asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
+    staged = await stager.stage(asks, wait_s=5)
+    monkeypatch.undo()
+    task.cancel()
+    assert staged.num_blocks == max(18, have)
+    assert max(asked) <= 20, "a step of a fetch at most"
+    assert turns >= len(asked) // 2
+    held = nodes["a"].arena.lease_for(KEYS, asks.readers)
+    assert held.num_blocks == staged.num_blocks
+    assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
 
 
-def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
-    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("nodes", [16], indirect=True)
+async def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
+    nodes, stager, monkeypatch
+):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     present = Arena.present
 
-    async def scene(nodes: Nodes, stager: Stager) -> None:
-        store(nodes["b"].arena, KEYS)
-        looks = 0
+    store(nodes["b"].arena, KEYS)
+    looks = 0
 
-        def late(arena: Arena, keys: Any, parts: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            found = present(arena, keys, parts)
-            if nodes.calls and looks > 7 and not present(arena, KEYS[:1], [0])[0][0]:
-                store(arena, KEYS[:9])  # right after they were looked for
-            return found
+    def late(arena: Arena, keys: Any, parts: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        found = present(arena, keys, parts)
+        if nodes.calls and looks > 7 and not present(arena, KEYS[:1], [0])[0][0]:
+            store(arena, KEYS[:9])  # right after they were looked for
+        return found
 
-        monkeypatch.setattr(Arena, "present", late)
-        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
-        monkeypatch.undo()
-        assert [span.depth for order in nodes.orders for span in order.spans] == [9]
-
-    play(scene, num_slabs=16)
+    monkeypatch.setattr(Arena, "present", late)
+    assert (await stage(stager)).num_blocks == 20
+    monkeypatch.undo()
+    assert [span.depth for order in nodes.orders for span in order.spans] == [9]
 
 
-def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it() -> None:
+def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it():
     class Disk:
         def runs(self, keys: list[int], parts: list[int]) -> list[Run]:
             masks = {part: np.array([one % 7 != 3 for one in keys]) for part in parts}

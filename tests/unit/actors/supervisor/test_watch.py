@@ -19,46 +19,68 @@ from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 
 
-def heard(*names: str) -> Silences:
-    """Silences of parts that all answered at 0."""
-    silences = Silences(frozen_s=5, start_s=60)
-    assert silences.note(set(names), set(names), 0) == []
-    return silences
+@pytest.fixture
+def silences() -> Silences:
+    """Silences of parts, of which `a` and `b` answered at 0."""
+    made = Silences(frozen_s=5, start_s=60)
+    assert made.note({"a", "b"}, {"a", "b"}, 0) == []
+    return made
 
 
-def test_a_part_that_is_silent_for_long_is_frozen() -> None:
-    silences = heard("a", "b")
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(
+            [("ab", "a", 1, ""), ("ab", "a", 4.9, ""), ("ab", "a", 5, "b")],
+            id="who is silent for long is frozen",
+        ),
+        pytest.param(
+            [("a", "a", 4, ""), ("a", "", 8.9, ""), ("a", "", 9, "a")],
+            id="an answer ends a silence",
+        ),
+        pytest.param(
+            [("a", "", 5, "a"), ("a", "", 64, ""), ("a", "", 65, "a")],
+            id="who was ended may take long to start",
+        ),
+        pytest.param(
+            [("c", "", 1, ""), ("c", "", 60, ""), ("c", "", 61, "c")],
+            id="who never answered may take long to start",
+        ),
+        pytest.param(
+            [("c", "", 1, ""), ("c", "c", 2, ""), ("c", "", 7, "c")],
+            id="who answers after its start has no more time than others",
+        ),
+        pytest.param(
+            [("a", "A", 1, ""), ("a", "", 60, ""), ("a", "", 61, "a")],
+            id="who says that it starts may take long",
+        ),
+        pytest.param(
+            [("a", "A", 1, ""), ("a", "a", 2, ""), ("a", "", 7, "a")],
+            id="who has started has no more time than others",
+        ),
+        pytest.param(
+            [
+                *(("b", "b", now, "") for now in range(1, 30)),
+                *[("ab", "b", 30, ""), ("a", "", 33.9, ""), ("a", "", 34, "a")],
+            ],
+            id="time in which nobody asked is no silence",
+        ),
+        pytest.param(
+            [("a", "", 4, ""), ("", "a", 5, ""), ("a", "", 9, ""), ("a", "", 10, "a")],
+            id="who was heard of without being asked is not silent",
+        ),
+    ],
+)
+def test_who_is_frozen(silences, rounds):
+    """A round is who is asked, who answers (as a capital: that it starts), when, who is frozen."""
+    for asked, answered, now, frozen in rounds:
+        starting = {name.lower() for name in answered if name.isupper()}
+        found = silences.note(set(asked), set(answered.lower()), now, starting=starting)
+        assert found == list(frozen), now
+        assert asked or not silences.silent
 
-    assert silences.note({"a", "b"}, {"a"}, 1) == []
-    assert silences.note({"a", "b"}, {"a"}, 4.9) == []
-    assert silences.note({"a", "b"}, {"a"}, 5) == ["b"]
 
-
-def test_an_answer_ends_a_silence() -> None:
-    silences = heard("a")
-    silences.note({"a"}, {"a"}, 4)
-
-    assert silences.note({"a"}, set(), 8.9) == []
-    assert silences.note({"a"}, set(), 9) == ["a"]
-
-
-def test_a_part_that_was_ended_may_take_long_to_start() -> None:
-    silences = heard("a")
-
-    assert silences.note({"a"}, set(), 5) == ["a"]
-    assert silences.note({"a"}, set(), 64) == []
-    assert silences.note({"a"}, set(), 65) == ["a"]
-
-
-def test_a_part_that_never_answered_may_take_long_to_start() -> None:
-    silences = heard()
-
-    assert silences.note({"a"}, set(), 1) == []
-    assert silences.note({"a"}, set(), 60) == []
-    assert silences.note({"a"}, set(), 61) == ["a"]
-
-
-def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started() -> None:
+def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started():
     silences = Silences(frozen_s=5, start_s=60)
     ends = [now for now in range(2000) if silences.note({"a"}, set(), float(now))]
     assert [later - first for first, later in pairwise(ends)] == [120, 240, 480, 480, 480]
@@ -66,30 +88,20 @@ def test_a_part_whose_start_was_ended_has_twice_as_long_until_it_has_started() -
     assert [now for now in range(2001, 2100) if silences.note({"a"}, set(), now)] == [2005, 2065]
 
 
-def test_a_part_that_answers_after_its_start_has_no_more_time_than_others() -> None:
-    silences = heard()
-    silences.note({"a"}, set(), 1)
-    silences.note({"a"}, {"a"}, 2)
-
-    assert silences.note({"a"}, set(), 7) == ["a"]
-
-
-def test_a_part_that_is_no_more_is_forgotten() -> None:
-    silences = heard("a")
+def test_a_part_that_is_no_more_is_forgotten(silences):
     silences.note(set(), set(), 4)
     silences.forget({"a"})
-
     assert silences.note({"a"}, set(), 6) == []
 
 
-def test_a_machine_is_reachable_if_its_ray_can_be_connected_to() -> None:
+def test_a_machine_is_reachable_if_its_ray_can_be_connected_to():
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
         assert reachable({"a": node}, timeout_s=1)
     assert not reachable({"a": node}, timeout_s=1)
 
 
-def test_nodes_that_are_cut_off_are_tried_all_at_once() -> None:
+def test_nodes_that_are_cut_off_are_tried_all_at_once():
     # Of a network for documentation: nothing answers from there, as behind a cut cable.
     cut = {
         f"cut {n}": {"NodeManagerAddress": f"192.0.2.{n}", "NodeManagerPort": 1} for n in range(9)
@@ -102,52 +114,12 @@ def test_nodes_that_are_cut_off_are_tried_all_at_once() -> None:
     assert reachable({}, timeout_s=1) == frozenset()
 
 
-def test_a_long_round_with_one_ping_missed_makes_no_part_frozen() -> None:
+def test_a_long_round_with_one_ping_missed_makes_no_part_frozen():
     silences = Silences(frozen_s=5, start_s=60, misses=3)
     silences.note({"a"}, {"a"}, 0)
-
-    assert silences.note({"a"}, set(), 21) == [], "nobody asked it for 20 s"
-    assert silences.note({"a"}, set(), 42) == []
-    assert silences.note({"a"}, {"a"}, 63) == []
-    assert silences.note({"a"}, set(), 84) == []
-    assert silences.note({"a"}, set(), 105) == []
-    assert silences.note({"a"}, set(), 126) == ["a"]
-
-
-def test_a_part_that_says_it_starts_may_take_long() -> None:
-    silences = heard("a")
-    silences.note({"a"}, {"a"}, 1, starting={"a"})
-
-    assert silences.note({"a"}, set(), 60) == []
-    assert silences.note({"a"}, set(), 61) == ["a"]
-
-
-def test_a_part_that_has_started_has_no_more_time_than_others() -> None:
-    silences = heard("a")
-    silences.note({"a"}, {"a"}, 1, starting={"a"})
-    silences.note({"a"}, {"a"}, 2)
-
-    assert silences.note({"a"}, set(), 7) == ["a"]
-
-
-def test_time_in_which_nobody_asked_a_part_is_no_silence() -> None:
-    silences = heard("a", "b")
-    for now in range(1, 30):
-        silences.note({"b"}, {"b"}, now)
-
-    assert silences.note({"a", "b"}, {"b"}, 30) == []
-    assert silences.note({"a"}, set(), 33.9) == []
-    assert silences.note({"a"}, set(), 34) == ["a"]
-
-
-def test_a_part_that_was_heard_of_without_being_asked_is_not_silent() -> None:
-    silences = heard("a")
-    silences.note({"a"}, set(), 4)
-    silences.note(set(), {"a"}, 5)
-
-    assert not silences.silent
-    assert silences.note({"a"}, set(), 9) == []
-    assert silences.note({"a"}, set(), 10) == ["a"]
+    answers = {63: {"a"}}
+    frozen = [silences.note({"a"}, answers.get(now, set()), now) for now in range(21, 127, 21)]
+    assert frozen == [[], [], [], [], [], ["a"]], "nobody asked it for 20 s before each ping"
 
 
 class Parts:
@@ -174,10 +146,12 @@ class Parts:
         return len(self.asked) - 1
 
 
-def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parts = Parts(monkeypatch)
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(parts):
     actors = {name: parts.actor(name) for name in ("lives", "starts", "ended", "silent", "old")}
     parts.answers = {0: False, 1: True, 2: ShardUnavailable("It is gone."), 4: None}
     found = Pings(patience_s=60).round(actors, timeout_s=0)
@@ -185,9 +159,8 @@ def test_pings_tell_who_lives_who_starts_who_ended_and_who_is_silent(
     assert (found.starting, found.dead) == ({"starts"}, {"ended"})
 
 
-def test_an_answer_that_comes_a_round_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, pings = Parts(monkeypatch), Pings(patience_s=60)
-    actors = {"slow": parts.actor("slow")}
+def test_an_answer_that_comes_a_round_later_counts(parts):
+    pings, actors = Pings(patience_s=60), {"slow": parts.actor("slow")}
     assert not pings.round(actors, timeout_s=0).alive
     parts.answers[0] = False
     assert pings.round(actors, timeout_s=0).alive == {"slow"}
@@ -196,8 +169,8 @@ def test_an_answer_that_comes_a_round_later_counts(monkeypatch: pytest.MonkeyPat
     assert parts.asked == ["slow", "slow"]
 
 
-def test_a_ping_that_may_be_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, pings = Parts(monkeypatch), Pings(patience_s=-1)
+def test_a_ping_that_may_be_lost_is_sent_again(parts):
+    pings = Pings(patience_s=-1)
     for _ in range(2):
         pings.round({"a": parts.actor("a")}, timeout_s=0)
     assert parts.asked == ["a", "a"]
@@ -257,6 +230,7 @@ class Tier:
         runtime = SimpleNamespace(get_node_id=lambda: "")
         monkeypatch.setattr(module.ray, "get_runtime_context", lambda: runtime, raising=False)
         self.supervisor = SupervisorActor(KVRayConfig(cluster_name="x"))
+        self.supervisor._looked.set()
         monkeypatch.setattr(self.supervisor._pings, "round", self.ping)
         monkeypatch.setattr(self.supervisor._metrics, "attempt", lambda look, now: None)
 
@@ -309,19 +283,25 @@ class Tier:
             self.now += 1.0
 
 
-def test_every_round_asks_all_of_a_small_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = Tier(monkeypatch, 100)
-    tier.hear(tier.names)
+@pytest.fixture
+def tier(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tier:
+    """Three nodes, or as many as its parameter says; the lookup hears all their shards."""
+    made = Tier(monkeypatch, getattr(request, "param", 3))
+    made.hear(made.names)
+    return made
+
+
+large = pytest.mark.parametrize("tier", [NUM_NODES], indirect=True)
+
+
+@pytest.mark.parametrize("tier", [100], indirect=True)
+def test_every_round_asks_all_of_a_small_tier(tier):
     tier.rounds(5)
     assert tier.asked == [{*tier.names, *tier.movers, LOOKUP_NAME}] * 5
     assert tier.looks == 5
 
 
-def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_it_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, 3)
-    tier.hear(tier.names)
+def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_it_stays(tier):
     tier.rounds(1)
     tier.draining = {node_id(1): 30.0, "without a shard": None}
     tier.rounds(2)
@@ -330,11 +310,7 @@ def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_i
     assert tier.told == [(node_id(1), "Ray", 30.0)] * 2 + [(node_id(1), "Ray")]
 
 
-def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, 3)
-    tier.hear(tier.names)
+def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(tier):
     idle = node_id(1)
     tier.unused = {idle}
     tier.rounds(60)
@@ -352,11 +328,7 @@ def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
     assert idle in tier.supervisor.shards()
 
 
-def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, 3)
-    tier.hear(tier.names)
+def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(tier):
     idle = node_id(1)
     tier.unused = tier.answered = {idle}
     tier.forgetting = {shard_name(idle)}
@@ -367,24 +339,16 @@ def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(
     assert tier.ended == [mover_name(idle)]
 
 
-def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, 3)
-    tier.hear(tier.names)
-    tier.unused = {node_id(1)}
-    tier.answered = {node_id(1)}
+def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(tier):
+    tier.unused = tier.answered = {node_id(1)}
     tier.rounds(150)
     assert tier.leaving == [node_id(1)] * 2
     assert node_id(1) in tier.supervisor.shards()
     assert not tier.ended
 
 
-def test_a_round_asks_no_more_parts_however_many_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, NUM_NODES)
-    tier.hear(tier.names)
+@large
+def test_a_round_asks_no_more_parts_however_many_there_are(tier):
     tier.rounds(8)
     assert [len(one) for one in tier.asked] == [201] * 8
     assert all(LOOKUP_NAME in one for one in tier.asked)
@@ -392,29 +356,23 @@ def test_a_round_asks_no_more_parts_however_many_there_are(
     assert tier.looks == 3, "at 500 nodes a second"
 
 
-def test_parts_that_nobody_hears_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = Tier(monkeypatch, NUM_NODES)
+@large
+def test_parts_that_nobody_hears_are_asked_in_turn(tier):
+    tier.hear(set())
     tier.rounds(15)
     assert set().union(*tier.asked) == tier.names | tier.movers | {LOOKUP_NAME}
 
 
-def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, NUM_NODES)
-    tier.hear(tier.names)
+@large
+def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(tier):
     tier.rounds(20)
-    silent = mover_name(node_id(7))
-    tier.mute = {silent}
+    tier.mute = {mover_name(node_id(7))}
     tier.rounds(8 + 5)
-    assert tier.ended == [silent]
+    assert tier.ended == [mover_name(node_id(7))]
 
 
-def test_a_frozen_part_is_found_among_many_that_are_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = Tier(monkeypatch, NUM_NODES)
-    tier.hear(tier.names)
+@large
+def test_a_frozen_part_is_found_among_many_that_are_cut_off(tier):
     tier.rounds(20)
     tier.cut = {node_id(n) for n in range(NUM_NODES - 1)}
     gone = {shard_name(node) for node in tier.cut}
@@ -426,68 +384,63 @@ def test_a_frozen_part_is_found_among_many_that_are_cut_off(
     assert max(map(len, tier.asked)) == 201
 
 
-def test_the_lookup_forgets_the_shards_of_lost_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = Tier(monkeypatch, 3)
+def test_the_lookup_forgets_the_shards_of_lost_nodes(tier):
     tier.hear({*tier.names, "kvray-shard-of-before"})
     tier.nodes_now[0]["Alive"] = False
     tier.rounds(1)
     assert set(tier.status["shards"]) == tier.names - {shard_name(node_id(0))}
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Tier:
-    """Two nodes whose parts have all answered."""
-    tier = Tier(monkeypatch, 2)
-    tier.hear(tier.names)
+def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(tier):
     tier.rounds(1)
-    return tier
+    tier.mute = tier.names
+    tier.status["silent"] = [shard_name(node_id(1))]
+    tier.rounds(6)
+    assert tier.ended == [shard_name(node_id(1))]
 
 
-def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(small: Tier) -> None:
-    small.mute = small.names
-    small.status["silent"] = [shard_name(node_id(1))]
-    small.rounds(6)
-    assert small.ended == [shard_name(node_id(1))]
+def test_who_is_cut_off_is_not_frozen(tier):
+    tier.rounds(1)
+    tier.mute = tier.movers
+    tier.cut = {node_id(0), node_id(2)}
+    tier.rounds(6)
+    assert tier.ended == [mover_name(node_id(1))]
 
 
-def test_who_is_cut_off_is_not_frozen(small: Tier) -> None:
-    small.mute = small.movers
-    small.cut = {node_id(0)}
-    small.rounds(6)
-    assert small.ended == [mover_name(node_id(1))]
+# -- nodes that are left --------------------------------------------------------------------------
 
 
 NODES = st.frozensets(st.sampled_from("abc"))
 
 
-def test_a_node_is_left_once_it_was_unused_for_so_long() -> None:
-    idle = IdleNodes(10.0)
-    assert left_at(idle, {"a", "b"}, 0.0) == set()
-    assert left_at(idle, {"a"}, 9.0) == set()
-    assert left_at(idle, {"a", "b"}, 10.0) == {"a"}
-    assert left_at(idle, {"a", "b"}, 19.0) == {"a"}
-    assert left_at(idle, {"a", "b"}, 20.0) == {"a", "b"}
+@pytest.fixture
+def idle() -> IdleNodes:
+    return IdleNodes(10.0)
 
 
-def test_a_node_that_somebody_uses_again_gets_its_shard_back() -> None:
-    idle = IdleNodes(10.0)
-    left_at(idle, {"a"}, 0.0)
-    assert left_at(idle, {"a"}, 10.0) == {"a"}
-    assert left_at(idle, set(), 11.0) == set()
-    assert left_at(idle, {"a"}, 12.0) == set()
+def left_at(idle: IdleNodes, unused: str, now: float) -> str:
+    idle.note(set(unused), set(), now)
+    return "".join(sorted(idle.left))
 
 
-def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time() -> None:
-    idle = IdleNodes(10.0)
-    left_at(idle, {"a"}, 0.0)
-    assert left_at(idle, {"a"}, 10.0) == {"a"}
+def test_a_node_is_left_once_it_was_unused_for_so_long(idle):
+    rounds = [("ab", 0.0), ("a", 9.0), ("ab", 10.0), ("ab", 19.0), ("ab", 20.0)]
+    assert [left_at(idle, *one) for one in rounds] == ["", "", "a", "a", "ab"]
+
+
+def test_a_node_that_somebody_uses_again_gets_its_shard_back(idle):
+    rounds = [("a", 0.0), ("a", 10.0), ("", 11.0), ("a", 12.0)]
+    assert [left_at(idle, *one) for one in rounds] == ["", "a", "", ""]
+
+
+def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time(idle):
+    assert [left_at(idle, "a", now) for now in (0.0, 10.0)] == ["", "a"]
     idle.stay("a")
     assert not idle.left
-    assert left_at(idle, {"a"}, 11.0) == set()
-    assert left_at(idle, {"a"}, 21.0) == {"a"}
+    assert [left_at(idle, "a", now) for now in (11.0, 21.0)] == ["", "a"]
 
 
-def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
+def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting():
     idle = IdleNodes(None)
     idle.note({"a"}, {"b"}, 0.0)
     assert idle.left == {"b"}
@@ -498,9 +451,7 @@ def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
 
 
 @given(st.lists(st.tuples(NODES, NODES, st.floats(0, 8)), max_size=20))
-def test_no_node_is_left_that_was_in_use_within_the_time(
-    rounds: list[tuple[frozenset[str], frozenset[str], float]],
-) -> None:
+def test_no_node_is_left_that_was_in_use_within_the_time(rounds):
     idle, now, used_at = IdleNodes(10.0), 0.0, dict.fromkeys("abc", 0.0)
     went: set[str] = set()  # were to go at some time since somebody used them
     for unused, going, step in rounds:
@@ -510,8 +461,3 @@ def test_no_node_is_left_that_was_in_use_within_the_time(
         idle.note(unused, going, now)
         assert all(node in went or now - used_at[node] >= 10.0 for node in idle.left)
         assert going <= idle.left <= unused | going
-
-
-def left_at(idle: IdleNodes, unused: set[str], now: float) -> set[str]:
-    idle.note(unused, set(), now)
-    return set(idle.left)
