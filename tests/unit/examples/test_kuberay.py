@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from kvray.actors.shard.settings import ShardSettings
 from kvray.cli.app import app
 from kvray.cli.connector_config import render
-from kvray.config import KVRayConfig, load_config, parse_size
-from kvray.config import WELL_KNOWN_PATH
+from kvray.config import WELL_KNOWN_PATH, KVRayConfig, load_config, parse_size
 from tests import helm
 from tests.waiting import HANG_S
 
