@@ -1,4 +1,4 @@
-"""The way from a command to the tier: a client, the token ids in a file, the answer on stdout."""
+"""The way from a command to the tier: a client, sizes and token ids, the answer on stdout."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvray.config import load_config
+from kvray.config import load_config, parse_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.output import stdout_kept, visible
 from kvray.errors import ConfigError
@@ -42,6 +42,14 @@ def read_tokens(path: Path) -> list[int]:
             " white space."
         )
     return found
+
+
+def parse_option(option: str, text: str) -> int:
+    """Return the bytes of a size that the user gave."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}.") from None
 
 
 def show_answer(found: Any, printed: Callable[[Any], None], *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvray.cli.asking import parse_option
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot
 
@@ -52,6 +53,10 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
             with boundary(verbose=verbose) as interrupts:
                 if plot is not None:
                     check_plot(plot)
+                if "capacity" in options:
+                    options["capacity"] = parse_option("--capacity", options["capacity"])
+                if blocks := options.get("block"):
+                    options["block"] = [parse_option("--block", text) for text in blocks]
                 with interrupts.masked():  # importing starts threads
                     from kvray.lab.bench.runner import running
 

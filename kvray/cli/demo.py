@@ -4,10 +4,9 @@ from typing import Annotated
 
 import typer
 
-from kvray.config import parse_size
+from kvray.cli.asking import parse_option
 from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot, printer
-from kvray.errors import ConfigError
 
 EXIT_FAILED = 1
 
@@ -38,10 +37,7 @@ def demo(
     a token differs from a run without kvray, or if a prefix was not shared.
     """
     with boundary(verbose=verbose) as interrupts:
-        try:
-            capacity = parse_size(arena)
-        except ValueError as error:
-            raise ConfigError(f"--arena: {error}.") from None
+        capacity = parse_option("--arena", arena)
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():

@@ -4,12 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvray.cli.asking import open_client, show_answer
+from kvray.cli.asking import open_client, parse_option, show_answer
 from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_table, sizing_title
-from kvray.config import parse_size
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot, printer, write_picture
-from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +45,7 @@ def size(
     Of each namespace it shows the share of prompt tokens that would hit at each size.
     """
     with boundary(verbose=verbose) as interrupts:
-        more = [_size(text) for text in add or ()][:_MORE_MAX]
+        more = [parse_option("--add", text) for text in add or ()][:_MORE_MAX]
         if plot is not None:
             check_plot(plot)
         with open_client(config, address, interrupts) as client:
@@ -98,10 +96,3 @@ def _print(found: dict[str, Any], more: list[int]) -> None:
         console.print(sizing_table(entry))
         for sentence in sizing_sentences(entry, more or [entry["host_bytes"]]):
             console.print(sentence, soft_wrap=True)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--add: {error}.") from None

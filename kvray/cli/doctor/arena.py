@@ -53,7 +53,10 @@ def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
         yield _no_arena(config.node_dir, error)
         return
     with closing(arena):
-        yield ok("arena", _describe(arena))
+        capacity = int(arena.tables.header["capacity"])
+        age_s = max(0.0, time.time() - float(arena.tables.header["created"]))
+        size = f"{format_size(capacity)} of blocks, made {age_s / 3600:.1f} h ago"
+        yield ok("arena", f"{arena.arena_id}, {size}")
         yield _joined(arena)
         yield from _socket(config.node_dir, arena.arena_id)
         yield _copies(arena)
@@ -200,12 +203,6 @@ def _no_arena(directory: Path, error: ShardUnavailable) -> Finding:
     )
 
 
-def _describe(arena: Arena) -> str:
-    capacity = int(arena.tables.header["capacity"])
-    age_s = max(0.0, time.time() - float(arena.tables.header["created"]))
-    return f"{arena.arena_id}, {format_size(capacity)} of blocks, made {age_s / 3600:.1f} h ago"
-
-
 def _joined(arena: Arena) -> Finding:
     try:
         arena.join("kvray doctor")
@@ -246,31 +243,25 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         return
     finally:
         shard.close()
-    yield _same_arena(answer, arena_id, ended - began)
-    yield _same_version(answer)
-    yield _same_clock(answer, began, ended)
-
-
-def _same_arena(answer: dict[str, Any], arena_id: str, took_s: float) -> Finding:
-    if answer.get("arena_id") != arena_id:
-        return fault(
+    if (theirs := answer.get("arena_id")) != arena_id:
+        yield fault(
             "socket",
-            f"the shard behind the socket owns arena {answer.get('arena_id')}, but the file that is"
-            f" mapped here is {arena_id}",
+            f"the shard behind the socket owns arena {theirs}, but the file that is mapped here is"
+            f" {arena_id}",
             "mount one directory for both; if the tier has just restarted, look again",
         )
-    return ok("socket", f"{answer.get('shard')} answered in {1e3 * took_s:.1f} ms")
-
-
-def _same_version(answer: dict[str, Any]) -> Finding:
-    theirs = answer.get("version")
-    if theirs != __version__:
-        return hint(
+    else:
+        took_ms = 1e3 * (ended - began)
+        yield ok("socket", f"{answer.get('shard')} answered in {took_ms:.1f} ms")
+    if (version := answer.get("version")) != __version__:
+        yield hint(
             "versions",
-            f"kvray is {__version__} here and {theirs or 'older'} in the shard",
+            f"kvray is {__version__} here and {version or 'older'} in the shard",
             "install the same version in the engine's image and in Ray's",
         )
-    return ok("versions", f"kvray {__version__}, here and in the shard")
+    else:
+        yield ok("versions", f"kvray {__version__}, here and in the shard")
+    yield _same_clock(answer, began, ended)
 
 
 def _same_clock(answer: dict[str, Any], began: float, ended: float) -> Finding:

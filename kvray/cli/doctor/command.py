@@ -1,7 +1,6 @@
 """`kvray doctor`: runs the checks and prints each fault and hint with its fix."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -57,7 +56,9 @@ def doctor(
                 elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
         findings += arena_findings(settings) if elsewhere is None else [elsewhere]
         if as_json:
-            print(json.dumps(_as_json(findings, found), indent=2))
+            links = [] if found is None else node_links(found)
+            told = {"findings": [*map(asdict, findings)], "transports": [*map(asdict, links)]}
+            print(json.dumps(told, indent=2))
         else:
             _print(console, findings, found)
         if any(finding.verdict == "fault" for finding in findings):
@@ -82,14 +83,6 @@ def _ask_tier(
     return found, node_id, [ok("Ray", "answers"), *tier_findings(found), *hit_findings(found)]
 
 
-def _as_json(findings: list[Finding], found: dict[str, Any] | None) -> dict[str, Any]:
-    made = [] if found is None else node_links(found)
-    return {
-        "findings": [asdict(finding) for finding in findings],
-        "transports": [asdict(link) for link in made],
-    }
-
-
 def _print(console: Console, findings: list[Finding], found: dict[str, Any] | None) -> None:
     table = Table(box=box.SIMPLE, collapse_padding=True, show_header=False)
     for _ in range(2):
@@ -101,15 +94,9 @@ def _print(console: Console, findings: list[Finding], found: dict[str, Any] | No
     console.print(table)
     if found is not None and (made := node_links(found)):
         console.print(node_links_table(made))
-    for line in _to_do(findings):
-        console.print(line, soft_wrap=True)
-
-
-def _to_do(findings: list[Finding]) -> Iterator[str]:
-    """Yield one sentence for each fault, then one for each hint."""
-    unfixed = [one for one in findings if one.verdict == "fault"]
-    unfixed += [one for one in findings if one.verdict == "hint"]
+    unfixed = [one for kind in ("fault", "hint") for one in findings if one.verdict == kind]
     for one in unfixed:
-        yield f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
+        line = f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
+        console.print(line, soft_wrap=True)
     if not unfixed:
-        yield "Nothing is wrong."
+        console.print("Nothing is wrong.", soft_wrap=True)

@@ -174,7 +174,8 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     if not totals["prompt_tokens"]:
         yield from _no_requests(totals, num_ranks)
         return
-    yield _rate(totals)
+    says = f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
+    yield ok("hit rate", says)
     yield from _alone(replicas)
     yield from _reasons(totals)
     yield from _not_kept(shards, totals)
@@ -194,10 +195,6 @@ def _no_requests(totals: Mapping[str, int], num_ranks: int) -> Iterator[Finding]
             f"{num_ranks} ranks are registered, and none has had a request yet",
             "send a prompt of at least two blocks of tokens, then the same to another replica",
         )
-
-
-def _rate(totals: Mapping[str, int]) -> Finding:
-    return ok("hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
 
 
 def _alone(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

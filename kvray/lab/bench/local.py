@@ -37,7 +37,6 @@ from kvray.lab.bench.runner import (
     bench_spec,
     measure,
     over_all,
-    parse_option,
     require_room,
     reserve_all,
     timed,
@@ -197,7 +196,7 @@ class LocalScale:
 
 
 def run(
-    runner: Runner, *, config: Path | None, capacity: str, repeat: int | None, quick: bool
+    runner: Runner, *, config: Path | None, capacity: int, repeat: int | None, quick: bool
 ) -> Report:
     """Take all measurements.
 
@@ -205,7 +204,7 @@ def run(
         KVRayError: there is no room, or a step failed.
     """
     settings = load_config(config)
-    scale = LocalScale.fit(parse_option("--capacity", capacity), repeat=repeat, quick=quick)
+    scale = LocalScale.fit(capacity, repeat=repeat, quick=quick)
     return bench_report(
         measure_local(scale, arena_dir=settings.arena.dir, runner=runner),
         note=f"{scale.large.shape[0]} blocks of 4 MiB and {scale.small.shape[0]} of 128 KiB in"

@@ -27,7 +27,6 @@ from kvray.lab.bench.runner import (
     Timed,
     bench_spec,
     measure,
-    parse_option,
     reserve_all,
     timed,
 )
@@ -66,7 +65,10 @@ class NvmeBench:
         self._floor = BareDisk(self._disk / "floor", self._memory)
         runner.stack.callback(self._floor.close)
         runner.stack.callback(self._drop_store)
-        self.page_bytes = _page_bytes(directory / "arena")
+        # The size of the pages of which most of the mapped arena is made.
+        file = mapped_file(Path("/proc/self/smaps").read_text(), directory / "arena")
+        is_huge = file is not None and 2 * file.huge_bytes >= file.mapped_bytes
+        self.page_bytes = file.huge_page_bytes if file and is_huge else _SMALL_PAGE
         self.is_direct = True
         self._fill()
         self.bare_stores, self.bare_retrieves = self._floor.fastest()
@@ -194,19 +196,11 @@ def _check_all(done: Array, verb: str) -> None:
         )
 
 
-def _page_bytes(path: Path) -> int:
-    """Return the size of the pages of which most of a mapped file is made."""
-    file = mapped_file(Path("/proc/self/smaps").read_text(), path)
-    if file is None or 2 * file.huge_bytes < file.mapped_bytes:
-        return _SMALL_PAGE
-    return file.huge_page_bytes
-
-
 def run(
     runner: Runner,
     *,
     config: Path | None,
-    block: Sequence[str] | None,
+    block: Sequence[int] | None,
     repeat: int | None,
     quick: bool,
     disk: Path | None,
@@ -225,7 +219,7 @@ def run(
     """
     settings = load_config(config)
     num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
-    sizes = [parse_option("--block", text) for text in block or ()] or [LARGE_BYTES, SMALL_BYTES]
+    sizes = list(block or (LARGE_BYTES, SMALL_BYTES))
     disk = disk or Path(tempfile.gettempdir())
     _check(disk, num_bytes, sizes)
     why_not = ""

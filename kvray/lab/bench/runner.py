@@ -16,7 +16,7 @@ from typing import NamedTuple
 import psutil
 from rich.progress import Progress, TaskID
 
-from kvray.config import format_size, parse_size
+from kvray.config import format_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.output import printer
 from kvray.console.progress import counting_progress
@@ -113,18 +113,6 @@ def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
     """
     began, ended, cpu_s = zip(*spans, strict=True)
     return Duration(max(ended) - min(began), sum(cpu_s))
-
-
-def parse_option(option: str, text: str) -> int:
-    """Return the bytes of a size that the user gave.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}.") from None
 
 
 def require_room(needed: int, free: int, place: str, hint: str) -> None:

@@ -273,7 +273,14 @@ class _StagingBench:
             for node in ray.nodes()  # type: ignore[no-untyped-call]
             if node["Alive"] and RESOURCE in node["Resources"]
         ]
-        self._nodes = [_start_node(node_id, config, num_blocks) for node_id in nodes]
+        made = ray.remote(_BenchNode)
+        on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        self._nodes = [
+            made.options(num_cpus=0, scheduling_strategy=on(node_id, soft=False)).remote(
+                config, num_blocks
+            )
+            for node_id in nodes
+        ]
         self._source, self._target = self._nodes
         _get(self._source.store.remote(self._keys))
         _get(self._target.clear.remote())
@@ -349,12 +356,6 @@ class _StagingBench:
 
     def _time_bare(self, begin: Callable[[], Any]) -> Duration:
         return _timed(self._bare_pids, begin)[0]
-
-
-def _start_node(node_id: str, config: KVRayConfig, num_blocks: int) -> Any:
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    node = ray.remote(_BenchNode).options(num_cpus=0, scheduling_strategy=affinity)
-    return node.remote(config, num_blocks)
 
 
 def _wait_serving(mover: Any) -> int:

@@ -26,7 +26,6 @@ from kvray.lab.bench.runner import (
     Pair,
     Runner,
     cpu_seconds,
-    parse_option,
     require_room,
 )
 from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, Worker, call_all, merge
@@ -51,8 +50,8 @@ def run(
     runner: Runner,
     *,
     config: Path | None,
-    capacity: str,
-    block: Sequence[str] | None,
+    capacity: int,
+    block: Sequence[int] | None,
     processes: Sequence[int] | None,
     seconds: float,
 ) -> Report:
@@ -61,14 +60,14 @@ def run(
     Raises:
         KVRayError: there is no room, Ray or the tier did not start, or a process died.
     """
-    num_bytes = parse_option("--capacity", capacity)
-    sizes = [parse_option("--block", text) for text in block or ()] or list(SIZES)
-    steps = sorted(set(processes or ())) or [1 << n for n in range(4) if 1 << n <= _num_cores()]
-    settings = own_settings(config, capacity=num_bytes)
+    num_cores = len(os.sched_getaffinity(0))
+    sizes = list(block or SIZES)
+    steps = sorted(set(processes or ())) or [1 << n for n in range(4) if 1 << n <= num_cores]
+    settings = own_settings(config, capacity=capacity)
     _check(settings, sizes, num_processes=steps[-1])
     bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
     with runner.scope() as scope:
-        quick = num_bytes < 2**30
+        quick = capacity < 2**30
         scale = local.LocalScale.fit(2**30, repeat=5, quick=quick)
         beside = local.measure_local(scale, arena_dir=settings.arena.dir, runner=scope)
     rows = [row for row in beside if _LOCAL_FIGURES & row.figures.keys()]
@@ -76,21 +75,17 @@ def run(
     names = ", ".join(map(format_size, sizes))
     return bench_report(
         rows,
-        note=f"Blocks of {names} in an arena of {format_size(num_bytes)} that is full,"
+        note=f"Blocks of {names} in an arena of {format_size(capacity)} that is full,"
         f" {seconds:g} s for each number of processes, on {cores()}. The first rows are those of"
         " `kvray bench local`: an arena with room and no shard. Ratios are kvray's speed over the"
         " bare copy's.",
         facts={
-            "capacity_bytes": num_bytes,
+            "capacity_bytes": capacity,
             "block_bytes": sizes,
             "processes": steps,
             "seconds": seconds,
         },
     )
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def own_settings(config: Path | None, **arena: int) -> KVRayConfig:

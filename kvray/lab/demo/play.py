@@ -95,7 +95,13 @@ def play(
         KVRayError: the model, the tier or an engine did not work.
     """
     began = time.monotonic()
-    _check_engine(engine)
+    if engine not in _ENGINES:
+        raise ConfigError(f"There is no engine {engine!r}; give one of {', '.join(_ENGINES)}.")
+    if engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed here; install it, or run `make test-vllm` in a checkout, which"
+            " makes an environment with vLLM for the CPU."
+        )
     _fetch_model(model)
     with interrupts.closing() as stack:
         with interrupts.held():
@@ -133,16 +139,6 @@ def play(
         facts={"model": model, "tokens_per_block": TOKENS_PER_BLOCK},
         seconds=time.monotonic() - began,
     )
-
-
-def _check_engine(engine: str) -> None:
-    if engine not in _ENGINES:
-        raise ConfigError(f"There is no engine {engine!r}; give one of {', '.join(_ENGINES)}.")
-    if engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed here; install it, or run `make test-vllm` in a checkout, which"
-            " makes an environment with vLLM for the CPU."
-        )
 
 
 def _is_tiny(model: str) -> bool:
@@ -215,11 +211,17 @@ def make_prompts(tokenizer: Tokenizer) -> Prompts:
     # SmolLM2's tokenizer knows the marks of a chat; others get plain text.
     begin, end = _CHAT if len(tokenizer.encode("<|im_start|>")) == 1 else _PLAIN
 
+    text = (files("kvray.lab.demo") / "handbook.txt").read_text(encoding="utf-8")
+    paragraphs = text.strip().split("\n\n")
+    starts = [index for index, paragraph in enumerate(paragraphs) if len(paragraph) < 60]
+
     def make(chapter: int, question: str, num_blocks: int, more: int | None = 0) -> tuple[int, ...]:
         """Return a prompt with `more` tokens after its full blocks; None: with all the question."""
         asked = tokenizer.encode(end.format(question=question))
         num_tokens = num_blocks * TOKENS_PER_BLOCK + (len(asked) if more is None else more)
-        document = tokenizer.encode(begin + _handbook_from(chapter))[: num_tokens - len(asked)]
+        # From a chapter's title on, with the chapters before it at the end.
+        turned = paragraphs[starts[chapter] :] + paragraphs[: starts[chapter]]
+        document = tokenizer.encode(begin + "\n\n".join(turned))[: num_tokens - len(asked)]
         assert len(document) + len(asked) == num_tokens, "the handbook is long enough"
         return (*document, *asked)
 
@@ -243,15 +245,6 @@ def shareable_tokens(num_tokens: int) -> int:
     Full blocks only, and never the whole prompt: the engine computes at least one token.
     """
     return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-
-
-def _handbook_from(chapter: int) -> str:
-    """Return the handbook from a chapter's title on, with the chapters before it at the end."""
-    text = (files("kvray.lab.demo") / "handbook.txt").read_text(encoding="utf-8")
-    paragraphs = text.strip().split("\n\n")
-    starts = [index for index, paragraph in enumerate(paragraphs) if len(paragraph) < 60]
-    start = starts[chapter]
-    return "\n\n".join(paragraphs[start:] + paragraphs[:start])
 
 
 class Engines:

@@ -22,7 +22,7 @@ import yaml
 
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, parse_option
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner
 from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
 from kvray.lab.bench.serving.report import Round, Section, serving_report
 from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
@@ -65,7 +65,7 @@ class Options:
     config: Path | None
     pool_blocks: int
     """Of each engine's own pool."""
-    capacity: str
+    capacity: int
     """Of the tier's arena."""
     start_timeout: float
 
@@ -218,8 +218,7 @@ class _Fleet:
         runner.show("Starting a tier")
         # Ray prints words about its workers, which are no part of the report.
         runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        capacity = parse_option("--capacity", self._options.capacity)
-        settings = own_settings(self._options.config, capacity=capacity)
+        settings = own_settings(self._options.config, capacity=self._options.capacity)
         launch = start_tier(runner, settings)
         assert launch.local is not None, "the tier is on a Ray of its own"
         directory = runner.make_directory(Path(tempfile.gettempdir()))
