@@ -24,20 +24,8 @@ from kvray.cli.text.status import namespaces_report, shares_report, unnamed_sent
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
+from tests.unit.cli.answers import ARENA, SERVING, replica
 from tests.unit.cli.conftest import rows, shown
-
-ARENA = {
-    "resident_bytes": 3 * 2**20,
-    "capacity_bytes": 2**30,
-    "blocks": 12,
-    "leased_blocks": 2,
-    "evicted": 5,
-    "dropped": 1,
-    "corrupt": 0,
-}
-
-
-SERVING = {"shard": "kvray-shard-0123456789ab", "state": "serving", "arena": ARENA}
 
 
 @pytest.mark.parametrize(
@@ -139,14 +127,9 @@ def test_memory_is_shown_for_each_block_size_and_what_is_spare() -> None:
     arena = {**ARENA, "slabs": [SLABS, {**SLABS, "block_bytes": 2**22}], "spare_slabs": 13}
     lines = rows(shown(memory_table([SERVING | {"arena": arena}])))
     figures = "3 1500 36 20 25% 2MiB"
-    assert f"0123456789ab 128KiB {figures}" in lines
-    assert f"0123456789ab 4MiB {figures}" in lines
-    assert "0123456789ab spare 13" in lines
-
-
-def make_replica(**fields: Any) -> dict[str, Any]:
-    defaults = {"replica": "r-1", "rank": 0, "connected": True, "namespace": "01", "counters": {}}
-    return {**defaults, **fields}
+    assert f"aa 128KiB {figures}" in lines
+    assert f"aa 4MiB {figures}" in lines
+    assert "aa spare 13" in lines
 
 
 def test_replica_shows_hits_and_misses_by_reason() -> None:
@@ -163,7 +146,7 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
         "miss_tokens_arena_busy": 0,
         "stored_blocks": 10,
     }
-    table = replicas_table([make_replica(counters=counters)])
+    table = replicas_table([replica(**counters)])
     words = " ".join(shown(table, width=120).split())
     shares = "4% 50% 2% 4% 40%"
     assert f"r-1 0 7 900 {shares} 320 not stored 10 stored blocks" in words
@@ -171,8 +154,8 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
 
 
 def test_replica_that_is_gone_is_marked_and_its_name_is_no_markup() -> None:
-    assert "gone" in shown(replicas_table([make_replica(connected=False)]))
-    assert "[red]" in shown(replicas_table([make_replica(replica="[red]")]))
+    assert "gone" in shown(replicas_table([replica(connected=False)]))
+    assert "[red]" in shown(replicas_table([replica("[red]")]))
 
 
 def test_who_ended_a_while_ago_is_a_sum() -> None:
@@ -184,7 +167,7 @@ def test_who_ended_a_while_ago_is_a_sum() -> None:
         "42 ranks ended before and are not listed: 1,500 requests, 700 hit tokens."
     )
     assert ended_line(ended[1:]) == "2 ranks ended before and are not listed."
-    totals = total_counters([make_replica(counters={"prompt_tokens": 1}), *ended])
+    totals = total_counters([replica(prompt_tokens=1), *ended])
     assert totals["prompt_tokens"] == 9001
 
 
@@ -192,8 +175,8 @@ def test_a_counter_or_name_with_markup_is_printed_as_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = "[/nothing][bold]"
-    replica = make_replica(replica=name) | {"counters": {name: 7, f"miss_tokens_{name}": 8}}
-    shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [replica]}
+    one = replica(name, counters={name: 7, f"miss_tokens_{name}": 8})
+    shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [one]}
     lookup = {"state": "unreachable", "message": name}
     _print({"cluster_name": name, "lookup": lookup, "shards": [shard]})
     said = capsys.readouterr().out
@@ -270,15 +253,14 @@ def test_names_and_values_are_no_markup() -> None:
     assert "[bold]" in text
 
 
-def replica(**changes: Any) -> dict[str, Any]:
+def reading(**changes: Any) -> dict[str, Any]:
     counters = {
         "fingerprint_bytes": 120 * 2**30,
         "fingerprint_bytes_read": 30 * 2**30,
         "fingerprint_failed": 0,
         "uptime_s": 20,
     }
-    own = {"replica": "a", "rank": 0, "connected": True, "namespace": "01"}
-    return own | {"counters": counters | changes}
+    return replica("a", **counters | changes)
 
 
 FAR = "uses no tier until it has read its checkpoint: "
@@ -296,7 +278,7 @@ FAR = "uses no tier until it has read its checkpoint: "
 def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(
     counters: dict[str, int], said: str, fix: str
 ) -> None:
-    ((says, remedy),) = unnamed_sentences([replica(**counters)])
+    ((says, remedy),) = unnamed_sentences([reading(**counters)])
     assert says == f"replica a rank 0 {said}"
     assert fix in remedy
 
@@ -304,20 +286,18 @@ def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(
 def test_figures_that_are_missing_count_as_none() -> None:
     said = []
     for one in ({}, {"fingerprint_bytes_read": 2**29}):
-        counters = {"fingerprint_bytes": 2**30} | one
-        ((says, _),) = unnamed_sentences([replica() | {"counters": counters}])
+        ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **one)])
         said.append(says.partition(": ")[2])
     assert said == ["0B of 1GiB read", "512MiB of 1GiB read, about 0 s left"]
 
 
 def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence() -> None:
-    known = replica()
-    known["counters"] = {"uptime_s": 20}
-    assert not list(unnamed_sentences([known, replica() | {"connected": False}]))
+    known = replica(uptime_s=20)
+    assert not list(unnamed_sentences([known, reading(connected=False)]))
 
 
 def test_doctor_says_why_nothing_is_promised_yet() -> None:
-    status = {"shards": [{"replicas": [replica()]}]}
+    status = {"shards": [{"replicas": [reading()]}]}
     findings = {one.check: one for one in hit_findings(status)}
     assert "30GiB of 120GiB" in findings["checkpoint"].says
 

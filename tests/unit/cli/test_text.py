@@ -24,9 +24,9 @@ from kvray.cli.text.transports import choose, node_links
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 from tests.unit.actors.tier.test_sizing import node
+from tests.unit.cli.answers import NOW, mover, replica, request, span
 from tests.unit.cli.conftest import shown
 
-NOW = 1_700_000_000.0
 LEFT = {
     "left_at": [NOW - 60, NOW - 50],
     "left_node": "kvray-shard-a",
@@ -35,38 +35,18 @@ LEFT = {
 }
 
 
-def span(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
-    return {"start": start, "stop": stop, "what": what, **more}
-
-
-def request(**changes: Any) -> dict[str, Any]:
-    return {
-        "request_id": 7,
-        "replica": "one",
-        "rank": 0,
-        "at": NOW - 3,
-        "namespace": "3f0a91c2",
-        "num_tokens": 320,
-        "own_tokens": 0,
-        "hit_tokens": 160,
-        "missed_tokens": 144,
-        "reason": "evicted",
-        "stage_s": 0.012,
-        "lease_s": 0.0004,
-        "is_sampled": False,
-        "log_since": NOW - 7200,
-        "leaving": [],
-        "ranges": [
-            span(0, 160, "hit", way="nixl", source="kvray-shard-0123456789ab"),
-            span(160, 304, "miss", reason="evicted", places=[], **LEFT),
-            span(304, 320, "computed"),
-        ],
-        **changes,
-    }
+EVICTED = {
+    "reason": "evicted",
+    "ranges": [
+        span(0, 160, "hit", way="nixl", source="kvray-shard-0123456789ab"),
+        span(160, 304, "miss", reason="evicted", places=[], **LEFT),
+        span(304, 320, "computed"),
+    ],
+}
 
 
 def test_a_request_is_told_range_by_range_and_in_a_sentence() -> None:
-    text = shown(*request_report(request(), now=NOW))
+    text = shown(*request_report(request(**EVICTED), now=NOW))
     assert "Request 7 of replica one" in text
     assert "brought over NIXL from node 0123456789ab" in text
     assert "evicted: left the memory of node a" in text
@@ -91,7 +71,10 @@ def test_a_request_that_had_nothing_to_miss_says_why() -> None:
 
 
 def test_several_requests_are_one_line_each_and_a_sentence() -> None:
-    some = [request(), request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0)]
+    some = [
+        request(**EVICTED),
+        request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0),
+    ]
     table = shown(requests_table(some, now=NOW))
     assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
     assert "464 of 640 tokens of these 2 requests were hits" in shown(requests_sentence(some))
@@ -155,9 +138,7 @@ def status(
                     "evicted": evicted,
                 },
                 "staging": {"staged_bytes": staged},
-                "replicas": [
-                    {"replica": "one", "rank": 0, "connected": True, "counters": counters}
-                ],
+                "replicas": [replica("one", **counters)],
             },
             {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"},
         ],
@@ -201,10 +182,6 @@ NO_NIXL = {"available": False, "reason": "NIXL is not installed"}
 HAS = {"available": True}
 RDMA = {"available": True, "rdma": True}
 BOTH = "nixl: both have it; "
-
-
-def mover(name: str, **transports: dict[str, Any]) -> dict[str, Any]:
-    return {"mover": f"kvray-mover-{name}", "state": "serving", "transports": transports}
 
 
 @pytest.mark.parametrize(
@@ -297,18 +274,20 @@ def test_a_tier_of_one_node_has_no_ways() -> None:
     assert node_links({"shards": [alone], "movers": []}) == []
 
 
-def shard(name: str, replica: str, hit: int) -> dict[str, Any]:
-    rank = {"replica": replica, "rank": 0, "connected": True, "namespace": "3f0a91c2"}
-    counters = {"prompt_tokens": 100, "hit_tokens": hit}
+def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
     return {
         "shard": name,
         "namespaces": {"3f0a91c2": {"model": "key:m", "kv_dtype": "bf16"}},
-        "replicas": [{**rank, "counters": counters}],
+        "replicas": [replica(rank, prompt_tokens=100, hit_tokens=hit)],
     }
 
 
 def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace() -> None:
-    shards = [shard("a", "one", 10), shard("b", "two", 50), {"shard": "c", "state": "preparing"}]
+    shards = [
+        shard_of("a", "one", 10),
+        shard_of("b", "two", 50),
+        {"shard": "c", "state": "preparing"},
+    ]
     contents = {
         "a": {"namespaces": {"3f0a91c2": {"host_blocks": 2, "host_bytes": 20}}},
         "b": {

@@ -7,18 +7,9 @@ import pytest
 from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.tier import hit_findings, tier_findings
 from kvray.trace.reasons import COUNTED
+from tests.unit.cli.answers import ARENA, NVME, SERVING, mover, replica
 
-ARENA = {"capacity_bytes": 2**30, "blocks": 12, "leased_blocks": 2, "corrupt": 0}
 GIB = 2**30
-NVME = {
-    "file_bytes": 2**30,
-    "message": "",
-    "segments_without_room": 0,
-    "write_budget_bytes": None,
-    "is_direct": True,
-    "corrupt": 0,
-}
-SERVING = {"shard": "kvray-shard-aa", "state": "serving", "arena": ARENA}
 
 
 def found(*shards: dict[str, Any], movers: tuple[dict[str, Any], ...] = ()) -> dict[str, Finding]:
@@ -139,34 +130,23 @@ def test_a_disk_that_was_hardly_meant_is_a_hint() -> None:
     assert (one.says, one.fix) == ("/nvme is on the root file system", "mount one at nvme.dir")
 
 
-def mover(node: str, *, available: bool = True) -> dict[str, Any]:
-    transport = {"available": available, "reason": "no library", "rdma": False}
-    return {"mover": f"kvray-mover-{node}", "state": "serving", "transports": {"nixl": transport}}
+def mover_with(node: str, *, available: bool = True) -> dict[str, Any]:
+    return mover(node, nixl={"available": available, "reason": "no library", "rdma": False})
 
 
 def test_nodes_between_which_nothing_can_be_moved_are_a_fault() -> None:
-    shown = found(SERVING, movers=(mover("aa"), mover("bb", available=False)))
+    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb", available=False)))
     assert shown["link aa > bb"].verdict == "fault"
     assert "no library" in shown["link aa > bb"].says
 
 
 def test_transport_between_two_nodes_is_named() -> None:
-    shown = found(SERVING, movers=(mover("aa"), mover("bb")))
+    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb")))
     assert shown["link aa > bb"].says == "nixl (both have it; TCP: no RDMA device)"
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:
     return {"shards": [{"shard": "a", "arena": {"dropped": 0, **arena}, "replicas": [*replicas]}]}
-
-
-def replica(name: str = "r-0", namespace: str = "01", **counters: int) -> dict[str, Any]:
-    return {
-        "replica": name,
-        "rank": 0,
-        "connected": True,
-        "namespace": namespace,
-        "counters": counters,
-    }
 
 
 def hits_found(*replicas: dict[str, Any], **arena: int) -> dict[str, Finding]:
@@ -179,7 +159,7 @@ def test_tier_without_engines_says_how_to_connect_one() -> None:
     assert "kvray connector-config" in one.fix
 
 
-GONE = {**replica(requests=1, prompt_tokens=64), "connected": False}
+GONE = replica(requests=1, prompt_tokens=64, connected=False)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +194,9 @@ def test_a_tensor_cache_is_asked_for_something_too() -> None:
 
 def test_replicas_that_share_no_namespace_are_named() -> None:
     counters = {"requests": 1, "prompt_tokens": 64}
-    apart = hits_found(replica("a", "01", **counters), replica("b", "02", **counters))
+    apart = hits_found(replica("a", **counters), replica("b", namespace="02", **counters))
     assert apart["namespaces"].verdict == "hint"
-    together = hits_found(replica("a", "01", **counters), replica("b", "01", **counters))
+    together = hits_found(replica("a", **counters), replica("b", **counters))
     assert "namespaces" not in together
 
 

@@ -12,7 +12,7 @@ from kvray.cli.page import command
 from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board, Shares
 from kvray.cli.page.command import Feed
 from kvray.cli.text.hits import ReplicaRates
-from tests.unit.cli.page.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
+from tests.unit.cli.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
 def told(board: Board, *, seconds: int = 20) -> Board:

@@ -15,7 +15,7 @@ from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
 from kvray.cli.page.server import Gate, make_app
 from kvray.config import load_config
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
-from tests.unit.cli.page.answers import MARKUP, contents, requests, silent, status
+from tests.unit.cli.answers import MARKUP, contents, requests, silent, status
 
 pytestmark = pytest.mark.skipif(NO_BROWSER is not None, reason=f"{NO_BROWSER}")
 

@@ -19,7 +19,7 @@ from kvray.cli.page.command import _announce, _listening
 from kvray.cli.page.server import Gate, make_app
 from kvray.config import load_config
 from tests.forks import RunKvray
-from tests.unit.cli.page.answers import NOW, status
+from tests.unit.cli.answers import NOW, status
 from tests.waiting import HANG_S
 
 

@@ -1,4 +1,4 @@
-"""What a tier of two nodes answers, with names that would be markup, for the tests of the page."""
+"""What a tier answers, part by part, and a tier of two nodes with names that would be markup."""
 
 from typing import Any
 
@@ -17,6 +17,16 @@ NVME = {
     "corrupt": 0,
 }
 
+ARENA = {
+    "resident_bytes": 3 * 2**20,
+    "capacity_bytes": 2**30,
+    "blocks": 12,
+    "leased_blocks": 2,
+    "evicted": 5,
+    "dropped": 1,
+    "corrupt": 0,
+}
+SERVING = {"shard": "kvray-shard-aa", "state": "serving", "arena": ARENA}
 
 CURVE = {
     "num_tokens": 60_000,
@@ -38,6 +48,17 @@ TRAFFIC = {
 }
 
 
+def replica(name: str = "r-1", **changes: Any) -> dict[str, Any]:
+    """Return what a shard says of a rank; `changes` are fields, and all others counters."""
+    fields = {"rank": 0, "connected": True, "namespace": "3f0a91c2"}
+    counters = changes.pop("counters", {}) | {k: v for k, v in changes.items() if k not in fields}
+    return (
+        fields
+        | {k: v for k, v in changes.items() if k in fields}
+        | {"replica": name, "counters": counters}
+    )
+
+
 def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
     """Return the status of a shard whose replica has had 100 tokens a second, 60 from the host."""
     counters = {
@@ -46,20 +67,14 @@ def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
         "hit_tokens_from_host": 60 * seconds,
         "miss_tokens_not_stored": 40 * seconds,
     }
-    replica = {
-        "replica": f"on-{name} {MARKUP}",
-        "rank": 0,
-        "connected": True,
-        "namespace": "3f0a91c2",
-    }
-    arena = {"resident_bytes": 2**20, "capacity_bytes": 2**22, "blocks": 12, "leased_blocks": 1}
+    arena = {"resident_bytes": 2**20, "capacity_bytes": 2**22, "evicted": 3 * seconds}
     return {
         "shard": f"kvray-shard-{name}",
         "state": "serving",
-        "arena": {**arena, "evicted": 3 * seconds, "corrupt": 0},
+        "arena": ARENA | arena,
         "nvme": NVME,
         "traffic": TRAFFIC,
-        "replicas": [{**replica, "counters": counters}],
+        "replicas": [replica(f"on-{name} {MARKUP}", **counters)],
         "namespaces": {"3f0a91c2": {"model": f"key:{MARKUP}", "tokens_per_block": 16}},
         **more,
     }
@@ -70,9 +85,8 @@ def silent(name: str) -> dict[str, Any]:
     return {"shard": f"kvray-shard-{name}", "state": "unreachable", "message": "No answer in 2 s."}
 
 
-def mover(name: str) -> dict[str, Any]:
-    ways = {"object_ref": {"available": True, "reason": ""}}
-    return {"mover": f"kvray-mover-{name}", "state": "serving", "transports": ways}
+def mover(name: str, **transports: dict[str, Any]) -> dict[str, Any]:
+    return {"mover": f"kvray-mover-{name}", "state": "serving", "transports": transports}
 
 
 def status(seconds: int = 0, **more: Any) -> dict[str, Any]:
@@ -81,7 +95,7 @@ def status(seconds: int = 0, **more: Any) -> dict[str, Any]:
         "cluster_name": "prod",
         "lookup": {"keys": 1234},
         "shards": [shard("aa", seconds), shard("bb", seconds)],
-        "movers": [mover("aa"), mover("bb")],
+        "movers": [mover(name, object_ref={"available": True}) for name in ("aa", "bb")],
         **more,
     }
 
@@ -94,15 +108,16 @@ def contents() -> dict[str, Any]:
     return {"contents": found, "prefixes": {"3f0a91c2": hottest}}
 
 
-def requests(at: float = NOW) -> dict[str, Any]:
-    ranges = [
-        {"start": 0, "stop": 160, "what": "hit", "way": "nixl", "source": "kvray-shard-aa"},
-        {"start": 160, "stop": 304, "what": "miss", "reason": "never_stored", "places": []},
-        {"start": 304, "stop": 320, "what": "computed"},
-    ]
-    one = {
+def span(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
+    """Return one range of a prompt."""
+    return {"start": start, "stop": stop, "what": what, **more}
+
+
+def request(at: float = NOW, **changes: Any) -> dict[str, Any]:
+    """Return what is known of a request that came 3 s before `at`."""
+    return {
         "request_id": 7,
-        "replica": f"on-bb {MARKUP}",
+        "replica": "one",
         "rank": 0,
         "at": at - 3,
         "namespace": "3f0a91c2",
@@ -116,6 +131,15 @@ def requests(at: float = NOW) -> dict[str, Any]:
         "is_sampled": False,
         "log_since": at - 7200,
         "leaving": [],
-        "ranges": ranges,
+        "ranges": [
+            span(0, 160, "hit", way="nixl", source="kvray-shard-aa"),
+            span(160, 304, "miss", reason="never_stored", places=[]),
+            span(304, 320, "computed"),
+        ],
+        **changes,
     }
+
+
+def requests(at: float = NOW) -> dict[str, Any]:
+    one = request(at, replica=f"on-bb {MARKUP}")
     return {"requests": [one, {**one, "request_id": 6, "at": at - 9}], "silent": []}
