@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvray.lab.vllm import environ
-from kvray.lab.vllm.engine import CONNECTOR
+from kvray.lab.vllm import CONNECTOR, environ
 
 BLOCK = 32
 VOCABULARY = 512

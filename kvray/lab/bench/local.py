@@ -56,18 +56,6 @@ _SMALL_PAIRS = 5
 """Pairs of small blocks for each of large ones: they take a thirtieth of the time."""
 
 
-def resliced_rows(arena: Arena, *, num_blocks: int, pairs: int) -> list[Row]:
-    """Return a row for each case: one rank loads `num_blocks` blocks into host memory.
-
-    KVRayError: the arena has no room.
-    """
-    arena.join("bench")
-    try:
-        return [_resliced_row(arena, *case, num_blocks=num_blocks, pairs=pairs) for case in _CASES]
-    finally:
-        arena.leave()
-
-
 def _resliced_row(arena: Arena, stored_by: int, size: int, *, num_blocks: int, pairs: int) -> Row:
     layout = _layout(size, num_blocks)
     own = layout.parts(0, size, TOKENS_PER_BLOCK)
@@ -318,7 +306,14 @@ class _Bench:
         assert self._arena is not None
         # Blocks of the largest case and of its plain loads are in the arena together.
         num_blocks = max(2, min(large.shape[0] // 4, 64))
-        return resliced_rows(self._arena, num_blocks=num_blocks, pairs=large.pairs)
+        self._arena.join("bench")
+        try:
+            return [
+                _resliced_row(self._arena, *case, num_blocks=num_blocks, pairs=large.pairs)
+                for case in _CASES
+            ]
+        finally:
+            self._arena.leave()
 
     def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False
@@ -358,6 +353,7 @@ class _Bench:
                     prompt + suffix,
                 )
                 pairs = [Pair(Duration(ours), Duration(floor)) for ours, floor in found]
+                name = prompt + suffix
                 rows += hash_rows(title, name, pairs, has_spread=name == "lookup_8k")
         return rows
 

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
@@ -65,16 +65,16 @@ class Found(TypedDict):
 
 def merge(founds: Iterable[Found]) -> Found:
     """Return what several processes, or one in several turns, measured."""
-    merged = Found(copies={}, calls={}, counts={})
+    copies: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    calls: defaultdict[str, list[float]] = defaultdict(list)
+    counts: Counter[str] = Counter()
     for found in founds:
         for name, sums in found["copies"].items():
-            before = merged["copies"].get(name, [0.0] * len(sums))
-            merged["copies"][name] = [a + b for a, b in zip(before, sums, strict=True)]
+            copies[name] = [a + b for a, b in zip(copies[name], sums, strict=True)]
         for name, seconds in found["calls"].items():
-            merged["calls"].setdefault(name, []).extend(seconds)
-        for name, number in found["counts"].items():
-            merged["counts"][name] = merged["counts"].get(name, 0) + number
-    return merged
+            calls[name] += seconds
+        counts.update(found["counts"])
+    return Found(copies=copies, calls=calls, counts=counts)
 
 
 @lru_cache(maxsize=4096)

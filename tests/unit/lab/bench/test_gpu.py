@@ -7,7 +7,7 @@ import torch
 from rich.progress import Progress
 
 from kvray.console.interrupts import Interrupts
-from kvray.errors import CapacityError, ConfigError, KVRayError
+from kvray.errors import CapacityError, KVRayError
 from kvray.lab.bench.gpu import (
     LLAMA_3_8B,
     GpuScale,
@@ -174,9 +174,3 @@ def test_crossover_is_the_length_from_which_on_loading_wins() -> None:
 
 def test_lengths_are_named_in_thousands() -> None:
     assert [name_of(length) for length in (512, 1024, 8192)] == ["512", "1k", "8k"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no NVIDIA GPU"):
-        GpuDevice("cuda:0")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import KVRayError
-from kvray.lab.bench.bare_disk import BareDisk, Transfers, check_cold, resident_bytes
+from kvray.lab.bench.nvme import BareDisk, Transfers, check_cold, resident_bytes
 from kvray.store.machine.capacity import mount_of
 from kvray.store.nvme.memory import aligned
 from tests.forks import RunKvray

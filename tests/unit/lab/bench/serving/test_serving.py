@@ -16,7 +16,6 @@ from kvray.lab.bench.serving.report import (
     Round,
     Section,
     over_rounds,
-    percentile,
     ratios,
     round_figures,
     serving_report,
@@ -120,10 +119,6 @@ def test_ratios_are_medians_of_the_rounds_own() -> None:
     assert ratios(rounds) == {"b": {"first_token_p90_s": 3.0}}
     more = [{"a": {"requests_per_s": 4.0}, "b": {"requests_per_s": 2.0}}]
     assert ratios(more) == {"b": {"requests_per_s": 2.0}}
-
-
-def test_a_percentile_is_one_of_the_values() -> None:
-    assert [percentile([3.0, 1.0, 2.0], percent) for percent in (50, 90, 1)] == [2.0, 3.0, 1.0]
 
 
 def report(name: str = "one-prefix") -> Report:

@@ -1,7 +1,6 @@
-"""vLLM in a process of its own; its calls are those of a `Replica`.
+"""vLLM in a process of its own, as a witness on an engine not our own; its calls are a `Replica`'s.
 
-Started by `Replica.spawn(module="kvray.lab.vllm.engine")`. It never imports ray, and ends when its
-parent does.
+Started by `Replica.spawn(module=MODULE)`. It never imports ray, and ends when its parent does.
 """
 
 from __future__ import annotations
@@ -20,12 +19,25 @@ from kvray.reference.checkpoint import SMOLLM2, find_smollm2
 from kvray.reference.output import Call, Listener, Output, Prompt
 from kvray.reference.replica_child import serve
 
+MODULE = "kvray.lab.vllm"
+"""What a `Replica` runs that is vLLM."""
 CONNECTOR = {
     "kv_connector": "KvRayConnector",
     "kv_connector_module_path": "kvray.vllm",
     "kv_role": "kv_both",
 }
 _CLOSE_S = 20.0
+
+
+def environ(num_threads: int) -> dict[str, str]:
+    """Return the variables of such a replica; equal answers need equal numbers of threads."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; a pool with its own number of blocks has those
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 class VllmEngine:
