@@ -8,11 +8,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -82,6 +83,13 @@ _SHM = Path("/dev/shm")
 _ROOM = 1.1
 """Free memory that the demo asks for, in capacities: the tables, and Ray's own share."""
 
+_PHASES = {
+    "a": "one long prompt on two replicas",
+    "b": "one system prompt, three questions",
+    "c": "A, B, A, B on a pool for one",
+    "d": "both replicas restarted",
+}
+
 Prompts = dict[str, tuple[int, ...]]
 """Name -> token ids."""
 
@@ -124,18 +132,20 @@ def play(
         )
         stack.callback(engines.close)
         with ProgressLine(console) as line:
-            for phase in _PHASES:
-                title = "" if phase.name == ORACLE else f"Phase {phase.name}: "
-                with line.during(title + phase.title, phase.num_steps) as advance:
-                    engines.advance = advance
-                    phase.play(engines)
+            for phase, title in {ORACLE: "The answers without any reuse", **_PHASES}.items():
+                steps = [*_steps(engines, phase)]
+                shown = title if phase == ORACLE else f"Phase {phase}: {title}"
+                with line.during(shown, len(steps)) as advance:
+                    for step in steps:
+                        step()
+                        advance()
     oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
     records = [record for record in engines.records if record.phase != ORACLE]
     verdict = judge(records, oracle=oracle)
     return verdict, report(
         records,
         verdict,
-        titles={phase.name: phase.title for phase in _PHASES if phase.name != ORACLE},
+        titles=_PHASES,
         facts={"model": model, "tokens_per_block": TOKENS_PER_BLOCK},
         seconds=time.monotonic() - began,
     )
@@ -262,8 +272,6 @@ class Engines:
         """Begin without an engine; `environ` has the variables with which one finds the tier."""
         self.prompts = prompts
         self.records: list[Record] = []
-        self.advance: Callable[[], None] = lambda: None
-        """Called after each start and each answer, for a bar that moves."""
         self._client = client
         self._engine = engine
         self._model = model
@@ -284,7 +292,6 @@ class Engines:
             self._replicas[name] = Replica.spawn(name, env=env, **made)
         for name in names:
             self._replicas[name].wait_ready()
-        self.advance()
 
     def end(self, *names: str) -> None:
         """Let engines end on their own."""
@@ -328,7 +335,6 @@ class Engines:
             deadline = time.monotonic() + _SAVED_TIMEOUT_S
             while self._num_stored() < num_stored and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-        self.advance()
 
     def _arguments(self, num_blocks: int, *, with_kvray: bool, with_reuse: bool) -> dict[str, Any]:
         if self._engine == "vllm":
@@ -355,65 +361,39 @@ class Engines:
         return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
 
 
-class _Phase(NamedTuple):
-    """One phase; `num_steps` counts the starts and prompts in `play`."""
-
-    name: str
-    title: str
-    num_steps: int
-    play: Callable[[Engines], None]
-
-
-def _ask_oracle(engines: Engines) -> None:
-    """Answer every prompt with an engine that has no connector and reuses nothing."""
-    engines.start(ORACLE, num_blocks=_POOL_BLOCKS, with_kvray=False, with_reuse=False)
-    for prompt in engines.prompts:
-        engines.ask(ORACLE, ORACLE, prompt)
-    engines.end(ORACLE)
-
-
-def _share_long_prompts(engines: Engines) -> None:
-    """Phase a: replica 1 computes prompts, replica 2 copies their blocks."""
-    engines.start(_ONE, _TWO, num_blocks=_POOL_BLOCKS)
-    for prompt in (LONG, UNALIGNED):
-        shared = shareable_tokens(len(engines.prompts[prompt]))
-        engines.ask("a", _ONE, prompt, expected_hit_tokens=0, until_saved=True)
-        engines.ask("a", _TWO, prompt, expected_hit_tokens=shared)
-
-
-def _share_system_prompt(engines: Engines) -> None:
-    """Phase b: prompts that differ after a common beginning share the beginning."""
-    first, second, third = SAME_SYSTEM
-    engines.ask("b", _ONE, first, expected_hit_tokens=0, until_saved=True)
-    engines.ask("b", _TWO, second, expected_hit_tokens=SYSTEM_BLOCKS * TOKENS_PER_BLOCK)
-    engines.ask("b", _ONE, third)
-
-
-def _offload(engines: Engines) -> None:
-    """Phase c: A, B, A, B on a pool that holds one of them, without kvray and with it."""
-    for name in (WITHOUT_KVRAY, WITH_KVRAY):
-        with_kvray = name == WITH_KVRAY
-        engines.start(name, num_blocks=_OFFLOAD_POOL_BLOCKS, with_kvray=with_kvray)
-        for is_first in (True, False):
-            for prompt in (OFFLOAD_A, OFFLOAD_B):
-                engines.ask("c", name, prompt, until_saved=with_kvray and is_first)
-        engines.end(name)
-
-
-def _restart(engines: Engines) -> None:
-    """Phase d: both replicas restart, and their first prompt hits at once."""
-    engines.end(_ONE, _TWO)
-    engines.start(_ONE, _TWO, num_blocks=_POOL_BLOCKS)
-    for replica, prompt in ((_ONE, LONG), (_TWO, UNALIGNED)):
-        shared = shareable_tokens(len(engines.prompts[prompt]))
-        engines.ask("d", replica, prompt, expected_hit_tokens=shared)
-    engines.end(_ONE, _TWO)
-
-
-_PHASES = (
-    _Phase(ORACLE, "The answers without any reuse", 8, _ask_oracle),
-    _Phase("a", "one long prompt on two replicas", 5, _share_long_prompts),
-    _Phase("b", "one system prompt, three questions", 3, _share_system_prompt),
-    _Phase("c", "A, B, A, B on a pool for one", 10, _offload),
-    _Phase("d", "both replicas restarted", 3, _restart),
-)
+def _steps(engines: Engines, phase: str) -> Iterator[Callable[[], None]]:
+    """Yield the steps of a phase."""
+    ask = partial(engines.ask, phase)
+    both = partial(engines.start, _ONE, _TWO, num_blocks=_POOL_BLOCKS)
+    shared = {name: shareable_tokens(len(tokens)) for name, tokens in engines.prompts.items()}
+    if phase == ORACLE:  # an engine that has no connector and reuses nothing
+        start = partial(engines.start, ORACLE, num_blocks=_POOL_BLOCKS)
+        yield partial(start, with_kvray=False, with_reuse=False)
+        for prompt in engines.prompts:
+            yield partial(ask, ORACLE, prompt)
+        yield partial(engines.end, ORACLE)
+    elif phase == "a":  # replica 1 computes prompts, replica 2 copies their blocks
+        yield both
+        for prompt in (LONG, UNALIGNED):
+            yield partial(ask, _ONE, prompt, expected_hit_tokens=0, until_saved=True)
+            yield partial(ask, _TWO, prompt, expected_hit_tokens=shared[prompt])
+    elif phase == "b":  # prompts that differ after a common beginning share the beginning
+        first, second, third = SAME_SYSTEM
+        yield partial(ask, _ONE, first, expected_hit_tokens=0, until_saved=True)
+        yield partial(ask, _TWO, second, expected_hit_tokens=SYSTEM_BLOCKS * TOKENS_PER_BLOCK)
+        yield partial(ask, _ONE, third)
+    elif phase == "c":  # the pool holds one of both, without kvray and with it
+        for name in (WITHOUT_KVRAY, WITH_KVRAY):
+            has_tier = name == WITH_KVRAY
+            start = partial(engines.start, name, num_blocks=_OFFLOAD_POOL_BLOCKS)
+            yield partial(start, with_kvray=has_tier)
+            for until_saved in (has_tier, False):
+                for prompt in (OFFLOAD_A, OFFLOAD_B):
+                    yield partial(ask, name, prompt, until_saved=until_saved)
+            yield partial(engines.end, name)
+    else:  # both replicas restart, and their first prompt hits at once
+        yield partial(engines.end, _ONE, _TWO)
+        yield both
+        for replica, prompt in ((_ONE, LONG), (_TWO, UNALIGNED)):
+            yield partial(ask, replica, prompt, expected_hit_tokens=shared[prompt])
+        yield partial(engines.end, _ONE, _TWO)
