@@ -8,23 +8,20 @@ from typing import Annotated
 import typer
 
 from kvray import __version__
+from kvray.cli.arenas import sweep, verify
 from kvray.cli.bench import bench
 from kvray.cli.blocks import clear, drain, prefetch
-from kvray.cli.chaos import chaos
-from kvray.cli.config import config_app
-from kvray.cli.connector_config import connector_config
+from kvray.cli.config import config_app, connector_config
 from kvray.cli.dashboard import dashboard
-from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
+from kvray.cli.lab import chaos, demo
 from kvray.cli.ls import ls
 from kvray.cli.replay import replay
 from kvray.cli.size import size
 from kvray.cli.status import probe, status
-from kvray.cli.sweep import sweep
 from kvray.cli.up import down, up
-from kvray.cli.verify import verify
 from kvray.console.output import EXIT_ERROR, Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvray.cli.connector_config import render
+from kvray.cli.config import render
 from kvray.config import load_config
 from kvray.errors import ConfigError
 from tests.trtllm.test_start_up import make_halves

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from kvray.cli.app import app
-from kvray.cli.connector_config import render
+from kvray.cli.config import render
 from kvray.config import json_schema, sources
 from tests.forks import RunKvray
 from tests.unit.cli.test_app import assert_refused

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvray.actors.shard.settings import ShardSettings
 from kvray.cli.app import app
-from kvray.cli.connector_config import render
+from kvray.cli.config import render
 from kvray.config import KVRayConfig, load_config, parse_size
 from kvray.config.sources import WELL_KNOWN_PATH
 from tests import helm
