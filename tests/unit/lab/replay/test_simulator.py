@@ -108,30 +108,16 @@ def test_progress_counts_all_runs() -> None:
     assert (seen[0][0], seen[-1][0]) == ("Belady, 100 blocks", "double, 300 blocks")
 
 
-def outcome(**figures: float) -> Outcome:
-    zeros = dict.fromkeys(
-        (
-            *("host_blocks", "nvme_blocks", "refs", "prompt_tokens", "hit_blocks"),
-            *("hit_tokens", "host_hit_blocks", "nvme_hit_blocks", "nvme_written_blocks"),
-        ),
-        0,
-    )
-    return Outcome(**{"policy": "lru", "admission": None, "seconds": 0.0, **zeros, **figures})
+NOTHING = Outcome(policy="lru", host_blocks=0, refs=0, prompt_tokens=0, hit_blocks=0, hit_tokens=0)
 
 
-def test_an_outcome_has_its_ratios() -> None:
-    found = outcome(
-        **{"refs": 100, "hit_blocks": 25, "prompt_tokens": 1000, "hit_tokens": 200},
-        **{"nvme_hit_blocks": 10, "nvme_written_blocks": 30, "seconds": 0.5},
-    )
+def test_an_outcome_has_its_ratios_also_where_there_is_nothing() -> None:
+    some = {"refs": 100, "hit_blocks": 25, "prompt_tokens": 1000, "hit_tokens": 200}
+    found = replace(NOTHING, **some, nvme_hit_blocks=10, nvme_written_blocks=30, seconds=0.5)
     assert (found.hit_ratio, found.token_hit_ratio) == (0.25, 0.2)
     assert (found.written_per_hit, found.refs_per_s) == (3.0, 200.0)
-
-
-def test_an_outcome_of_nothing_has_ratios_too() -> None:
-    found = outcome()
-    assert (found.hit_ratio, found.token_hit_ratio, found.refs_per_s) == (0, 0, 0)
-    assert found.written_per_hit is None
+    assert (NOTHING.hit_ratio, NOTHING.token_hit_ratio, NOTHING.refs_per_s) == (0, 0, 0)
+    assert NOTHING.written_per_hit is None
 
 
 def random_trace(seed: int, *, num_requests: int = 60) -> Trace:
