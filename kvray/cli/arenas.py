@@ -132,8 +132,15 @@ def verify(
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config)
-        directories = _directories(settings, all_arenas=all_arenas)
-        found, errors = _verify_each(directories, settings.arena.lock_wait_s, interrupts)
+        found: list[dict[str, Any]] = []
+        errors: list[ShardUnavailable] = []
+        for directory in _directories(settings, all_arenas=all_arenas):
+            try:
+                # A signal waits for the end of a batch: no lease may stay behind.
+                with interrupts.held():
+                    found.append(_verify(directory, settings.arena.lock_wait_s, interrupts))
+            except ShardUnavailable as error:
+                errors.append(error)
         if as_json:
             print(json.dumps({"arenas": found, "errors": [str(error) for error in errors]}))
         elif found or not errors:
@@ -152,22 +159,6 @@ def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
 
     found = sorted(settings.arena.dir.glob("kvray-*"))
     return [path for path in found if is_own(path) and (path / ARENA_FILE).exists()]
-
-
-def _verify_each(
-    directories: list[Path], lock_wait_s: float, interrupts: Interrupts
-) -> tuple[list[dict[str, Any]], list[ShardUnavailable]]:
-    """Check every arena that can be checked; return the results, and the errors of the others."""
-    found: list[dict[str, Any]] = []
-    errors: list[ShardUnavailable] = []
-    for directory in directories:
-        try:
-            # A signal waits for the end of a batch: no lease may stay behind.
-            with interrupts.held():
-                found.append(_verify(directory, lock_wait_s, interrupts))
-        except ShardUnavailable as error:
-            errors.append(error)
-    return found, errors
 
 
 def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvray.cli.asking import open_client, read_tokens
 from kvray.cli.text.status import drain_sentence
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, printer, stdout_kept
+from kvray.console.output import boundary, printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
 
@@ -86,13 +86,10 @@ def clear(
     with an empty tier, or to delete data. Correct answers never need it.
     """
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
+        name = load_config(config).cluster_name
         if not yes:
-            typer.confirm(f"Evict every block of the tier {settings.cluster_name}?", abort=True)
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+            typer.confirm(f"Evict every block of the tier {name}?", abort=True)
+        with open_client(config, address, interrupts) as client:
             num_blocks = client.clear()
         print(f"{num_blocks} blocks were evicted.")
 

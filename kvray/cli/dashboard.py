@@ -60,8 +60,7 @@ def install(
         if target is not None:
             print(f"The dashboard is {put_dashboard(target)}.")
             return
-        temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
-        session = find_session(temp_dir)
+        _, session = _session(ray_temp_dir, config)
         print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
         print("Each Ray session has a new directory: repeat this after a restart of Ray.")
         print("`kvray dashboard scrape` prints the configuration for Prometheus.")
@@ -75,9 +74,13 @@ def scrape(
 ) -> None:
     """Print a configuration for Prometheus: where the metrics and the alerts are."""
     with boundary(verbose=verbose):
-        temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
-        find_session(temp_dir)  # else Prometheus would find nothing, silently
-        print(scrape_config(temp_dir), end="")
+        temp_dir, _ = _session(ray_temp_dir, config)  # else it would find nothing, silently
+        found = [{"files": [str(temp_dir / _DISCOVERY)]}]
+        described = {
+            "rule_files": [str(package_file(ALERTS))],
+            "scrape_configs": [{"job_name": "ray", "file_sd_configs": found}],
+        }
+        print(yaml.safe_dump(described, sort_keys=False), end="")
 
 
 @dashboard.command()
@@ -94,15 +97,20 @@ def show(verbose: VerboseOption = False) -> None:
         print(package_file(DASHBOARD).read_text(), end="")
 
 
-def find_session(temp_dir: Path) -> Path:
-    """Return the directory of the latest Ray session of `temp_dir`."""
-    session = temp_dir / _SESSION
+def _session(ray_temp_dir: Path | None, config: Path | None) -> tuple[Path, Path]:
+    """Return Ray's directory, by default the tier's local Ray's, and that of its latest session."""
+    if ray_temp_dir is None:
+        from kvray.actors.tier.local_ray import local_dir
+
+        own = local_dir(load_config(config).cluster_name) / _RAY_DIR
+        ray_temp_dir = own if own.is_dir() else Path("/tmp/ray")
+    session = ray_temp_dir / _SESSION
     if not session.is_dir():
         raise ConfigError(
-            f"There is no Ray session in {temp_dir}; run this on the node of Ray's head, and give"
-            " its --temp-dir as --ray-temp-dir."
+            f"There is no Ray session in {ray_temp_dir}; run this on the node of Ray's head, and"
+            " give its --temp-dir as --ray-temp-dir."
         )
-    return session.resolve()
+    return ray_temp_dir, session.resolve()
 
 
 def dashboards_dir(session: Path) -> Path:
@@ -134,23 +142,3 @@ def put_dashboard(directory: Path) -> Path:
             " node of Ray's head as the user of its Grafana directory."
         ) from None
     return path
-
-
-def scrape_config(temp_dir: Path) -> str:
-    """Return the part of a Prometheus configuration that is about the tier."""
-    described = {
-        "rule_files": [str(package_file(ALERTS))],
-        "scrape_configs": [
-            {"job_name": "ray", "file_sd_configs": [{"files": [str(temp_dir / _DISCOVERY)]}]}
-        ],
-    }
-    text: str = yaml.safe_dump(described, sort_keys=False)
-    return text
-
-
-def _temp_dir(cluster_name: str) -> Path:
-    """Return the session directory of the tier's local Ray, or the usual one."""
-    from kvray.actors.tier.local_ray import local_dir
-
-    own = local_dir(cluster_name) / _RAY_DIR
-    return own if own.is_dir() else Path("/tmp/ray")

@@ -59,7 +59,12 @@ def explain(
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
     with boundary(verbose=verbose) as interrupts:
-        _check(request_id, last=last, has_tokens=tokens is not None, salt=salt, lora=lora)
+        if tokens is not None and (last or request_id is not None):
+            raise ConfigError("Give either --tokens or a request, not both.")
+        if tokens is None and (salt is not None or lora is not None):
+            raise ConfigError("--salt and --lora need --tokens; a request has its own.")
+        if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
+            raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
         token_ids = None if tokens is None else read_tokens(tokens)
         with open_client(config, address, interrupts) as client:
             if token_ids is not None:
@@ -70,18 +75,6 @@ def explain(
                 found = client.explain(request_id, replica=replica, last=_LAST_MAX)
         as_list = last and (request_id or 1) > 1
         show_answer(found, lambda found: _print(found, as_list=as_list), as_json=as_json)
-
-
-def _check(
-    request_id: int | None, *, last: bool, has_tokens: bool, salt: str | None, lora: str | None
-) -> None:
-    """Refuse options that exclude each other."""
-    if has_tokens and (last or request_id is not None):
-        raise ConfigError("Give either --tokens or a request, not both.")
-    if not has_tokens and (salt is not None or lora is not None):
-        raise ConfigError("--salt and --lora need --tokens; a request has its own.")
-    if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
-        raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
 
 
 def _print(found: dict[str, Any], *, as_list: bool) -> None:
