@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
-from kvray.console.interrupts import Interrupts
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer
 from kvray.console.progress import LaunchProgress
@@ -72,13 +71,38 @@ def up(
                     f" {settings.ray.address}; leave one of the two out."
                 )
         with interrupts.masked():
-            from kvray.actors.tier.rollout import Rollout
+            from kvray.actors.tier.launch import bring_up
+            from kvray.actors.tier.rollout import Observer, Rollout
 
         rollout = Rollout(restart=restart, recreate=recreate)
         if plan:
             _show_plan(settings, rollout)
-        else:
-            _carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)
+            return
+        console = printer(soft_wrap=True)
+        done: list[str] = []
+
+        def tell(sentence: str) -> None:
+            done.append(sentence)
+            console.print(sentence)
+
+        # A signal waits for the next report, so that a half-started Ray is not left behind.
+        progress = LaunchProgress(printer(is_error=True), interrupts)
+        with progress, interrupts.held():
+            launch = bring_up(
+                settings,
+                port=port,
+                dashboard=dashboard,
+                observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
+                wait=wait,
+                rollout=rollout,
+            )
+        if not launch.started_ray and (port is not None or dashboard):
+            console.print(
+                "--port and --dashboard apply when Ray starts, but it ran already. To change them,"
+                " run `kvray down` first."
+            )
+        for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
+            console.print(sentence)
 
 
 def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
@@ -154,47 +178,6 @@ def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
     if shard.label is not None:
         words.append(f"--labels={shlex.quote(shard.label)}")
     return " ".join(words)
-
-
-def _carry_out(
-    settings: KVRayConfig,
-    rollout: "Rollout",
-    interrupts: Interrupts,
-    *,
-    port: int | None,
-    dashboard: bool,
-    wait: bool,
-) -> None:
-    """Bring the tier up as `settings` say, and report each step."""
-    with interrupts.masked():
-        from kvray.actors.tier.launch import bring_up
-        from kvray.actors.tier.rollout import Observer
-
-    console = printer(soft_wrap=True)
-    done: list[str] = []
-
-    def tell(sentence: str) -> None:
-        done.append(sentence)
-        console.print(sentence)
-
-    # A signal waits for the next report, so that a half-started Ray is not left behind.
-    progress = LaunchProgress(printer(is_error=True), interrupts)
-    with progress, interrupts.held():
-        launch = bring_up(
-            settings,
-            port=port,
-            dashboard=dashboard,
-            observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
-            wait=wait,
-            rollout=rollout,
-        )
-    if not launch.started_ray and (port is not None or dashboard):
-        console.print(
-            "--port and --dashboard apply when Ray starts, but it ran already. To change them, run"
-            " `kvray down` first."
-        )
-    for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
-        console.print(sentence)
 
 
 def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> Iterator[str]:
