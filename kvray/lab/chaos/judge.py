@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
 from kvray.console.output import empty_table
 from kvray.lab.chaos.schedule import KINDS
@@ -212,7 +213,7 @@ def chaos_report(found: dict[str, Any]) -> Report:
                 ", ".join(f"{count}: {reason}" for reason, count in row["skipped"].items()),
             )
     result = "passed" if has_passed(found) else "failed"
-    parts = [
+    parts: list[str | Table] = [
         table,
         f"{found['requests']} requests, {found['faults_injected']} faults; hits are"
         f" {found['hit_tokens_ratio']:.0%} of those without faults.",

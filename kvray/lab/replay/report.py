@@ -87,7 +87,7 @@ def report_routers(found: FleetComparison, *, concurrent: int) -> Report:
         table.add_row(*_router_cells(outcome, sources))
     table.add_row(*_router_cells(found.one, sources), style="dim")
     disk = f" and {plan.disk_blocks:,} on disk" if has_disk else ""
-    parts = [
+    parts: list[str | Table] = [
         _trace_text(found.trace),
         f"{plan.num_replicas} replicas at {plan.speed:g} times the trace's speed: each has a pool"
         f" of {plan.pool_blocks:,} blocks, {plan.host_blocks:,} in its node's memory{disk}, and"

@@ -170,7 +170,8 @@ class Router(Protocol):
         """Return the replica; `queues` are the requests without a first token on each."""
 
     def done(self, request: int, replica: int, now: float) -> None:
-        """Take the first token of a request."""
+        """Take the first token of a request; most routers have nothing to note."""
+        return
 
 
 class RoundRobin(Router):
