@@ -36,50 +36,6 @@ def _positive(name: str, metavar: str, text: str) -> Any:
     return _option(name, metavar, text, min=1e-6, max=1e12)
 
 
-ReplicasOption = Annotated[
-    int | None,
-    typer.Option(
-        **{"min": 1, "max": 512, "metavar": "N"},
-        help="Compare routers instead, on N replicas with a node each.",
-    ),
-]
-RouterOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
-]
-PoolOption = Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")]
-HostOption = Annotated[str | None, _option("host", "BLOCKS", "The tier's memory of each node.")]
-SpeedOption = Annotated[
-    float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
-]
-DeadlineOption = Annotated[
-    float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
-]
-ImbalanceOption = Annotated[
-    int | None,
-    _option(
-        "imbalance",
-        "N",
-        "Queues may differ by N before affinity does as pow2.",
-        min=0,
-        max=1_000_000,
-    ),
-]
-PrefillRateOption = Annotated[
-    float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
-]
-TokenBytesOption = Annotated[
-    float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
-]
-CopyRateOption = Annotated[
-    float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
-]
-LinkRateOption = Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")]
-DiskRateOption = Annotated[
-    float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
-]
-
-
 def refuse(given: Mapping[str, object], why: str) -> None:
     """Raise ConfigError if one of the options was given."""
     for name, value in given.items():
@@ -169,18 +125,50 @@ def replay(
             " gittins.",
         ),
     ] = False,
-    replicas: ReplicasOption = None,
-    router: RouterOption = None,
-    pool: PoolOption = None,
-    host: HostOption = None,
-    speed: SpeedOption = None,
-    deadline: DeadlineOption = None,
-    imbalance: ImbalanceOption = None,
-    prefill_rate: PrefillRateOption = None,
-    token_bytes: TokenBytesOption = None,
-    copy_rate: CopyRateOption = None,
-    link_rate: LinkRateOption = None,
-    disk_rate: DiskRateOption = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            **{"min": 1, "max": 512, "metavar": "N"},
+            help="Compare routers instead, on N replicas with a node each.",
+        ),
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
+    ] = None,
+    pool: Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")] = None,
+    host: Annotated[
+        str | None, _option("host", "BLOCKS", "The tier's memory of each node.")
+    ] = None,
+    speed: Annotated[
+        float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
+    ] = None,
+    deadline: Annotated[
+        float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
+    ] = None,
+    imbalance: Annotated[
+        int | None,
+        _option(
+            "imbalance",
+            "N",
+            "Queues may differ by N before affinity does as pow2.",
+            min=0,
+            max=1_000_000,
+        ),
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
+    ] = None,
+    token_bytes: Annotated[
+        float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
+    ] = None,
+    copy_rate: Annotated[
+        float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
+    ] = None,
+    link_rate: Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")] = None,
+    disk_rate: Annotated[
+        float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
