@@ -52,6 +52,16 @@ _SMALL_PAGE = 4096
 _SPARE_BYTES = 64 * 2**20
 """Of the mount beside the blocks: the arena's tables, and whole huge pages."""
 _TITLES = {"store": "store", "store_full": "    into a full tier", "retrieve": "retrieve"}
+_TRIES = 3
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_CLONE_NEWNS = 0x20000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+_MNT_DETACH = 2
+_Call = Callable[[int, list[memoryview], int], int]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
 
 class NvmeBench:
@@ -344,18 +354,6 @@ def _rows(pairs: dict[str, list[Pair]], num_bytes: int, end: str, where: str) ->
         figures |= row.figures
     title = f"    CPU time of both, {where}"
     return [*rows, Row(title=title, unit="s/GB", ours=ours, floor=floor, figures=figures)]
-
-
-_TRIES = 3
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-_CLONE_NEWNS = 0x20000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-_MNT_DETACH = 2
-_Call = Callable[[int, list[memoryview], int], int]
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
 
 class Transfers(NamedTuple):
