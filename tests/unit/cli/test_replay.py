@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,9 @@ def test_tier_larger_than_the_trace_costs_no_more_than_the_trace() -> None:
     assert hits[99999999999 * 10**6] == hits[10**5] > 0
 
 
-def test_json_has_every_policy_and_size_beside_the_bounds(replay: Replay) -> None:
+def test_json_has_every_policy_and_size_beside_the_bounds(
+    replay: Replay,
+) -> None:
     done = replay(SYNTHETIC, "--capacity", "100,0.3k", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -79,6 +82,9 @@ def test_json_has_every_policy_and_size_beside_the_bounds(replay: Replay) -> Non
     gains = [by_run[size, "double"]["gain"] for size in (100, 300)]
     mean = {one["policy"]: one["mean_gain"] for one in found["mean_gains"]}
     assert mean == {"lru": 0, "double": pytest.approx(sum(gains) / 2)}
+    page = (ROOT / "docs" / "replay.md").read_text()
+    keys = {*found, *found["infinite"], *found["belady"][0], *found["results"][0]}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
@@ -92,14 +98,6 @@ def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
     assert (everything["write_share"], half["write_share"]) == (1, pytest.approx(0.5, abs=0.001))
     assert half["written_per_hit"] == half["nvme_written_blocks"] / half["nvme_hit_blocks"]
     assert found["belady"][0]["blocks"] == 1300
-
-
-def test_the_documentation_names_every_key(replay: Replay) -> None:
-    done = replay(SYNTHETIC, "--capacity", "300", "--json")
-    found = json.loads(done.stdout)
-    page = (ROOT / "docs" / "replay.md").read_text()
-    keys = {*found, *found["infinite"], *found["belady"][0], *found["results"][0]}
-    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 def test_the_table_has_a_line_for_each_run_and_bound(replay: Replay) -> None:
@@ -129,21 +127,19 @@ def test_picture_is_a_png(replay: Replay, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
-def test_the_order_of_sessions_hangs_on_the_options(replay: Replay) -> None:
-    def hits(*options: str) -> int:
+def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(replay: Replay) -> None:
+    def found(*options: str) -> dict[str, Any]:
         done = replay(SESSIONS, "--capacity", "1k", "--policy", "lru", "--json", *options)
         assert done.returncode == 0, done.stderr
-        return int(json.loads(done.stdout)["results"][0]["hit_blocks"])
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert {one["refs_per_s"] for one in told["results"]} == {2 * told["refs"]}
+        return told
 
-    assert hits() == hits("--concurrent", "16", "--seed", "0")
-    assert hits() != hits("--concurrent", "1")
-
-
-def test_json_says_how_sessions_were_laid_out_and_how_fast_it_was(replay: Replay) -> None:
-    options = ("--capacity", "1k", "--concurrent", "3", "--seed", "7", "--json")
-    found = json.loads(replay(SESSIONS, *options).stdout)
-    assert (found["concurrent"], found["seed"]) == (3, 7)
-    assert {one["refs_per_s"] for one in found["results"]} == {2 * found["refs"]}
+    usual, same = found(), found("--concurrent", "16", "--seed", "0")
+    other = found("--concurrent", "1", "--seed", "7")
+    assert usual["results"] == same["results"]
+    assert usual["results"][0]["hit_blocks"] != other["results"][0]["hit_blocks"]
+    assert (other["concurrent"], other["seed"]) == (1, 7)
 
 
 @pytest.mark.parametrize(
