@@ -273,7 +273,7 @@ class _StagingBench:
             for node in ray.nodes()  # type: ignore[no-untyped-call]
             if node["Alive"] and RESOURCE in node["Resources"]
         ]
-        made = ray.remote(_BenchNode)
+        made: Any = ray.remote(_BenchNode)
         on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._nodes = [
             made.options(num_cpus=0, scheduling_strategy=on(node_id, soft=False)).remote(
