@@ -14,8 +14,7 @@ from kvray.lab.bench.gpu.prefill import LLAMA_3_8B, Model, Prefill, Shapes, cros
 from kvray.lab.bench.gpu.run import GpuScale, measure_gpu
 from kvray.lab.bench.runner import running
 from tests.forks import RunKvray
-from tests.unit.engine.device.gpu_pages import open_arena
-from tests.unit.engine.device.host_device import HostDevice
+from tests.kit.devices import HostDevice, open_arena
 
 TINY = Shapes(
     num_layers=2,
