@@ -1,17 +1,27 @@
 """Engines on the tiny model, with pools that show any read of a byte nobody wrote."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
+from kvray.actors.owner.ownership import sweep
+from kvray.config import load_config
+from kvray.reference import KvConnectorConfig
 from kvray.reference.engine import ReferenceEngine
-from kvray.reference.model import BlockModel
+from kvray.reference.output import Output
 from tests.engine import fake_connector
+from tests.kit.tier import Tier, tier_environment
 
 BLOCK = 16
 MakeEngine = Callable[..., ReferenceEngine]
+Expected = Callable[..., tuple[int, ...]]
+KVRAY = KvConnectorConfig(
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
+)
 
 
 @pytest.fixture
@@ -34,8 +44,35 @@ def make_engine() -> Iterator[MakeEngine]:
         engine.close()
 
 
+@pytest.fixture
+def make_faked(make_engine: MakeEngine, fake: fake_connector.State) -> MakeEngine:
+    """Return a maker of engines with the connector over a dict."""
+    return partial(make_engine, connector=fake_connector.CONFIG)
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """Variables that lead to a tier of this test's own, in children too."""
+    with tier_environment(ARENA__CAPACITY="32MiB") as variables:
+        yield variables
+        sweep(load_config().node_dir)
+
+
+@pytest.fixture
+def tier(environment: dict[str, str]) -> Iterator[Tier]:
+    made = Tier()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def make_joined(make_engine: MakeEngine, tier: Tier) -> MakeEngine:
+    """Return a maker of engines with KvRay's connector."""
+    return partial(make_engine, connector=KVRAY)
+
+
 @pytest.fixture(scope="session")
-def expected() -> Iterator[Callable[..., tuple[int, ...]]]:
+def expected() -> Iterator[Expected]:
     """Return a function that answers without reuse, connector, chunks, batch or overlap."""
     with ReferenceEngine(
         "tiny", tokens_per_block=BLOCK, num_blocks=64, enable_block_reuse=False
@@ -51,24 +88,15 @@ def expected() -> Iterator[Callable[..., tuple[int, ...]]]:
         yield answer
 
 
+def check(
+    outputs: Sequence[Output], expected: Expected, prompts: list[list[int]], max_tokens: int
+) -> None:
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.token_ids == expected(prompt, max_tokens)
+
+
 def make_prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
     """Return tokens that look random and depend on the seed from the first one on."""
     return [
         3 + (seed * 7919 + index * (31 + seed) + index * index) % 500 for index in range(num_tokens)
     ]
-
-
-def forward_block(
-    model: BlockModel,
-    pasts: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
-    tokens: Sequence[int],
-    block_index: int,
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Run one block through all layers; return the last logits, and what each layer returned."""
-    step = model.begin(tokens, block_index)
-    empty = torch.empty(1, model.geometry.num_kv_heads, 0, model.geometry.head_dim)
-    kvs = [
-        model.layer(index, step, (empty, empty) if pasts is None else pasts[index])
-        for index in range(model.geometry.num_layers)
-    ]
-    return model.logits(step), kvs

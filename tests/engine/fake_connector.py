@@ -1,13 +1,21 @@
 """A correct connector over a dict, and a journal of every call that it gets.
 
 The engine finds the classes by this module's name, as TensorRT-LLM finds a connector, so what
-they share with a test is the module's `state`.
+they share with a test is the module's `state`. Where each rank is a process, the dict is a
+directory: a test sees of the other ranks what they leave below the one that `DIRECTORY_VARIABLE`
+names, blocks and a journal of the calls of each rank.
 """
 
+import hashlib
+import os
 import threading
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvray.connector.base import (
@@ -24,6 +32,10 @@ CONFIG = KvConnectorConfig(
     connector_scheduler_class="Scheduler",
     connector_worker_class="Worker",
 )
+RANK_CONFIG = replace(
+    CONFIG, connector_scheduler_class="RankScheduler", connector_worker_class="RankWorker"
+)
+DIRECTORY_VARIABLE = "RANK_CONNECTOR_DIRECTORY"
 
 
 @dataclass
@@ -47,6 +59,19 @@ class State:
 
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
+
+    def reports(self) -> list[tuple[list[int], int, int, int]]:
+        """Return what the passes of one request said: tokens, number of blocks, place, length."""
+        first, *later = self.outputs
+        return [
+            (
+                data.new_tokens,
+                len(data.new_block_ids),
+                data.computed_position,
+                data.num_scheduled_tokens,
+            )
+            for data in first.new_requests + [output.cached_requests[0] for output in later]
+        ]
 
 
 state = State()
@@ -102,9 +127,7 @@ class Scheduler(KvCacheConnectorScheduler):
         state.note("build_connector_meta")
         state.outputs.append(scheduler_output)
         saves = []
-        loaded: dict[int, int] = {}
-        for request_id, _, _ in self._to_load:
-            loaded[request_id] = loaded.get(request_id, 0) + self._size
+        loaded = Counter(request_id for request_id, _, _ in self._to_load)
         for data in scheduler_output.new_requests + scheduler_output.cached_requests:
             tokens = self._tokens.setdefault(data.request_id, [])
             blocks = self._blocks.setdefault(data.request_id, [])
@@ -113,9 +136,8 @@ class Scheduler(KvCacheConnectorScheduler):
             num_prompt_blocks = self._num_prompt_blocks.setdefault(
                 data.request_id, len(tokens) // self._size
             )
-            end = (
-                data.computed_position + data.num_scheduled_tokens + loaded.get(data.request_id, 0)
-            )
+            end = data.computed_position + data.num_scheduled_tokens
+            end += loaded[data.request_id] * self._size
             num_blocks = min(end, len(tokens)) // self._size
             if self._has_drafts:  # a rewind makes the ids of later blocks untrue
                 num_blocks = min(num_blocks, num_prompt_blocks)
@@ -198,3 +220,79 @@ def _count_down(polls: dict[int, int]) -> list[int]:
     for request_id in done:
         del polls[request_id]
     return done
+
+
+class Blocks(MutableMapping[Key, torch.Tensor]):
+    """Blocks in files; with attention data parallelism all ranks have one directory of them."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        try:
+            return torch.from_numpy(np.load(self._path(key)))
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: Key, block: torch.Tensor) -> None:
+        partial = self._directory / f"{os.getpid()}.partial.npy"
+        np.save(partial, block.numpy())
+        partial.rename(self._path(key))
+
+    def __delitem__(self, key: Key) -> None:
+        self._path(key).unlink()
+
+    def __iter__(self) -> Iterator[Key]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(list(self._directory.iterdir()))
+
+    def _path(self, key: Key) -> Path:
+        return self._directory / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.npy"
+
+
+class Journal(list[tuple[Any, ...]]):
+    """Calls that are also lines of a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def append(self, call: tuple[Any, ...]) -> None:
+        super().append(call)
+        with self._path.open("a") as file:
+            file.write(f"{call[0]}\n")
+
+
+class RankScheduler(Scheduler):
+    supports_attention_dp = True
+
+    def __init__(self, llm_args: Any) -> None:
+        prepare(llm_args)
+        super().__init__(llm_args)
+
+
+class RankWorker(Worker):
+    supports_attention_dp = True
+
+    def __init__(self, llm_args: Any) -> None:
+        prepare(llm_args)
+        super().__init__(llm_args)
+
+
+def prepare(llm_args: Any) -> None:
+    """Lead this process's connector to its rank's files."""
+    mapping = llm_args.parallel_config.to_mapping()
+    directory = Path(os.environ[DIRECTORY_VARIABLE])
+    name = "shared" if llm_args.enable_attention_dp else f"blocks-{mapping.rank}"
+    if not isinstance(state.calls, Journal):
+        state.calls = Journal(journal_path(directory, mapping.rank))
+    state.store = Blocks(directory / name)
+    failing = directory / f"fail-{mapping.rank}"
+    state.raise_in = failing.read_text() if failing.exists() else ""
+
+
+def journal_path(directory: Path, rank: int) -> Path:
+    return directory / f"calls-{rank}"

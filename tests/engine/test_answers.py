@@ -1,17 +1,16 @@
 """Whatever is cached, chunked, batched or loaded, the answer is the same; so with real weights."""
 
 import random
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
-from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.conftest import BLOCK, Expected, MakeEngine, check, make_prompt
 from tests.engine.fake_connector import CONFIG, State
 
-Expected = Callable[..., tuple[int, ...]]
 PROMPT = make_prompt(100)
 
 VARIANTS: list[dict[str, Any]] = [
@@ -38,46 +37,44 @@ def test_answer_does_not_depend_on_how_it_was_made(
     prompts = [PROMPT, PROMPT[:96], PROMPT[:50], make_prompt(70, seed=1), PROMPT[:97], [7]]
     engine = make_engine(connector=CONFIG if with_connector else None, **options)
     for _ in range(2):
-        for prompt, output in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
-            assert output.token_ids == expected(prompt, 20)
-            assert output.prompt_tokens == len(prompt)
+        outputs = engine.generate(prompts, max_tokens=20)
+        check(outputs, expected, prompts, 20)
+        assert [output.prompt_tokens for output in outputs] == [len(one) for one in prompts]
     assert engine.cache.get_num_free_blocks() == 64
 
 
 @pytest.mark.parametrize("num_tokens", [33, 48, 49, 100])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_second_engine_loads_all_full_blocks_but_the_last_token(
-    make_engine: MakeEngine, expected: Expected, fake: State, num_tokens: int, overlap: bool
+    make_faked: MakeEngine, expected: Expected, num_tokens: int, overlap: bool
 ) -> None:
     prompt = make_prompt(num_tokens, seed=3)
-    make_engine(connector=CONFIG, overlap=overlap).generate(prompt, max_tokens=30)
-    output = make_engine(connector=CONFIG, overlap=overlap).generate(prompt, max_tokens=30)
+    make_faked(overlap=overlap).generate(prompt, max_tokens=30)
+    output = make_faked(overlap=overlap).generate(prompt, max_tokens=30)
     assert output.hit_tokens == (num_tokens - 1) // BLOCK * BLOCK
     assert output.reused_tokens == 0
     assert output.token_ids == expected(prompt, 30)
 
 
 def test_generated_blocks_are_hits_for_a_prompt_that_continues_the_answer(
-    make_engine: MakeEngine, expected: Expected, fake: State
+    make_faked: MakeEngine, expected: Expected
 ) -> None:
-    first = make_engine(connector=CONFIG).generate(PROMPT, max_tokens=60)
+    first = make_faked().generate(PROMPT, max_tokens=60)
     longer = [*PROMPT, *first.token_ids, 5, 6]
-    output = make_engine(connector=CONFIG).generate(longer, max_tokens=8)
+    output = make_faked().generate(longer, max_tokens=8)
     assert output.hit_tokens == (len(longer) - 4) // BLOCK * BLOCK
     assert output.token_ids == expected(longer, 8)
 
 
-def test_local_reuse_comes_before_the_connector(make_engine: MakeEngine, fake: State) -> None:
-    engine = make_engine(connector=CONFIG)
+def test_local_reuse_comes_before_the_connector(make_faked: MakeEngine) -> None:
+    engine = make_faked()
     engine.generate(PROMPT, max_tokens=1)
     output = engine.generate(PROMPT, max_tokens=1)
     assert (output.reused_tokens, output.hit_tokens) == (96, 0)
 
 
-def test_salts_do_not_share_blocks(
-    make_engine: MakeEngine, expected: Expected, fake: State
-) -> None:
-    engine = make_engine(connector=CONFIG)
+def test_salts_do_not_share_blocks(make_faked: MakeEngine, expected: Expected) -> None:
+    engine = make_faked()
     engine.generate(PROMPT, salt="a")
     output = engine.generate(PROMPT, salt="b")
     assert (output.reused_tokens, output.hit_tokens) == (0, 0)
@@ -86,9 +83,9 @@ def test_salts_do_not_share_blocks(
 
 
 def test_partial_reuse_reports_tokens_inside_a_block(
-    make_engine: MakeEngine, expected: Expected, fake: State
+    make_faked: MakeEngine, expected: Expected, fake: State
 ) -> None:
-    engine = make_engine(connector=CONFIG, enable_partial_reuse=True)
+    engine = make_faked(enable_partial_reuse=True)
     engine.generate(PROMPT, max_tokens=1)
     prompt = PROMPT[:39] + make_prompt(30, seed=5)
     output = engine.generate(prompt)
@@ -112,14 +109,13 @@ def test_pool_for_one_prompt_forgets_the_other_and_the_connector_does_not(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_under_pressure_has_the_expected_answers(
-    make_engine: MakeEngine, expected: Expected, fake: State, seed: int
+    make_faked: MakeEngine, expected: Expected, fake: State, seed: int
 ) -> None:
     chance = random.Random(seed)
     fake.is_async_save = chance.random() < 0.5
     chunked = chance.random() < 0.5
     engines = [
-        make_engine(
-            connector=CONFIG,
+        make_faked(
             num_blocks=chance.randint(12, 24),
             overlap=chance.random() < 0.5,
             enable_chunked_prefill=chunked,
@@ -133,8 +129,7 @@ def test_random_traffic_under_pressure_has_the_expected_answers(
             + make_prompt(chance.randint(1, 40), seed=chance.randint(0, 2))
             for _ in range(6)
         ]
-        outputs = engine.generate(prompts, max_tokens=12)
-        assert [output.token_ids for output in outputs] == [expected(p, 12) for p in prompts]
+        check(engine.generate(prompts, max_tokens=12), expected, prompts, 12)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +150,11 @@ def test_unusable_prompts_are_refused(
         make_engine().submit(prompt, max_tokens=max_tokens)
 
 
+def test_list_that_is_neither_a_prompt_nor_prompts_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"2\.5 is no token id"):
+        make_engine().generate([1, 2.5])  # type: ignore[list-item]
+
+
 def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEngine) -> None:
     engine = make_engine()
     pending = engine.submit(PROMPT, max_tokens=900)
@@ -166,26 +166,12 @@ def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEn
         engine.submit(PROMPT)
 
 
-def test_list_that_is_neither_a_prompt_nor_prompts_is_refused(make_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match=r"2\.5 is no token id"):
-        make_engine().generate([1, 2.5])  # type: ignore[list-item]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"enable_chunked_prefill": True, "chunk_tokens": BLOCK + 1}, "multiple"),
         ({"num_blocks": 0}, "num_blocks"),
-        (
-            {
-                "connector": type(CONFIG)(
-                    connector_module="no.such.module",
-                    connector_scheduler_class="A",
-                    connector_worker_class="B",
-                )
-            },
-            "no.such.module",
-        ),
+        ({"connector": replace(CONFIG, connector_module="no.such.module")}, "no.such.module"),
     ],
 )
 def test_unusable_options_are_refused(

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,13 +12,10 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import make_prompt
-from tests.engine.fake_connector import State
-from tests.engine.rank_connector import DIRECTORY_VARIABLE, journal_path
+from tests.engine.conftest import Expected, check, make_prompt
+from tests.engine.fake_connector import DIRECTORY_VARIABLE, State, journal_path
 from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start
 from tests.waiting import wait_for
-
-Expected = Callable[..., tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[ReferenceEngine]:
     """Two owners that take turns."""
-    fake_connector.reset()
     with start(2, enable_attention_dp=True, overlap=True, runtime="main") as made:
         yield made
 
@@ -46,8 +42,7 @@ def state(engine: ReferenceEngine) -> State:
 
 def test_owners_answer_as_one_engine_does(engine: ReferenceEngine, expected: Expected) -> None:
     for _ in range(2):
-        for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=20), strict=True):
-            assert output.token_ids == expected(prompt, 20)
+        check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert engine.cache.get_num_free_blocks() == 16
 
 
@@ -113,7 +108,6 @@ def test_request_is_cancelled_at_its_owner(engine: ReferenceEngine) -> None:
 
 
 def test_idle_engine_notices_that_an_owner_was_killed(directory: Path) -> None:
-    fake_connector.reset()
     with start(2, enable_attention_dp=True) as engine:
         time.sleep(0.1)
         os.kill(engine.rank_pids[0], signal.SIGKILL)
@@ -129,7 +123,6 @@ def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory: 
 
 
 def test_one_owner_is_an_engine_of_one_rank(expected: Expected, directory: Path) -> None:
-    fake_connector.reset()
     with start(1, enable_attention_dp=True) as engine:
         assert engine.generate(PROMPTS[0], max_tokens=5).token_ids == expected(PROMPTS[0], 5)
     assert {output.attention_dp_rank for output in fake_connector.state.outputs} == {0}

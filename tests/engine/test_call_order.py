@@ -3,20 +3,19 @@
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvray.connector import base
-from kvray.connector.base import RequestData
 from kvray.errors import KVRayError
+from kvray.reference.engine import ReferenceEngine
+from tests.engine import fake_connector
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
-from tests.engine.fake_connector import CONFIG, State
+from tests.engine.fake_connector import State
 from tests.waiting import wait_for
 
-Expected = Callable[..., tuple[int, ...]]
 PASS = ["wait_for_layer_load", "save_kv_layer"] * 2 + ["forward_callable", "wait_for_save"]
 META = ["build_connector_meta", "bind_connector_meta", "start_load_kv"]
 ITERATION = [*META, *PASS, "get_finished"]
@@ -24,31 +23,28 @@ LAST = [*META, *PASS, "request_finished", "get_finished"]
 MATCH = ["get_num_new_matched_tokens", "update_state_after_alloc"]
 
 
-def bring_up(make_engine: MakeEngine, state: State, **options: Any) -> Any:
-    engine = make_engine(connector=CONFIG, **options)
-    state.calls.clear()
-    return engine
+@pytest.fixture
+def bring_up(make_faked: MakeEngine, fake: State) -> MakeEngine:
+    """Return a maker of engines whose start is not in the record."""
+
+    def make(**options: Any) -> ReferenceEngine:
+        engine = make_faked(**options)
+        fake.calls.clear()
+        return engine
+
+    return make
 
 
-def settle(engine: Any, state: State) -> list[str]:
+def settle(engine: ReferenceEngine) -> list[str]:
     """Return the names of all calls up to the poll that ends the last iteration."""
     engine.close()
-    return state.names()
-
-
-def facts(data: RequestData) -> tuple[list[int], int, int, int]:
-    return (
-        data.new_tokens,
-        len(data.new_block_ids),
-        data.computed_position,
-        data.num_scheduled_tokens,
-    )
+    return fake_connector.state.names()
 
 
 def test_start_up_warms_up_before_the_pool_is_registered(
-    make_engine: MakeEngine, fake: State
+    make_faked: MakeEngine, fake: State
 ) -> None:
-    make_engine(connector=CONFIG)
+    make_faked()
     names = fake.names()
     assert sorted(names[:2]) == ["scheduler", "worker"]
     threads = {call[1] for call in fake.calls[:2]}
@@ -63,13 +59,12 @@ def test_start_up_warms_up_before_the_pool_is_registered(
     assert fake.calls[3] == ("forward_callable", False, None)
 
 
-def test_one_request_without_overlap(make_engine: MakeEngine, fake: State) -> None:
-    engine = bring_up(make_engine, fake)
+def test_one_request_without_overlap(bring_up: MakeEngine, fake: State) -> None:
+    engine = bring_up()
     output = engine.generate(make_prompt(40), max_tokens=3)
-    assert settle(engine, fake) == [*MATCH, *ITERATION, *ITERATION, *LAST]
+    assert settle(engine) == [*MATCH, *ITERATION, *ITERATION, *LAST]
     first, second, third = output.token_ids
-    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
-    assert [facts(data) for data in reports] == [
+    assert fake.reports() == [
         (make_prompt(40), 3, 0, 40),
         ([first], 0, 40, 1),
         ([second], 0, 41, 1),
@@ -77,44 +72,40 @@ def test_one_request_without_overlap(make_engine: MakeEngine, fake: State) -> No
     assert third is not None
 
 
-def test_one_request_with_overlap_lags_by_one_token(make_engine: MakeEngine, fake: State) -> None:
-    engine = bring_up(make_engine, fake, overlap=True)
+def test_one_request_with_overlap_lags_by_one_token(bring_up: MakeEngine, fake: State) -> None:
+    engine = bring_up(overlap=True)
     output = engine.generate(make_prompt(40), max_tokens=3)
     settled = ["request_finished", "get_finished"]
-    assert settle(engine, fake) == [*MATCH, *ITERATION * 3, *settled]
-    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
-    assert [facts(data) for data in reports] == [
+    assert settle(engine) == [*MATCH, *ITERATION * 3, *settled]
+    assert fake.reports() == [
         (make_prompt(40), 3, 0, 40),
         ([], 0, 39, 1),
         ([output.token_ids[0]], 0, 40, 1),
     ]
 
 
-def test_early_end_with_overlap_runs_one_pass_too_many(
-    make_engine: MakeEngine, fake: State
-) -> None:
-    engine = bring_up(make_engine, fake, overlap=True)
+def test_early_end_with_overlap_runs_one_pass_too_many(bring_up: MakeEngine, fake: State) -> None:
+    engine = bring_up(overlap=True)
     tokens = engine.generate(make_prompt(40), max_tokens=8).token_ids
     fake.calls.clear()
     engine.tokenizer.end_ids = frozenset({tokens[2]})
     output = engine.generate(make_prompt(40), max_tokens=8)
     assert output.finish_reason == "stop"
     assert output.token_ids == tokens[:3]
-    names = settle(engine, fake)
+    names = settle(engine)
     assert names.count("wait_for_save") == 4
     assert names.count("request_finished") == 1
 
 
 def test_chunked_prefill_reports_everything_first_and_then_moves_on(
-    make_engine: MakeEngine, fake: State
+    bring_up: MakeEngine, fake: State
 ) -> None:
-    engine = bring_up(make_engine, fake, enable_chunked_prefill=True, chunk_tokens=2 * BLOCK)
+    engine = bring_up(enable_chunked_prefill=True, chunk_tokens=2 * BLOCK)
     engine.generate(make_prompt(70), max_tokens=1)
-    names = settle(engine, fake)
+    names = settle(engine)
     assert names.count("update_state_after_alloc") == 1
     assert names.count("wait_for_save") == 3
-    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
-    assert [facts(data) for data in reports] == [
+    assert fake.reports() == [
         (make_prompt(70), 5, 0, 32),
         ([], 0, 32, 32),
         ([], 0, 64, 6),
@@ -122,10 +113,10 @@ def test_chunked_prefill_reports_everything_first_and_then_moves_on(
 
 
 def test_report_leaves_out_what_is_loaded_for_this_pass(
-    make_engine: MakeEngine, fake: State
+    make_faked: MakeEngine, bring_up: MakeEngine, fake: State
 ) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
-    engine = bring_up(make_engine, fake)
+    make_faked().generate(make_prompt(40), max_tokens=1)
+    engine = bring_up()
     fake.outputs.clear()
     engine.generate(make_prompt(40), max_tokens=1)
     data = fake.outputs[0].new_requests[0]
@@ -133,10 +124,10 @@ def test_report_leaves_out_what_is_loaded_for_this_pass(
 
 
 def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
-    make_engine: MakeEngine, fake: State
+    bring_up: MakeEngine, fake: State
 ) -> None:
     fake.is_async_save, fake.hold = True, threading.Event()
-    engine = bring_up(make_engine, fake, num_blocks=8)
+    engine = bring_up(num_blocks=8)
     engine.generate(make_prompt(60), max_tokens=1)
     engine.generate(make_prompt(20, seed=2), max_tokens=1)
     assert engine.cache.get_num_free_blocks() == 8 - 4 - 2
@@ -149,9 +140,9 @@ def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
 
 
 def test_cancelled_request_is_freed_and_never_reported_finished(
-    make_engine: MakeEngine, fake: State
+    bring_up: MakeEngine, fake: State
 ) -> None:
-    engine = bring_up(make_engine, fake)
+    engine = bring_up()
     pending = engine.submit(make_prompt(40), max_tokens=900)
     engine.cancel(pending)
     output = pending.result(10)
@@ -163,17 +154,17 @@ def test_cancelled_request_is_freed_and_never_reported_finished(
     assert engine.cache.get_num_free_blocks() == 64
 
 
-def test_main_line_polls_for_a_save_while_it_is_idle(make_engine: MakeEngine, fake: State) -> None:
+def test_main_line_polls_for_a_save_while_it_is_idle(make_faked: MakeEngine, fake: State) -> None:
     fake.is_async_save, fake.hold = True, threading.Event()
-    engine = make_engine(connector=CONFIG, num_blocks=8, runtime="main")
+    engine = make_faked(num_blocks=8, runtime="main")
     engine.generate(make_prompt(60), max_tokens=1)
     fake.hold.set()
     wait_for(lambda: engine.cache.get_num_free_blocks() == 8)
 
 
-def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:
+def test_offer_of_the_whole_prompt_ends_the_engine(make_faked: MakeEngine, fake: State) -> None:
     fake.offer = (2 * BLOCK, False)
-    engine = make_engine(connector=CONFIG)
+    engine = make_faked()
     with pytest.raises(KVRayError, match="at least one uncomputed token"):
         engine.generate(make_prompt(2 * BLOCK))
     assert isinstance(engine.failure, KVRayError)
@@ -183,18 +174,18 @@ def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake
         engine.submit([1])
 
 
-def test_loading_beside_the_passes_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:
+def test_loading_beside_the_passes_ends_the_engine(make_faked: MakeEngine, fake: State) -> None:
     fake.offer = (BLOCK, True)
     with pytest.raises(KVRayError, match="no loads beside its passes"):
-        make_engine(connector=CONFIG).generate(make_prompt(40))
+        make_faked().generate(make_prompt(40))
 
 
 @pytest.mark.parametrize("num_tokens", [2 * BLOCK, 40])
 def test_offer_is_asked_for_and_ignored_without_block_reuse(
-    make_engine: MakeEngine, fake: State, num_tokens: int
+    make_faked: MakeEngine, bring_up: MakeEngine, fake: State, num_tokens: int
 ) -> None:
-    make_engine(connector=CONFIG).generate(make_prompt(num_tokens), max_tokens=1)
-    engine = bring_up(make_engine, fake, enable_block_reuse=False)
+    make_faked().generate(make_prompt(num_tokens), max_tokens=1)
+    engine = bring_up(enable_block_reuse=False)
     output = engine.generate(make_prompt(num_tokens), max_tokens=1)
     assert output.hit_tokens == 0
     assert fake.names()[:2] == MATCH
@@ -205,9 +196,9 @@ def test_offer_is_asked_for_and_ignored_without_block_reuse(
     ["build_connector_meta", "bind_connector_meta", "start_load_kv", "get_finished"],
 )
 def test_error_outside_a_pass_ends_the_engine(
-    make_engine: MakeEngine, fake: State, name: str
+    make_faked: MakeEngine, fake: State, name: str
 ) -> None:
-    engine = make_engine(connector=CONFIG)
+    engine = make_faked()
     pending = [engine.submit(make_prompt(20, seed=seed), max_tokens=500) for seed in (1, 2)]
     fake.raise_in = name
     for item in pending:
@@ -218,9 +209,9 @@ def test_error_outside_a_pass_ends_the_engine(
 @pytest.mark.parametrize("name", ["wait_for_layer_load", "save_kv_layer", "wait_for_save"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_error_inside_a_pass_fails_its_requests_and_the_engine_lives(
-    make_engine: MakeEngine, fake: State, name: str, overlap: bool
+    make_faked: MakeEngine, fake: State, name: str, overlap: bool
 ) -> None:
-    engine = make_engine(connector=CONFIG, overlap=overlap)
+    engine = make_faked(overlap=overlap)
     before = engine.generate(make_prompt(40)).token_ids
     fake.raise_in = name
     with pytest.raises(KVRayError, match=f"forward pass failed.*{name}"):
@@ -231,17 +222,17 @@ def test_error_inside_a_pass_fails_its_requests_and_the_engine_lives(
 
 
 def test_id_that_was_never_handed_over_ends_the_engine(
-    make_engine: MakeEngine, fake: State, monkeypatch: pytest.MonkeyPatch
+    make_faked: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(connector=CONFIG)
+    engine = make_faked()
     assert engine.connector is not None
     monkeypatch.setattr(engine.connector.worker, "get_finished", lambda *_: ([77], []))
     with pytest.raises(KVRayError, match=r"dead.*KeyError"):
         engine.submit([1, 2, 3], max_tokens=500).result(10)
 
 
-def test_connector_never_sees_padding(make_engine: MakeEngine, fake: State) -> None:
-    engine = bring_up(make_engine, fake, pad_batch_size=4)
+def test_connector_never_sees_padding(bring_up: MakeEngine, fake: State) -> None:
+    engine = bring_up(pad_batch_size=4)
     engine.generate([make_prompt(20), make_prompt(30, seed=1)], max_tokens=4)
     seen = {
         data.request_id
@@ -252,10 +243,10 @@ def test_connector_never_sees_padding(make_engine: MakeEngine, fake: State) -> N
     assert {call[1] for call in fake.calls if call[0] in MATCH} == {1, 2}
 
 
-def test_failing_constructor_fails_the_start(make_engine: MakeEngine, fake: State) -> None:
+def test_failing_constructor_fails_the_start(make_faked: MakeEngine, fake: State) -> None:
     fake.raise_in = "worker"
     with pytest.raises(RuntimeError, match="told to fail in worker"):
-        make_engine(connector=CONFIG)
+        make_faked()
 
 
 def test_worker_keeps_the_metadata_of_its_pass() -> None:

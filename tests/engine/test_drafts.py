@@ -18,8 +18,9 @@ from kvray.reference.model import KVGeometry, make_tiny_causal_lm
 from kvray.reference.output import Output
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine import fake_connector
-from tests.engine.conftest import make_prompt
+from tests.engine.conftest import KVRAY, make_prompt
 from tests.engine.fake_connector import CONFIG, State
+from tests.kit.tier import Tier
 
 BLOCK = 8  # so small that drafts often cross into the next block
 MAX_TOKENS = 40
@@ -230,17 +231,8 @@ def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
     tokens = list(plain[0].outputs[0].token_ids)
     assert list(output.token_ids) == tokens[:9]
     assert (output.drafted_tokens, output.accepted_tokens) == (10, 5)
-    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
     assert (
-        [
-            (
-                data.new_tokens,
-                len(data.new_block_ids),
-                data.computed_position,
-                data.num_scheduled_tokens,
-            )
-            for data in reports
-        ]
+        fake.reports()
         == [
             (PROMPTS[0], 4, 0, 30),
             (tokens[:1], 1, 30, 6),
@@ -248,7 +240,7 @@ def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
             (tokens[2:3], 0, 32, 6),  # and another one in its place is not told
         ]
     )
-    assert reports[1].new_block_ids != ends[1].block_ids[4:]
+    assert fake.outputs[1].cached_requests[0].new_block_ids != ends[1].block_ids[4:]
 
 
 @pytest.mark.parametrize("num_tokens", [2, 4, 6, 7])
@@ -286,6 +278,40 @@ def test_ranks_that_share_the_model_draft_alike(models: list[Path], plain: list[
         outputs = engine.generate(PROMPTS[3:5], max_tokens=MAX_TOKENS)
     assert answers(outputs) == answers(plain[0].outputs[3:5])
     assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
+
+
+def repeating() -> list[list[int]]:
+    """Return prompts that repeat themselves."""
+    random_ = random.Random(5)
+    phrases = [[random_.randrange(3, 250) for _ in range(7)] for _ in range(6)]
+    return [phrase * 5 + phrase[:3] for phrase in phrases]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_answers_and_what_others_load_of_them_are_those_of_plain_decoding(
+    models: list[Path], tier: Tier, monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    """Pages of rejected drafts go to other requests, and hold NaN in between."""
+    asked = repeating()
+    with start(models[0], enable_block_reuse=False, num_blocks=64) as alone:
+        expected = [alone.generate(prompt, max_tokens=24).token_ids for prompt in asked]
+        texts = [[*prompt, *answer] for prompt, answer in zip(asked, expected, strict=True)]
+        turns = [[*text, 9, 8, 7] for text in texts]
+        again = [alone.generate(turn, max_tokens=24).token_ids for turn in turns]
+    texts += [[*turn, *answer] for turn, answer in zip(turns, again, strict=True)]
+    # Some of what follows, and then something else: blocks are taken back all the time.
+    draft_from(monkeypatch, [[*text, *[1] * 9] for text in texts], choose_at_random)
+    options = {"connector": KVRAY, "num_blocks": 64}
+    with start(models[0], 9, enable_chunked_prefill=chunked, **options) as drafting:
+        outputs = drafting.generate(asked, max_tokens=24)
+    assert [one.token_ids for one in outputs] == expected
+    num_accepted = sum(one.accepted_tokens for one in outputs)
+    assert 0 < num_accepted < sum(one.drafted_tokens for one in outputs)
+    for max_draft_len in (9, 0):
+        with start(models[0], max_draft_len, **options) as other:
+            loaded = other.generate(turns, max_tokens=24)
+        assert [one.token_ids for one in loaded] == again
+        assert all(one.hit_tokens >= len(asked[0]) // BLOCK * BLOCK for one in loaded)
 
 
 def make_cache(num_blocks: int, max_draft_len: int) -> KVCacheManager:

@@ -4,18 +4,17 @@ import pytest
 
 from kvray.reference.engine import ReferenceEngine
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
-from tests.engine.test_kvray_connector import CONNECTOR, Tier, environment, tier
-
-__all__ = ["environment", "tier"]
+from tests.kit.tier import Tier
 
 PROMPTS = [make_prompt(100, seed=5), make_prompt(70, seed=6)]
 NUM_BLOCKS = sum((len(prompt) - 1) // BLOCK for prompt in PROMPTS)
 WAIT_S = 60.0
+Truth = dict[str, list[tuple[int, ...]]]
 NAME = "trained"
 
 
 @pytest.fixture(scope="module")
-def truth() -> dict[str, list[tuple[int, ...]]]:
+def truth() -> Truth:
     """What engines without reuse and without connector say, by their weights."""
     said = {}
     for model in ("tiny:0", "tiny:1"):
@@ -35,22 +34,19 @@ def answers(engine: ReferenceEngine) -> tuple[list[tuple[int, ...]], list[int]]:
 
 
 @pytest.fixture
-def trained(tier: Tier, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+def trained(make_joined: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Return a maker of engines of one replica, whose name a client knows."""
     monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", NAME)
-    return lambda **options: make_engine(connector=CONNECTOR, **options)
+    return make_joined
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"tensor_parallel_size": 2}], ids=str)
 def test_old_weights_never_answer(
-    tier: Tier,
-    trained: MakeEngine,
-    truth: dict[str, list[tuple[int, ...]]],
-    options: dict[str, object],
+    tier: Tier, trained: MakeEngine, truth: Truth, options: dict[str, object]
 ) -> None:
     engine = trained(**options)
     assert answers(engine) == (truth["tiny:0"], [0] * len(PROMPTS))
-    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
+    tier.wait_for_stored(NUM_BLOCKS)
 
     name(tier, None)
     engine.update_weights("tiny:1")
@@ -60,24 +56,13 @@ def test_old_weights_never_answer(
     before = tier.stored()
     name(tier, "step-1")
     assert answers(engine) == (truth["tiny:1"], [0] * len(PROMPTS))
-    tier.wait_for(lambda: tier.stored() >= before + NUM_BLOCKS)
+    tier.wait_for_stored(before + NUM_BLOCKS)
 
     engine.update_weights("tiny:1")
     said, hits = answers(engine)
     assert said == truth["tiny:1"]
     assert min(hits) > 0
 
-
-def test_weights_that_come_back_find_what_they_have_computed(
-    tier: Tier, trained: MakeEngine, truth: dict[str, list[tuple[int, ...]]]
-) -> None:
-    engine = trained()
-    answers(engine)
-    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
-    name(tier, None)
-    engine.update_weights("tiny:1")
-    name(tier, "step-1")
-    answers(engine)
     name(tier, None)
     engine.update_weights("tiny:0")
     name(tier, "")
@@ -86,48 +71,8 @@ def test_weights_that_come_back_find_what_they_have_computed(
     assert min(hits) > 0
 
 
-def test_a_replica_with_the_old_weights_goes_on_with_its_own(
-    tier: Tier,
-    trained: MakeEngine,
-    truth: dict[str, list[tuple[int, ...]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = trained()
-    name(tier, None)
-    engine.update_weights("tiny:1")
-    name(tier, "step-1")
-    answers(engine)
-    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
-    monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", "another")
-    other = trained()
-    assert answers(other) == (truth["tiny:0"], [0] * len(PROMPTS))
-
-
-def test_an_engine_that_is_started_again_has_the_weights_that_its_setting_names(
-    tier: Tier,
-    trained: MakeEngine,
-    truth: dict[str, list[tuple[int, ...]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = trained()
-    name(tier, "step-1")
-    engine.update_weights("tiny:1")
-    answers(engine)
-    tier.wait_for(lambda: tier.stored() >= NUM_BLOCKS)
-    engine.close()
-    again = trained()  # with the checkpoint's weights
-    assert answers(again) == (truth["tiny:0"], [0] * len(PROMPTS))
-    again.close()
-    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "step-1")
-    resumed = trained()
-    resumed.update_weights("tiny:1")
-    said, hits = answers(resumed)
-    assert said == truth["tiny:1"]
-    assert min(hits) > 0
-
-
 def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(
-    tier: Tier, trained: MakeEngine, truth: dict[str, list[tuple[int, ...]]]
+    tier: Tier, trained: MakeEngine, truth: Truth
 ) -> None:
     engine = trained()
     name(tier, None)

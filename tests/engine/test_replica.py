@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,10 +14,9 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.child_process import JsonPipe, PipeClosed
 from kvray.reference.replica import Replica
-from tests.engine.conftest import BLOCK, make_prompt
+from tests.engine.conftest import BLOCK, Expected, make_prompt
 from tests.waiting import wait_for
 
-Expected = Callable[..., tuple[int, ...]]
 OPTIONS = {"model": "tiny", "tokens_per_block": BLOCK, "num_blocks": 64}
 DEADLINE_S = 20.0
 
@@ -152,24 +150,23 @@ def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
     far.close()
 
 
-def test_driving_replicas_needs_neither_torch_nor_ray() -> None:
-    code = (
+NEEDLESS = {
+    "driving replicas needs neither torch nor ray": (
         "import sys, kvray.reference as r; r.Replica; r.Output;"
-        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert output.stdout == "[]\n"
-
-
-def test_engine_never_imports_ray() -> None:
-    code = (
-        "import sys; from kvray.reference import ReferenceEngine;"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])",
+        "[]",
+    ),
+    "an engine needs no ray": (
+        "import os, sys; from kvray.reference import ReferenceEngine;"
         "ReferenceEngine('tiny', num_blocks=8).generate('hi', max_tokens=1);"
-        "print('ray' in sys.modules); import os; sys.stdout.flush(); os._exit(0)"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert output.stdout == "False\n"
+        "print('ray' in sys.modules); sys.stdout.flush(); os._exit(0)",
+        "False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "said"), NEEDLESS.values(), ids=NEEDLESS)
+def test_what_is_not_needed_is_not_imported(code: str, said: str) -> None:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{said}\n"

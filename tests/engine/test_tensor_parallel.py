@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import BLOCK, make_prompt
-from tests.engine.fake_connector import State
-from tests.engine.rank_connector import CONFIG, DIRECTORY_VARIABLE, journal_path
+from tests.engine.conftest import BLOCK, Expected, check, make_prompt
+from tests.engine.fake_connector import DIRECTORY_VARIABLE, RANK_CONFIG, State, journal_path
 from tests.waiting import wait_for
 
-Expected = Callable[..., tuple[int, ...]]
 SOON_S = 30.0
 PROMPTS = [make_prompt(100), make_prompt(96), make_prompt(50), make_prompt(70, seed=1), [7]]
 LEADERS_OWN = {
@@ -33,12 +31,14 @@ LEADERS_OWN = {
 
 
 def start(size: int, **options: Any) -> ReferenceEngine:
+    """Return an engine of so many ranks; the record of the leader's connector is empty."""
+    fake_connector.reset()
     defaults: dict[str, Any] = {
         "tokens_per_block": BLOCK,
         "num_blocks": 16,
         "num_threads": 1,
         "poison": True,
-        "connector": CONFIG,
+        "connector": RANK_CONFIG,
     }
     return ReferenceEngine("tiny", tensor_parallel_size=size, **{**defaults, **options})
 
@@ -55,7 +55,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Iterator[ReferenceEngine]:
     """Two ranks with small pools."""
-    fake_connector.reset()
     with start(2) as made:
         yield made
 
@@ -71,8 +70,7 @@ def test_ranks_answer_as_one_does(
     engine: ReferenceEngine, state: State, expected: Expected
 ) -> None:
     for _ in range(2):
-        for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=20), strict=True):
-            assert output.token_ids == expected(prompt, 20)
+        check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert engine.cache.get_num_free_blocks() == 16
 
 
@@ -120,7 +118,6 @@ def test_cancelled_request_ends_on_every_rank(
 def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
     directory: Path, signum: signal.Signals
 ) -> None:
-    fake_connector.reset()
     with start(2, collective_timeout_s=4.0) as engine:
         engine.generate(make_prompt(20), max_tokens=1)
         pending = engine.submit(make_prompt(60), max_tokens=190)
@@ -135,7 +132,6 @@ def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
 
 @pytest.mark.parametrize("name", ["register_kv_caches", "wait_for_save"])
 def test_error_of_one_rank_is_told_by_all(directory: Path, name: str) -> None:
-    fake_connector.reset()
     (directory / "fail-1").write_text(name)
     try:
         with pytest.raises(KVRayError, match=rf"Rank 1 .*told to fail in {name}"):

@@ -16,7 +16,7 @@ from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part
 from kvray.engine.model.reslicing import resliced_parts
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
-from tests.unit.engine.device.gpu_pages import (
+from tests.kit.devices import (
     even_steps,
     open_arena,
     part_of,
@@ -296,7 +296,7 @@ def test_making_a_pool_makes_no_call_to_cuda() -> None:
 import torch
 from kvray.engine.device.cuda_device import CudaDevice
 from kvray.engine.device.gpu import DevicePool
-from tests.unit.engine.device.gpu_pages import even_steps, part_of, region
+from tests.kit.devices import even_steps, part_of, region
 part, device = part_of(region(1, even_steps(1, 8))), CudaDevice(torch.device("cuda:0"))
 DevicePool([part], num_layers=1, has_hooks=True, device=device)
 assert not torch.cuda.is_initialized()

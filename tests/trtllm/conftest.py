@@ -8,11 +8,11 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.engine import saver
+from tests.kit.devices import HostDevice
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import FLAT
 from tests.trtllm.version import STAND_INS, Version, installed
 from tests.unit.connector.conftest import environment, running_shard, shard
-from tests.unit.engine.device.host_device import HostDevice
 from tests.waiting import wait_for
 
 __all__ = ["environment", "running_shard", "shard"]

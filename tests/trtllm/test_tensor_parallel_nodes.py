@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.kit.two_nodes import TwoNodes
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import HEADS
 from tests.trtllm.version import Version, on
-from tests.unit.connector.test_several_nodes import nodes, running_nodes
-from tests.unit.connector.two_nodes import TwoNodes
+from tests.unit.connector.conftest import nodes, running_nodes
 from tests.waiting import wait_for
 
 __all__ = ["nodes", "running_nodes"]

@@ -15,9 +15,9 @@ from kvray.vllm import scheduling
 from kvray.vllm.holds import Hold, Holds
 from kvray.vllm.metadata import HoldAnswers, PoolMetadata
 from kvray.vllm.scheduling import SchedulingHalf
+from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.unit.connector.conftest import environment, running_shard, shard
-from tests.unit.engine.apart import ARGS, BLOCK, Apart
-from tests.unit.vllm.test_identity import request as request_of
+from tests.unit.vllm.test_read import request as request_of
 
 __all__ = ["environment", "running_shard", "shard"]
 

@@ -1,23 +1,20 @@
 """A shard without Ray for all tests of the folder, found through the environment as engines do."""
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
-from kvray.config import load_config
+from kvray.breaker import Breaker
+from kvray.engine import prefix_finder
 from kvray.node import link as link_module
-from kvray.store import Arena
-from tests.unit.actors.small_shard import Line, wait_until_serving
-from tests.unit.connector.pair import Pair
-from tests.unit.engine.device.host_device import HostDevice
-from tests.unit.node.stage_server import StageServer
-from tests.waiting import wait_for
+from tests.kit.connector import PROMPT, Pair
+from tests.kit.devices import HostDevice
+from tests.kit.shard_socket import StageServer
+from tests.kit.tier import SMALL, Tier, tier_environment
+from tests.kit.two_nodes import TwoNodes
 
 MakePair = Callable[..., Pair]
 
@@ -25,37 +22,19 @@ MakePair = Callable[..., Pair]
 @pytest.fixture(scope="module")
 def environment() -> Iterator[dict[str, str]]:
     """Variables that lead to a directory of this module's own; nothing runs there yet."""
-    directory = tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-")
-    variables = {
-        "KVRAY_ARENA__DIR": directory,
-        "KVRAY_ARENA__CAPACITY": "1MiB",
-        "KVRAY_ARENA__SLAB": "64KiB",
-        "KVRAY_ARENA__SLOT_MIN": "4KiB",
-        # Longer than engines try, so that a busy machine makes no miss.
-        "KVRAY_ARENA__LOCK_WAIT_S": "1",
-        "KVRAY_CONNECTOR__MODEL_KEY": "tiny",
-        "KVRAY_CONNECTOR__ATTACH_RETRY_S": "0.02",
-    }
-    before = dict(os.environ)
-    os.environ.update(variables)
-    yield variables
-    os.environ.clear()
-    os.environ.update(before)
-    shutil.rmtree(directory)
+    with tier_environment(**SMALL) as variables:
+        yield variables
 
 
 def start_shard() -> Shard:
-    shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
-    shard.start()
-    wait_until_serving(shard)
-    return shard
+    return Tier().shard
 
 
 @pytest.fixture(scope="module")
 def running_shard(environment: dict[str, str]) -> Iterator[Shard]:
-    shard = start_shard()
-    yield shard
-    shard.stop(retire=True, timeout_s=10)
+    tier = Tier()
+    yield tier.shard
+    tier.stop()
 
 
 @pytest.fixture
@@ -70,14 +49,33 @@ def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServe
     """A test between the shard and its engines: it says what other nodes have."""
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "5")
-    made = StageServer(shard._settings.directory)
-    yield made
-    made.close()
+    with StageServer(shard._settings.directory) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running_nodes() -> Iterator[TwoNodes]:
+    often = {"SHARD__HEARTBEAT_S": "0.05", "STAGING__HANDOVER_S": "0.1"}
+    with tier_environment(**SMALL, **often, CONNECTOR__STAGE_WAIT_S="5") as variables:
+        made = TwoNodes(Path(variables["KVRAY_ARENA__DIR"]))
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def nodes(running_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
+    """Nodes whose arenas are empty."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
+    monkeypatch.setattr(prefix_finder, "_ABSENT_S", 0.0)
+    running_nodes.gone.clear()
+    running_nodes.clear()
+    return running_nodes
 
 
 @pytest.fixture(params=["host", "device"])
 def make_pair(
-    environment: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    shard: Shard, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakePair]:
     """Make connectors that end with the test, with the code of either kind of pool."""
     if request.param == "device":
@@ -96,16 +94,14 @@ def make_pair(
     pairs.clear()
 
 
-def arena_of(pair: Pair) -> Arena:
-    arena = pair.worker._rank.shared.link.arena
-    assert arena is not None
-    return arena
+@pytest.fixture
+def pair(make_pair: MakePair) -> Pair:
+    return make_pair()
 
 
-def leased(pair: Pair) -> int:
-    """Return how many blocks are leased once the background has done its work."""
-    return int(arena_of(pair).stats()["leased_blocks"])
-
-
-def wait_for_arena(pair: Pair) -> None:
-    wait_for(lambda: pair.worker._rank.shared.link.arena is not None, "joining the tier")
+@pytest.fixture
+def warm(make_pair: MakePair) -> Pair:
+    """A pair whose tier has PROMPT."""
+    pair = make_pair()
+    pair.store(PROMPT)
+    return pair

@@ -1,245 +1,170 @@
 """Caches with layer groups: windows, shared bytes and offers that are taken in part."""
 
+import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from kvray.actors.shard.shard import Shard
-from kvray.connector import KvRayScheduler, KvRayWorker
-from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import ConfigError, LayoutMismatch, LeaseExpired
-from kvray.store import Arena
-from tests.unit.connector.model.test_cache_layout import buffers
-from tests.unit.connector.pair import BLOCK, args_for
-
-PROMPT = list(range(100, 140))
-WINDOW = 10
-NUM_PAGES = 64
-FULL_BYTES, SHARED_BYTES, WINDOW_BYTES = 64, 8, 32
+from tests.kit.connector import BLOCK, HIT, PROMPT, GroupedEngine, GroupedRequest, parallel
+from tests.kit.two_nodes import TwoNodes
 
 
-@dataclass
-class Request:
-    request_id: int
-    tokens: list[int]
-    py_num_connector_matched_tokens: int = 0
-    full: list[int] = field(default_factory=list)
-    window: list[int] = field(default_factory=list)
+class Groups:
+    """An engine with layer groups, of one rank or with a second one on another node."""
 
-    def get_tokens(self, beam: int = 0) -> list[int]:
-        return list(self.tokens)
+    def __init__(self, nodes: TwoNodes, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = nodes
+        self.ranks: list[GroupedEngine] = []
+        spread = {"tensor_parallel_size": 2, "gpus_per_node": 1} if num_ranks == 2 else {}
+        if not spread:
+            monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")  # it asks no other node
+        for rank, directory in enumerate(nodes.directories[:num_ranks]):
+            monkeypatch.setenv("KVRAY_ARENA__DIR", str(directory))
+            self.ranks.append(GroupedEngine(parallel_config=parallel(rank), **spread))
+        self.leader, *self.followers = self.ranks
 
-
-class GroupedEngine:
-    """One rank whose cache has full attention, bytes that all ranks share, and a window."""
-
-    def __init__(self, **changes: Any) -> None:
-        args = args_for(cache={"use_kv_cache_manager_v2": True}, **changes)
-        self.worker, self.scheduler = KvRayWorker(args), KvRayScheduler(args)
-        self.memory = {
-            size: torch.full((NUM_PAGES, size), 255, dtype=torch.uint8)
-            for size in (FULL_BYTES, SHARED_BYTES, WINDOW_BYTES)
-        }
-        full = SimpleNamespace(
-            layer_group_id=0,
-            layer_ids=(0, 2),
-            window_size=None,
-            regions=(self._region(FULL_BYTES, [0, 2]),),
-            replicated_regions=(self._region(SHARED_BYTES, [0, 2], "index"),),
-        )
-        window = SimpleNamespace(
-            layer_group_id=1,
-            layer_ids=(1,),
-            window_size=WINDOW,
-            regions=(self._region(WINDOW_BYTES, [1]),),
-        )
-        self.layout = SimpleNamespace(
-            tokens_per_block=BLOCK, groups=(full, window), dtype=torch.uint8
-        )
-        self.worker.register_kv_cache_layout(self.layout)
-        self.next_page = 0
-
-    def _region(self, size: int, layers: list[int], roles: str = "key value") -> Any:
-        return SimpleNamespace(
-            base=self.memory[size].data_ptr(),
-            size=size,
-            stride=size,
-            num_slots=NUM_PAGES,
-            buffers=buffers(layers, roles),
-        )
-
-    def query(self, request: Request, computed: int = 0) -> int:
-        matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
-        assert not is_later
-        return matched
-
-    def give_pages(self, request: Request, *, window_from: int = 0) -> None:
-        """Give a request its pages; blocks before `window_from` have none in the window."""
-        count = -(-len(request.tokens) // BLOCK)
-        pages = [(self.next_page + n) % NUM_PAGES for n in range(count)]
-        self.next_page += count
-        request.full = pages
-        request.window = [-1 if n < window_from else p for n, p in enumerate(reversed(pages))]
-        for memory in self.memory.values():
-            memory[pages] = 254
-
-    def run(self, request: Request, *, taken: int) -> ConnectorMeta:
-        """Do the pass that computes all but `taken` tokens."""
-        request.py_num_connector_matched_tokens = taken
-        report = RequestData(
-            request.request_id,
-            list(request.tokens),
-            [],
-            0,
-            len(request.tokens) - taken,
-            new_block_ids_by_layer_group=[request.full, request.window],
-        )
-        output = SchedulerOutput(new_requests=[report])
-        meta = self.scheduler.build_connector_meta(output)
-        self.worker.bind_connector_meta(meta)
-        self.worker.start_load_kv(None)
-        for block in range(len(request.tokens) // BLOCK):
-            if block >= taken // BLOCK:
-                self.fill(request, block)
-        self.worker.wait_for_save(None)
+    def run(self, request: GroupedRequest, *, taken: int) -> ConnectorMeta:
+        meta = self.leader.run(request, taken=taken)
+        self._begin(meta)
+        for one in self.followers:
+            one.compute_from(request, taken)
         return meta
 
-    def fill(self, request: Request, block: int) -> None:
-        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
-        self.memory[FULL_BYTES][request.full[block]] = content
-        self.memory[SHARED_BYTES][request.full[block]] = content
-        if request.window[block] >= 0:
-            self.memory[WINDOW_BYTES][request.window[block]] = content
+    def pass_on(self) -> None:
+        """Do a pass without requests, which gives up what was offered and not taken."""
+        self._begin(self.leader.begin_pass())
 
-    def has(self, request: Request, block: int) -> tuple[bool, bool]:
-        """Whether a block's bytes are right: full and shared, window."""
-        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
-        full = [self.memory[size][request.full[block]] for size in (FULL_BYTES, SHARED_BYTES)]
-        window = self.memory[WINDOW_BYTES][request.window[block]]
-        return all(bool((one == content).all()) for one in full), bool((window == content).all())
+    def _begin(self, meta: ConnectorMeta) -> None:
+        for one in self.followers:
+            one.worker.bind_connector_meta(pickle.loads(pickle.dumps(meta)))  # noqa: S301 - ours
+            one.worker.start_load_kv(None)
 
-    def flush(self) -> None:
-        self.worker._rank.close_pool()
-        self.worker.register_kv_cache_layout(self.layout)
+    def store(self, *, window_from: int = 0) -> None:
+        """Store the prompt, by a pass that also gives the ranks one name."""
+        request = GroupedRequest(1, PROMPT)
+        assert self.leader.query(request) == 0
+        self.leader.give_pages(request, window_from=window_from)
+        self.run(request, taken=0)
+        for one in self.ranks:
+            one.flush()
+        if self.followers:
+            self.nodes.wait_for_ranks(self.leader.engine)
 
-    def close(self) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
 
-    @property
-    def arena(self) -> Arena:
-        arena = self.worker._rank.shared.link.arena
-        assert arena is not None
-        return arena
+@pytest.fixture(params=[1, 2], ids=["one node", "two nodes"])
+def groups(
+    nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Groups]:
+    made = Groups(nodes, request.param, monkeypatch)
+    yield made
+    if not made.followers:
+        assert made.leader.leased == 0
+    for one in made.ranks:
+        one.close()
+    nodes.wait_for_release()
 
 
 @pytest.fixture
-def engine(shard: Shard) -> Iterator[GroupedEngine]:
-    made = GroupedEngine()
-    yield made
-    assert made.arena.stats()["leased_blocks"] == 0
-    made.close()
+def engine(groups: Groups) -> GroupedEngine:
+    """The leader, whose ranks have stored the prompt."""
+    groups.store()
+    return groups.leader
 
 
-def stored(engine: GroupedEngine, *, window_from: int) -> None:
-    request = Request(1, PROMPT)
-    assert engine.query(request) == 0
-    engine.give_pages(request, window_from=window_from)
-    engine.run(request, taken=0)
-    engine.flush()
+on_one_node = pytest.mark.parametrize("groups", [1], indirect=True, ids=["one node"])
 
 
-def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(
-    engine: GroupedEngine,
-) -> None:
-    stored(engine, window_from=0)
-    request = Request(2, PROMPT)
-    assert engine.query(request) == 9 * BLOCK
-    engine.give_pages(request, window_from=6)
-    engine.run(request, taken=9 * BLOCK)
-    assert [engine.has(request, block)[0] for block in range(9)] == [True] * 9
-    assert [engine.has(request, block)[1] for block in range(6, 9)] == [True] * 3
+def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(groups: Groups) -> None:
+    groups.store()
+    request = GroupedRequest(2, PROMPT)
+    assert groups.leader.query(request) == HIT
+    groups.leader.give_pages(request, window_from=6)
+    groups.run(request, taken=HIT)
+    for one in groups.ranks:
+        assert [one.has(request, block)[0] for block in range(9)] == [True] * 9
+        assert [one.has(request, block)[1] for block in range(6, 9)] == [True] * 3
+    groups.nodes.wait_for_release()
 
 
-def test_a_prefix_is_found_where_its_last_window_is_there(engine: GroupedEngine) -> None:
-    stored(engine, window_from=7)
+def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(groups: Groups) -> None:
+    groups.store(window_from=7)
     # Of the prompt's 10 blocks the window group has 7, 8 and 9; a prefix of 9 needs 6, 7 and 8.
-    assert engine.query(Request(2, PROMPT)) == 0
-    assert engine.query(Request(3, [*PROMPT, 1])) == 10 * BLOCK
-    engine.scheduler.build_connector_meta(SchedulerOutput())
+    assert groups.leader.query(GroupedRequest(2, PROMPT)) == 0
+    assert groups.leader.query(GroupedRequest(3, [*PROMPT, 1])) == 10 * BLOCK
+    groups.pass_on()
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 8])
-def test_an_offer_that_is_taken_in_part_is_loaded_so_far(engine: GroupedEngine, taken: int) -> None:
-    stored(engine, window_from=0)
-    request = Request(2, PROMPT)
-    assert engine.query(request) == 9 * BLOCK
-    engine.give_pages(request)
-    engine.run(request, taken=taken * BLOCK)
-    assert all(all(engine.has(request, block)) for block in range(max(0, taken - 3), 10))
+def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups: Groups, taken: int) -> None:
+    groups.store()
+    request = GroupedRequest(2, PROMPT)
+    assert groups.leader.query(request) == HIT
+    groups.leader.give_pages(request)
+    groups.run(request, taken=taken * BLOCK)
+    for one in groups.ranks:
+        assert all(all(one.has(request, block)) for block in range(max(0, taken - 3), 10))
+    groups.leader.scheduler.request_finished(request, [])
+    groups.pass_on()
+    groups.nodes.wait_for_release()
 
 
-def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(
-    engine: GroupedEngine,
-) -> None:
-    stored(engine, window_from=7)
-    request = Request(2, [*PROMPT, 1])
-    assert engine.query(request) == 10 * BLOCK
-    engine.give_pages(request)
+def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(groups: Groups) -> None:
+    groups.store(window_from=7)
+    request = GroupedRequest(2, [*PROMPT, 1])
+    assert groups.leader.query(request) == 10 * BLOCK
+    groups.leader.give_pages(request)
     with pytest.raises(LeaseExpired, match="last window"):
-        engine.run(request, taken=6 * BLOCK)
+        groups.run(request, taken=6 * BLOCK)
 
 
+@on_one_node
 def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(
     engine: GroupedEngine,
 ) -> None:
-    stored(engine, window_from=0)
-    request = Request(2, PROMPT)
-    assert engine.query(request) == 9 * BLOCK
+    request = GroupedRequest(2, PROMPT)
+    assert engine.query(request) == HIT
     engine.give_pages(request)
     request.full[3] = -1
     with pytest.raises(LayoutMismatch, match="8 of them"):
-        engine.run(request, taken=9 * BLOCK)
+        engine.run(request, taken=HIT)
 
 
+@on_one_node
 def test_an_offer_can_be_cut_or_called_off(engine: GroupedEngine) -> None:
-    stored(engine, window_from=0)
-    request = Request(2, PROMPT)
+    request = GroupedRequest(2, PROMPT)
     engine.query(request)
-    engine.scheduler.cancel_load(request, 4 * BLOCK, 9 * BLOCK)
+    engine.scheduler.cancel_load(request, 4 * BLOCK, HIT)
     engine.give_pages(request)
     meta = engine.run(request, taken=4 * BLOCK)
     assert len(meta.loads[0].pages[0].ids()) == 4
-    again = Request(3, PROMPT)
+    again = GroupedRequest(3, PROMPT)
     engine.query(again)
-    engine.scheduler.cancel_load(again, 0, 9 * BLOCK)
-    assert engine.arena.stats()["leased_blocks"] == 0
+    engine.scheduler.cancel_load(again, 0, HIT)
+    assert engine.leased == 0
 
 
+@on_one_node
 def test_a_reset_request_starts_over(engine: GroupedEngine) -> None:
-    stored(engine, window_from=0)
-    request = Request(2, PROMPT)
+    request = GroupedRequest(2, PROMPT)
     engine.query(request)
     engine.scheduler.request_reset(request)
-    assert engine.arena.stats()["leased_blocks"] == 0
-    assert engine.query(request) == 9 * BLOCK
+    assert engine.leased == 0
+    assert engine.query(request) == HIT
     engine.give_pages(request)
-    engine.run(request, taken=9 * BLOCK)
+    engine.run(request, taken=HIT)
 
 
+@on_one_node
 def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine: GroupedEngine) -> None:
-    stored(engine, window_from=0)
     tables = engine.arena.tables
     (victim,) = ((tables.slot_part == 0) & (tables.slot_depth == 5)).nonzero()[0]
     engine.arena.slot_bytes(int(victim))[0] ^= 1
-    assert engine.query(Request(2, PROMPT)) == 0
+    assert engine.query(GroupedRequest(2, PROMPT)) == 0
 
 
+@on_one_node
 def test_a_cache_of_other_blocks_than_the_arguments_say_is_refused(engine: GroupedEngine) -> None:
     engine.layout.tokens_per_block = 8
     with pytest.raises(ConfigError, match="8 tokens in a block"):

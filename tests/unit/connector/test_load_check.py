@@ -7,20 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.shard.shard import Shard
-from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.device.stages import Pieces
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena
 from kvray.store.arena import lease, slabs
 from kvray.store.machine.side_file import HOLDER_BYTES
-from tests.unit.connector.conftest import MakePair, arena_of, leased
-from tests.unit.connector.pair import BLOCK, Pair, Request
-from tests.unit.connector.test_scheduler import flip_a_byte
-from tests.unit.engine.device.host_device import HostDevice
+from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, flip_a_byte
+from tests.kit.devices import HostDevice
+from tests.unit.connector.conftest import MakePair
 
-PROMPT = list(range(100, 140))
 Fault = Callable[[Arena], None]
 
 
@@ -56,19 +52,25 @@ class LateEvent:
 
 
 @pytest.fixture(params=["always", "never"])
-def warm(
-    shard: Shard,
-    make_pair: MakePair,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+def verified(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Pair:
-    """A pair whose tier has PROMPT, and whose device, if it has one, copies late."""
-    monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: LateDevice())
+    """A pair whose tier has PROMPT, and that checks what it loads always or never."""
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", request.param)
     pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+    pair.store(PROMPT)
     return pair
+
+
+@pytest.fixture
+def late_copies(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: LateDevice())
+
+
+@pytest.fixture
+def warm(late_copies: None, verified: Pair) -> Pair:
+    """One whose device, if it has one, copies late."""
+    return verified
 
 
 def overwrite(arena: Arena) -> None:
@@ -122,7 +124,7 @@ def fault_during_copies(pair: Pair, fault: Fault) -> Iterator[None]:
         patch.setattr(Arena, "read_slots", fail_before)
         yield
         if not pair.worker._rank.pool.is_host:
-            fault(arena_of(pair))
+            fault(pair.arena)
 
 
 def run_pass(pair: Pair, fault: Fault) -> None:
@@ -131,72 +133,66 @@ def run_pass(pair: Pair, fault: Fault) -> None:
     pair.end_pass()
 
 
-def load(pair: Pair, request: Request) -> None:
-    pair.query(request)
-    assert request.matched >= 9 * BLOCK
+def load(pair: Pair, tokens: list[int] = PROMPT) -> Request:
+    """Return a request for which the next pass loads the prompt."""
+    request = Request(2, tokens)
+    assert pair.query(request) >= HIT
     pair.plan(request)
+    return request
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(
     warm: Pair, fault: Fault
 ) -> None:
-    request = Request(2, [*PROMPT, *range(20)])
-    load(warm, request)
+    load(warm, [*PROMPT, *range(20)])
     before = warm.totals["stored_blocks"]
     with pytest.raises(LeaseExpired):
         run_pass(warm, fault)
     with pytest.raises(LeaseExpired):
         warm.worker.get_finished([], [])
-    warm.worker.bind_connector_meta(
-        ConnectorMeta(namespace=warm.worker._rank.shared.pool.namespace_digest)
-    )
+    warm.worker.bind_connector_meta(ConnectorMeta(namespace=warm.engine.pool.namespace_digest))
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
     warm.flush()
     assert warm.totals["stored_blocks"] == before, "what was computed from it may be wrong"
-    if not warm.worker._rank.shared.pool.is_host:
+    if not warm.engine.pool.is_host:
         assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm: Pair, fault: Fault) -> None:
-    request = Request(2, PROMPT)
-    load(warm, request)
-    fault(arena_of(warm))
+    request = load(warm)
+    fault(warm.arena)
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
     assert (warm.pool[request.block_ids] == -1.0).all()
 
 
 def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm: Pair) -> None:
-    request = Request(2, PROMPT)
-    load(warm, request)
+    request = load(warm)
     warm.worker.start_load_kv(None)
-    assert leased(warm) == (0 if warm.worker._rank.pool.is_host else 9)
+    assert warm.leased == (0 if warm.worker._rank.pool.is_host else 9)
     warm.end_pass()
-    for index in range(9):
-        assert (warm.pool[request.block_ids[index]] == warm.content(request, index)).all()
-    assert leased(warm) == 0
+    warm.check(request)
+    assert warm.leased == 0
     assert warm.worker.get_finished([], []) == ([], [])
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm: Pair) -> None:
-    request = Request(2, PROMPT)
-    load(warm, request)
+    load(warm)
     warm.worker.start_load_kv(None)
-    break_lease(arena_of(warm))
+    break_lease(warm.arena)
     with pytest.raises(LeaseExpired):
         warm.worker.get_finished([], [])
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(warm: Pair) -> None:
-    request = Request(2, PROMPT)
-    load(warm, request)
+    load(warm)
     warm.worker.start_load_kv(None)
-    arena = arena_of(warm)
+    arena = warm.arena
     arena.quarantine(arena.leased_slots(warm.worker._metadata.loads[0].leased.leases[0])[2:3])
     with pytest.raises(CorruptBlock):
         warm.end_pass()
@@ -204,18 +200,17 @@ def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(wa
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm: Pair) -> None:
-    load(warm, Request(2, PROMPT))
+    load(warm)
     warm.worker.start_load_kv(None)
-    assert leased(warm) == 9
+    assert warm.leased == 9
     warm.worker._rank.close_pool()
-    assert leased(warm) == 0
+    assert warm.leased == 0
 
 
 @pytest.mark.parametrize("fault", [change_generation, mark_gone])
 def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm: Pair, fault: Fault) -> None:
-    arena = arena_of(warm)
-    request = Request(2, PROMPT)
-    load(warm, request)
+    arena = warm.arena
+    load(warm)
     held = warm.worker._metadata.loads[0].leased.leases[0]
     fault(arena)
     with pytest.raises(LeaseExpired):
@@ -226,11 +221,10 @@ def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm: Pair, fault: Fau
 def test_a_load_by_a_lease_of_its_leaders_process_fails_when_that_has_lost_its_place(
     warm: Pair,
 ) -> None:
-    request = Request(2, PROMPT)
-    load(warm, request)
+    load(warm)
     meta = warm.worker._metadata
     (plan,) = meta.loads
-    arena = arena_of(warm)
+    arena = warm.arena
     leader = Arena(arena.directory, lock_wait_s=1)
     leader.join("leader")
     try:
@@ -259,7 +253,7 @@ OUTCOMES = {
     ("never", "device"): (LET_THROUGH, LET_THROUGH),
 }
 CASES = [
-    pytest.param(verify, pool, is_late, outcome, id=f"{verify}-{pool}-{moment}")
+    pytest.param(pool, verify, is_late, outcome, id=f"{verify}-{pool}-{moment}")
     for (verify, pool), outcomes in OUTCOMES.items()
     for (is_late, moment), outcome in zip(
         ((False, "before the promise"), (True, "before the load")), outcomes, strict=True
@@ -268,124 +262,77 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("verify", "make_pair", "is_late", "outcome"), CASES, indirect=["make_pair"]
+    ("make_pair", "verified", "is_late", "outcome"), CASES, indirect=["make_pair", "verified"]
 )
 def test_a_flipped_byte_does_what_the_page_says(
-    shard: Shard,
-    make_pair: MakePair,
-    monkeypatch: pytest.MonkeyPatch,
-    verify: str,
-    is_late: bool,
-    outcome: str,
+    verified: Pair, is_late: bool, outcome: str
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert serve(pair, flip=is_late, flip_first=not is_late) == outcome
-    assert leased(pair) == 0
+    assert serve(verified, flip=is_late, flip_first=not is_late) == outcome
+    assert verified.leased == 0
 
 
-@pytest.mark.parametrize("verify", ["always", "auto", "never"])
-def test_a_block_that_somebody_has_found_corrupt_is_not_promised(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, verify: str
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    tables = arena_of(pair).tables
+@pytest.mark.parametrize("verified", ["always", "auto", "never"], indirect=True)
+def test_a_block_that_somebody_has_found_corrupt_is_not_promised(verified: Pair) -> None:
+    tables = verified.arena.tables
     found = ((tables.slot_depth == FLIPPED) & (tables.slot_state == 2)).nonzero()[0]
-    arena_of(pair).quarantine(found)
-    assert serve(pair, flip=False, flip_first=False) == SHORTER
+    verified.arena.quarantine(found)
+    assert serve(verified, flip=False, flip_first=False) == SHORTER
 
 
 def change_sizes(pair: Pair, *, is_consistent: bool) -> None:
     """Change the size of every slab that has blocks: one of its two copies, or both."""
-    tables = arena_of(pair).tables
+    tables = pair.arena.tables
     used = tables.slab_block_bytes.nonzero()[0]
     if is_consistent:
-        with arena_of(pair).section(1) as entered:
+        with pair.arena.section(1) as entered:
             assert entered
             slabs.serve(tables, used, tables.slab_block_bytes[used] ^ np.uint64(8))
     else:
         tables.slab_block_bytes[used] ^= np.uint64(8)
 
 
-@pytest.mark.parametrize("verify", ["always", "never"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, verify: str, is_late: bool
+    verified: Pair, is_late: bool
 ) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
     request = Request(2, PROMPT)
     if not is_late:
-        change_sizes(pair, is_consistent=False)
-    pair.query(request)
-    assert request.matched == 9 * BLOCK
+        change_sizes(verified, is_consistent=False)
+    assert verified.query(request) == HIT
     if is_late:
-        change_sizes(pair, is_consistent=False)
-    pair.plan(request)
-    pair.worker.start_load_kv(None)
-    for index in range(9):
-        assert (pair.pool[request.block_ids[index]] == pair.content(request, index)).all()
-    pair.compute(request)
-    pair.finish(request)
+        change_sizes(verified, is_consistent=False)
+    verified.plan(request)
+    verified.worker.start_load_kv(None)
+    verified.check(request)
+    verified.compute(request)
+    verified.finish(request)
 
 
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_blocks_of_another_size_than_the_engines_are_not_promised(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, verify: str
-) -> None:
-    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    change_sizes(pair, is_consistent=True)
-    request = Request(2, PROMPT)
-    pair.query(request)
-    assert request.matched == 0
-    assert leased(pair) == 0
+def test_blocks_of_another_size_than_the_engines_are_not_promised(verified: Pair) -> None:
+    change_sizes(verified, is_consistent=True)
+    assert verified.query(Request(2, PROMPT)) == 0
+    assert verified.leased == 0
 
 
 def serve(pair: Pair, *, flip: bool, flip_first: bool) -> str:
     """Match and load PROMPT, with a byte flipped before the match or right before the load."""
     if flip_first:
-        flip_a_byte(arena_of(pair), depth=FLIPPED)
+        flip_a_byte(pair.arena, depth=FLIPPED)
     request = Request(2, PROMPT)
-    request.block_ids = list(range(20, 30))
-    pair.pool[request.block_ids] = -1.0
-    matched, _ = pair.scheduler.get_num_new_matched_tokens(request, 0)
-    if matched < 9 * BLOCK:
+    matched = pair.query(request)
+    if matched < HIT:
         assert matched == FLIPPED * BLOCK
         pair.scheduler.request_finished(request, [])
         return SHORTER
     if flip:
-        flip_a_byte(arena_of(pair), depth=FLIPPED)
-    report = RequestData(
-        request.request_id,
-        list(PROMPT),
-        list(request.block_ids),
-        0,
-        len(PROMPT) - matched,
-    )
+        flip_a_byte(pair.arena, depth=FLIPPED)
+    pair.plan(request)
     try:
-        begin_pass(pair, report)
+        pair.worker.start_load_kv(None)
         pair.end_pass()
     except CorruptBlock:
         return ENDED
     wanted = [pair.content(request, index) for index in range(9)]
-    is_right = all(
-        (pair.pool[page] == value).all()
-        for page, value in zip(request.block_ids, wanted, strict=False)
-    )
+    pages = request.block_ids[:9]
+    is_right = all((pair.pool[p] == value).all() for p, value in zip(pages, wanted, strict=True))
     return WHOLE if is_right else LET_THROUGH
-
-
-def begin_pass(pair: Pair, *reports: RequestData) -> None:
-    meta = pair.scheduler.build_connector_meta(SchedulerOutput(new_requests=list(reports)))
-    pair.worker.bind_connector_meta(meta)
-    pair.worker.start_load_kv(None)

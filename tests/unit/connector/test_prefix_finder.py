@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -9,142 +10,122 @@ from kvray.breaker import Breaker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine import prefix_finder
 from kvray.store import Arena
-from tests.unit.connector.conftest import MakePair, arena_of, leased
-from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
-from tests.unit.connector.test_scheduler import flip_a_byte
-from tests.unit.node.stage_server import StageServer
+from tests.kit.connector import BLOCK, HIT, NUM_WANTED, PROMPT, Pair, Request, args_for, flip_a_byte
+from tests.kit.shard_socket import Answer, StageServer
+from tests.unit.connector.conftest import MakePair
 from tests.waiting import wait_for
 
-PROMPT = list(range(100, 140))
-NUM_WANTED = (len(PROMPT) - 1) // BLOCK
 
-
-def with_peers(pair: Pair) -> Pair:
+def hear_of_peers(pair: Pair) -> Pair:
     """Return `pair` once its shard has told that there are other nodes."""
-    wait_for(lambda: pair.worker._rank.shared.may_stage, "hearing of other nodes")
+    wait_for(lambda: pair.engine.may_stage, "hearing of other nodes")
     return pair
 
 
-class Elsewhere:
+@pytest.fixture
+def pair(server: StageServer, make_pair: MakePair) -> Pair:
+    """A pair that has heard of other nodes."""
+    return hear_of_peers(make_pair())
+
+
+@pytest.fixture
+def begun(server: StageServer, make_pair: MakePair) -> Pair:
+    """One that has stored three blocks of the prompt before."""
+    pair = make_pair()
+    pair.store(PROMPT[: 3 * BLOCK])
+    return hear_of_peers(pair)
+
+
+@pytest.fixture
+def elsewhere(server: StageServer, make_pair: MakePair) -> Answer:
     """Another node: what it has saved appears in the arena when it is asked for."""
+    other = make_pair(args_for(cache={"enable_block_reuse": False}))
 
-    def __init__(self, make_pair: MakePair, prompt: list[int] = PROMPT) -> None:
-        self._pair = make_pair(args_for(cache={"enable_block_reuse": False}))
-        self._prompt = prompt
-        self.num_blocks = len(prompt) // BLOCK
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        other.store(PROMPT)
+        return {"num_blocks": len(request["keys"]) // 32, "reason": "none"}
 
-    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a stage call by storing the prompt's blocks here."""
-        wanted = self._prompt[: self.num_blocks * BLOCK]
-        self._pair.serve(Request(99, wanted))
-        self._pair.flush()
-        num_keys = len(request["keys"]) // 32
-        reason = "none" if num_keys <= self.num_blocks else "not_stored"
-        return {"num_blocks": min(self.num_blocks, num_keys), "reason": reason}
+    server.answer = answer
+    return answer
 
 
-def test_what_was_staged_is_leased_and_promised(server: StageServer, make_pair: MakePair) -> None:
-    server.answer = Elsewhere(make_pair)
-    pair = with_peers(make_pair())
-    assert pair.serve(Request(1, PROMPT)) == NUM_WANTED * BLOCK
-    assert pair.totals["staged_tokens"] == pair.totals["hit_tokens"] == NUM_WANTED * BLOCK
+def test_what_was_staged_is_leased_and_promised(elsewhere: Answer, pair: Pair) -> None:
+    assert pair.serve(Request(1, PROMPT)) == HIT
+    assert pair.totals["staged_tokens"] == pair.totals["hit_tokens"] == HIT
     assert pair.totals["stage_calls"] == 1
     assert pair.totals["stage_wait_us"] > 0
-    assert leased(pair) == 0
+    assert pair.leased == 0
 
 
 def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again(
-    server: StageServer, make_pair: MakePair
+    server: StageServer, elsewhere: Answer, pair: Pair
 ) -> None:
-    elsewhere = Elsewhere(make_pair)
     arrivals = [[2, "nvme", ""], [NUM_WANTED, "nixl", "kvray-shard-b"]]
     server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
-    pair = with_peers(make_pair())
     for times in (1, 2):
-        assert pair.query(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+        assert pair.query(Request(1, PROMPT)) == HIT
         assert pair.totals["hit_tokens_from_nvme"] == times * 2 * BLOCK
         assert pair.totals["hit_tokens_from_nixl"] == times * (NUM_WANTED - 2) * BLOCK
     assert pair.totals["stage_calls"] == 1
     pair.scheduler.request_finished(Request(1, PROMPT), [])
     pair.query(Request(2, PROMPT))
-    assert pair.totals["hit_tokens_from_host"] == NUM_WANTED * BLOCK
+    assert pair.totals["hit_tokens_from_host"] == HIT
     came = [value for name, value in pair.totals.items() if name.startswith("hit_tokens_from_")]
     assert sum(came) == pair.totals["hit_tokens"]
 
 
-def test_all_keys_of_what_may_be_promised_are_asked_for(
-    server: StageServer, make_pair: MakePair
-) -> None:
-    pair = with_peers(make_pair())
+def test_all_keys_of_what_may_be_promised_are_asked_for(server: StageServer, pair: Pair) -> None:
     pair.query(Request(1, PROMPT))
     (asked,) = server.asked
     keys = pair.scheduler._leader.states[1].keys
     assert asked["keys"] == b"".join(keys[:NUM_WANTED])
-    assert (asked["replica"], asked["rank"]) == (pair.worker._rank.shared.pool.replica, 0)
+    assert (asked["replica"], asked["rank"]) == (pair.engine.pool.replica, 0)
     assert 0 < asked["wait_s"] < 5
 
 
-def test_only_what_the_arena_really_has_is_promised(
-    server: StageServer, make_pair: MakePair
-) -> None:
+def test_only_what_the_arena_really_has_is_promised(server: StageServer, pair: Pair) -> None:
     server.answer = lambda _: {"num_blocks": NUM_WANTED, "reason": "none"}
-    pair = with_peers(make_pair())
     assert pair.query(Request(1, PROMPT)) == 0
-    assert leased(pair) == 0
+    assert pair.leased == 0
     assert pair.totals["staged_tokens"] == 0
 
 
-def test_a_longer_lease_takes_the_place_of_the_local_one(
-    server: StageServer, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
-    pair.flush()
-    server.answer = Elsewhere(make_pair)
-    assert with_peers(pair).query(Request(2, PROMPT)) == NUM_WANTED * BLOCK
-    assert leased(pair) == NUM_WANTED
-    assert arena_of(pair).tables.page_holder.astype(bool).sum() == 1
-    assert pair.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
+def test_a_longer_lease_takes_the_place_of_the_local_one(begun: Pair, elsewhere: Answer) -> None:
+    assert begun.query(Request(2, PROMPT)) == HIT
+    assert begun.leased == NUM_WANTED
+    assert begun.arena.tables.page_holder.astype(bool).sum() == 1
+    assert begun.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
 
 
-def test_the_local_lease_is_kept_if_nothing_more_came(
-    server: StageServer, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
-    pair.flush()
+def test_the_local_lease_is_kept_if_nothing_more_came(server: StageServer, begun: Pair) -> None:
     before = len(server.asked)  # it may have heard of other nodes already
     for num_blocks in (0, 3, NUM_WANTED):
         server.answer = lambda _, n=num_blocks: {"num_blocks": n, "reason": "too_slow"}
         request = Request(10 + num_blocks, PROMPT)
-        assert with_peers(pair).query(request) == 3 * BLOCK
-        assert leased(pair) == 3
-        assert arena_of(pair).tables.page_holder.astype(bool).sum() == 1
-        pair.scheduler.request_finished(request, [])
-        assert leased(pair) == 0
+        assert begun.query(request) == 3 * BLOCK
+        assert begun.leased == 3
+        assert begun.arena.tables.page_holder.astype(bool).sum() == 1
+        begun.scheduler.request_finished(request, [])
+        assert begun.leased == 0
     assert len(server.asked) == before + 3
 
 
 @pytest.mark.parametrize("reason", ["too_slow", "cheaper_to_recompute", "store_down", "not_stored"])
 def test_a_miss_is_counted_by_what_the_shard_says(
-    server: StageServer, make_pair: MakePair, reason: str
+    server: StageServer, pair: Pair, reason: str
 ) -> None:
     server.answer = lambda _: {"num_blocks": 0, "reason": reason}
-    pair = with_peers(make_pair())
     assert pair.query(Request(1, PROMPT)) == 0
     missed = {name: n for name, n in pair.totals.items() if name.startswith("miss_tokens_") and n}
-    assert missed == {f"miss_tokens_{reason}": NUM_WANTED * BLOCK}
+    assert missed == {f"miss_tokens_{reason}": HIT}
 
 
-def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    with_peers(pair)
+def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, warm: Pair) -> None:
+    hear_of_peers(warm)
     del server.asked[:]
-    assert pair.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
-    assert pair.serve(Request(3, PROMPT), computed=NUM_WANTED * BLOCK) == 0
-    assert pair.serve(Request(4, PROMPT[:BLOCK])) == 0
+    assert warm.serve(Request(2, PROMPT)) == HIT
+    assert warm.serve(Request(3, PROMPT), computed=HIT) == 0
+    assert warm.serve(Request(4, PROMPT[:BLOCK])) == 0
     assert server.asked == []
 
 
@@ -153,12 +134,12 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(
 ) -> None:
     server.report = {}
     pair = make_pair()
-    wait_for(lambda: pair.worker._rank.shared.pool._registration.accepted, "registering")
+    wait_for(lambda: pair.engine.pool._registration.accepted, "registering")
     assert pair.serve(Request(1, PROMPT)) == 0
     server.report = {"peers": True}
-    with_peers(pair)
+    hear_of_peers(pair)
     server.report = {"peers": False}
-    wait_for(lambda: not pair.worker._rank.shared.may_stage, "hearing that they are gone")
+    wait_for(lambda: not pair.engine.may_stage, "hearing that they are gone")
     pair.query(Request(2, PROMPT[1:]))
     assert server.asked == []
 
@@ -170,18 +151,15 @@ def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
     if not args:
         monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     pair = make_pair(args_for(**args))
-    wait_for(
-        lambda: pair.worker._rank.shared.pool._registration.has_peers, "hearing of other nodes"
-    )
+    wait_for(lambda: pair.engine.pool._registration.has_peers, "hearing of other nodes")
     assert pair.serve(Request(1, PROMPT)) == 0
     assert server.asked == []
 
 
 def test_the_same_miss_is_asked_about_once_in_a_while(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    server: StageServer, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full engine asks about its waiting requests in every pass."""
-    pair = with_peers(make_pair())
     for _ in range(5):
         pair.query(Request(1, PROMPT))
     pair.query(Request(2, PROMPT))
@@ -195,12 +173,13 @@ def test_the_same_miss_is_asked_about_once_in_a_while(
     assert len(server.asked) == 4
 
 
-def test_what_came_too_late_is_asked_about_again(server: StageServer, make_pair: MakePair) -> None:
+def test_what_came_too_late_is_asked_about_again(
+    server: StageServer, elsewhere: Answer, pair: Pair
+) -> None:
     server.answer = lambda _: {"num_blocks": 0, "reason": "too_slow"}
-    pair = with_peers(make_pair())
     assert pair.query(Request(1, PROMPT)) == 0
-    server.answer = Elsewhere(make_pair)
-    assert pair.query(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+    server.answer = elsewhere
+    assert pair.query(Request(1, PROMPT)) == HIT
 
 
 def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
@@ -214,13 +193,13 @@ def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
         return {"num_blocks": 0, "reason": "too_slow"}
 
     server.answer = slow
-    pair = with_peers(make_pair())
+    pair = hear_of_peers(make_pair())
     for _ in range(20):
         pair.query(Request(1, PROMPT))
     waits = [asked["wait_s"] for asked in server.asked]
     assert 1 <= len(waits) < 20
     assert sum(waits) < 0.3
-    assert pair.totals["miss_tokens_too_slow"] == 20 * NUM_WANTED * BLOCK
+    assert pair.totals["miss_tokens_too_slow"] == 20 * HIT
     pair.scheduler.request_finished(Request(1, PROMPT), [])
     pair.query(Request(1, PROMPT))
     assert len(server.asked) == len(waits) + 1
@@ -236,36 +215,29 @@ def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(
         return {"num_blocks": 9, "reason": "none"}
 
     server.answer = hang
-    pair = with_peers(make_pair())
+    pair = hear_of_peers(make_pair())
     for request_id in (1, 2, 3):
         assert pair.query(Request(request_id, PROMPT)) == 0
     assert len(server.asked) == 1
-    assert pair.totals["miss_tokens_too_slow"] == NUM_WANTED * BLOCK
-    assert pair.totals["miss_tokens_store_down"] == 2 * NUM_WANTED * BLOCK
+    assert pair.totals["miss_tokens_too_slow"] == HIT
+    assert pair.totals["miss_tokens_store_down"] == 2 * HIT
 
 
 def test_a_corrupt_block_here_may_come_from_elsewhere(
-    server: StageServer, make_pair: MakePair
+    server: StageServer, warm: Pair, elsewhere: Answer
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    with_peers(pair)
-    flip_a_byte(arena_of(pair), depth=4)
-    server.answer = Elsewhere(make_pair)
-    assert pair.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
-    assert leased(pair) == 0
+    hear_of_peers(warm)
+    flip_a_byte(warm.arena, depth=4)
+    assert warm.serve(Request(2, PROMPT)) == HIT
+    assert warm.leased == 0
 
 
 def test_a_staged_block_that_is_corrupt_is_not_promised(
-    server: StageServer, make_pair: MakePair
+    server: StageServer, elsewhere: Answer, pair: Pair
 ) -> None:
-    pair = with_peers(make_pair())
-    store = Elsewhere(make_pair)
-
     def damage(request: dict[str, Any]) -> dict[str, Any]:
-        answer = store(request)
-        flip_a_byte(arena_of(pair), depth=4)
+        answer = elsewhere(request)
+        flip_a_byte(pair.arena, depth=4)
         return answer
 
     server.answer = damage
@@ -274,50 +246,35 @@ def test_a_staged_block_that_is_corrupt_is_not_promised(
 
 
 def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    server: StageServer, begun: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
-    pair.flush()
-    with_peers(pair)
-
     def busy(_request: dict[str, Any]) -> dict[str, Any]:
         monkeypatch.setattr(Arena, "lease_for", lambda *_, **__: None)
         return {"num_blocks": NUM_WANTED, "reason": "none"}
 
     server.answer = busy
-    assert pair.query(Request(2, PROMPT)) == 3 * BLOCK
-    assert leased(pair) == 3
+    assert begun.query(Request(2, PROMPT)) == 3 * BLOCK
+    assert begun.leased == 3
 
 
 @pytest.mark.parametrize("what", ["sound", "lease_for"])
 def test_a_defect_after_the_call_leaves_no_lease(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, what: str
+    server: StageServer, begun: Pair, elsewhere: Answer, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
-    pair.flush()
-    with_peers(pair)
-    store = Elsewhere(make_pair)
-
-    def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
     def broken(request: dict[str, Any]) -> dict[str, Any]:
-        answer = store(request)
-        monkeypatch.setattr(Arena, what, fail)
+        answer = elsewhere(request)
+        monkeypatch.setattr(Arena, what, mock.Mock(side_effect=ZeroDivisionError))
         return answer
 
     server.answer = broken
-    assert pair.query(Request(2, PROMPT)) == 0
+    assert begun.query(Request(2, PROMPT)) == 0
     monkeypatch.undo()
-    wait_for(lambda: leased(pair) == 0, "the release")
+    wait_for(lambda: begun.leased == 0, "the release")
 
 
 def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(
-    server: StageServer, make_pair: MakePair
+    server: StageServer, pair: Pair
 ) -> None:
-    pair = with_peers(make_pair())
     long = Request(1, list(range(1000, 1200)))
     pair.query(long)
     pair.plan(long)

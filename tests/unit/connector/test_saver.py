@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
-from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.base import RequestData
 from kvray.engine import saver as saver_module
 from kvray.engine.device.pool import HostPool, Ticket
 from kvray.engine.figures import Boundary, EngineFigures
@@ -32,8 +32,8 @@ from kvray.node import NodeLink
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.layout import READY
 from tests.examples import examples
-from tests.unit.connector.conftest import MakePair, arena_of
-from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.kit.connector import BLOCK, HIT, Pair, Request
+from tests.unit.connector.conftest import MakePair
 from tests.unit.store.conftest import Child
 from tests.waiting import HANG_S, wait_for
 
@@ -61,6 +61,17 @@ def make_saver(link: NodeLink) -> Iterator[Callable[..., Saver]]:
         each.close(10)
 
 
+@pytest.fixture
+def saver(make_saver: Callable[..., Saver]) -> Saver:
+    return make_saver()
+
+
+@pytest.fixture
+def arena(link: NodeLink) -> Arena:
+    assert link.arena is not None
+    return link.arena
+
+
 def keys_of(seed: int, count: int) -> list[BlockKey]:
     seed_bytes = bytes([seed % 256, seed // 256]) * 16
     return chain_keys(list(range(count)), tokens_per_block=1, seed=seed_bytes)
@@ -82,6 +93,21 @@ def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:
     )
     plain = {"parent": None, "depth": 0, "pool": HostPool([part]), "request_id": 1}
     return Job(part=part, keys=keys, pages=np.arange(len(keys)), **{**plain, **fields})
+
+
+class Gate:
+    """Holds the calls of a method up until the test opens it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        method = getattr(owner, name)
+
+        def held(*args: Any) -> Any:
+            self.reached.set()
+            self.open.wait(HANG_S)
+            return method(*args)
+
+        patch.setattr(owner, name, held)
 
 
 def rows_of(count: int, value: int = 1) -> Any:
@@ -106,10 +132,8 @@ def totals(saver: Saver) -> Counter[str]:
     return saver._totals
 
 
-def test_what_was_submitted_before_close_is_stored(
-    link: NodeLink, make_saver: Callable[..., Saver]
-) -> None:
-    saver, keys = make_saver(), keys_of(1, 5)
+def test_what_was_submitted_before_close_is_stored(link: NodeLink, saver: Saver) -> None:
+    keys = keys_of(1, 5)
     saver.submit(job_of(rows_of(5), keys))
     saver.close(10)
     assert len(stored(link, keys)) == 5
@@ -123,10 +147,8 @@ def test_what_was_submitted_before_close_is_stored(
     }
 
 
-def test_blocks_that_are_there_are_not_written_again(
-    link: NodeLink, make_saver: Callable[..., Saver]
-) -> None:
-    saver, keys = make_saver(), keys_of(3, 6)
+def test_blocks_that_are_there_are_not_written_again(saver: Saver) -> None:
+    keys = keys_of(3, 6)
     saver.submit(job_of(rows_of(4), keys[:4]))
     saver.submit(job_of(rows_of(6, value=1), keys))
     saver.close(10)
@@ -134,22 +156,18 @@ def test_blocks_that_are_there_are_not_written_again(
 
 
 def test_a_long_job_is_saved_in_pieces(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "_PIECE_BYTES", 3 * BLOCK_BYTES)
     keys, rows = keys_of(4, 20), rows_of(20)
     rows += np.arange(20, dtype=np.uint8)[:, None]
-    saver = make_saver()
     saver.submit(job_of(rows, keys))
     saver.fence()
     saver.close(10)
     assert (stored(link, keys) == rows).all()
 
 
-@settings(
-    max_examples=examples(40),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     delays=st.lists(st.floats(0, 0.012), min_size=1, max_size=4),
     stall_s=st.floats(0.001, 0.02),
@@ -157,11 +175,10 @@ def test_a_long_job_is_saved_in_pieces(
     number=st.integers(0, 60_000),
 )
 def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_foreign_bytes(
-    link: NodeLink, delays: list[float], stall_s: float, blocks: int, number: int
+    link: NodeLink, arena: Arena, delays: list[float], stall_s: float, blocks: int, number: int
 ) -> None:
     slow = iter(delays * 50)
-    write, arena = Arena.write_slots, link.arena
-    assert arena is not None
+    write = Arena.write_slots
 
     def slow_write(*args: Any) -> Any:
         time.sleep(next(slow))  # the copy reads what is there after this
@@ -189,47 +206,34 @@ def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_forei
 
 
 def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    link: NodeLink, arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    write = Arena.write_slots
-
-    def stuck(*args: Any) -> Any:
-        reached.set()
-        go_on.wait(HANG_S)
-        return write(*args)
-
-    monkeypatch.setattr(Arena, "write_slots", stuck)
+    gate = Gate(monkeypatch, Arena, "write_slots")
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
-    saver, keys = make_saver(), keys_of(5, 3)
+    keys = keys_of(5, 3)
     saver.submit(job_of(rows_of(3), keys))
     saver.submit(job_of(rows_of(2), keys_of(6, 2)))
-    reached.wait(HANG_S)
+    gate.reached.wait(HANG_S)
     started = time.monotonic()
     saver.fence()
     assert time.monotonic() - started < 5
-    go_on.set()
+    gate.open.set()
     saver.close(10)
     assert len(stored(link, keys)) == 0
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_slow"] == 5
-    arena = link.arena
-    assert arena is not None
     assert (arena.tables.slot_state == 0).all()
 
 
 def test_too_many_waiting_saves_are_dropped(
-    link: NodeLink,
     make_saver: Callable[..., Saver],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    go_on = threading.Event()
-    write = Arena.write_slots
-    monkeypatch.setattr(Arena, "write_slots", lambda *args: (go_on.wait(10), write(*args))[1])
+    gate = Gate(monkeypatch, Arena, "write_slots")
     saver = make_saver(saves_max=2)
     for number in range(6):
         saver.submit(job_of(rows_of(1), keys_of(10 + number, 1)))
-    go_on.set()
+    gate.open.set()
     saver.close(10)
     assert totals(saver)["stored_blocks"] + totals(saver)["dropped_blocks"] == 6
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_many"] >= 3
@@ -237,10 +241,8 @@ def test_too_many_waiting_saves_are_dropped(
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
-    link: NodeLink, make_saver: Callable[..., Saver], caplog: pytest.LogCaptureFixture
+    arena: Arena, saver: Saver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver, arena = make_saver(), link.arena
-    assert arena is not None
     assert arena._lock.acquire(1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
@@ -253,9 +255,9 @@ def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
 
 
 def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
-    link: NodeLink, make_saver: Callable[..., Saver], caplog: pytest.LogCaptureFixture
+    saver: Saver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver, keys = make_saver(), keys_of(40, 4)
+    keys = keys_of(40, 4)
     for _ in range(2):
         saver.submit(job_of(rows_of(2), keys[2:], parent=keys[1], depth=2))
     saver.fence()
@@ -265,10 +267,9 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
 
 
 def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    link: NodeLink, arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, keys, arena = make_saver(), keys_of(50, 2), link.arena
-    assert arena is not None
+    keys = keys_of(50, 2)
     with monkeypatch.context() as patch:
         patch.setattr(Arena, "write_slots", lambda *args: 1 / 0)
         saver.submit(job_of(rows_of(2), keys))
@@ -295,10 +296,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_neither_saves_nor_hangs(
-    link: NodeLink, make_saver: Callable[..., Saver]
-) -> None:
-    saver = make_saver()
+def test_a_forked_child_neither_saves_nor_hangs(saver: Saver) -> None:
     with saver._guard:  # as the thread may have it at the moment of the fork
         child = os.fork()
         if child == 0:
@@ -343,10 +341,10 @@ def later_job(rows: Any, keys: list[BlockKey], **fields: Any) -> tuple[Job, Late
 
 
 def test_copies_on_a_device_are_committed_when_they_have_ended(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "_PIECE_BYTES", 2 * BLOCK_BYTES)
-    saver, keys = make_saver(), keys_of(80, 5)
+    keys = keys_of(80, 5)
     job, pool = later_job(rows_of(5, value=3), keys, request_id=9)
     saver.submit(job)
     saver.fence()  # begun is enough
@@ -360,20 +358,15 @@ def test_copies_on_a_device_are_committed_when_they_have_ended(
 
 
 def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = link.arena
-    assert arena is not None
-    reached, go_on = threading.Event(), threading.Event()
-    saver, keys = make_saver(), keys_of(81, 2)
-    job, pool = later_job(rows_of(2), keys)
-    enqueue = pool.save
-    monkeypatch.setattr(pool, "save", lambda *a: (reached.set(), go_on.wait(10), enqueue(*a))[2])
+    job, pool = later_job(rows_of(2), keys_of(81, 2))
+    gate = Gate(monkeypatch, pool, "save")
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
     saver.submit(job)
-    reached.wait(HANG_S)
+    gate.reached.wait(HANG_S)
     saver.fence()
-    go_on.set()
+    gate.open.set()
     wait_for(lambda: totals(saver)["dropped_blocks"] == 2)
     assert np.count_nonzero(arena.tables.slot_state) == 2, "a late copy still writes them"
     pool.may_end.set()
@@ -382,13 +375,12 @@ def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
 
 
 def test_blocks_whose_copy_fails_on_the_device_are_counted(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LaterCopy) -> None:
         raise TierError("The device has failed.")
 
     monkeypatch.setattr(LaterCopy, "wait", fail)
-    saver = make_saver()
     job, _ = later_job(rows_of(3), keys_of(90, 3))
     saver.submit(job)
     saver.close(10)
@@ -396,9 +388,9 @@ def test_blocks_whose_copy_fails_on_the_device_are_counted(
 
 
 def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, has_tried = make_saver(), threading.Event()
+    has_tried = threading.Event()
 
     def find_it_locked(*_: Any) -> bool:
         has_tried.set()
@@ -413,18 +405,16 @@ def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
 def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
-    link: NodeLink, monkeypatch: pytest.MonkeyPatch, place: str
+    link: NodeLink, arena: Arena, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    arena, reached, go_on = link.arena, threading.Event(), threading.Event()
-    assert arena is not None
-    saver, other, commit = new_saver(link), Child(link.directory), Arena.commit
+    saver, other = new_saver(link), Child(link.directory)
+    gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 60.0)
-    monkeypatch.setattr(Arena, "commit", lambda *a: (reached.set(), go_on.wait(60), commit(*a))[2])
     job = job_of(rows_of(2), keys_of(92, 2))
     try:
         if place == "is about to commit":
             saver.submit(job)
-            assert reached.wait(HANG_S)
+            assert gate.reached.wait(HANG_S)
         assert other.say("arena._lock.acquire(60)") == "True"
         if place == "waits for the lock":
             saver.submit(job)
@@ -433,7 +423,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
         link.detach()
         assert saver._thread.is_alive()
         other.say("arena._lock.release()")
-        go_on.set()
+        gate.open.set()
         saver._thread.join(HANG_S)
         assert totals(saver)["dropped_blocks_error"] == 2
         assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
@@ -443,26 +433,19 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
 
 
 def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, go_on, commit = threading.Event(), threading.Event(), Arena.commit
-
-    def stuck(*args: Any) -> Any:
-        reached.set()
-        go_on.wait(10)
-        return commit(*args)
-
-    monkeypatch.setattr(Arena, "commit", stuck)
+    gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_STALL_S", 10.0)
-    saver, keys = make_saver(), keys_of(5, 3)
+    keys = keys_of(5, 3)
     saver.submit(job_of(rows_of(3), keys))
-    assert reached.wait(10)
+    assert gate.reached.wait(HANG_S)
     saver.fence()  # it has begun
     drained = threading.Thread(target=saver.drain)
     drained.start()
     drained.join(0.05)
     assert drained.is_alive()
-    go_on.set()
+    gate.open.set()
     drained.join(10)
     assert not drained.is_alive()
     assert len(stored(link, keys)) == 3
@@ -483,7 +466,7 @@ def test_a_pass_saves_all_blocks_of_a_long_prompt(pair: Pair) -> None:
     pair.flush()
     assert pair.totals["stored_blocks"] == NUM_BLOCKS
     assert pair.totals["dropped_blocks"] == 0
-    tables = arena_of(pair).tables
+    tables = pair.arena.tables
     assert np.count_nonzero(tables.slot_parent[tables.slot_state == READY] < 0) == 1
     assert pair.serve(Request(2, PROMPT)) == (NUM_BLOCKS - 1) * BLOCK
 
@@ -504,9 +487,7 @@ def test_all_requests_of_one_pass_are_saved(pair: Pair) -> None:
         RequestData(one.request_id, list(one.tokens), list(one.block_ids), 0, len(one.tokens))
         for one in requests
     ]
-    meta = pair.scheduler.build_connector_meta(SchedulerOutput(new_requests=reports))
-    pair.worker.bind_connector_meta(meta)
-    pair.worker.start_load_kv(None)
+    pair.begin_pass(*reports)
     for request in requests:
         for index, block_id in enumerate(request.block_ids):
             pair.pool[block_id] = pair.content(request, index)
@@ -519,10 +500,10 @@ def test_all_requests_of_one_pass_are_saved(pair: Pair) -> None:
 def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request(1, PROMPT[: 9 * BLOCK])
+    request = Request(1, PROMPT[:HIT])
     pair.query(request)
     with monkeypatch.context() as patch:
-        patch.setattr(type(pair.worker._rank.shared.link), "arena", None)
+        patch.setattr(type(pair.engine.link), "arena", None)
         pair.plan(request)
         pair.worker.start_load_kv(None)
         pair.compute(request)
@@ -532,7 +513,7 @@ def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_e
 
 
 def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
-    request = Request(1, PROMPT[: 9 * BLOCK])
+    request = Request(1, PROMPT[:HIT])
     pair.query(request)
     request.block_ids[4] = -1
     pair.plan(request)
@@ -548,12 +529,12 @@ def test_saves_that_a_defect_prevents_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvray.engine.rank.split_keys", lambda *_: 1 / 0)
-    pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
+    pair.serve(Request(1, PROMPT[:HIT]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
 
 
 def test_saves_for_another_pool_are_counted(pair: Pair) -> None:
-    request = Request(1, PROMPT[: 9 * BLOCK])
+    request = Request(1, PROMPT[:HIT])
     pair.query(request)
     meta = pair.plan(request)
     pair.worker.bind_connector_meta(meta._replace(namespace=b"other"))

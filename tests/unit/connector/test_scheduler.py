@@ -2,22 +2,20 @@
 
 import logging
 import pickle
+from unittest import mock
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
-from tests.unit.connector.conftest import MakePair, arena_of, leased
-from tests.unit.connector.pair import BLOCK, Request, args_for
-
-PROMPT = list(range(100, 140))
+from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for, flip_a_byte
+from tests.unit.connector.conftest import MakePair
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 39, 40])
 def test_all_full_blocks_but_the_last_token_are_promised(
-    shard: Shard, make_pair: MakePair, num_tokens: int
+    make_pair: MakePair, num_tokens: int
 ) -> None:
     first = make_pair()
     assert first.serve(Request(1, PROMPT[:num_tokens])) == 0
@@ -26,115 +24,81 @@ def test_all_full_blocks_but_the_last_token_are_promised(
     assert hit == (num_tokens - 1) // BLOCK * BLOCK
 
 
-def test_what_the_engine_has_itself_is_not_promised(shard: Shard, make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert pair.serve(Request(2, PROMPT), computed=3 * BLOCK) == 6 * BLOCK
-    assert pair.serve(Request(3, PROMPT), computed=9 * BLOCK) == 0
+def test_what_the_engine_has_itself_is_not_promised(warm: Pair) -> None:
+    assert warm.serve(Request(2, PROMPT), computed=3 * BLOCK) == 6 * BLOCK
+    assert warm.serve(Request(3, PROMPT), computed=HIT) == 0
 
 
 def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(
-    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+    warm: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
     for request_id in (2, 3):
         request = Request(request_id, PROMPT)
-        assert pair.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
+        assert warm.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
     said = [one for one in caplog.messages if "enable_partial_reuse: false" in one]
     assert len(said) == 1
-    assert pair.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
+    assert warm.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
 
 
-def test_unused_promises_are_released_by_the_next_metadata(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+def test_unused_promises_are_released_by_the_next_metadata(warm: Pair) -> None:
     for request_id in (2, 3):
-        assert pair.query(Request(request_id, PROMPT)) == 9 * BLOCK
-    assert leased(pair) == 9
-    assert pair.scheduler.build_connector_meta(SchedulerOutput()).loads == ()
-    assert leased(pair) == 0
+        assert warm.query(Request(request_id, PROMPT)) == HIT
+    assert warm.leased == 9
+    assert warm.scheduler.build_connector_meta(SchedulerOutput()).loads == ()
+    assert warm.leased == 0
 
 
 def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loaded(
-    shard: Shard, make_pair: MakePair
+    warm: Pair,
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
     request = Request(2, PROMPT)
-    pair.query(request)
-    meta = pair.plan(request, accepted=False)
-    assert meta.loads == ()
-    assert leased(pair) == 0
-    pair.worker.start_load_kv(None)
+    warm.query(request)
+    assert warm.plan(request, accepted=False).loads == ()
+    assert warm.leased == 0
+    warm.worker.start_load_kv(None)
 
 
 def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_lease(
-    shard: Shard, make_pair: MakePair
+    warm: Pair,
 ) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
     taken, broken = Request(2, PROMPT), Request(3, PROMPT)
-    pair.query(taken)
-    pair.query(broken)
+    warm.query(taken)
+    warm.query(broken)
     broken.block_ids = broken.block_ids[:2]
     with pytest.raises(LayoutMismatch):
-        pair.plan(broken)
-    pair.scheduler.shutdown()
-    assert leased(pair) == 0
+        warm.plan(broken)
+    warm.scheduler.shutdown()
+    assert warm.leased == 0
 
 
-def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(warm: Pair) -> None:
     request = Request(1, PROMPT)
-    pair.query(request)
-    meta = pair.scheduler.build_connector_meta(later(request, 0))
+    warm.query(request)
+    meta = warm.scheduler.build_connector_meta(later(request, 0))
     assert list(meta.loads[0].pages[0].ids()) == request.block_ids[:9]
-    pair.worker.bind_connector_meta(meta)
-    pair.worker.start_load_kv(None)
-    assert pair.totals["errors"] == 0
+    warm.worker.bind_connector_meta(meta)
+    warm.worker.start_load_kv(None)
+    assert warm.totals["errors"] == 0
 
 
-def test_one_whose_pages_nobody_has_told_stops_the_engine_and_leaves_no_lease(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert pair.scheduler.get_num_new_matched_tokens(Request(1, PROMPT), 0) == (9 * BLOCK, False)
+def test_one_whose_pages_nobody_has_told_stops_the_engine_and_leaves_no_lease(warm: Pair) -> None:
+    assert warm.scheduler.get_num_new_matched_tokens(Request(1, PROMPT), 0) == (HIT, False)
     with pytest.raises(LayoutMismatch, match="0 of them"):
-        pair.scheduler.build_connector_meta(later(Request(1, PROMPT), 0))
-    assert leased(pair) == 0
+        warm.scheduler.build_connector_meta(later(Request(1, PROMPT), 0))
+    assert warm.leased == 0
 
 
-def test_one_that_counts_on_a_promise_given_up_stops_the_engine(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+def test_one_that_counts_on_a_promise_given_up_stops_the_engine(warm: Pair) -> None:
     request = Request(1, PROMPT)
-    pair.query(request)
-    pair.scheduler.build_connector_meta(SchedulerOutput())
+    warm.query(request)
+    warm.scheduler.build_connector_meta(SchedulerOutput())
     with pytest.raises(LeaseExpired, match="earlier pass"):
-        pair.scheduler.build_connector_meta(later(request, 9 * BLOCK))
+        warm.scheduler.build_connector_meta(later(request, HIT))
 
 
 def test_a_later_request_of_an_id_that_nobody_has_asked_about_is_not_taken_for_the_first(
-    shard: Shard, make_pair: MakePair
+    pair: Pair,
 ) -> None:
-    pair = make_pair()
     pair.query(Request(1, PROMPT[:6]))
     pair.plan(Request(1, PROMPT[:6], block_ids=[0, 1]))
     pair.scheduler.update_state_after_alloc(Request(1, range(50, 90)), list(range(5, 15)))
@@ -151,19 +115,13 @@ def later(request: Request, position: int) -> SchedulerOutput:
     return SchedulerOutput(cached_requests=[report])
 
 
-def test_asking_again_replaces_the_promise(shard: Shard, make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert pair.query(Request(2, PROMPT)) == pair.query(Request(2, PROMPT)) == 9 * BLOCK
-    pair.scheduler.request_finished(Request(2, PROMPT), [])
-    assert leased(pair) == 0
+def test_asking_again_replaces_the_promise(warm: Pair) -> None:
+    assert warm.query(Request(2, PROMPT)) == warm.query(Request(2, PROMPT)) == HIT
+    warm.scheduler.request_finished(Request(2, PROMPT), [])
+    assert warm.leased == 0
 
 
-def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
+def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(pair: Pair) -> None:
     request = Request(1, PROMPT)
     pair.serve(request)
     assert not pair.scheduler.request_finished(request, request.block_ids)
@@ -171,7 +129,7 @@ def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(
 
 
 def test_cancelled_requests_are_forgotten_oldest_first(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvray.engine.leader._STATES_MAX", 3)
     pair = make_pair()
@@ -183,46 +141,37 @@ def test_cancelled_requests_are_forgotten_oldest_first(
     assert list(pair.scheduler._leader.states) == [7, 8, 1]
 
 
-def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(
-    shard: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    before = arena_of(pair).stats()["corrupt"]
-    flip_a_byte(arena_of(pair), depth=4)
-    assert pair.serve(Request(2, PROMPT)) == 4 * BLOCK
-    pair.flush()
-    assert arena_of(pair).stats()["corrupt"] == before + 1
-    assert pair.serve(Request(3, PROMPT)) == 9 * BLOCK
+def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm: Pair) -> None:
+    before = warm.arena.stats()["corrupt"]
+    flip_a_byte(warm.arena, depth=4)
+    assert warm.serve(Request(2, PROMPT)) == 4 * BLOCK
+    warm.flush()
+    assert warm.arena.stats()["corrupt"] == before + 1
+    assert warm.serve(Request(3, PROMPT)) == HIT
 
 
 def test_no_reuse_in_the_engine_means_no_promise(
-    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+    make_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair(args_for(cache={"enable_block_reuse": False}))
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+    pair.store(PROMPT)
     assert pair.serve(Request(2, PROMPT)) == 0
     assert "enable_block_reuse" in caplog.text
 
 
-def test_salts_and_adapters_keep_requests_apart(shard: Shard, make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_salts_and_adapters_keep_requests_apart(pair: Pair) -> None:
     pair.serve(Request(1, PROMPT, cache_salt_id=2**63))
     pair.serve(Request(2, PROMPT, lora_task_id=1))
     pair.flush()
     assert pair.query(Request(3, PROMPT)) == 0
     assert pair.query(Request(4, PROMPT, cache_salt_id=1)) == 0
     assert pair.query(Request(5, PROMPT, lora_task_id=1)) == 0
-    assert pair.query(Request(6, PROMPT, cache_salt_id=2**63)) == 9 * BLOCK
+    assert pair.query(Request(6, PROMPT, cache_salt_id=2**63)) == HIT
 
 
-def test_metadata_of_a_real_load_is_small(shard: Shard, make_pair: MakePair) -> None:
+def test_metadata_of_a_real_load_is_small(pair: Pair) -> None:
     prompt = list(range(200))
-    pair = make_pair()
-    pair.serve(Request(1, prompt))
-    pair.flush()
+    pair.store(prompt)
     request = Request(2, prompt)
     pair.query(request)
     meta = pair.plan(request)
@@ -232,30 +181,19 @@ def test_metadata_of_a_real_load_is_small(shard: Shard, make_pair: MakePair) -> 
 
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
 def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
-    shard: Shard,
-    make_pair: MakePair,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    warm: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    pair = make_pair()
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    monkeypatch.setattr(Arena, "sound", fail)
+    monkeypatch.setattr(Arena, "sound", mock.Mock(side_effect=error))
     for request_id in (2, 3):
-        assert pair.serve(Request(request_id, PROMPT)) == 0
-    assert leased(pair) == 0
-    assert pair.totals["errors"] == 2
+        assert warm.serve(Request(request_id, PROMPT)) == 0
+    assert warm.leased == 0
+    assert warm.totals["errors"] == 2
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
 
 
 def test_a_defect_in_planning_a_save_costs_the_save_only(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair()
     request = Request(1, PROMPT)
     pair.query(request)
     monkeypatch.setattr("kvray.engine.pass_plan.SavePlan", lambda **_: 1 / 0)
@@ -263,40 +201,25 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     assert pair.totals["errors"] == 1
 
 
-def test_a_prompt_whose_tokens_are_no_ids_goes_without(shard: Shard, make_pair: MakePair) -> None:
-    assert make_pair().query(Request(1, [2**40] * 9)) == 0
-
-
-def test_a_request_without_an_id_goes_without(shard: Shard, make_pair: MakePair) -> None:
-    scheduler = make_pair().scheduler
-    assert scheduler.get_num_new_matched_tokens(object(), 0) == (0, False)
-    scheduler.update_state_after_alloc(object(), [1])
+def test_a_prompt_of_no_token_ids_and_a_request_without_an_id_go_without(pair: Pair) -> None:
+    assert pair.query(Request(1, [2**40] * 9)) == 0
+    assert pair.scheduler.get_num_new_matched_tokens(object(), 0) == (0, False)
+    pair.scheduler.update_state_after_alloc(object(), [1])
 
 
 def test_a_scheduler_without_a_worker_says_what_to_do(
-    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = make_pair()
     pair.worker.shutdown()
     assert pair.query(Request(1, PROMPT)) == 0
     assert "same configuration file" in caplog.text
 
 
-def test_halves_that_got_copies_of_the_arguments_find_each_other(
-    shard: Shard, make_pair: MakePair
-) -> None:
+def test_halves_that_got_copies_of_the_arguments_find_each_other(make_pair: MakePair) -> None:
     gone = make_pair()
     gone.close()
     pair = make_pair()
     pair.scheduler.shutdown()
     pair.scheduler = type(pair.scheduler)(args_for())
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert pair.serve(Request(2, PROMPT)) == 9 * BLOCK
-
-
-def flip_a_byte(arena: Arena, *, depth: int) -> None:
-    tables = arena.tables
-    (victim,) = ((tables.slot_depth == depth) & (tables.slot_state == 2)).nonzero()[0]
-    slab, row = tables.geometry.place_of(int(victim))
-    tables.rows(slab)[row, 3] ^= 1
+    pair.store(PROMPT)
+    assert pair.serve(Request(2, PROMPT)) == HIT

@@ -17,11 +17,9 @@ from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.start import REPLACING, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
+from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.conftest import MakePair
-from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
-
-PROMPT = list(range(100, 140))
 
 
 def test_a_name_may_carry_its_configuration_file(
@@ -57,7 +55,7 @@ def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(
 
 
 def test_two_checkpoints_at_one_path_never_share(
-    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -66,17 +64,14 @@ def test_two_checkpoints_at_one_path_never_share(
     args.model = str(mount)
     mount.symlink_to(write_tiny_checkpoint(tmp_path / "one", seed=1))
     pair = make_pair(args)
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
-    assert make_pair(args_like(args)).query(Request(2, PROMPT)) == 9 * BLOCK
+    pair.store(PROMPT)
+    assert make_pair(SimpleNamespace(**vars(args))).query(Request(2, PROMPT)) == HIT
     mount.unlink()
     mount.symlink_to(write_tiny_checkpoint(tmp_path / "two", seed=2))
-    assert make_pair(args_like(args)).query(Request(3, PROMPT)) == 0
+    assert make_pair(SimpleNamespace(**vars(args))).query(Request(3, PROMPT)) == 0
 
 
-def test_another_layout_under_one_model_key_is_refused_at_the_start(
-    shard: Shard, make_pair: MakePair
-) -> None:
+def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair: MakePair) -> None:
     make_pair()
     other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
     other._rank.shared.pool._replica = "other"
@@ -87,7 +82,7 @@ def test_another_layout_under_one_model_key_is_refused_at_the_start(
 
 def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard: Shard) -> None:
     pair = Pair()
-    saver, engine = pair.worker._rank.saver, pair.worker._rank.shared
+    saver, engine = pair.worker._rank.saver, pair.engine
     assert saver is not None
     pool = weakref.ref(pair.pool.untyped_storage())
     worker, scheduler = weakref.ref(pair.worker), weakref.ref(pair.scheduler)
@@ -119,9 +114,9 @@ def test_halves_are_built_on_threads_of_their_own(shard: Shard) -> None:
 
 _FULL_REQUEST = """
 import sys
-from tests.unit.connector.pair import Pair, Request
+from tests.kit.connector import PROMPT, Pair, Request
 pair = Pair()
-print(pair.serve(Request(1, list(range(100, 140)))), "ray" in sys.modules)
+print(pair.serve(Request(1, PROMPT)), "ray" in sys.modules)
 """
 
 
@@ -135,10 +130,6 @@ def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(shard: Shard
             timeout=60,
         )
         assert (done.stdout.split(), done.stderr) == ([str(hit), "False"], "")
-
-
-def args_like(args: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(**vars(args))
 
 
 class Engine:

@@ -13,13 +13,10 @@ from kvray.errors import ConfigError
 from kvray.identity.keys import pack_tokens
 from kvray.identity.tenant import tenant_id
 from kvray.store.arena.quotas import name_of
-from tests.unit.actors.small_shard import Line
-from tests.unit.connector.conftest import MakePair, start_shard, wait_for_arena
-from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
-from tests.waiting import wait_for
-
-PROMPT = list(range(100, 140))
-HIT = 9 * BLOCK
+from tests.kit.connector import HIT, PROMPT, Pair, Request, args_for
+from tests.kit.tier import Tier
+from tests.unit.actors.small_shard import Line, failed_with
+from tests.unit.connector.conftest import MakePair
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +27,10 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tier(environment: dict[str, str]) -> Iterator[Shard]:
-    shard = start_shard()
-    yield shard
-    shard.stop(retire=True, timeout_s=10)
+def shard(environment: dict[str, str], secret: Path) -> Iterator[Shard]:
+    tier = Tier()
+    yield tier.shard
+    tier.stop()
 
 
 def write_secret(path: Path, secret: bytes) -> Path:
@@ -54,10 +51,7 @@ def ask(pair: Pair, request_id: int, salt: str | int | None, tokens: list[int] =
     return matched
 
 
-def test_a_tenant_finds_what_it_stored_and_nobody_else_does(
-    tier: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
+def test_a_tenant_finds_what_it_stored_and_nobody_else_does(pair: Pair) -> None:
     assert ask(pair, 1, "acme/1") == 0
     assert ask(pair, 2, "acme/1") == HIT
     for request_id, salt in enumerate(["acme/2", "acme", "other/1", "other", 1], start=3):
@@ -66,7 +60,7 @@ def test_a_tenant_finds_what_it_stored_and_nobody_else_does(
 
 
 def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
-    tier: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair()
     assert ask(pair, 1, "acme/1") == 0
@@ -77,9 +71,8 @@ def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
 
 
 def test_requests_without_a_tenant_share_nothing_and_leave_nothing(
-    tier: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = make_pair()
     for request_id, salt in enumerate([None, None, "/x", "", "no tenant's name"]):
         assert ask(pair, request_id, salt) == 0
     assert (pair.totals["tenantless_requests"], pair.totals["bypassed_requests"]) == (5, 5)
@@ -96,28 +89,20 @@ def test_an_engine_whose_secret_is_missing_does_not_start(
         half(args_for())
 
 
-def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(
-    tier: Shard, make_pair: MakePair
-) -> None:
-    pair = make_pair()
+def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(shard: Shard, pair: Pair) -> None:
     ask(pair, 1, "acme/1")
-    assert prefetch(tier, pair, "acme/1") == 10
-    assert prefetch(tier, pair, "other/1") == 0
+    assert prefetch(shard, pair, "acme/1") == 10
+    assert prefetch(shard, pair, "other/1") == 0
     with pytest.raises(ConfigError, match="names no tenant"):
-        prefetch(tier, pair, None)
+        prefetch(shard, pair, None)
 
 
 def test_a_shard_with_another_secret_than_the_engine_says_so(
-    environment: dict[str, str], make_pair: MakePair, secret: Path
+    shard: Shard, make_pair: MakePair, secret: Path
 ) -> None:
-    pair = make_pair()
-    write_secret(secret, b"not the one of the engine")
-    shard = start_shard()
-    wait_for_arena(pair)
-    wait_for(lambda: has_registered(shard), "registering")
+    write_secret(secret, b"not the one of the shard")
     with pytest.raises(ConfigError, match="with another secret"):
-        prefetch(shard, pair, "acme/1")
-    shard.stop(retire=True, timeout_s=10)
+        prefetch(shard, make_pair(), "acme/1")
 
 
 def test_a_shard_without_its_secret_fails_with_the_sentence(
@@ -126,23 +111,20 @@ def test_a_shard_without_its_secret_fails_with_the_sentence(
     secret.unlink()
     shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
     shard.start()
-    wait_for(lambda: shard.status()["state"] == "failed", "failing")
-    assert "tenant_secret_file cannot be read" in shard.status()["message"]
+    assert "tenant_secret_file cannot be read" in failed_with(shard)
     shard.stop(retire=True, timeout_s=10)
 
 
-def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
-    environment: dict[str, str],
-    make_pair: MakePair,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
+@pytest.fixture
+def quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kvray.yaml"
     path.write_text("security: {tenant_quota: 512, tenant_quotas: {rich: 8KiB}}")
     monkeypatch.setenv("KVRAY_CONFIG", str(path))
-    shard: Shard = request.getfixturevalue("tier")
-    pair = make_pair()
+
+
+def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
+    quotas: None, shard: Shard, pair: Pair
+) -> None:
     tenants = ("poor", "rich", "other")
     for request_id, tenant in enumerate(tenants):
         ask(pair, request_id, f"{tenant}/1")
@@ -154,9 +136,5 @@ def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
 
 def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
     tokens = pack_tokens(PROMPT).tobytes()
-    answer = shard.requests.prefetch(pair.worker._rank.shared.pool.replica, tokens, salt=salt)
+    answer = shard.requests.prefetch(pair.engine.pool.replica, tokens, salt=salt)
     return int(answer["num_blocks"])
-
-
-def has_registered(shard: Shard) -> bool:
-    return any(one["connected"] for one in shard.status()["replicas"])

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvray.actors.shard.shard import Shard
+from tests.kit.apart import Apart
+from tests.kit.connector import PROMPT
 from tests.unit.connector.conftest import environment, running_shard, server, shard
-from tests.unit.engine.apart import Apart
 
 __all__ = ["environment", "running_shard", "server", "shard"]
 
@@ -13,7 +15,7 @@ MakeEngine = Callable[..., Apart]
 
 
 @pytest.fixture
-def make_engine(environment: dict[str, str]) -> Iterator[MakeEngine]:
+def make_engine(shard: Shard) -> Iterator[MakeEngine]:
     """Make engines that end with the test."""
     made: list[Apart] = []
 
@@ -24,3 +26,16 @@ def make_engine(environment: dict[str, str]) -> Iterator[MakeEngine]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Apart:
+    return make_engine()
+
+
+@pytest.fixture
+def stored(make_engine: MakeEngine) -> Apart:
+    """An engine that has stored PROMPT."""
+    engine = make_engine()
+    engine.serve(PROMPT)
+    return engine

@@ -1,24 +1,129 @@
-"""A leader asks again without being held up, and measures the speed of its engine."""
+"""What a leader promises, by what the ranks' facts tell it, and how it asks again and measures."""
 
+import math
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvray.actors.shard.shard import Shard
+from kvray.engine.figures import TimeHistogram
 from kvray.engine.leader import PrefillRate
-from tests.unit.engine.apart import BLOCK, Apart
+from kvray.engine.meta import Promise, RankLeases
+from kvray.engine.promises import Promises
+from kvray.engine.request.identity import AskedRequest, Identity
+from kvray.errors import LeaseExpired
+from kvray.store.arena.layout import READY
+from tests.kit.apart import BLOCK, Apart
+from tests.kit.connector import HIT, NUM_WANTED, PROMPT
+from tests.kit.shard_socket import StageServer
 from tests.unit.engine.conftest import MakeEngine
-from tests.unit.node.stage_server import StageServer
 from tests.waiting import HANG_S, wait_for
 
-PROMPT = list(range(100, 140))
-NUM_WANTED = (len(PROMPT) - 1) // BLOCK
+
+def test_what_one_engine_has_computed_another_loads(make_engine: MakeEngine) -> None:
+    assert make_engine().serve(PROMPT) == 0
+    assert make_engine().serve(PROMPT) == HIT
+
+
+def test_the_shard_knows_the_leader_as_one_rank_more(shard: Shard, engine: Apart) -> None:
+    name = engine.leader.shared.pool.replica
+    known = [(one["replica"], one["rank"]) for one in shard.status()["replicas"]]
+    assert known.count((name, 0)) == known.count((name, 1)) == 1
+
+
+def test_an_answer_counts_once_however_often_it_is_asked_for(stored: Apart, engine: Apart) -> None:
+    for _ in range(3):
+        assert engine.ask(7, PROMPT) == HIT
+    totals = engine.totals
+    assert totals["requests"] == 0
+    engine.leader.count(7)
+    engine.leader.count(7)
+    assert (totals["requests"], totals["hit_tokens"]) == (1, HIT)
+
+
+@pytest.fixture
+def holding(stored: Apart, make_engine: MakeEngine) -> Apart:
+    """An engine whose ranks hold blocks before they are promised; the prompt is stored."""
+    return make_engine(holds_loads=True, takes_offers_later=True)
+
+
+def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_sound(
+    holding: Apart,
+) -> None:
+    leader, totals = holding.leader, holding.totals
+    assert holding.ask(7, PROMPT) == HIT
+    holding.plan()  # passes may go by until it is taken
+    assert leader.offer_again(7, BLOCK, end=5) == 4 * BLOCK
+    assert leader.states[7].num_saved == 5
+    leader.count(7)
+    assert (totals["local_tokens"], totals["hit_tokens"]) == (BLOCK, 4 * BLOCK)
+    assert totals["miss_tokens_corrupt"] == HIT - 5 * BLOCK
+    assert leader.offer_again(7, HIT, end=5) == 0
+    leader.decline(7)
+    assert leader.offer_again(7, 0, end=5) == 0
+
+
+def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding: Apart) -> None:
+    assert holding.ask(7, PROMPT) == HIT
+    holding.leader.decline(7, "too_slow")
+    holding.leader.count(7)
+    assert holding.totals["miss_tokens_too_slow"] == HIT
+    assert holding.leased == 0
+
+
+def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding: Apart) -> None:
+    tokens = [*PROMPT[:-1], 5, 6]
+    asked = AskedRequest(7, tokens, len(tokens), 0, Identity(), is_unread=True)
+    assert holding.leader.ask(7, lambda _: asked) == 0
+    (save,) = holding.plan((7, tokens, holding.new_blocks(tokens), 0)).saves
+    assert save.pages[0].num_blocks == len(tokens) // BLOCK
+    assert holding.totals["miss_tokens_skipped"] == len(tokens) // BLOCK * BLOCK
+
+
+def test_a_leader_whose_ranks_hold_blocks_leaves_it_to_them_to_check(holding: Apart) -> None:
+    for slot in holding.arena.tables.slots_in(READY).tolist():
+        holding.arena.slot_bytes(slot)[1] ^= 1
+    assert holding.ask(7, PROMPT) == HIT
+    holding.leader.finish(7)
+
+
+def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine: MakeEngine) -> None:
+    other = PROMPT[:20] + [1] * 20
+    warm = make_engine()
+    for prompt in (PROMPT, other):
+        warm.serve(prompt)
+    engine = make_engine()
+    hits = [engine.ask(number, prompt) for number, prompt in enumerate((PROMPT, other))]
+    assert hits == [HIT, HIT]
+    blocks = [engine.new_blocks(prompt) for prompt in (PROMPT, other)]
+    meta = engine.plan((0, PROMPT, blocks[0], HIT), (1, other, blocks[1], HIT))
+    first, second = meta.loads
+    lost = RankLeases(("nowhere",), first.leased.leases)
+    meta = meta._replace(loads=(first._replace(leased=lost), second))
+
+    engine.rank.begin(meta, None)
+
+    (error,) = engine.rank.failed
+    assert isinstance(error, LeaseExpired)
+    engine.check(other, blocks[1], HIT)
+    engine.rank.end(None)
+    dropped = engine.rank.shared.figures.totals["dropped_blocks_void"]
+    assert dropped == sum(plan.pages[0].num_blocks for plan in meta.saves)
+    engine.leader.shared.release_leases(engine.arena, *first.leased.leases)
+
+
+# -- asking again
+
 SOON_S = 1.0
 
 
 @pytest.fixture
-def engine(server: StageServer, make_engine: MakeEngine) -> Apart:
+def peered(server: StageServer, make_engine: MakeEngine) -> Apart:
     made = make_engine()
     wait_for(lambda: made.leader.shared.may_stage, "hearing of other nodes")
     return made
@@ -40,7 +145,7 @@ def asked(engine: Apart, number: int = 7) -> int:
 
 
 def test_it_is_promised_what_was_staged_meanwhile(
-    engine: Apart, server: StageServer, make_engine: MakeEngine
+    peered: Apart, server: StageServer, make_engine: MakeEngine
 ) -> None:
     go_on = threading.Event()
     other = make_engine(block_reuse=False)  # it asks for nothing: another node
@@ -51,19 +156,19 @@ def test_it_is_promised_what_was_staged_meanwhile(
         return {"num_blocks": NUM_WANTED, "reason": "none"}
 
     server.answer = stage
-    assert [engine.ask(7, PROMPT) for _ in range(3)] == [None] * 3
+    assert [peered.ask(7, PROMPT) for _ in range(3)] == [None] * 3
     go_on.set()
-    assert asked(engine) == NUM_WANTED * BLOCK
+    assert asked(peered) == NUM_WANTED * BLOCK
     assert len(server.asked) == 1
-    totals = engine.leader.shared.figures.totals
+    totals = peered.totals
     assert totals["stage_calls"] == 1
     assert totals["staged_tokens"] == NUM_WANTED * BLOCK
 
 
-def test_it_is_asked_in_the_leader_s_own_name(engine: Apart, server: StageServer) -> None:
-    assert asked(engine) == 0
+def test_it_is_asked_in_the_leader_s_own_name(peered: Apart, server: StageServer) -> None:
+    assert asked(peered) == 0
     (request,) = server.asked
-    assert (request["replica"], request["rank"]) == (engine.leader.shared.pool.replica, 1)
+    assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
 
 
 def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
@@ -80,71 +185,143 @@ def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
     silence.set()
 
 
-def test_a_request_that_ends_meanwhile_is_forgotten(engine: Apart, server: StageServer) -> None:
+def test_a_request_that_ends_meanwhile_is_forgotten(peered: Apart, server: StageServer) -> None:
     go_on = threading.Event()
     server.answer = lambda _: {"num_blocks": 0, "reason": "not_stored", "_": go_on.wait(10)}
-    assert engine.ask(7, PROMPT) is None
-    engine.leader.finish(7)
-    assert not engine.leader.finder.is_pending(7)
-    assert 7 not in engine.leader.states
+    assert peered.ask(7, PROMPT) is None
+    peered.leader.finish(7)
+    assert not peered.leader.finder.is_pending(7)
+    assert 7 not in peered.leader.states
     go_on.set()
 
 
-def run(rate: PrefillRate, *passes: tuple[set[int], int, float], at: float = 100.0) -> float:
-    """Plan `passes` of (requests, tokens, seconds until the next)."""
+TAIL = [({1}, 1, 0.01)] * 2
+LARGE = [({1}, 4000, 0.5), *TAIL]
+RATES = {
+    "nothing is known at first": ([], 0),
+    "nor while the first pass runs": ([({1}, 4000, 0.5)], 0),
+    "a large pass is measured until the next is planned": (LARGE, 8000),
+    "of an engine that overlaps the time shows one pass later": (
+        [({1}, 4000, 0.001), ({1}, 1, 0.5), *TAIL],
+        8000,
+    ),
+    "chunks of one prompt are measured each": ([({1}, 1000, 0.1)] * 5, 10_000),
+    "time in which the engine had nothing to do does not count": (
+        [*LARGE[:2], ({1}, 1, 60.0), ({2}, 4000, 30.0), ({3}, 4000, 0.5), *[({3}, 1, 0.01)] * 2],
+        8000,
+    ),
+    "small passes say nothing": ([({1}, 1, 0.02)] * 9, 0),
+    "a change of speed is noticed": ([({1}, 1000, 0.1)] * 20 + [({1}, 1000, 1.0)] * 20, 1000),
+    "a clock that stands still breaks nothing": ([({1}, 1000, 0.0)] * 4, 0),
+}
+
+
+@pytest.mark.parametrize(("passes", "tokens_per_s"), RATES.values(), ids=RATES)
+def test_the_speed_of_prefill_is_measured(
+    passes: list[tuple[set[int], int, float]], tokens_per_s: float
+) -> None:
+    """Each pass is (requests, tokens, seconds until the next is planned)."""
+    rate, at = PrefillRate(), 100.0
     for requests, tokens, seconds in passes:
         rate.plan(requests, tokens, at)
         at += seconds
-    return at
+    allowed = 0.1 if len(passes) == 40 else 1e-6
+    assert rate.tokens_per_s == pytest.approx(tokens_per_s, rel=allowed)
 
 
-def test_nothing_is_known_at_first() -> None:
-    rate = PrefillRate()
-    assert rate.tokens_per_s == 0.0
-    run(rate, ({1}, 4000, 0.5))
-    assert rate.tokens_per_s == 0.0
+# -- promises, and what calls took
+
+ARGS = SimpleNamespace(tokens_per_block=BLOCK, takes_offers_later=False)
+SHARED = SimpleNamespace(args=ARGS)
 
 
-def test_a_large_pass_is_measured_until_the_next_is_planned() -> None:
-    rate = PrefillRate()
-    run(rate, ({1}, 4000, 0.5), ({1}, 1, 0.01), ({1}, 1, 0.01))
-    assert rate.tokens_per_s == pytest.approx(8000)
+def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
+    return Promise(prefix=None, first=first, end=first + blocks, **fields)
 
 
-def test_of_an_engine_that_overlaps_the_time_shows_one_pass_later() -> None:
-    rate = PrefillRate()
-    run(rate, ({1}, 4000, 0.001), ({1}, 1, 0.5), ({1}, 1, 0.01), ({1}, 1, 0.01))
-    assert rate.tokens_per_s == pytest.approx(8000)
+TAKEN = {
+    "without layer groups an engine takes all": (None, 2 * BLOCK, True, (5, True)),
+    "or nothing": (None, -3 * BLOCK, True, (0, True)),
+    "without a note all may have been taken": (None, 2 * BLOCK, False, (5, False)),
+    "a note of nothing": (0, 2 * BLOCK, False, (0, True)),
+    "of whole blocks": (12, 2 * BLOCK, False, (3, True)),
+    "of a part of a block": (13, 2 * BLOCK, False, (4, False)),
+    "of more than was promised": (99, 2 * BLOCK, False, (5, False)),
+    "a block that the engine has in part": (2, 2 * BLOCK + 3, False, (2, False)),
+}
 
 
-def test_chunks_of_one_prompt_are_measured_each() -> None:
-    rate = PrefillRate()
-    run(rate, *[({1}, 1000, 0.1)] * 5)
-    assert rate.tokens_per_s == pytest.approx(10_000)
+@pytest.mark.parametrize(("noted", "position", "is_exact", "taken"), TAKEN.values(), ids=TAKEN)
+def test_an_engine_that_may_take_less_notes_it_at_the_request(
+    noted: int | None, position: int, is_exact: bool, taken: tuple[int, bool]
+) -> None:
+    promise = promise_of() if noted is None else promise_of(honoured=lambda: noted)
+    assert promise.taken(position, BLOCK, is_exact=is_exact) == taken
 
 
-def test_time_in_which_the_engine_had_nothing_to_do_does_not_count() -> None:
-    rate = PrefillRate()
-    at = run(rate, ({1}, 4000, 0.5), ({1}, 1, 0.01), ({1}, 1, 60.0))
-    at = run(rate, ({2}, 4000, 30.0), at=at)
-    run(rate, ({3}, 4000, 0.5), ({3}, 1, 0.01), ({3}, 1, 0.01), at=at)
-    assert rate.tokens_per_s == pytest.approx(8000)
+def test_an_engine_that_counts_on_more_is_stopped() -> None:
+    with pytest.raises(LeaseExpired, match="never promised"):
+        promise_of().taken(12, BLOCK, is_exact=True)
 
 
-def test_small_passes_say_nothing() -> None:
-    rate = PrefillRate()
-    run(rate, *[({1}, 1, 0.02)] * 9)
-    assert rate.tokens_per_s == 0.0
+def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
+    promises = Promises()
+    promises._lost[7] = 2
+    promises.check(SHARED, 8, 40)
+    promises.check(SHARED, 7, 2 * BLOCK)
+    promises._lost[7] = 2
+    with pytest.raises(LeaseExpired, match="earlier pass"):
+        promises.check(SHARED, 7, 3 * BLOCK)
+    promises._lost[7] = 2
+    promises.forget(7)
+    promises.check(SHARED, 7, 3 * BLOCK)
 
 
-def test_a_change_of_speed_is_noticed() -> None:
-    rate = PrefillRate()
-    at = run(rate, *[({1}, 1000, 0.1)] * 20)
-    run(rate, *[({1}, 1000, 1.0)] * 20, at=at)
-    assert rate.tokens_per_s == pytest.approx(1000, rel=0.1)
+def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvray.engine.promises._LOST_MAX", 3)
+    shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
+    promises = Promises()
+    for request_id in range(5):
+        state = SimpleNamespace(request_id=request_id, promise=None)
+        promises.keep(state, promise_of(first=0))
+    promises.settle(shared)
+    promises.check(shared, 1, 40)
+    with pytest.raises(LeaseExpired):
+        promises.check(shared, 2, 40)
 
 
-def test_a_clock_that_stands_still_breaks_nothing() -> None:
-    rate = PrefillRate()
-    run(rate, *[({1}, 1000, 0.0)] * 4)
-    assert rate.tokens_per_s == 0.0
+def bound_of(name: str) -> float:
+    return math.inf if name.endswith("inf") else float(name.rpartition("_")[2])
+
+
+def test_nothing_observed_is_no_counter() -> None:
+    assert TimeHistogram().counters("lease") == {}
+
+
+def test_a_call_is_in_the_bucket_that_ends_above_it() -> None:
+    timing = TimeHistogram()
+    timing.observe(100_000)
+    timing.observe(2**17)
+
+    assert timing.counters("lease") == {
+        "lease_ns_below_131072": 1,
+        "lease_ns_below_262144": 1,
+        "lease_us_sum": 231,
+    }
+
+
+@given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
+def test_each_call_is_in_one_bucket_and_no_count_or_bound_is_lost(calls: list[int]) -> None:
+    timing = TimeHistogram()
+    for nanoseconds in calls:
+        timing.observe(nanoseconds)
+
+    counters = timing.counters("stage")
+
+    buckets = {bound_of(name): n for name, n in counters.items() if "below" in name}
+    assert sum(buckets.values()) == len(calls)
+    assert len(buckets) <= 19
+    for bound in buckets:
+        below = sum(count for other, count in buckets.items() if other <= bound)
+        assert below == sum(nanoseconds < bound for nanoseconds in calls)
+    assert counters["stage_us_sum"] == round(sum(calls) / 1000)

@@ -1,7 +1,6 @@
 """Weights that are replaced in a running engine: blocks of one version never answer for another."""
 
 import threading
-from typing import Any
 
 import pytest
 
@@ -10,13 +9,12 @@ from kvray.engine.request.state import PassReport
 from kvray.errors import ShardUnavailable
 from kvray.node import link as link_module
 from kvray.node.registrations import Registrations
-from tests.unit.engine.apart import BLOCK, Apart
+from tests.kit.apart import BLOCK, Apart
+from tests.kit.connector import HIT, PROMPT
 from tests.unit.engine.conftest import MakeEngine
 from tests.waiting import wait_for
 
-PROMPT = list(range(100, 140))
 OTHER = list(range(200, 240))
-HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
 WAIT_S = 30.0
 
 
@@ -26,18 +24,12 @@ def name(engine: Apart, version: str | None) -> None:
         shared.pool.name_weights(version)
 
 
-def totals_of(engine: Apart) -> Any:
-    return engine.leader.shared.figures.totals
-
-
 def stored_of(engine: Apart) -> int:
     wait_for(lambda: not engine.rank.shared.pending_reads._counts, "the saves")
     return engine.rank.shared.figures.totals["stored_blocks"]
 
 
-def test_blocks_of_one_version_do_not_answer_for_another(
-    shard: Shard, make_engine: MakeEngine
-) -> None:
+def test_blocks_of_one_version_do_not_answer_for_another(make_engine: MakeEngine) -> None:
     engine, other = make_engine(), make_engine()
     assert engine.serve(PROMPT) == 0
     name(engine, "2")
@@ -50,23 +42,21 @@ def test_blocks_of_one_version_do_not_answer_for_another(
     assert other.serve(PROMPT) == 0
 
 
-def test_an_engine_without_a_version_is_off_the_tier(shard: Shard, make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_an_engine_without_a_version_is_off_the_tier(engine: Apart) -> None:
     engine.serve(PROMPT)
     before = stored_of(engine)
     name(engine, None)
     assert engine.serve(PROMPT) == engine.serve(OTHER) == 0
     assert stored_of(engine) == before
-    assert totals_of(engine)["miss_tokens_weights_unnamed"] == 2 * HIT
+    assert engine.totals["miss_tokens_weights_unnamed"] == 2 * HIT
     name(engine, "2")
     assert engine.serve(OTHER) == 0
     assert engine.serve(OTHER) == HIT
 
 
 def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(
-    shard: Shard, make_engine: MakeEngine
+    stored: Apart, make_engine: MakeEngine
 ) -> None:
-    make_engine().serve(PROMPT)
     engine = make_engine(weights_may_change=True)
     assert engine.serve(PROMPT) == 0
     name(engine, "")
@@ -74,9 +64,8 @@ def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(
 
 
 def test_the_setting_names_what_an_engine_begins_with(
-    shard: Shard, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    stored: Apart, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_engine().serve(PROMPT)
     monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "7")
     engine = make_engine(weights_may_change=True)
     assert engine.serve(PROMPT) == 0
@@ -118,9 +107,8 @@ def report_of(number: int, start: int, end: int, blocks: list[int] | None = None
 
 @pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""]])
 def test_nothing_more_is_stored_of_a_request_in_flight(
-    shard: Shard, make_engine: MakeEngine, versions: list[str | None]
+    engine: Apart, make_engine: MakeEngine, versions: list[str | None]
 ) -> None:
-    engine = make_engine()
     blocks = begin(engine, 1, end=16)
     for version in versions:
         name(engine, version)
@@ -131,8 +119,7 @@ def test_nothing_more_is_stored_of_a_request_in_flight(
     assert engine.serve(PROMPT) == 36  # stored by the one before, whole
 
 
-def test_the_same_version_twice_changes_nothing(shard: Shard, make_engine: MakeEngine) -> None:
-    engine = make_engine()
+def test_the_same_version_twice_changes_nothing(engine: Apart) -> None:
     name(engine, "2")
     blocks = begin(engine, 1, end=16)
     name(engine, "2")
@@ -142,10 +129,8 @@ def test_the_same_version_twice_changes_nothing(shard: Shard, make_engine: MakeE
 
 @pytest.mark.parametrize("version", ["2", None])
 def test_what_was_promised_before_is_loaded_and_stored_under_no_version(
-    shard: Shard, make_engine: MakeEngine, version: str | None
+    stored: Apart, engine: Apart, version: str | None
 ) -> None:
-    make_engine().serve(PROMPT)
-    engine = make_engine()
     assert engine.ask(1, PROMPT) == HIT
     name(engine, version)
     assert engine.ask(2, OTHER) == 0
@@ -167,10 +152,7 @@ def test_what_was_promised_before_is_loaded_and_stored_under_no_version(
         assert engine.serve(PROMPT) == 0
 
 
-def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(
-    shard: Shard, make_engine: MakeEngine
-) -> None:
-    engine = make_engine()
+def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engine: Apart) -> None:
     engine.leader.shared.pool.name_weights("2")
     assert engine.serve(PROMPT) == 0
     assert engine.serve(PROMPT) == HIT
@@ -184,10 +166,8 @@ def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(
 
 
 def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(
-    shard: Shard, make_engine: MakeEngine
+    stored: Apart, engine: Apart
 ) -> None:
-    make_engine().serve(PROMPT)
-    engine = make_engine()
     assert engine.ask(1, PROMPT) == HIT
     name(engine, "2")
     assert engine.ask(1, PROMPT) == 0

@@ -9,7 +9,7 @@ from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
 from kvray.node import BlockTokens, PromptNotes, RequestNotes, request_notes
 from kvray.node.request_notes import packed
-from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX
+from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
 from kvray.trace.request_note import NOTES_MAX, RequestNote
 
 
@@ -70,6 +70,19 @@ def keys(count: int, seed: int = 0) -> list[BlockKey]:
     return split_keys(np.random.default_rng(seed).bytes(32 * count))
 
 
+def heard(limit: int = LIMIT_MAX) -> PromptNotes:
+    """Return notes for a shard that has said what it wants."""
+    notes = PromptNotes()
+    notes.heard(limit)
+    return notes
+
+
+def taken_of(notes: PromptNotes) -> SampledPrompts:
+    taken = notes.take()
+    assert taken is not None
+    return taken
+
+
 def number(key: BlockKey) -> int:
     return int.from_bytes(key[:8], "little")
 
@@ -94,8 +107,7 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all() -> None:
     notes.note(first, 1600, 45, 10)
     clock.now += 2.5
     notes.note(second, 1920, 60, 0)
-    taken = notes.take()
-    assert taken is not None
+    taken = taken_of(notes)
     below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
     assert taken.keys.tolist() == below[0] + below[1]
     asked = sum(number(key) <= limit for key in first[:45])
@@ -106,28 +118,23 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all() -> None:
 
 
 def test_a_prompt_without_a_sampled_key_is_in_the_sums() -> None:
-    notes = PromptNotes()
-    notes.heard(0)
+    notes = heard(0)
     notes.note(keys(10), 320, 10, 0)
-    taken = notes.take()
-    assert taken is not None
+    taken = taken_of(notes)
     assert (len(taken.ages), taken.num_blocks) == (0, 10)
 
 
 def test_of_a_very_long_prompt_the_first_blocks_are_looked_at() -> None:
-    notes = PromptNotes()
-    notes.heard(LIMIT_MAX)
+    notes = heard()
     notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), 32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90, 0)
-    taken = notes.take()
-    assert taken is not None
+    taken = taken_of(notes)
     assert taken.lengths.tolist() == [[BLOCKS_MAX, BLOCKS_MAX, 0]]
     assert taken.num_blocks == BLOCKS_MAX
     assert taken.num_tokens == 32 * (BLOCKS_MAX + 100), "the rest counts as never found"
 
 
 def test_a_report_has_a_bound_and_the_next_one_has_the_rest() -> None:
-    notes = PromptNotes()
-    notes.heard(LIMIT_MAX)
+    notes = heard()
     prompt = keys(10_000)
     for _ in range(5):
         notes.note(prompt, 320_000, len(prompt), 0)
@@ -140,8 +147,7 @@ def test_a_report_has_a_bound_and_the_next_one_has_the_rest() -> None:
 
 
 def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once() -> None:
-    notes = PromptNotes()
-    notes.heard(LIMIT_MAX)
+    notes = heard()
     prompt = keys(1000)
     for _ in range(1000):
         notes.note(prompt, 32_000, len(prompt), 0)
@@ -152,9 +158,7 @@ def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once() -> None:
     assert seen + lost == 1000
     assert 100 < seen < 200
     notes.note(prompt, 32_000, len(prompt), 0)
-    after = notes.take()
-    assert after is not None
-    assert after.num_lost == 0
+    assert taken_of(notes).num_lost == 0
 
 
 SIZE = 4

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from kvray import wire
-from kvray.breaker import Breaker
 from kvray.errors import ShardUnavailable, TransferError
-from kvray.node import StageCalls, StageReply
-from kvray.node import stage_calls as shard_socket_module
+from kvray.node import StageCalls, StageReply, stage_calls
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Lease
+from tests.kit.shard_socket import Peer, Script, echo, request_on
 from tests.unit.node.conftest import StartShard
-from tests.unit.node.peer import Peer, Script, echo, request_on
 from tests.unit.store.small_arena import chain
 from tests.waiting import HANG_S
 
@@ -28,6 +26,7 @@ KEYS = chain(6)
 MISS = StageReply(num_blocks=0, reason="not_stored")
 GONE = StageReply(num_blocks=0, reason="store_down")
 LATE = StageReply(num_blocks=0, reason="too_slow")
+GARBAGE = [b"\xff" * 8, wire.LENGTH.pack(3) + b"\x93\x01\x02" + b"more", b"\x00" * 12]
 
 
 @pytest.fixture
@@ -44,14 +43,27 @@ def calls(directory: Path) -> Iterator[StageCalls]:
     made.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every failed call forgotten at once."""
-    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
-
-
 def ask(calls: StageCalls, wait_s: float = 5.0) -> StageReply:
     return calls.stage(KEYS, replica="one", rank=2, wait_s=wait_s, tokens_per_s=1000.0)
+
+
+@contextlib.contextmanager
+def silent(peer: Peer) -> Iterator[None]:
+    """Have the peer take a connection and do nothing meanwhile."""
+    done = threading.Event()
+    peer.scripts = [lambda _: done.wait(HANG_S) and None]
+    yield
+    done.set()
+
+
+def sending(data: bytes) -> Script:
+    """Return a script that answers one request with `data`."""
+
+    def play(connection: socket.socket) -> None:
+        request_on(connection)  # else it may have hung up before it was asked
+        connection.sendall(data)
+
+    return play
 
 
 def answering(*replies: dict[str, Any], heard: list[dict[str, Any]] | None = None) -> Script:
@@ -99,22 +111,25 @@ def test_leases_of_ranks_on_other_nodes_come_with_the_answer(peer: Peer, calls: 
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "script",
     [
-        {},
-        {"num_blocks": "many", "reason": "none"},
-        {"num_blocks": float("inf"), "reason": "none"},
-        {"num_blocks": 2, "reason": "none", "leases": [1]},
-        {"num_blocks": 2, "reason": "none", "leases": {1: 2}},
-        {"num_blocks": 2, "reason": "none", "leases": {1: ["far", 2]}},
+        answering({}),
+        answering({"num_blocks": "many", "reason": "none"}),
+        answering({"num_blocks": float("inf"), "reason": "none"}),
+        answering({"num_blocks": 2, "reason": "none", "leases": [1]}),
+        answering({"num_blocks": 2, "reason": "none", "leases": {1: 2}}),
+        answering({"num_blocks": 2, "reason": "none", "leases": {1: ["far", 2]}}),
+        sending(wire.encode(wire.error_reply(ShardUnavailable("It starts.")))),
+        *map(sending, GARBAGE),
     ],
 )
-def test_an_answer_of_another_kind_counts_as_none(
-    peer: Peer, calls: StageCalls, reply: dict[str, Any]
+def test_a_shard_that_refuses_or_answers_otherwise_is_left_alone_for_a_while(
+    peer: Peer, calls: StageCalls, script: Script
 ) -> None:
-    peer.scripts = [answering(reply)]
+    peer.scripts = [script, answering({"num_blocks": 3, "reason": "not_stored"})]
     assert ask(calls) == GONE
     assert not calls.can_ask
+    assert ask(calls) == StageReply(num_blocks=3, reason="not_stored")
 
 
 def test_more_blocks_than_were_asked_for_are_none(peer: Peer, calls: StageCalls) -> None:
@@ -132,40 +147,12 @@ def test_without_a_shard_the_answer_is_that_it_is_away(calls: StageCalls) -> Non
     assert not calls.can_ask
 
 
-def test_a_shard_that_refuses_is_left_alone_for_a_while(peer: Peer, calls: StageCalls) -> None:
-    def refuse(connection: socket.socket) -> None:
-        request_on(connection)
-        connection.sendall(wire.encode(wire.error_reply(ShardUnavailable("It starts."))))
-
-    peer.scripts = [refuse]
-    assert ask(calls) == GONE
-    assert not calls.can_ask
-
-
 def test_a_frozen_shard_costs_the_wait_once_and_then_nothing(peer: Peer, calls: StageCalls) -> None:
-    done = threading.Event()
-    peer.scripts = [lambda connection: done.wait(5) and None]
-    began = time.monotonic()
-    assert ask(calls, wait_s=0.1) == LATE
-    assert time.monotonic() - began >= 0.1
-    assert not calls.can_ask
-    done.set()
-
-
-def test_an_answer_that_trickles_in_costs_no_more_than_the_wait(
-    peer: Peer, calls: StageCalls
-) -> None:
-    ended = threading.Event()
-
-    def trickle(connection: socket.socket) -> None:
-        for byte in wire.encode({"ok": True, "num_blocks": 2, "reason": "none" + " " * 500}):
-            connection.sendall(bytes([byte]))
-            if ended.wait(0.02):
-                return
-
-    peer.scripts = [trickle]
-    assert ask(calls, wait_s=0.1) == LATE
-    ended.set()
+    with silent(peer):
+        began = time.monotonic()
+        assert ask(calls, wait_s=0.1) == LATE
+        assert time.monotonic() - began >= 0.1
+        assert not calls.can_ask
 
 
 def test_a_full_backlog_does_not_hold_the_scheduler_up(directory: Path, calls: StageCalls) -> None:
@@ -184,35 +171,6 @@ def test_a_full_backlog_does_not_hold_the_scheduler_up(directory: Path, calls: S
             client.close()
 
 
-def test_a_late_answer_is_never_taken_for_the_next(
-    peer: Peer, calls: StageCalls, impatient: None
-) -> None:
-    released = threading.Event()
-
-    def late(connection: socket.socket) -> None:
-        request_on(connection)
-        released.wait(HANG_S)
-        connection.sendall(wire.encode({"ok": True, "num_blocks": 6, "reason": "none"}))
-
-    peer.scripts = [late, answering({"num_blocks": 0, "reason": "not_stored"})]
-    assert ask(calls, wait_s=0.1) == LATE
-    released.set()
-    assert ask(calls) == MISS
-
-
-@pytest.mark.parametrize("garbage", [b"\xff" * 8, wire.LENGTH.pack(3) + b"\x93\x01\x02" + b"more"])
-def test_after_garbage_the_next_call_is_answered_again(
-    peer: Peer, calls: StageCalls, impatient: None, garbage: bytes
-) -> None:
-    def answer(connection: socket.socket) -> None:
-        request_on(connection)
-        connection.sendall(garbage)
-
-    peer.scripts = [answer, answering({"num_blocks": 3, "reason": "not_stored"})]
-    assert ask(calls) == GONE
-    assert ask(calls) == StageReply(num_blocks=3, reason="not_stored")
-
-
 def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(
     peer: Peer, calls: StageCalls
 ) -> None:
@@ -225,9 +183,7 @@ def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(
     assert calls.can_ask
 
 
-def test_the_shard_hears_once_whose_answers_did_not_arrive(
-    peer: Peer, calls: StageCalls, impatient: None
-) -> None:
+def test_the_shard_hears_once_whose_answers_did_not_arrive(peer: Peer, calls: StageCalls) -> None:
     """It may have leased for ranks on other nodes, which nobody would ever release."""
     released = threading.Event()
     lost: list[dict[str, Any]] = []
@@ -244,14 +200,8 @@ def test_the_shard_hears_once_whose_answers_did_not_arrive(
     ask(calls)
     ask(calls)
     assert [request["unread"] for request in heard] == [[lost[0]["token"]], []]
+    assert peer.connections == 2
     assert len({request["token"] for request in lost + heard}) == 3
-
-
-def test_calls_share_a_connection_while_all_is_well(peer: Peer, calls: StageCalls) -> None:
-    reply = {"num_blocks": 0, "reason": "not_stored"}
-    peer.scripts = [answering(reply, reply, reply)]
-    assert [ask(calls) for _ in range(3)] == [MISS] * 3
-    assert peer.connections == 1
 
 
 def test_a_prompt_that_fills_more_than_a_frame_is_asked_about_in_part(
@@ -265,18 +215,18 @@ def test_a_prompt_that_fills_more_than_a_frame_is_asked_about_in_part(
 
 
 @pytest.fixture
-def shard_socket(directory: Path) -> Iterator[ShardSocket]:
+def client(directory: Path) -> Iterator[ShardSocket]:
     made = ShardSocket(directory)
     yield made
     made.close()
 
 
-def test_replies_belong_to_their_requests(peer: Peer, shard_socket: ShardSocket) -> None:
+def test_replies_belong_to_their_requests(peer: Peer, client: ShardSocket) -> None:
     peer.scripts = [echo]
     got: list[tuple[int, object]] = []
 
     def ask(n: int) -> None:
-        got.append((n, shard_socket.call("echo", timeout_s=5, n=n)["n"]))
+        got.append((n, client.call("echo", timeout_s=5, n=n)["n"]))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(20)]
     for thread in threads:
@@ -287,25 +237,21 @@ def test_replies_belong_to_their_requests(peer: Peer, shard_socket: ShardSocket)
     assert peer.connections == 1
 
 
-def test_without_a_shard_the_call_says_so(shard_socket: ShardSocket) -> None:
+def test_without_a_shard_the_call_says_so(client: ShardSocket) -> None:
     with pytest.raises(ShardUnavailable, match="did not answer"):
-        shard_socket.call("hello", timeout_s=1)
+        client.call("hello", timeout_s=1)
 
 
-def test_a_shard_that_never_answers_costs_the_deadline(
-    peer: Peer, shard_socket: ShardSocket
-) -> None:
-    done = threading.Event()
-    peer.scripts = [lambda connection: done.wait(5) and None]
-    began = time.monotonic()
-    with pytest.raises(ShardUnavailable):
-        shard_socket.call("hello", timeout_s=0.2)
-    assert 0.15 < time.monotonic() - began < 1
-    done.set()
+def test_a_shard_that_never_answers_costs_the_deadline(peer: Peer, client: ShardSocket) -> None:
+    with silent(peer):
+        began = time.monotonic()
+        with pytest.raises(ShardUnavailable):
+            client.call("hello", timeout_s=0.2)
+        assert 0.15 < time.monotonic() - began < 1
 
 
 def test_an_answer_that_trickles_in_does_not_extend_the_deadline(
-    peer: Peer, shard_socket: ShardSocket
+    peer: Peer, client: ShardSocket
 ) -> None:
     def trickle(connection: socket.socket) -> None:
         for byte in wire.encode({"ok": True, "text": "x" * 100}):
@@ -315,18 +261,18 @@ def test_an_answer_that_trickles_in_does_not_extend_the_deadline(
     peer.scripts = [trickle]
     began = time.monotonic()
     with pytest.raises(ShardUnavailable):
-        shard_socket.call("hello", timeout_s=0.3)
+        client.call("hello", timeout_s=0.3)
     assert time.monotonic() - began < 1
 
 
 def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_deadline(
-    peer: Peer, shard_socket: ShardSocket, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, client: ShardSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that asked may get no core until its deadline is over."""
     answered = threading.Event()
 
     def answer(connection: socket.socket) -> None:
-        connection.sendall(wire.encode({"ok": True, "n": request_on(connection)["n"]}))
+        answering({"n": 1})(connection)
         answered.set()
         request_on(connection)
 
@@ -335,101 +281,86 @@ def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_dead
         time.sleep(0.3)
         return receive(*args)
 
-    receive = shard_socket_module._receive
-    monkeypatch.setattr(shard_socket_module, "_receive", look_late)
+    receive = stage_calls._receive
+    monkeypatch.setattr(stage_calls, "_receive", look_late)
     peer.scripts = [answer]
-    assert shard_socket.call("echo", timeout_s=0.2, n=1)["n"] == 1
+    assert client.call("echo", timeout_s=0.2, n=1)["n"] == 1
 
 
-def test_a_late_reply_is_never_taken_for_the_next_one(
-    peer: Peer, shard_socket: ShardSocket
-) -> None:
+def test_a_late_reply_is_never_taken_for_the_next_one(peer: Peer, client: ShardSocket) -> None:
     def late(connection: socket.socket) -> None:
-        request = request_on(connection)
+        request_on(connection)
         time.sleep(0.3)
-        connection.sendall(wire.encode({"ok": True, "n": request["n"]}))
+        connection.sendall(wire.encode({"ok": True, "n": 1}))
 
     peer.scripts = [late, echo]
     with pytest.raises(ShardUnavailable):
-        shard_socket.call("echo", timeout_s=0.1, n=1)
-    assert shard_socket.call("echo", timeout_s=5, n=2)["n"] == 2
+        client.call("echo", timeout_s=0.1, n=1)
+    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"\xff" * 8, wire.LENGTH.pack(3) + b"\x93\x01\x02" + b"more", b"\x00" * 12]
-)
+@pytest.mark.parametrize("garbage", GARBAGE)
 def test_after_garbage_the_next_call_has_a_new_connection(
-    peer: Peer, shard_socket: ShardSocket, garbage: bytes
+    peer: Peer, client: ShardSocket, garbage: bytes
 ) -> None:
-    def answer(connection: socket.socket) -> None:
-        request_on(connection)  # else it may have hung up before it was asked
-        connection.sendall(garbage)
-
-    peer.scripts = [answer, echo]
+    peer.scripts = [sending(garbage), echo]
     with pytest.raises(TransferError):
-        shard_socket.call("echo", timeout_s=5, n=1)
-    assert shard_socket.call("echo", timeout_s=5, n=2)["n"] == 2
+        client.call("echo", timeout_s=5, n=1)
+    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
 def test_a_shard_that_was_restarted_is_reached_at_the_first_call(
-    start_shard: StartShard, directory: Path, shard_socket: ShardSocket
+    start_shard: StartShard, directory: Path, client: ShardSocket
 ) -> None:
     first = start_shard()
-    assert shard_socket.call("hello", timeout_s=5)["shard_epoch"] == 1
+    assert client.call("hello", timeout_s=5)["shard_epoch"] == 1
     first.stop(retire=False, timeout_s=5)
     with pytest.raises(ShardUnavailable):
-        shard_socket.call("hello", timeout_s=1)
+        client.call("hello", timeout_s=1)
     start_shard().stop(retire=False, timeout_s=5)
     start_shard()
-    assert shard_socket.call("hello", timeout_s=5)["shard_epoch"] == 3
+    assert client.call("hello", timeout_s=5)["shard_epoch"] == 3
 
 
 def test_a_hang_up_between_calls_is_noticed_before_the_next(
-    peer: Peer, shard_socket: ShardSocket
+    peer: Peer, client: ShardSocket
 ) -> None:
-    def once(connection: socket.socket) -> None:
-        connection.sendall(wire.encode({"ok": True, "n": request_on(connection)["n"]}))
-
-    peer.scripts = [once, once, once]
+    peer.scripts = [answering({"n": n}) for n in range(3)]
     for n in range(3):
-        assert shard_socket.call("echo", timeout_s=5, n=n)["n"] == n
+        assert client.call("echo", timeout_s=5, n=n)["n"] == n
         time.sleep(0.05)
 
 
 def test_a_request_that_no_frame_takes_leaves_the_connection_alone(
-    peer: Peer, shard_socket: ShardSocket
+    peer: Peer, client: ShardSocket
 ) -> None:
     peer.scripts = [echo]
-    assert shard_socket.call("echo", timeout_s=5, n=1)["n"] == 1
+    assert client.call("echo", timeout_s=5, n=1)["n"] == 1
     with pytest.raises(TransferError):
-        shard_socket.call("echo", timeout_s=5, n=bytes(wire.FRAME_MAX))
-    assert shard_socket.call("echo", timeout_s=5, n=2)["n"] == 2
+        client.call("echo", timeout_s=5, n=bytes(wire.FRAME_MAX))
+    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
     assert peer.connections == 1
 
 
-def test_a_forked_child_cannot_use_it_and_does_no_harm(
-    peer: Peer, shard_socket: ShardSocket
-) -> None:
+def test_a_forked_child_cannot_use_it_and_does_no_harm(peer: Peer, client: ShardSocket) -> None:
     peer.scripts = [echo]
-    assert shard_socket.call("echo", timeout_s=5, n=1)["n"] == 1
+    assert client.call("echo", timeout_s=5, n=1)["n"] == 1
     child = os.fork()
     if child == 0:
         status = 1
         with contextlib.suppress(ShardUnavailable):
             try:
-                shard_socket.call("echo", timeout_s=5, n=9)
+                client.call("echo", timeout_s=5, n=9)
             except ShardUnavailable:
                 status = 0
-        shard_socket.close()
+        client.close()
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert shard_socket.call("echo", timeout_s=5, n=2)["n"] == 2
+    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
     assert peer.connections == 1
 
 
-def test_it_works_with_descriptors_above_what_select_takes(
-    peer: Peer, shard_socket: ShardSocket
-) -> None:
+def test_it_works_with_descriptors_above_what_select_takes(peer: Peer, client: ShardSocket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1200:
         pytest.skip("this user may not open that many files")
@@ -438,8 +369,8 @@ def test_it_works_with_descriptors_above_what_select_takes(
     try:
         peer.scripts = [echo]
         for n in range(2):
-            assert shard_socket.call("echo", timeout_s=5, n=n)["n"] == n
-        shard_socket.close()
+            assert client.call("echo", timeout_s=5, n=n)["n"] == n
+        client.close()
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -447,7 +378,7 @@ def test_it_works_with_descriptors_above_what_select_takes(
 
 
 def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(
-    peer: Peer, shard_socket: ShardSocket
+    peer: Peer, client: ShardSocket
 ) -> None:
     asked, done = threading.Event(), threading.Event()
 
@@ -461,17 +392,17 @@ def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(
 
     def ask() -> None:
         try:
-            shard_socket.call("hello", timeout_s=600)
+            client.call("hello", timeout_s=600)
         except ShardUnavailable as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=ask)
     thread.start()
     assert asked.wait(30)
-    shard_socket.interrupt()
+    client.interrupt()
     thread.join(60)
     assert not thread.is_alive()
     assert "hung up" in errors[0]
     done.set()
-    shard_socket.interrupt()  # nobody waits
-    assert shard_socket.call("echo", timeout_s=30, n=1)["n"] == 1
+    client.interrupt()  # nobody waits
+    assert client.call("echo", timeout_s=30, n=1)["n"] == 1

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.shard.shard import Shard
 from kvray.engine.meta import PageIds, RankLeases
 from kvray.errors import LeaseExpired
 from kvray.store import Arena
@@ -21,22 +20,20 @@ from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.vllm.held import HeldBlocks
 from kvray.vllm.holds import Asked, HeldLoad, Hold, Holds
-from tests.unit.engine.apart import BLOCK, Apart
+from tests.kit.apart import BLOCK, Apart
+from tests.kit.connector import HIT, NUM_WANTED, PROMPT
+from tests.kit.devices import HostDevice
 from tests.unit.engine.conftest import MakeEngine, environment, make_engine, running_shard, shard
-from tests.unit.engine.device.host_device import HostDevice
 from tests.waiting import HANG_S, wait_for
 
 __all__ = ["environment", "make_engine", "running_shard", "shard"]
 
-PROMPT = list(range(100, 140))
-NUM_BLOCKS = (len(PROMPT) - 1) // BLOCK
-ROOM = 2 * NUM_BLOCKS
+ROOM = 2 * NUM_WANTED
 
 
 @pytest.fixture(params=["host", "device"])
 def engine(
     request: pytest.FixtureRequest,
-    shard: Shard,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Apart:
@@ -57,15 +54,9 @@ def held(engine: Apart) -> Iterator[HeldBlocks]:
     made.close()
 
 
-def arena_of(engine: Apart) -> Arena:
-    arena = engine.leader.shared.link.arena
-    assert arena is not None
-    return arena
-
-
 def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) -> Hold:
     """Have the leader lease the prompt; return it as the ranks are told to hold it."""
-    assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_BLOCKS - first) * BLOCK
+    assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
     promise = engine.leader.states[number].promise
     assert promise is not None
     return Hold(hold_id, promise.prefix.leased(), promise.first, promise.end)
@@ -89,7 +80,7 @@ def flip(arena: Arena, slots: list[int]) -> None:
 
 
 def slots_of(engine: Apart, hold: Hold) -> list[int]:
-    found: list[int] = arena_of(engine).leased_slots(hold.leased.leases[0]).tolist()
+    found: list[int] = engine.arena.leased_slots(hold.leased.leases[0]).tolist()
     return found
 
 
@@ -97,36 +88,40 @@ def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(
     engine: Apart, held: HeldBlocks
 ) -> None:
     hold = leased(engine)
-    assert answer(held, hold) == NUM_BLOCKS
-    flip(arena_of(engine), arena_of(engine).tables.slots_in(READY).tolist())
+    assert answer(held, hold) == NUM_WANTED
+    flip(engine.arena, engine.arena.tables.slots_in(READY).tolist())
     blocks = engine.new_blocks(PROMPT)
-    held.load(HeldLoad(hold.hold_id, 0, PageIds.of(blocks[:NUM_BLOCKS])), None)
-    engine.check(PROMPT, blocks, NUM_BLOCKS * BLOCK)
-    assert engine.rank.shared.figures.totals["loaded_blocks"] == NUM_BLOCKS
+    held.load(HeldLoad(hold.hold_id, 0, PageIds.of(blocks[:NUM_WANTED])), None)
+    engine.check(PROMPT, blocks, HIT)
+    assert engine.rank.shared.figures.totals["loaded_blocks"] == NUM_WANTED
 
 
 def test_what_the_engine_has_itself_is_passed_over(engine: Apart, held: HeldBlocks) -> None:
     hold = leased(engine, first=2)
-    assert answer(held, hold) == NUM_BLOCKS - 2
+    assert answer(held, hold) == NUM_WANTED - 2
     blocks = engine.new_blocks(PROMPT)
-    held.load(HeldLoad(hold.hold_id, 3, PageIds.of(blocks[5:NUM_BLOCKS])), None)
+    held.load(HeldLoad(hold.hold_id, 3, PageIds.of(blocks[5:NUM_WANTED])), None)
     before = engine.pages[blocks[:5]].clone()
     engine.compute(PROMPT[: 5 * BLOCK], blocks)
-    engine.check(PROMPT, blocks, NUM_BLOCKS * BLOCK)
+    engine.check(PROMPT, blocks, HIT)
     assert (before == 255).all()
 
 
 def test_a_block_that_is_wrong_ends_what_is_held(engine: Apart, held: HeldBlocks) -> None:
     hold = leased(engine, first=1)
     wrong = slots_of(engine, hold)[4]
-    flip(arena_of(engine), [wrong])
+    flip(engine.arena, [wrong])
     assert answer(held, hold) == 3
-    assert arena_of(engine).tables.slot_state[wrong] == QUARANTINED
+    assert engine.arena.tables.slot_state[wrong] == QUARANTINED
 
 
-def test_nothing_is_held_of_a_lease_that_was_taken_away(engine: Apart, held: HeldBlocks) -> None:
+def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(
+    engine: Apart, held: HeldBlocks
+) -> None:
     hold = leased(engine)
-    arena_of(engine).release(*hold.leased.leases)
+    gone = hold._replace(hold_id=1, leased=hold.leased._replace(arena_ids=("nowhere",)))
+    assert answer(held, gone) == 0
+    engine.arena.release(*hold.leased.leases)
     assert answer(held, hold) == 0
 
 
@@ -137,7 +132,7 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(
 
     def read_and_release(*args: Any, **options: Any) -> Any:
         sound = read(*args, **options)
-        arena_of(engine).release(*hold.leased.leases)
+        engine.arena.release(*hold.leased.leases)
         return sound
 
     monkeypatch.setattr(payload, "read", read_and_release)
@@ -153,12 +148,6 @@ def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_an_arena_that_is_gone(engine: Apart, held: HeldBlocks) -> None:
-    hold = leased(engine)
-    gone = hold._replace(leased=hold.leased._replace(arena_ids=("nowhere",)))
-    assert answer(held, gone) == 0
-
-
 def test_nothing_is_held_of_another_pool_s_blocks(
     engine: Apart, held: HeldBlocks, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,14 +160,14 @@ def test_nothing_is_held_of_another_pool_s_blocks(
 def test_the_lease_ends_with_the_copy(engine: Apart, held: HeldBlocks) -> None:
     hold = leased(engine)
     answer(held, hold)
-    assert arena_of(engine).stats()["leased_blocks"] == 0
+    assert engine.leased == 0
     engine.leader.decline(7)  # twice is fine
-    assert arena_of(engine).stats()["leased_blocks"] == 0
+    assert engine.leased == 0
 
 
 def test_more_than_is_held_is_never_loaded(engine: Apart, held: HeldBlocks) -> None:
     hold = leased(engine)
-    flip(arena_of(engine), slots_of(engine, hold)[2:3])
+    flip(engine.arena, slots_of(engine, hold)[2:3])
     assert answer(held, hold) == 2
     pages = PageIds.of(engine.new_blocks(PROMPT)[:3])
     with pytest.raises(LeaseExpired, match="does not hold"):
@@ -206,16 +195,16 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: He
         loads = []
         for one in ready:
             made = living.pop(one)
-            assert made.num_sound == NUM_BLOCKS
+            assert made.num_sound == NUM_WANTED
             holds.loaded(made)
-            pages = PageIds.of(engine.new_blocks(PROMPT)[:NUM_BLOCKS])
+            pages = PageIds.of(engine.new_blocks(PROMPT)[:NUM_WANTED])
             loads.append(HeldLoad(made.hold.hold_id, 0, pages))
             engine.leader.finish(one)
         told = holds.take()
         held.begin(*told, are_ours=True)
         for load in loads:
             held.load(load, None)
-            engine.check(PROMPT, load.pages.ids().tolist(), NUM_BLOCKS * BLOCK)
+            engine.check(PROMPT, load.pages.ids().tolist(), HIT)
         found = held.answers()
         holds.hear(found, dict.fromkeys(found, 1))
     for one, made in living.items():
@@ -230,7 +219,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: He
 
     wait_for(is_free, "the last copies")
     assert sorted(held._take_rows(ROOM).tolist()) == np.arange(ROOM).tolist()
-    assert arena_of(engine).stats()["leased_blocks"] == 0
+    assert engine.leased == 0
 
 
 def test_the_end_waits_for_the_present_copy_only(

@@ -12,12 +12,13 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
+from tests.kit.apart import ARGS, Apart
+from tests.kit.connector import HIT, PROMPT
 from tests.unit.connector.conftest import environment, running_shard, shard
-from tests.unit.engine.apart import ARGS, Apart
+from tests.unit.vllm.test_read import request as request_of
 
 __all__ = ["environment", "running_shard", "shard"]
 
-PROMPT = list(range(100, 140))
 VLLM = replace(ARGS, holds_loads=True, takes_offers_later=True)
 
 
@@ -40,27 +41,14 @@ def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             del sys.modules[made]
 
 
-def asked(name: str) -> Any:
-    return SimpleNamespace(
-        request_id=name,
-        all_token_ids=PROMPT,
-        prompt_token_ids=PROMPT,
-        prompt_embeds=None,
-        prompt_is_token_ids=None,
-        mm_features=[],
-        resumable=False,
-        pooling_params=None,
-        skip_reading_prefix_cache=False,
-        lora_request=None,
-        cache_salt=None,
-    )
+def asked(name: str) -> SimpleNamespace:
+    return request_of(request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT)
 
 
 def hold(half: Any) -> None:
     """Have the ranks hold all that they are to hold, in a pass that has no request."""
-    cached = SimpleNamespace(
-        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-    )
+    lists = {"req_ids": [], "new_block_ids": [], "num_computed_tokens": []}
+    cached = SimpleNamespace(**lists, resumed_req_ids=set())
     output = SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={}
     )
@@ -97,14 +85,14 @@ def half(shard: Shard, scheduling: Any) -> Iterator[Any]:
 
 def test_a_reset_of_the_connector_holds_until_a_version_is_named(half: Any) -> None:
     pool = half._leader.shared.pool
-    assert ask(half, "a") == 36
+    assert ask(half, "a") == HIT
     half.reset()
     assert ask(half, "b") == 0
     pool.name_weights("2")
     assert ask(half, "c") == 0
     half.reset()
     pool.name_weights("")
-    assert ask(half, "d") == 36
+    assert ask(half, "d") == HIT
 
 
 def test_what_was_held_of_the_weights_before_is_not_promised(half: Any) -> None:

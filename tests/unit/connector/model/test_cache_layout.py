@@ -1,21 +1,22 @@
-"""Whatever the engine says of its KV cache becomes groups, regions and parts."""
+"""Whatever the engine says of its KV cache becomes groups, regions and parts, and comes back."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.engine.device.gpu import open_pool
+from kvray.engine.device.pool import Load
 from kvray.engine.model.cache_layout import LayerRange
 from kvray.errors import ConfigError
+from kvray.identity.keys import chain_keys
 from kvray.store import PartRequest
+from tests.kit.connector import Pair, buffers
 
 MEMORY = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
-
-
-def buffers(layers: list[int], roles: str = "key value") -> list[Any]:
-    return [SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()]
 
 
 def region(size: int, layers: list[int], *, at: int = 0, stride: int = 0, **fields: Any) -> Any:
@@ -147,3 +148,56 @@ def test_layouts_that_differ_are_described_differently() -> None:
 def test_a_layout_that_makes_no_sense_is_refused(layout: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_layout(layout)
+
+
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_factor", [1, 2])
+def test_blocks_of_any_type_come_back(pair: Pair, dtype: str, kv_factor: int) -> None:
+    arena = pair.arena
+    made = torch.randint(0, 255, (6, 3, kv_factor, 8 * 4), dtype=torch.uint8)
+    layout = layout_of_tensor(made.view(getattr(torch, dtype)))
+    (part,) = layout.parts(0, 1, 4)
+    pool = open_pool(layout, [part], has_hooks=True)
+    keys = chain_keys(range(3), tokens_per_block=1, seed=dtype.encode().ljust(32, b"."))
+    reserved = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=part.block_bytes)
+    assert reserved
+    ticket = pool.save(arena, part, np.array([4, 1, 2]), reserved.slots, pool.mark(None))
+    ticket.wait()
+    assert arena.commit(reserved, arena.sums(reserved))
+    assert ticket.sums is None or (ticket.sums == arena.sums(reserved)).all()
+    before = made.clone()
+    made.zero_()
+
+    pool.load(arena, [Load(part, reserved.slots[1:], np.array([0, 5]))], None).wait()
+
+    assert (made[[0, 5]] == before[[1, 2]]).all()
+    assert not made[1:5].any()
+
+
+def test_pages_of_several_regions_that_lie_apart_come_back(pair: Pair) -> None:
+    arena, before = pair.arena, MEMORY.clone()
+    regions = region(24, [0], at=8, stride=64), region(16, [1], at=40, stride=64)
+    layout = read_layout(described(group(0, [0, 1], *regions)))
+    (part,) = layout.parts(0, 1, 4)
+    pool = open_pool(layout, [part], has_hooks=True)
+    keys = chain_keys(range(2), tokens_per_block=1, seed=b"r" * 32)
+    reserved = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=40)
+    assert reserved
+    ticket = pool.save(arena, part, np.array([3, 1]), reserved.slots, None)
+    ticket.wait()
+    assert arena.commit(reserved, arena.sums(reserved))
+    assert ticket.sums is None or (ticket.sums == arena.sums(reserved)).all()
+
+    pool.load(arena, [Load(part, reserved.slots, np.array([0, 2]))], None)
+
+    changed = torch.zeros(len(MEMORY), dtype=torch.bool)
+    for source, target in ((3, 0), (1, 2)):
+        for at, size in ((8, 24), (40, 16)):
+            start, stop = target * 64 + at, target * 64 + at + size
+            assert (MEMORY[start:stop] == before[source * 64 + at : source * 64 + at + size]).all()
+            changed[start:stop] = True
+    assert (MEMORY[~changed] == before[~changed]).all()
+    MEMORY.copy_(before)

@@ -1,4 +1,4 @@
-"""What is read of an engine's arguments, on every version's surface."""
+"""What is read of an engine's arguments, on every version's surface, and what is refused of it."""
 
 import enum
 import sys
@@ -11,9 +11,11 @@ import pytest
 from huggingface_hub import constants
 
 from kvray.connector import base
+from kvray.connector.model.engine_args import EngineArgs
+from kvray.connector.model.refusals import refuse_flat_pool
 from kvray.errors import ConfigError
+from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, parallel, read_args
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, args_of, checkpoint, read_args
 
 
 def test_the_first_versions_keep_tokens_per_block_at_the_top() -> None:
@@ -21,13 +23,12 @@ def test_the_first_versions_keep_tokens_per_block_at_the_top() -> None:
 
 
 def test_a_single_rank_engine_need_not_say_its_rank() -> None:
-    args = read_args(args_of(tensor_parallel_size=1))
+    args = read_args(args_for(tensor_parallel_size=1))
     assert (args.num_ranks, args.rank) == (1, 0)
 
 
 def test_the_rank_is_the_mappings() -> None:
-    mapping = SimpleNamespace(to_mapping=lambda: SimpleNamespace(rank=1))
-    assert read_args(args_of(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
+    assert read_args(args_for(tensor_parallel_size=2, parallel_config=parallel(1))).rank == 1
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_the_rank_is_the_mappings() -> None:
 def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(
     per_node: int | None, attention_dp: bool, is_spread: bool
 ) -> None:
-    args = args_of(
+    args = args_for(
         tensor_parallel_size=4, gpus_per_node=per_node, rank=0, enable_attention_dp=attention_dp
     )
     assert read_args(args).is_spread == is_spread
@@ -52,49 +53,40 @@ def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(
 def test_the_engines_own_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     utilities = ModuleType("tensorrt_llm._utils")
     monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utilities)
-    assert read_args(args_of(tensor_parallel_size=2, rank=1)).rank == 1
+    assert read_args(args_for(tensor_parallel_size=2, rank=1)).rank == 1
     vars(utilities)["mpi_rank"] = lambda: 1
     mapping = MagicMock()
-    assert read_args(args_of(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
+    assert read_args(args_for(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
     with pytest.raises(ConfigError, match="rank 1 of an engine whose tensor_parallel_size is 1"):
-        read_args(args_of())
+        read_args(args_for())
 
 
 def test_the_engines_version_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("tensorrt_llm")
     vars(package)["__version__"] = "1.2.1rc3"
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
-    assert read_args(args_of()).engine == "tensorrt_llm 1.2"
+    assert read_args(args_for()).engine == "tensorrt_llm 1.2"
 
 
 def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None:
     sloppy = MagicMock()
     sloppy.kv_cache_config.tokens_per_block = 16
     args = read_args(sloppy)
-    assert (args.tokens_per_block, args.num_ranks, args.model, args.block_reuse) == (
-        16,
-        1,
-        "",
-        True,
-    )
-    assert (args.attention_dp, args.is_compiled, args.windows, args.checkpoint.is_mla) == (
-        False,
-        False,
-        (),
-        None,
-    )
+    assert (args.tokens_per_block, args.num_ranks, args.model, args.windows) == (16, 1, "", ())
+    assert (args.block_reuse, args.attention_dp, args.is_compiled) == (True, False, False)
+    assert args.checkpoint.is_mla is None
 
 
 def test_reuse_is_on_unless_it_is_switched_off() -> None:
-    args = read_args(args_of(cache={"enable_partial_reuse": False}))
+    args = read_args(args_for(cache={"enable_partial_reuse": False}))
     assert (args.block_reuse, args.partial_reuse) == (True, False)
-    assert not read_args(args_of(cache={"enable_block_reuse": False})).block_reuse
+    assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
 def test_a_compiled_model_is_noted() -> None:
-    assert read_args(args_of(torch_compile_config=SimpleNamespace())).is_compiled
-    assert read_args(args_of(torch_compile_enabled=True)).is_compiled
-    assert not read_args(args_of(torch_compile_config=None)).is_compiled
+    assert read_args(args_for(torch_compile_config=SimpleNamespace())).is_compiled
+    assert read_args(args_for(torch_compile_enabled=True)).is_compiled
+    assert not read_args(args_for(torch_compile_config=None)).is_compiled
 
 
 def test_attention_data_parallelism_is_served_where_every_rank_is_asked(
@@ -102,15 +94,15 @@ def test_attention_data_parallelism_is_served_where_every_rank_is_asked(
 ) -> None:
     for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
         monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
-    assert read_args(args_of(enable_attention_dp=True)).attention_dp
+    assert read_args(args_for(enable_attention_dp=True)).attention_dp
     monkeypatch.delattr(base.KvCacheConnectorWorker, "supports_attention_dp")
     with pytest.raises(ConfigError, match="rank 0 only"):
-        read_args(args_of(enable_attention_dp=True))
+        read_args(args_for(enable_attention_dp=True))
 
 
 def test_windows_are_those_that_differ() -> None:
     def windows(**cache: Any) -> tuple[int, ...]:
-        return read_args(args_of(cache=cache)).windows
+        return read_args(args_for(cache=cache)).windows
 
     assert windows() == ()
     assert windows(max_attention_window=[4096, 4096]) == (4096,)
@@ -144,8 +136,8 @@ def test_windows_are_those_that_differ() -> None:
     ],
 )
 def test_what_changes_keys_and_values_changes_what_names_them(fields: dict[str, Any]) -> None:
-    assert names(args_of(**fields)) != names(args_of())
-    assert names(args_of(**fields)) == names(args_of(**fields))
+    assert names(args_for(**fields)) != names(args_for())
+    assert names(args_for(**fields)) == names(args_for(**fields))
 
 
 @pytest.mark.parametrize(
@@ -160,16 +152,13 @@ def test_what_changes_keys_and_values_changes_what_names_them(fields: dict[str, 
     ],
 )
 def test_what_leaves_keys_and_values_alone_does_not_part_engines(fields: dict[str, Any]) -> None:
-    assert names(args_of(**fields)) == names(args_of())
+    assert names(args_for(**fields)) == names(args_for())
 
 
 def test_nothing_that_differs_between_ranks_enters_the_namespace() -> None:
-    ranks = [
-        SimpleNamespace(to_mapping=lambda rank=rank: SimpleNamespace(rank=rank)) for rank in (0, 1)
-    ]
     first, second = (
-        args_of(tensor_parallel_size=2, parallel_config=rank, mpi_session=object())
-        for rank in ranks
+        args_for(tensor_parallel_size=2, parallel_config=parallel(rank), mpi_session=object())
+        for rank in (0, 1)
     )
     assert names(first) == names(second)
 
@@ -177,22 +166,18 @@ def test_nothing_that_differs_between_ranks_enters_the_namespace() -> None:
 def test_a_text_and_an_enumeration_of_one_name_are_one() -> None:
     load_format = enum.Enum("LoadFormat", "AUTO DUMMY")
     quantization = enum.Enum("QuantAlgo", {"FP8": "FP8"}, type=str)
-    text = args_of(load_format="auto", quant_config=SimpleNamespace(quant_algo="FP8"))
-    enumerated = args_of(
+    text = args_for(load_format="auto", quant_config=SimpleNamespace(quant_algo="FP8"))
+    enumerated = args_for(
         load_format=load_format.AUTO, quant_config=SimpleNamespace(quant_algo=quantization.FP8)
     )
     assert names(text) == names(enumerated)
 
 
 def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespace() -> None:
-    def one() -> Any:
-        return read_args(
-            args_of(
-                quant_config=MagicMock(),
-                model_kwargs=MagicMock(),
-                checkpoint_loader=ModuleType("loader"),
-            )
-        )
+    def one() -> EngineArgs:
+        loader = ModuleType("loader")
+        made = {"quant_config": MagicMock(), "model_kwargs": MagicMock()}
+        return read_args(args_for(checkpoint_loader=loader, **made))
 
     assert one() == one()
 
@@ -202,42 +187,32 @@ def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapter = write_tiny_checkpoint(tmp_path / "adapter", seed=1)
-    args = args_of(lora_config=SimpleNamespace(lora_dir=[str(adapter)]))
+    args = args_for(lora_config=SimpleNamespace(lora_dir=[str(adapter)]))
     before = names(args)
-    assert before == names(args) != names(args_of())
+    assert before == names(args) != names(args_for())
     (adapter / "model.safetensors").rename(adapter / "other.safetensors")
     assert names(args) != before
     with pytest.raises(ConfigError, match="no checkpoint at"):
-        names(args_of(lora_config=SimpleNamespace(lora_dir=["/nowhere"])))
+        names(args_for(lora_config=SimpleNamespace(lora_dir=["/nowhere"])))
 
 
 def test_how_adapters_are_read_is_told_apart() -> None:
-    swapped = args_of(lora_config=SimpleNamespace(swap_gate_up_proj_lora_b_weight=False))
-    assert read_args(swapped).adapters != read_args(args_of()).adapters
+    swapped = args_for(lora_config=SimpleNamespace(swap_gate_up_proj_lora_b_weight=False))
+    assert read_args(swapped).adapters != read_args(args_for()).adapters
 
 
 # What the checkpoint says.
 
 
+def told(args: EngineArgs) -> tuple[int | None, bool | None, int | None]:
+    found = args.checkpoint
+    return found.num_layers, found.is_mla, found.latent_elems
+
+
 def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> None:
-    plain = read_args(args_of(model=checkpoint(tmp_path, LLAMA)))
-    assert (
-        plain.checkpoint.num_layers,
-        plain.checkpoint.is_mla,
-        plain.checkpoint.latent_elems,
-    ) == (4, False, None)
-    latent = read_args(args_of(model=checkpoint(tmp_path, DEEPSEEK)))
-    assert (
-        latent.checkpoint.num_layers,
-        latent.checkpoint.is_mla,
-        latent.checkpoint.latent_elems,
-    ) == (4, True, 576)
-    unknown = read_args(args_of(model="org/model"))
-    assert (
-        unknown.checkpoint.num_layers,
-        unknown.checkpoint.is_mla,
-        unknown.checkpoint.latent_elems,
-    ) == (None, None, None)
+    assert told(read_args(args_for(model=checkpoint(tmp_path, LLAMA)))) == (4, False, None)
+    assert told(read_args(args_for(model=checkpoint(tmp_path, DEEPSEEK)))) == (4, True, 576)
+    assert told(read_args(args_for(model="org/model"))) == (None, None, None)
 
 
 def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
@@ -247,29 +222,231 @@ def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
     fetched = tmp_path / "models--org--model" / "snapshots" / "v1"
     fetched.mkdir(parents=True)
     checkpoint(fetched, DEEPSEEK)
-    args = read_args(args_of(model="org/model", revision="v1"))
-    assert (args.model, args.checkpoint.is_mla, args.checkpoint.num_layers) == (
-        "org/model",
-        True,
-        4,
-    )
+    args = read_args(args_for(model="org/model", revision="v1"))
+    assert (args.model, told(args)) == ("org/model", (4, True, 576))
 
 
 def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, {"text_config": LLAMA})
-    assert read_args(args_of(model=model)).checkpoint.num_layers == 4
+    assert read_args(args_for(model=model)).checkpoint.num_layers == 4
     changes = {"text_config": {"num_hidden_layers": 1}}
-    args = read_args(args_of(model=model, model_kwargs=changes))
+    args = read_args(args_for(model=model, model_kwargs=changes))
     assert args.checkpoint.num_layers == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_an_unreadable_configuration_says_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    assert read_args(args_of(model=str(tmp_path))).checkpoint.is_mla is None
+    assert read_args(args_for(model=str(tmp_path))).checkpoint.is_mla is None
 
 
 def names(llm_args: Any) -> tuple[str, ...]:
     """Return what the namespace takes from an engine's arguments alone."""
     args = read_args(llm_args)
     return args.quantization, args.overrides, args.attention_backend, args.engine
+
+
+# What is refused, each with a sentence that says what to change.
+
+
+class Policy(enum.Enum):
+    """As TensorRT-LLM's own, an enumeration in some versions and a text in others."""
+
+    MAX_UTILIZATION = 0
+    GUARANTEED_NO_EVICT = 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size to 1"),
+        ({"context_parallel_size": 2}, "context_parallel_size to 1"),
+        ({"max_beam_width": 4}, "max_beam_width to 1"),
+        ({"orchestrator_type": "ray", "tensor_parallel_size": 2}, "orchestrator_type"),
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"decoding_config": SimpleNamespace(medusa_choices=[[0]])}, "speculative"),
+        (
+            {
+                "speculative_config": SimpleNamespace(decoding_type="NGram"),
+                "cache": {"use_kv_cache_manager_v2": "auto"},
+            },
+            "use_kv_cache_manager_v2 to false",
+        ),
+        ({"cache_transceiver_config": SimpleNamespace(backend="UCX")}, "kv_connector_config"),
+        (
+            {
+                "cache_transceiver_config": SimpleNamespace(
+                    backend="UCX", enable_pipelined_transfer=True
+                ),
+                "disable_overlap_scheduler": True,
+            },
+            "enable_pipelined_transfer to false",
+        ),
+        ({"attn_backend": "VANILLA"}, "attn_backend to TRTLLM"),
+        ({"kv_cache_compression_config": object()}, "kv_cache_compression_config"),
+        ({"sparse_attention_config": SimpleNamespace(sparse_disable_index_value=False)}, "index"),
+        ({"cache": {"host_cache_size": 2**30}}, "host_cache_size"),
+        ({"cache": {"disk_cache_size": 2**30}}, "disk_cache_size"),
+        ({"cache": {"max_attention_window": [512, 4096]}}, "window"),
+        (
+            {"cache": {"max_attention_window": [1, 2], "use_kv_cache_manager_v2": False}},
+            "use_kv_cache_manager_v2 to true",
+        ),
+        (
+            {"cache": {"max_attention_window": [-1, 8], "use_kv_cache_manager_v2": True}},
+            "recurrent",
+        ),
+        ({"cache": {"enable_swa_scratch_reuse": True}}, "enable_swa_scratch_reuse to false"),
+        ({"cache": {"dtype": "nvfp4"}}, "dtype to fp8"),
+        ({"quant_config": SimpleNamespace(kv_cache_quant_algo="NVFP4")}, "FP4"),
+        ({"cache": {"tokens_per_block": None}}, "tokens_per_block"),
+        ({"tensor_parallel_size": 2}, "which one this is"),
+        *(
+            ({"scheduler_config": SimpleNamespace(capacity_scheduler_policy=policy)}, "NO_EVICT")
+            for policy in (Policy.MAX_UTILIZATION, "STATIC_BATCH")
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        read_args(args_for(**fields))
+    assert_is_sentence(refused.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scheduler_config": SimpleNamespace(capacity_scheduler_policy=policy)}
+        for policy in (Policy.GUARANTEED_NO_EVICT, "GUARANTEED_NO_EVICT", 7, None)
+    ]
+    + [
+        {
+            "scheduler_config": SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION"),
+            "cache": {"use_kv_cache_manager_v2": True},
+        },
+        {"orchestrator_type": "ray"},
+        {"decoding_config": SimpleNamespace(medusa_choices=None)},
+        {"max_beam_width": None},
+        {"cache": {"host_cache_size": 0, "disk_cache_size": None, "max_attention_window": [8, 8]}},
+        {"cache": {"dtype": "fp8"}, "quant_config": SimpleNamespace(kv_cache_quant_algo="FP8")},
+    ],
+)
+def test_what_can_be_served_is_not_refused(fields: dict[str, Any]) -> None:
+    read_args(args_for(**fields))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["conv", "full_attention"]}, "layer_types"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"ssm_state_size": 16}, "ssm_state_size"),
+        ({"text_config": LLAMA | {"linear_attn_config": {"kda_layers": [1]}}}, "linear_attn"),
+        ({"model_type": "qwen3_next"}, "model_type"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 4}}}, "FP4"),
+    ],
+)
+def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
+    assert_is_sentence(refused.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["sliding_attention", "full_attention", "chunked_attention"]},
+        {"layers_block_type": ["attention"], "mamba_d_state": None},
+        {"is_encoder_decoder": False, "sliding_window": 4096},
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+        {
+            "model_type": "mistral3",
+            "text_config": LLAMA,
+            "vision_config": {"model_type": "pixtral"},
+        },
+    ],
+)
+def test_models_with_attention_alone_are_not_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
+
+
+def test_the_quantisation_beside_a_checkpoint_counts_unless_the_engine_replaces_it(
+    tmp_path: Path,
+) -> None:
+    quantization = {"quantization": {"kv_cache_quant_algo": "NVFP4"}}
+    model = checkpoint(tmp_path, LLAMA, hf_quant_config=quantization)
+    for dtype in ("auto", "bfloat16"):
+        with pytest.raises(ConfigError, match="FP4"):
+            read_args(args_for(model=model, cache={"dtype": dtype}))
+    read_args(args_for(model=model, cache={"dtype": "fp8"}))
+
+
+# The pool of the first cache manager.
+
+
+def flat(model: str = "", **fields: Any) -> EngineArgs:
+    return read_args(args_for(model=model, **fields))
+
+
+def test_a_pool_of_all_layers_is_served(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, LLAMA)
+    refuse_flat_pool(flat(model), (64, 4, 2, 32 * BLOCK))
+    refuse_flat_pool(flat(), (64, 7, 1, 1000))
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 4, 2), (64, 4, 3, 1024), (64, 4, 0, 1024), (64, 4, 2, 8, 8)]
+)
+def test_a_pool_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="shape") as refused:
+        refuse_flat_pool(flat(), shape)
+    assert_is_sentence(refused.value)
+
+
+def test_a_pool_without_some_of_the_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 of the model's 4 layers") as refused:
+        refuse_flat_pool(flat(checkpoint(tmp_path, LLAMA)), (64, 3, 2, 1024))
+    assert_is_sentence(refused.value)
+
+
+def test_layers_whose_attention_was_taken_out_are_not_missed(tmp_path: Path) -> None:
+    blocks = [{"attention": {"no_op": no_op}} for no_op in (False, True, False, False)]
+    model = checkpoint(tmp_path, LLAMA | {"block_configs": blocks})
+    refuse_flat_pool(flat(model), (64, 3, 2, 1024))
+
+
+def test_one_pool_is_refused_where_there_must_be_several(tmp_path: Path) -> None:
+    windows = {"max_attention_window": [512, 4096], "use_kv_cache_manager_v2": "auto"}
+    sparse = SimpleNamespace(algorithm="dsa")
+    indexed = checkpoint(tmp_path, DEEPSEEK | {"index_topk": 2048})
+    for args in (flat(cache=windows), flat(sparse_attention_config=sparse), flat(indexed)):
+        with pytest.raises(ConfigError, match="use_kv_cache_manager_v2") as refused:
+            refuse_flat_pool(args, (64, 4, 1, 1024))
+        assert_is_sentence(refused.value)
+    harmless = SimpleNamespace(algorithm="skip_softmax")
+    refuse_flat_pool(flat(sparse_attention_config=harmless), (64, 4, 1, 1024))
+
+
+def test_blocks_of_another_size_than_the_engine_was_told_are_refused(tmp_path: Path) -> None:
+    args = flat(checkpoint(tmp_path, DEEPSEEK))
+    refuse_flat_pool(args, (64, 4, 1, 576 * BLOCK))
+    with pytest.raises(ConfigError, match="tokens_per_block to 64") as refused:
+        refuse_flat_pool(args, (64, 4, 1, 576 * 64))
+    assert_is_sentence(refused.value)
+
+
+def assert_is_sentence(error: Exception) -> None:
+    text = str(error)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert ". " not in text

@@ -5,7 +5,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,10 @@ from kvray.engine.model import model_name
 from kvray.engine.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.fingerprint import Progress
+from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.conftest import MakePair
-from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
 from tests.waiting import wait_for
-
-PROMPT = list(range(100, 140))
-HIT = 9 * BLOCK
 
 
 class SlowReading:
@@ -69,14 +66,19 @@ def args(tmp_path: Path) -> SimpleNamespace:
     return found
 
 
+@pytest.fixture
+def pair(make_pair: MakePair, args: SimpleNamespace, reading: SlowReading) -> Pair:
+    """An engine whose checkpoint is still being read."""
+    return make_pair(args)
+
+
 def wait_for_name(pair: Pair) -> None:
     wait_for(lambda: bool(pair.worker._rank.shared.pool.model_name.name), "reading the checkpoint")
 
 
 def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(
-    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+    pair: Pair, reading: SlowReading
 ) -> None:
-    pair = make_pair(args)
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.serve(Request(2, PROMPT)) == 0
     assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
@@ -91,9 +93,9 @@ def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_kn
 
 
 def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(
-    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+    pair: Pair, reading: SlowReading
 ) -> None:
-    pair, request = make_pair(args), Request(1, PROMPT)
+    request = Request(1, PROMPT)
     assert pair.query(request) == 0
     reading.may_end.set()
     wait_for_name(pair)
@@ -105,12 +107,10 @@ def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(
 
 
 def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
-    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+    shard: Shard, pair: Pair, reading: SlowReading
 ) -> None:
-    pair = make_pair(args)
-
     def figures() -> dict[str, Any]:
-        pair.worker._rank.shared.link._attempt(pair.worker._rank.shared.link._report)
+        pair.engine.link._attempt(pair.engine.link._report)
         (found,) = [one for one in shard.status()["replicas"] if one["connected"]]
         return dict(found)
 
@@ -122,12 +122,11 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
     pair.serve(Request(1, PROMPT))
     after = figures()
     assert "fingerprint_bytes" not in after["counters"]
-    assert after["namespace"] == pair.worker._rank.shared.pool.namespace_digest.hex()[:8]
+    assert after["namespace"] == pair.engine.pool.namespace_digest.hex()[:8]
     assert after["namespace"] != before["namespace"]
 
 
 def test_the_log_says_how_far_the_reading_is_and_what_to_do(
-    shard: Shard,
     make_pair: MakePair,
     args: SimpleNamespace,
     reading: SlowReading,
@@ -142,10 +141,7 @@ def test_the_log_says_how_far_the_reading_is_and_what_to_do(
 
 
 def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(
-    args: SimpleNamespace,
-    reading: SlowReading,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    args: SimpleNamespace, reading: SlowReading, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = ModelName(args.model, None, cache_dir=tmp_path)
     wait_for(lambda: name.counters()["fingerprint_bytes_read"] > 0)
@@ -164,35 +160,25 @@ def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_p
             name.find(0)
 
 
-def test_a_request_noted_before_the_name_says_why_it_missed(
-    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
-) -> None:
-    pair = make_pair(args)
+def test_a_request_noted_before_the_name_says_why_it_missed(pair: Pair) -> None:
     pair.serve(Request(7, PROMPT), computed=BLOCK)
-    (note,) = pair.worker._rank.shared.figures.request_notes.take()
+    (note,) = pair.engine.figures.request_notes.take()
     assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))
     assert (note.first, note.end, note.wanted) == (1, 1, 9)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, SystemExit])
 def test_a_reading_that_fails_leaves_the_engine_without_the_tier(
-    shard: Shard,
-    make_pair: MakePair,
-    args: SimpleNamespace,
-    reading: SlowReading,
-    caplog: pytest.LogCaptureFixture,
-    kind: type[BaseException],
+    pair: Pair, reading: SlowReading, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
-    pair = make_pair(args)
     reading.found = kind("what has failed")
     reading.may_end.set()
     wait_for(lambda: "what has failed" in caplog.text, "the failure")
     assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
-    assert pair.worker._rank.shared.pool.model_name.counters()["fingerprint_failed"] == 1
+    assert pair.engine.pool.model_name.counters()["fingerprint_failed"] == 1
 
 
 def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
-    shard: Shard,
     make_pair: MakePair,
     args: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
@@ -239,7 +225,6 @@ def test_an_engine_that_ends_does_not_go_on_reading(
 
 
 def test_a_model_key_waits_for_nothing(
-    shard: Shard,
     make_pair: MakePair,
     args: SimpleNamespace,
     reading: SlowReading,
@@ -247,31 +232,26 @@ def test_a_model_key_waits_for_nothing(
 ) -> None:
     monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", "mine")
     pair = make_pair(args)
-    pair.serve(Request(1, PROMPT))
-    pair.flush()
+    pair.store(PROMPT)
     assert pair.serve(Request(2, PROMPT)) == HIT
 
 
 # Ranks that know it at different times.
 
 
+Ranks = tuple[Pair, Pair, SlowReading]
+
+
 @pytest.fixture
-def make_rank(
-    make_pair: MakePair, args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], tuple[Pair, Pair, SlowReading]]:
-    """Return (a leader that knows the name and has saved a prompt, another rank, its reading)."""
-
-    def make() -> tuple[Pair, Pair, SlowReading]:
-        leader = make_pair(args)
-        leader.serve(Request(1, PROMPT))
-        leader.flush()
-        late = SlowReading()
-        late.found = leader.worker._rank.shared.pool.model_name.name.removeprefix("sha256:")
-        monkeypatch.setattr(model_name, "fingerprint_model", late)
-        monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
-        return leader, make_pair(SimpleNamespace(**vars(args))), late
-
-    return make
+def ranks(make_pair: MakePair, args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Return (a leader that knows the name and has saved PROMPT, another rank, its reading)."""
+    leader = make_pair(args)
+    leader.store(PROMPT)
+    late = SlowReading()
+    late.found = leader.engine.pool.model_name.name.removeprefix("sha256:")
+    monkeypatch.setattr(model_name, "fingerprint_model", late)
+    monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
+    return leader, make_pair(SimpleNamespace(**vars(args))), late
 
 
 def promised(leader: Pair, rank: Pair, request: Request) -> ConnectorMeta:
@@ -283,16 +263,15 @@ def promised(leader: Pair, rank: Pair, request: Request) -> ConnectorMeta:
 
 
 def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_saves_nothing(
-    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
+    ranks: Ranks,
 ) -> None:
-    leader, rank, late = make_rank()
+    leader, rank, late = ranks
     request = Request(2, PROMPT)
     meta = promised(leader, rank, request)
-    assert meta.model == leader.worker._rank.shared.pool.model_name.name
+    assert meta.model == leader.engine.pool.model_name.name
     rank.worker.start_load_kv(None)
     rank.end_pass()
-    for index in range(9):
-        assert (rank.pool[request.block_ids[index]] == rank.content(request, index)).all()
+    rank.check(request)
     other = Request(3, [7, *PROMPT])
     leader.query(other)
     saving = leader.plan(other)
@@ -308,16 +287,11 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     wait_for_name(rank)
     promised(leader, rank, Request(4, PROMPT))
     rank.worker.start_load_kv(None)
-    assert (
-        rank.worker._rank.shared.pool.namespace_digest
-        == leader.worker._rank.shared.pool.namespace_digest
-    )
+    assert rank.engine.pool.namespace_digest == leader.engine.pool.namespace_digest
 
 
-def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(
-    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
-) -> None:
-    leader, rank, late = make_rank()
+def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks: Ranks) -> None:
+    leader, rank, late = ranks
     late.found = "cd" * 32
     late.may_end.set()
     wait_for_name(rank)
@@ -326,20 +300,16 @@ def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(
         rank.worker.start_load_kv(None)
 
 
-def test_a_rank_that_knows_no_name_refuses_another_layout(
-    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
-) -> None:
-    leader, rank, _ = make_rank()
+def test_a_rank_that_knows_no_name_refuses_another_layout(ranks: Ranks) -> None:
+    leader, rank, _ = ranks
     rank.worker.register_kv_caches(torch.zeros(64, 2, 2, 16))
     promised(leader, rank, Request(2, PROMPT))
     with pytest.raises(LayoutMismatch, match="another namespace"):
         rank.worker.start_load_kv(None)
 
 
-def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(
-    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
-) -> None:
-    known, late, _ = make_rank()
+def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(ranks: Ranks) -> None:
+    known, late, _ = ranks
     request = Request(2, PROMPT)
     assert late.query(request) == 0
     known.worker.bind_connector_meta(late.plan(request))

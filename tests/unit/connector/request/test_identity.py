@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pydantic
@@ -19,6 +19,7 @@ from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to
 from kvray.errors import ConfigError
 
 HASHES = [[1] * 8, [2] * 8]
+UNKNOWN = Mock(return_value=None)  # no adapter can be told from others
 PLACED = {"multimodal_hashes": HASHES, "multimodal_positions": [4, 8]}
 
 
@@ -40,9 +41,8 @@ def test_a_plain_request_has_neither_salt_nor_adapter_nor_media() -> None:
 
 
 def test_the_salt_itself_is_preferred_to_its_number() -> None:
-    assert identity_of(cache_salt="tenant", cache_salt_id=5) == Identity(
-        salt="tenant", lora=None, media=()
-    )
+    both = identity_of(cache_salt="tenant", cache_salt_id=5)
+    assert both == Identity(salt="tenant", lora=None, media=())
     assert identity_of(cache_salt_id=5) == Identity(salt=5, lora=None, media=())
 
 
@@ -60,7 +60,7 @@ def test_an_adapter_is_known_by_its_content() -> None:
 def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache() -> None:
     assert identity_of(lora_task_id=3) is None
     request = SimpleNamespace(lora_task_id=3, py_lora_path="/adapters/a")
-    assert identify(request, lambda task_id, path: None) is None
+    assert identify(request, UNKNOWN) is None
 
 
 def test_media_enter_with_digest_and_position() -> None:
@@ -138,11 +138,11 @@ class Bound:
 
 
 def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell() -> None:
-    assert identify(Bound(), lambda task_id, path: None) == identity_of()
+    assert identify(Bound(), UNKNOWN) == identity_of()
 
 
 def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
-    assert identify(MagicMock(), lambda task_id, path: None) is None
+    assert identify(MagicMock(), UNKNOWN) is None
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,7 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
         {"multimodal_hashes": HASHES, "multimodal_positions": [4]},
         {"multimodal_hashes": HASHES, "multimodal_positions": [-4, 4]},
         {"multimodal_hashes": HASHES, "multimodal_positions": [4, 64], "prompt_len": 64},
-        {
-            "multimodal_hashes": HASHES,
-            "multimodal_positions": [4, 8],
-            "multimodal_lengths": [4],
-        },
+        {**PLACED, "multimodal_lengths": [4]},
         {"multimodal_hashes": HASHES, "multimodal_item_runs": [[(1, 1, [])], []]},
         {
             "multimodal_hashes": HASHES,
@@ -215,16 +211,8 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
         {"py_multimodal_data": []},
         {"multimodal_hashes": HASHES, "multimodal_positions": [4.0, 8.0]},
         {"multimodal_hashes": HASHES, "multimodal_positions": [True, 8]},
-        {
-            "multimodal_hashes": HASHES,
-            "multimodal_positions": [4, 8],
-            "multimodal_lengths": [-4, 4],
-        },
-        {
-            "multimodal_hashes": HASHES,
-            "multimodal_positions": [4, 8],
-            "multimodal_item_runs": [[object()], [object()]],
-        },
+        {**PLACED, "multimodal_lengths": [-4, 4]},
+        {**PLACED, "multimodal_item_runs": [[object()], [object()]]},
     ],
 )
 def test_what_cannot_be_told_apart_bypasses_the_cache(fields: dict[str, Any]) -> None:
@@ -239,23 +227,12 @@ def test_a_request_that_lacks_what_others_have_cannot_be_told() -> None:
     assert regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
 
 
-@pytest.mark.parametrize("name", ["hashes", "positions", "lengths"])
-def test_what_is_said_of_media_never_comes_one_by_one(name: str) -> None:
-    fields = {f"multimodal_{one}": None for one in ("hashes", "positions", "lengths")}
-    assert not Regularity().is_lacking(SimpleNamespace(**fields))
-    del fields[f"multimodal_{name}"]
-    assert Regularity().is_lacking(SimpleNamespace(**fields))
-
-
 @pytest.mark.parametrize(
     "names",
     [
         ("encoder_tokens", "try_get_encoder_output_len"),
-        (
-            "multimodal_item_run_cu_offsets",
-            "multimodal_run_positions",
-            "multimodal_run_lengths",
-        ),
+        ("multimodal_item_run_cu_offsets", "multimodal_run_positions", "multimodal_run_lengths"),
+        tuple(f"multimodal_{one}" for one in ("hashes", "positions", "lengths")),
     ],
 )
 def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(
@@ -284,9 +261,9 @@ class WithTaste:
 
 def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set() -> None:
     request = WithTaste()
-    assert identify(request, lambda task_id, path: None) == identity_of()
+    assert identify(request, UNKNOWN) == identity_of()
     request.multimodal_taste = "sweet"
-    assert identify(request, lambda task_id, path: None) is None
+    assert identify(request, UNKNOWN) is None
 
 
 WIDE = torch.tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5]])

@@ -19,6 +19,7 @@ from kvray.errors import TierError
 STREAM = 0x5EED_0000_0001
 CONTEXT = 0xC0DE_0000_0002
 INVALID_VALUE = 1
+Copies = tuple[np.ndarray, np.ndarray, Pieces]
 
 
 class Attributes(Structure):
@@ -123,7 +124,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture
-def copies() -> tuple[np.ndarray, np.ndarray, Pieces]:
+def copies() -> Copies:
     """Return (target, source, copies of its even halves to the target's end, turned around)."""
     source = np.arange(64, dtype=np.uint8)
     target = np.zeros(64, dtype=np.uint8)
@@ -136,9 +137,7 @@ def is_copied(target: np.ndarray, source: np.ndarray) -> bool:
     return bool((target[32:40] == source[:8]).all() and (target[:16] == source[32:48]).all())
 
 
-def test_a_batch_is_one_call_with_one_set_of_attributes(
-    driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]
-) -> None:
+def test_a_batch_is_one_call_with_one_set_of_attributes(driver: Driver, copies: Copies) -> None:
     target, source, pieces = copies
     opened = CudaDriver(3)
     assert opened.can_batch
@@ -188,7 +187,7 @@ def cuda() -> CudaDevice:
 )
 def test_copies_take_the_best_way_that_there_is(
     driver: Driver,
-    copies: tuple[np.ndarray, np.ndarray, Pieces],
+    copies: Copies,
     change: Callable[[Driver], None],
     is_registered: bool,
     expected: str,
@@ -199,14 +198,12 @@ def test_copies_take_the_best_way_that_there_is(
     assert is_copied(target, source)
 
 
-def test_a_run_is_no_batch(driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]) -> None:
+def test_a_run_is_no_batch(driver: Driver, copies: Copies) -> None:
     assert copy(cuda(), Pieces(*(column[:1] for column in copies[2]))) == SINGLE
 
 
 def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(
-    driver: Driver,
-    copies: tuple[np.ndarray, np.ndarray, Pieces],
-    caplog: pytest.LogCaptureFixture,
+    driver: Driver, copies: Copies, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, source, pieces = copies
     driver.batch_error, device = INVALID_VALUE, cuda()
@@ -219,7 +216,7 @@ def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(
 
 
 def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(
-    driver: Driver, copies: tuple[np.ndarray, np.ndarray, Pieces]
+    driver: Driver, copies: Copies
 ) -> None:
     driver.batch_error = driver.single_error = INVALID_VALUE
     with pytest.raises(TierError, match=r"cuda:0 refuses a copy.*invalid argument"):
@@ -227,7 +224,7 @@ def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(
 
 
 def test_a_missing_driver_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, copies: tuple[np.ndarray, np.ndarray, Pieces]
+    monkeypatch: pytest.MonkeyPatch, copies: Copies
 ) -> None:
     def refuse(name: str) -> None:
         raise OSError(2, "no such file")

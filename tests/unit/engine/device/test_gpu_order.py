@@ -21,7 +21,8 @@ from kvray.errors import LayoutMismatch
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
 from tests.examples import examples
-from tests.unit.engine.device.gpu_pages import (
+from tests.kit.devices import (
+    SimulatedDevice,
     even_steps,
     open_arena,
     part_of,
@@ -29,7 +30,6 @@ from tests.unit.engine.device.gpu_pages import (
     reserve,
     slot_views,
 )
-from tests.unit.engine.device.simulated_device import SimulatedDevice
 
 NUM_LAYERS, LAYER_BYTES, NUM_PAGES = 3, 2, 3
 BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES
@@ -100,7 +100,8 @@ class Engine:
         free = [page for page in range(NUM_PAGES) if page not in self.owners]
         loaded = {page: self.random.randrange(4) for page in self._some(free)}
         if loaded:
-            self._load(loaded)
+            self.load(loaded)
+            self.device.run(self.random.randrange(8))
         if loaded and self.random.random() < 0.2:  # the batch became empty
             self.was_dropped = True
             return
@@ -148,10 +149,10 @@ class Engine:
             assert save.ticket.done()
             self._check(save)
 
-    def _load(self, loaded: dict[int, int]) -> None:
+    def load(self, loaded: dict[int, int]) -> None:
+        """Ask for the content of pages."""
         chosen = self.slots[STORED][list(loaded.values())]
         self.pool.load(self.arena, [Load(self.part, chosen, np.array(list(loaded)))], self.stream)
-        self.device.run(self.random.randrange(8))
 
     def _run_layer(self, layer: int, read: dict[int, int], written: dict[int, int]) -> None:
         """A kernel: reads what its request has, and writes what it computes."""
@@ -198,11 +199,15 @@ def test_no_order_of_the_streams_gives_a_wrong_byte(
     engine.pool.close()
 
 
-def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(arena: Arena, slots: Array) -> None:
-    engine = Engine(arena, slots, Random(0), has_hooks=True)
+@pytest.fixture
+def engine(arena: Arena, slots: Array) -> Engine:
+    return Engine(arena, slots, Random(0), has_hooks=True)
+
+
+def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine: Engine) -> None:
     engine.pool.fence(engine.stream)
     ran = []
-    engine.pool.load(arena, [Load(engine.part, slots[STORED][:2], np.array([0, 1]))], engine.stream)
+    engine.load({0: 0, 1: 1})
     for layer in range(NUM_LAYERS):
         engine.pool.wait_for_layer(layer, engine.stream)
         engine.device.launch(engine.stream, partial(ran.append, layer))
@@ -219,11 +224,9 @@ def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(arena: Arena, sl
     engine.pool.mark(engine.stream)
 
 
-def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(arena: Arena, slots: Array) -> None:
-    engine = Engine(arena, slots, Random(0), has_hooks=True)
+def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(engine: Engine) -> None:
     engine.pool.fence(engine.stream)
-    loads = [Load(engine.part, slots[STORED][:1], np.array([0]))]
-    engine.pool.load(arena, loads, engine.stream)
+    engine.load({0: 0})
     engine.pool.wait_for_layer(1, engine.stream)
     with pytest.raises(LayoutMismatch, match=r"2 layers, 0 the first.*torch\.compile"):
         engine.pool.mark(engine.stream)
@@ -231,10 +234,8 @@ def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(arena: Arena, slots: 
     engine.device.drain()
 
 
-def test_a_load_of_a_failed_pass_does_not_land_in_the_next(arena: Arena, slots: Array) -> None:
-    engine = Engine(arena, slots, Random(0), has_hooks=True)
-    loads = [Load(engine.part, slots[STORED][:1], np.array([0]))]
-    engine.pool.load(arena, loads, engine.stream)
+def test_a_load_of_a_failed_pass_does_not_land_in_the_next(engine: Engine) -> None:
+    engine.load({0: 0})
     with pytest.raises(LayoutMismatch):
         engine.pool.mark(engine.stream)
     engine.device.launch(engine.stream, lambda: engine.region.pages.fill_(7))
@@ -244,10 +245,8 @@ def test_a_load_of_a_failed_pass_does_not_land_in_the_next(arena: Arena, slots: 
     assert (engine.region.pages == 7).all()
 
 
-def test_a_dropped_pass_does_not_fail_the_next(arena: Arena, slots: Array) -> None:
-    engine = Engine(arena, slots, Random(0), has_hooks=True)
-    loads = [Load(engine.part, slots[STORED][:1], np.array([0]))]
-    engine.pool.load(arena, loads, engine.stream)
+def test_a_dropped_pass_does_not_fail_the_next(engine: Engine) -> None:
+    engine.load({0: 0})
     engine.pool.fence(engine.stream)
     engine.pool.mark(engine.stream)
     engine.device.drain()

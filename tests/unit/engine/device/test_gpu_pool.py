@@ -1,7 +1,7 @@
 """The device's pool on tensors in host memory: every byte, every layout, and the arena's memory."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from kvray.engine.model.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.tables import Array
-from tests.unit.engine.device.gpu_pages import (
+from tests.kit.devices import (
+    HostDevice,
     even_steps,
     open_arena,
     part_of,
@@ -23,7 +24,6 @@ from tests.unit.engine.device.gpu_pages import (
     reserve,
     slot_views,
 )
-from tests.unit.engine.device.host_device import HostDevice
 from tests.waiting import wait_for
 
 NUM_LAYERS = 3
@@ -38,6 +38,12 @@ def arena() -> Iterator[Arena]:
 def pool_of(*parts: Part, **options: object) -> DevicePool:
     options.setdefault("device", HostDevice())
     return DevicePool(parts, num_layers=NUM_LAYERS, has_hooks=True, **options)
+
+
+def prepared(arena: Arena, *, count: int = 1, **options: object) -> tuple[DevicePool, Part, Array]:
+    """Return a pool of one part, and slots that may be written."""
+    part = one_region()
+    return pool_of(part, **options), part, reserve(arena, count, part.block_bytes)
 
 
 def one_region(*, num_pages: int = 8, layer_bytes: int = 40, gap: int = 0) -> Part:
@@ -124,8 +130,7 @@ def test_a_load_of_nothing_is_done(arena: Arena) -> None:
 def test_pages_that_are_not_there_are_refused_before_any_copy(
     arena: Arena, pages: list[int]
 ) -> None:
-    part = one_region()
-    pool, slots = pool_of(part), reserve(arena, 1, part.block_bytes)
+    pool, part, slots = prepared(arena)
     with pytest.raises(LayoutMismatch, match="pages for 1 slots"):
         pool.load(arena, [Load(part, slots, np.array(pages))], None)
     assert (part.regions[0].pages == 0xFF).all()
@@ -153,8 +158,7 @@ def test_a_run_of_whole_pages_is_one_copy(arena: Arena) -> None:
 
 def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena: Arena) -> None:
     device = CountingDevice()
-    part = one_region()
-    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    pool, part, slots = prepared(arena, device=device)
     pool.load(arena, [Load(part, slots, np.array([0]))], None)
     pool.attend(arena)
     pool.attend(arena)
@@ -179,8 +183,7 @@ def test_chunks_are_whole_slabs(arena: Arena, monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena: Arena) -> None:
     device = CountingDevice(chunks_max=0)
-    part = one_region()
-    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    pool, part, slots = prepared(arena, device=device)
     slot_views(arena, slots, part.block_bytes)[0][:] = 7
     pool.attend(arena)
     pool.load(arena, [Load(part, slots, np.array([0]))], None)
@@ -208,26 +211,32 @@ def test_only_slots_in_the_registered_part_count_as_such(
     pool.close()
 
 
-@pytest.mark.parametrize("end", ["retired", "closed"])
-def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena: Arena, end: str) -> None:
+def retire(arena: Arena) -> None:
+    ArenaOwner(arena).retire()
+
+
+over = pytest.mark.parametrize("end", [retire, Arena.close], ids=["retired", "closed"])
+
+
+@over
+def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(
+    arena: Arena, end: Callable[[Arena], None]
+) -> None:
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
     with open_arena(capacity=2**18, slab=2**16) as before:
         pool.attend(before)
         wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
-        if end == "retired":
-            ArenaOwner(before).retire()
-        else:
-            before.close()
+        end(before)
         pool.attend(arena)
         wait_for(lambda: sum(map(len, device.registered)) == 2**20, "letting go")
     pool.close()
     assert device.registered == []
 
 
-@pytest.mark.parametrize("end", ["retired", "closed"])
+@over
 def test_an_arena_that_is_over_is_let_go_without_a_next_one(
-    arena: Arena, end: str, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, end: Callable[[Arena], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_LOOK_S", 0.01)
     device = CountingDevice()
@@ -236,8 +245,7 @@ def test_an_arena_that_is_over_is_let_go_without_a_next_one(
         path = f"{before.directory}/arena"
         pool.attend(before)
         wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
-        if end == "retired":
-            ArenaOwner(before).retire()
+        end(before)
         before.close()
         wait_for(lambda: not device.registered, "letting go")
         wait_for(lambda: path not in Path("/proc/self/maps").read_text(), "unmapping")
@@ -248,17 +256,15 @@ def test_an_arena_that_is_over_is_let_go_without_a_next_one(
 
 
 def test_a_closed_arena_is_not_copied_from(arena: Arena) -> None:
-    part = one_region()
-    pool, slots = pool_of(part), reserve(arena, 1, part.block_bytes)
+    pool, part, slots = prepared(arena)
     arena.close()
     with pytest.raises(ShardUnavailable):
         pool.load(arena, [Load(part, slots, np.array([0]))], None)
 
 
 def test_a_refused_copy_is_an_error_only_when_earlier_ones_have_ended(arena: Arena) -> None:
-    part = one_region()
     device = RefusingDevice()
-    pool, slots = pool_of(part, device=device), reserve(arena, 1, part.block_bytes)
+    pool, part, slots = prepared(arena, device=device)
     mark = pool.mark(None)
     with pytest.raises(TierError, match="refused"):
         pool.save(arena, part, np.array([0]), slots, mark)

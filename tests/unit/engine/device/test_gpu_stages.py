@@ -21,7 +21,7 @@ from kvray.engine.device.stages import (
     of_size,
 )
 from kvray.engine.model.cache_layout import LayerRange, Part
-from tests.unit.engine.device.gpu_pages import even_steps, part_of, region
+from tests.kit.devices import even_steps, part_of, region
 
 MUCH = 2**40
 
@@ -141,9 +141,7 @@ def test_a_piece_alone_and_none_are_left_as_they_are() -> None:
         st.tuples(st.sampled_from([0, 0, 0, 8]), st.sampled_from([0, 0, 8])), max_size=40
     )
 )
-def test_joined_copies_move_the_same_bytes_to_the_same_places(
-    steps: list[tuple[int, int]],
-) -> None:
+def test_joined_copies_move_the_same_bytes_to_the_same_places(steps: list[tuple[int, int]]) -> None:
     pieces, target, source = [(0, BASE, 8)], 8, BASE + 8
     for target_gap, source_gap in steps:
         target, source = target + target_gap, source + source_gap

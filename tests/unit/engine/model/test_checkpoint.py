@@ -14,7 +14,7 @@ from kvray.engine.model.checkpoint import (
     read_checkpoint,
     read_media_tokens,
 )
-from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, checkpoint
+from tests.kit.connector import DEEPSEEK, LLAMA, checkpoint
 
 
 def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
@@ -49,19 +49,14 @@ def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
     assert (found.is_mla, found.is_encoder_decoder, found.has_fp4_cache) == (False, False, False)
 
 
-@pytest.mark.parametrize("model", ["", "org/model", "/nowhere"])
+@pytest.mark.parametrize("model", ["", "org/model", "/nowhere", "{}/model.gguf"])
 def test_what_is_no_directory_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    assert read_checkpoint(model) == CheckpointConfig()
-
-
-def test_a_single_file_says_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    assert read_checkpoint(str(path)) == CheckpointConfig()
+    assert read_checkpoint(model.format(tmp_path)) == CheckpointConfig()
 
 
 @pytest.fixture
@@ -144,17 +139,16 @@ def test_other_prompts_are_of_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "vocab_size"),
     [
-        {"vision_config": {"depth": 2}},
-        {"vision_tower": "clip"},
-        {**LLAVA, "audio_processor": {"config": {}}},
-        {"model": {"img_processor": {"name": "clip"}}},
+        ({"vision_config": {"depth": 2}}, 152_064),
+        ({"vision_tower": "clip"}, 152_064),
+        ({**LLAVA, "audio_processor": {"config": {}}}, 152_064),
+        ({"model": {"img_processor": {"name": "clip"}}}, 152_064),
+        (LLAVA, None),
     ],
 )
-def test_without_all_their_names_media_may_be_in_any_prompt(config: dict[str, Any]) -> None:
-    assert may_be_in(config, 1, 2, 3)
-
-
-def test_without_the_size_of_the_vocabulary_media_may_be_in_any_prompt() -> None:
-    assert may_be_in(LLAVA, 1, vocab_size=None)
+def test_without_all_their_names_or_the_size_of_the_vocabulary_media_may_be_in_any_prompt(
+    config: dict[str, Any], vocab_size: int | None
+) -> None:
+    assert may_be_in(config, 1, 2, 3, vocab_size=vocab_size)

@@ -21,6 +21,13 @@ def state_of(tokens: list[int], **fields: object) -> RequestState:
     return state
 
 
+def reported(tokens: list[int], pages: list[list[int]], **fields: object) -> RequestState:
+    """Return the state of a request whose first pass has been reported."""
+    state = state_of(tokens, **fields)
+    state.extend(tokens, pages, new=True)
+    return state
+
+
 def keys_of(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[BlockKey]:
     return chain_keys(tokens, tokens_per_block=BLOCK, seed=SEED, media=media)
 
@@ -62,30 +69,26 @@ def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
 
 
 def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names() -> None:
-    state = state_of([1, 2, 3])
-    state.extend([1, 2, 3], [[0, 1]], new=True)
+    state = reported([1, 2, 3], [[0, 1]])
     assert not save(state, 4)
     state.extend([4], [[]], new=False)
     assert save(state, 4)
 
 
 def test_blocks_without_a_page_are_never_read() -> None:
-    state = state_of(list(range(12)))
-    state.extend(list(range(12)), [[5, -1, 7]], new=True)
+    state = reported(list(range(12)), [[5, -1, 7]])
     assert list(save(state, 12)) == [0]
     assert not save(state, 12)
 
 
 def test_a_group_with_a_window_may_have_no_page_for_a_block() -> None:
-    state = state_of(list(range(12)), windowed=(False, True))
-    state.extend(list(range(12)), [[5, 6, 7], [-1, -1, 2]], new=True)
+    state = reported(list(range(12)), [[5, 6, 7], [-1, -1, 2]], windowed=(False, True))
     assert list(save(state, 12)) == [0, 1, 2]
     assert state.load_pages(1, 3) == ([6, 7], [-1, 2])
 
 
 def test_all_groups_must_have_reported_a_block() -> None:
-    state = state_of(list(range(12)), windowed=(False, False))
-    state.extend(list(range(12)), [[5, 6, 7], [1]], new=True)
+    state = reported(list(range(12)), [[5, 6, 7], [1]], windowed=(False, False))
     assert list(save(state, 12)) == [0]
     state.extend([], [[], [2, 3]], new=False)
     assert list(save(state, 12)) == [1, 2]
@@ -93,8 +96,7 @@ def test_all_groups_must_have_reported_a_block() -> None:
 
 @pytest.mark.parametrize("pages", [[9, 8, -1, 6, 5], [9, 8, 7]])
 def test_a_block_to_load_without_a_page_is_an_error(pages: list[int]) -> None:
-    state = state_of(list(range(20)))
-    state.extend(list(range(20)), [pages], new=True)
+    state = reported(list(range(20)), [pages])
     with pytest.raises(LayoutMismatch, match="2 of them"):
         state.load_pages(1, 4)
 
@@ -113,8 +115,7 @@ def test_tokens_after_a_first_report_with_other_tokens_follow_these() -> None:
 
 
 def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> None:
-    state = state_of([1, 2, 3, 4, 5])
-    state.extend([1, 2, 3, 4, 5], [[0, 1]], new=True)
+    state = reported([1, 2, 3, 4, 5], [[0, 1]])
     state.extend([6], [[]], new=False)
     state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
     state.extend([7, 8, 9], [[]], new=False)
@@ -123,8 +124,7 @@ def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> Non
 
 
 def test_a_replay_starts_with_its_own_pages() -> None:
-    state = state_of(list(range(8)))
-    state.extend(list(range(8)), [[3, 4]], new=True)
+    state = reported(list(range(8)), [[3, 4]])
     state.extend(list(range(8)), [[7, 9]], new=True)
     assert state.pages == ([7, 9],)
     assert state.num_tokens == 8
@@ -181,16 +181,14 @@ def test_two_chains_part_where_their_seeds_or_media_do() -> None:
 
 
 def test_what_is_not_all_in_its_keys_is_not_saved() -> None:
-    state = state_of(list(range(20)))
-    state.extend(list(range(20)), [list(range(5))], new=True)
+    state = reported(list(range(20)), [list(range(5))])
     state.is_unsaved = True
     assert state.savable(20) == 0
 
 
 def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost() -> None:
     """Of a prompt of two blocks and a half; the engine drafts tokens."""
-    state = state_of(list(range(10)), savable_blocks=2)
-    state.extend(list(range(10)), [[0, 1, 2]], new=True)
+    state = reported(list(range(10)), [[0, 1, 2]], savable_blocks=2)
     assert list(save(state, 10)) == [0, 1]
     state.extend(list(range(10, 20)), [[3, 4]], new=False)
     assert list(save(state, 20)) == []

@@ -21,8 +21,7 @@ from kvray.lab.bench.gpu import (
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
 from tests.forks import RunKvray
-from tests.unit.engine.device.gpu_pages import open_arena
-from tests.unit.engine.device.host_device import HostDevice
+from tests.kit.devices import HostDevice, open_arena
 
 TINY = Shapes(
     num_layers=2,

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.request.identity import AskedRequest, Identity
 from kvray.engine.request.state import PassReport
 from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.store import Arena
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -77,6 +79,22 @@ class Apart:
             return AskedRequest(number, list(tokens), len(tokens), computed, Identity())
 
         return self.leader.ask(number, read)
+
+    @property
+    def totals(self) -> Counter[str]:
+        """What the leader counts."""
+        return self.leader.shared.figures.totals
+
+    @property
+    def arena(self) -> Arena:
+        arena = self.leader.shared.link.arena
+        assert arena is not None
+        return arena
+
+    @property
+    def leased(self) -> int:
+        """How many blocks are leased."""
+        return int(self.arena.stats()["leased_blocks"])
 
     def new_blocks(self, tokens: list[int]) -> list[int]:
         blocks = [next(self._blocks) for _ in range(-(-len(tokens) // BLOCK))]

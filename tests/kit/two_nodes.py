@@ -7,22 +7,19 @@ import os
 import pickle
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from kvray.actors.names import LOOKUP_NAME
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
-from kvray.connector import KvRayScheduler, KvRayWorker
-from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.base import SchedulerOutput
 from kvray.engine.meta import ConnectorMeta
+from kvray.engine.shared_state import SharedState
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
+from tests.kit.connector import Pair, Request, args_for, parallel
 from tests.unit.actors.small_shard import Line, wait_until_serving
-from tests.unit.connector.pair import BLOCK, NUM_BLOCKS, Request, args_for
 from tests.waiting import wait_for
 
 NAMES = ("kvray-shard-a", "kvray-shard-b")
@@ -46,9 +43,21 @@ class TwoNodes:
         for shard in self.shards.values():
             wait_until_serving(shard)
 
+    def wait_for_ranks(self, engine: SharedState) -> None:
+        """Return once the shards know of an engine's two ranks, and the engine of them."""
+
+        def are_known() -> bool:
+            known = self.line.lookup.replica(engine.pool.replica, time.monotonic())
+            return len(known) == 2 and engine.may_stage
+
+        wait_for(are_known, "the ranks' registration")
+
     def leased(self) -> list[int]:
         """Return how many blocks of each node are leased to others than the shards."""
         return [int(shard.status()["arena"]["leased_blocks"]) for shard in self.shards.values()]
+
+    def wait_for_release(self) -> None:
+        wait_for(lambda: self.leased() == [0, 0], "the end of every lease")
 
     def drop_handovers(self) -> None:
         """Have the shards give up what they keep for whoever asked."""
@@ -85,112 +94,77 @@ _NUMBERS = itertools.count()
 
 
 class SpreadReplica:
-    """An engine of two ranks, one on each node; every rank's rows are functions of the tokens."""
+    """An engine of two ranks, one on each node."""
 
-    def __init__(self, nodes: TwoNodes, *, is_spread: bool = True, **changes: Any) -> None:
+    def __init__(self, nodes: TwoNodes, *, is_spread: bool = True) -> None:
         number = next(_NUMBERS)
-        self.workers: list[KvRayWorker] = []
-        self.pools: list[torch.Tensor] = []
+        self.ranks: list[Pair] = []
         for rank, directory in enumerate(nodes.directories):
-            mapping = SimpleNamespace(rank=rank)
+            os.environ["KVRAY_ARENA__DIR"] = str(directory)
+            os.environ["KVRAY_CONNECTOR__REPLICA"] = f"process-{rank}-{number}"
             args = args_for(
                 tensor_parallel_size=2,
                 gpus_per_node=1 if is_spread else 2,
-                parallel_config=SimpleNamespace(to_mapping=lambda mapping=mapping: mapping),
-                **changes,
+                parallel_config=parallel(rank),
             )
-            os.environ["KVRAY_ARENA__DIR"] = str(directory)
-            os.environ["KVRAY_CONNECTOR__REPLICA"] = f"process-{rank}-{number}"
-            self.workers.append(KvRayWorker(args))
-            if rank == 0:
-                self.scheduler = KvRayScheduler(args)
-            self.pools.append(torch.full((NUM_BLOCKS, 2, 2, 8), -1.0))
-        for worker, pool in zip(self.workers, self.pools, strict=True):
-            worker.register_kv_caches(pool)
-        self._next_block = 0
-        self.sent: list[ConnectorMeta] = []
-        """Metadata of all passes."""
+            self.ranks.append(Pair(args, rank=rank))
+        self.leader, self.follower = self.ranks
+        self.scheduler = self.leader.scheduler
 
     @property
-    def engine(self) -> Any:
-        return self.workers[0]._rank.shared
+    def totals(self) -> dict[str, int]:
+        return self.leader.totals
 
     @property
     def arenas(self) -> list[Arena]:
-        return [worker._rank.shared.link.arena for worker in self.workers]
+        return [rank.arena for rank in self.ranks]
 
     def meet(self, nodes: TwoNodes) -> None:
         """Do a pass, from which on the ranks have one name, and wait until the shards know it."""
         self.serve(Request(0, list(range(3))))
-        lookup = nodes.line.lookup
-        wait_for(
-            lambda: (
-                len(lookup.replica(self.engine.pool.replica, time.monotonic())) == 2
-                and self.engine.may_stage
-            ),
-            "the ranks' registration",
-        )
+        nodes.wait_for_ranks(self.leader.engine)
 
-    def query(self, request: Request, computed: int = 0) -> tuple[int, bool]:
-        count = -(-len(request.tokens) // BLOCK)
-        first = self._next_block
-        self._next_block += count
-        request.block_ids = [(first + at) % NUM_BLOCKS for at in range(count)]
-        for pool in self.pools:
-            pool[request.block_ids] = -1.0
-        request.matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
-        return request.matched, is_later
+    def query(self, request: Request, computed: int = 0) -> int:
+        matched = self.leader.query(request, computed)
+        self.follower.pool[request.block_ids] = -1.0
+        return matched
 
-    def plan(self, request: Request, *, position: int = 0) -> None:
-        """Build the metadata of the pass that computes the rest, and have the ranks load."""
-        count = len(request.tokens) - request.matched
-        report = RequestData(
-            request.request_id, list(request.tokens), list(request.block_ids), position, count
-        )
-        self.do(SchedulerOutput(new_requests=[report]))
+    def plan(self, request: Request, *, accepted: bool = True) -> ConnectorMeta:
+        """Plan the pass that computes the rest, and have the ranks load."""
+        return self._begin(self.leader.plan(request, accepted=accepted))
 
-    def do(self, output: SchedulerOutput) -> None:
+    def pass_on(self) -> ConnectorMeta:
+        """Do a pass without requests."""
+        return self._begin(self.scheduler.build_connector_meta(SchedulerOutput()))
+
+    def _begin(self, meta: ConnectorMeta) -> ConnectorMeta:
         """Send the metadata of a pass to every rank as an engine does."""
-        sent = pickle.dumps(self.scheduler.build_connector_meta(output))
-        self.sent.append(pickle.loads(sent))  # noqa: S301
-        for worker in self.workers:
-            worker.bind_connector_meta(pickle.loads(sent))  # noqa: S301
-        for worker in self.workers:
-            worker.start_load_kv(None)
+        for rank in self.ranks:
+            rank.worker.bind_connector_meta(pickle.loads(pickle.dumps(meta)))  # noqa: S301 - ours
+        for rank in self.ranks:
+            rank.worker.start_load_kv(None)
+        return meta
 
     def check(self, request: Request, matched: int) -> None:
         """Every rank has loaded its own bytes."""
-        for rank in range(2):
-            for index in range(matched // BLOCK):
-                row = self.pools[rank][request.block_ids[index]]
-                assert (row == self.content(request, index, rank)).all(), (rank, index)
-
-    def end_pass(self, request: Request) -> None:
-        for rank, worker in enumerate(self.workers):
-            for index, block_id in enumerate(request.block_ids):
-                self.pools[rank][block_id] = self.content(request, index, rank)
-            worker.wait_for_save(None)
+        for rank in self.ranks:
+            rank.check(request, matched)
 
     def serve(self, request: Request) -> int:
         """Do all of it; return how many tokens were loaded."""
-        matched, is_later = self.query(request)
-        assert not is_later
+        matched = self.query(request)
         self.plan(request)
         self.check(request, matched)
-        self.end_pass(request)
-        self.scheduler.request_finished(request, request.block_ids)
+        for rank in self.ranks:
+            rank.compute(request)
+        self.leader.finish(request)
         return matched
 
     def flush(self) -> None:
         """Return when all that was saved is committed."""
-        for worker in self.workers:
-            worker._rank.saver.close(10)
-
-    def content(self, request: Request, index: int, rank: int) -> float:
-        tokens = request.tokens[: (index + 1) * BLOCK]
-        return float(sum((at + 1) * t for at, t in enumerate(tokens)) + 0.5 * (rank + 1))
+        for rank in self.ranks:
+            rank.worker._rank.saver.close(10)
 
     def close(self) -> None:
-        self.scheduler.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
+        for rank in self.ranks:
+            rank.close()

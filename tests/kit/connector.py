@@ -1,0 +1,335 @@
+"""TensorRT-LLM's end of the connector: its arguments, a checkpoint's files, requests, an engine."""
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvray.connector import KvRayScheduler, KvRayWorker, base
+from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.model.engine_args import EngineArgs, read_engine_args
+from kvray.engine.meta import ConnectorMeta
+from kvray.engine.shared_state import SharedState
+from kvray.store import Arena
+from tests.waiting import wait_for
+
+BLOCK = 4
+NUM_BLOCKS = 64
+PROMPT = list(range(100, 140))
+NUM_WANTED = (len(PROMPT) - 1) // BLOCK
+HIT = NUM_WANTED * BLOCK
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def args_for(**changes: Any) -> SimpleNamespace:
+    """Return an engine's arguments; `cache` changes its kv_cache_config."""
+    cache = {"tokens_per_block": BLOCK, "enable_block_reuse": True, **changes.pop("cache", {})}
+    fields = {"model": "nowhere", "kv_cache_config": SimpleNamespace(**cache), **changes}
+    return SimpleNamespace(**fields)
+
+
+def parallel(rank: int) -> SimpleNamespace:
+    """Return an engine's parallel_config in the process of one rank."""
+    return SimpleNamespace(to_mapping=lambda: SimpleNamespace(rank=rank))
+
+
+def read_args(llm_args: Any) -> EngineArgs:
+    """Return the settings of `llm_args`, as a start of the engine would."""
+    return read_engine_args(
+        llm_args,
+        asks_every_rank=base.asks_every_rank(),
+        takes_offers_later=base.takes_offers_later(),
+    )
+
+
+def checkpoint(directory: Path, config: dict[str, Any], **files: Any) -> str:
+    """Write configuration files, config.json and those of `files`; return where."""
+    for name, content in {"config": config, **files}.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+def flip_a_byte(arena: Arena, *, depth: int) -> None:
+    tables = arena.tables
+    (victim,) = ((tables.slot_depth == depth) & (tables.slot_state == 2)).nonzero()[0]
+    slab, row = tables.geometry.place_of(int(victim))
+    tables.rows(slab)[row, 3] ^= 1
+
+
+@dataclass
+class Request:
+    """What the connector reads of an engine's request."""
+
+    request_id: int
+    tokens: list[int]
+    cache_salt_id: int | None = None
+    lora_task_id: int | None = None
+    matched: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+    def get_tokens(self, beam: int = 0) -> list[int]:
+        return list(self.tokens)
+
+
+class Pair:
+    """A scheduler and a worker on one small pool, driven by hand in the engine's order of calls.
+
+    Blocks are given out in turn; their rows are functions of the tokens, and of the rank.
+    """
+
+    def __init__(
+        self, args: Any = None, *, shape: tuple[int, ...] = (NUM_BLOCKS, 2, 2, 8), rank: int = 0
+    ) -> None:
+        args = args_for() if args is None else args
+        self._rank = rank
+        self.worker, self.scheduler = KvRayWorker(args), KvRayScheduler(args)
+        self.pool = torch.full(shape, -1.0)
+        self.worker.register_kv_caches(self.pool)
+        self._next_block = itertools.cycle(range(shape[0]))
+
+    def query(self, request: Request, computed: int = 0) -> int:
+        """Ask for a match, as the cache manager does once it has allocated the blocks."""
+        count = -(-len(request.tokens) // BLOCK)
+        request.block_ids = [next(self._next_block) for _ in range(count)]
+        self.pool[request.block_ids] = -1.0
+        matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
+        assert not is_later
+        request.matched = matched
+        self.scheduler.update_state_after_alloc(request, request.block_ids)
+        return matched
+
+    def plan(self, request: Request, computed: int = 0, *, accepted: bool = True) -> ConnectorMeta:
+        """Build the metadata of the pass that computes the rest of the prompt, and bind it."""
+        position = computed + (request.matched if accepted else 0)
+        report = RequestData(
+            request.request_id,
+            list(request.tokens),
+            list(request.block_ids),
+            position - request.matched,
+            len(request.tokens) - position,
+        )
+        meta = self.scheduler.build_connector_meta(SchedulerOutput(new_requests=[report]))
+        self.worker.bind_connector_meta(meta)
+        return meta
+
+    def begin_pass(self, *reports: RequestData, **output: list[RequestData]) -> ConnectorMeta:
+        """Plan the pass of new requests, or of others, and begin it."""
+        planned = SchedulerOutput(new_requests=list(reports), **output)
+        meta = self.scheduler.build_connector_meta(planned)
+        self.worker.bind_connector_meta(meta)
+        self.worker.start_load_kv(None)
+        return meta
+
+    def compute(self, request: Request) -> None:
+        """Do the pass: every full block gets the sum of all tokens before its end."""
+        for index, block_id in enumerate(request.block_ids):
+            self.pool[block_id] = self.content(request, index)
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Run the layers, as far as the connector hears of them."""
+        for layer in range(self.pool.shape[1]):
+            self.worker.wait_for_layer_load(layer, None)
+            self.worker.save_kv_layer(layer, None)
+        self.worker.wait_for_save(None)
+
+    def begin(self, request: Request, computed: int = 0) -> ConnectorMeta:
+        """Ask for a match, plan the pass and begin it."""
+        self.query(request, computed)
+        meta = self.plan(request, computed)
+        self.worker.start_load_kv(None)
+        return meta
+
+    def check(self, request: Request, matched: int = HIT, computed: int = 0) -> None:
+        """Check what was loaded behind `computed` tokens."""
+        for index in range(computed // BLOCK, (computed + matched) // BLOCK):
+            wanted = self.content(request, index)
+            assert (self.pool[request.block_ids[index]] == wanted).all()
+
+    def serve(self, request: Request, computed: int = 0) -> int:
+        """Do all of it, and check what was loaded; return how many tokens were."""
+        self.begin(request, computed)
+        self.check(request, request.matched, computed)
+        self.compute(request)
+        self.finish(request)
+        return request.matched
+
+    def store(self, tokens: list[int]) -> None:
+        """Have the blocks of a prompt in the tier."""
+        self.serve(Request(1, tokens))
+        self.flush()
+
+    def finish(self, request: Request) -> None:
+        """End the request; its blocks are the engine's again when this returns."""
+        ids = [request.request_id]
+        if self.scheduler.request_finished(request, request.block_ids):
+            said = self.worker.get_finished(ids, [])[0]
+            while not said:
+                said = self.worker.get_finished([], [])[0]
+            assert said == ids
+
+    def content(self, request: Request, index: int) -> float:
+        tokens = request.tokens[: (index + 1) * BLOCK]
+        return float(sum((at + 1) * t for at, t in enumerate(tokens)) + 0.5 * self._rank)
+
+    def flush(self) -> None:
+        """Return when all that was saved is committed."""
+        self.worker._rank.close_pool()
+        self.worker.register_kv_caches(self.pool)
+
+    @property
+    def engine(self) -> SharedState:
+        return self.worker._rank.shared
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return self.engine.figures.totals
+
+    @property
+    def arena(self) -> Arena:
+        arena = self.engine.link.arena
+        assert arena is not None
+        return arena
+
+    @property
+    def leased(self) -> int:
+        """How many blocks are leased."""
+        return int(self.arena.stats()["leased_blocks"])
+
+    def wait_for_arena(self) -> None:
+        wait_for(lambda: self.engine.link.arena is not None, "joining the tier")
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+@dataclass
+class GroupedRequest(Request):
+    """One of an engine whose layers have two groups: its pages in either."""
+
+    py_num_connector_matched_tokens: int = 0
+    full: list[int] = field(default_factory=list)
+    window: list[int] = field(default_factory=list)
+
+
+WINDOW = 10
+FULL_BYTES, SHARED_BYTES, WINDOW_BYTES = 64, 8, 32
+
+
+class GroupedEngine(Pair):
+    """One rank whose cache has full attention, bytes that all ranks share, and a window."""
+
+    def __init__(self, **changes: Any) -> None:
+        args = args_for(cache={"use_kv_cache_manager_v2": True}, **changes)
+        self.worker, self.scheduler = KvRayWorker(args), KvRayScheduler(args)
+        self.memory = {
+            size: torch.full((NUM_BLOCKS, size), 255, dtype=torch.uint8)
+            for size in (FULL_BYTES, SHARED_BYTES, WINDOW_BYTES)
+        }
+        full = SimpleNamespace(
+            layer_group_id=0,
+            layer_ids=(0, 2),
+            window_size=None,
+            regions=(self._region(FULL_BYTES, [0, 2]),),
+            replicated_regions=(self._region(SHARED_BYTES, [0, 2], "index"),),
+        )
+        window = SimpleNamespace(
+            layer_group_id=1,
+            layer_ids=(1,),
+            window_size=WINDOW,
+            regions=(self._region(WINDOW_BYTES, [1]),),
+        )
+        self.layout = SimpleNamespace(
+            tokens_per_block=BLOCK, groups=(full, window), dtype=torch.uint8
+        )
+        self.worker.register_kv_cache_layout(self.layout)
+        self._next_page = 0
+
+    def _region(self, size: int, layers: list[int], roles: str = "key value") -> Any:
+        return SimpleNamespace(
+            base=self.memory[size].data_ptr(),
+            size=size,
+            stride=size,
+            num_slots=NUM_BLOCKS,
+            buffers=buffers(layers, roles),
+        )
+
+    def query(self, request: GroupedRequest, computed: int = 0) -> int:
+        matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
+        assert not is_later
+        return matched
+
+    def give_pages(self, request: GroupedRequest, *, window_from: int = 0) -> None:
+        """Give a request its pages; blocks before `window_from` have none in the window."""
+        count = -(-len(request.tokens) // BLOCK)
+        pages = [(self._next_page + n) % NUM_BLOCKS for n in range(count)]
+        self._next_page += count
+        request.full = pages
+        request.window = [-1 if n < window_from else p for n, p in enumerate(reversed(pages))]
+        for memory in self.memory.values():
+            memory[pages] = 254
+
+    def run(self, request: GroupedRequest, *, taken: int) -> ConnectorMeta:
+        """Do the pass that computes all but `taken` tokens."""
+        request.py_num_connector_matched_tokens = taken
+        report = RequestData(
+            request.request_id,
+            list(request.tokens),
+            [],
+            0,
+            len(request.tokens) - taken,
+            new_block_ids_by_layer_group=[request.full, request.window],
+        )
+        meta = self.begin_pass(report)
+        self.compute_from(request, taken)
+        return meta
+
+    def compute_from(self, request: GroupedRequest, taken: int) -> None:
+        for block in range(taken // BLOCK, len(request.tokens) // BLOCK):
+            self._fill(request, block)
+        self.worker.wait_for_save(None)
+
+    def _fill(self, request: GroupedRequest, block: int) -> None:
+        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
+        self.memory[FULL_BYTES][request.full[block]] = content
+        self.memory[SHARED_BYTES][request.full[block]] = content
+        if request.window[block] >= 0:
+            self.memory[WINDOW_BYTES][request.window[block]] = content
+
+    def has(self, request: GroupedRequest, block: int) -> tuple[bool, bool]:
+        """Whether a block's bytes are right: full and shared, window."""
+        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
+        full = [self.memory[size][request.full[block]] for size in (FULL_BYTES, SHARED_BYTES)]
+        window = self.memory[WINDOW_BYTES][request.window[block]]
+        return all(bool((one == content).all()) for one in full), bool((window == content).all())
+
+    def flush(self) -> None:
+        self.worker._rank.close_pool()
+        self.worker.register_kv_cache_layout(self.layout)
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    @property
+    def arena(self) -> Arena:
+        arena = self.worker._rank.shared.link.arena
+        assert arena is not None
+        return arena
+
+
+def buffers(layers: list[int], roles: str = "key value") -> list[Any]:
+    return [SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()]

@@ -1,0 +1,259 @@
+"""What a shard and its arena know of requests: outcomes, keys, how long to keep their blocks."""
+
+import itertools
+import pickle
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+
+from kvray.actors.shard.actor_requests import Asked
+from kvray.actors.shard.shard import Shard
+from kvray.connector.base import RequestData
+from kvray.engine.meta import ConnectorMeta, SavePlan
+from kvray.engine.request.state import Priorities, read_priorities
+from kvray.identity.block import namespace_id
+from kvray.identity.keys import chain_keys, request_seed
+from kvray.node import link as link_module
+from kvray.store.arena import key_index
+from kvray.store.block_history import CLEARED
+from kvray.store.sizing import Window
+from tests.kit.connector import BLOCK, NUM_WANTED, Pair, Request
+from tests.waiting import wait_for
+
+_STARTS = itertools.count(1000, 100)
+
+
+@pytest.fixture(autouse=True)
+def reports_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+
+
+def new_prompt(count: int = 10) -> list[int]:
+    """Return a prompt of so many blocks that the shard of this module has not seen leave."""
+    start = next(_STARTS)
+    return list(range(start, start + count * BLOCK))
+
+
+def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
+    """Return what the shard knows of a request, once it was reported."""
+    replica = pair.engine.pool.replica
+
+    def find() -> list[Asked]:
+        # The pairs of this process are replicas of one name.
+        return shard.queries.asked(replica, request_id, 1)
+
+    wait_for(lambda: bool(find()), "the report")
+    return find()[0]
+
+
+def test_a_miss_and_a_hit_are_known_with_their_blocks(shard: Shard, pair: Pair) -> None:
+    prompt = new_prompt()
+    pair.serve(Request(9001, prompt))
+    pair.flush()
+    missed = asked(shard, pair, 9001).note
+    assert (missed.first, missed.end, missed.wanted) == (0, 0, NUM_WANTED)
+    assert (missed.reason, missed.num_tokens, missed.tokens_per_block) == ("not_stored", 40, BLOCK)
+    assert len(missed.keys) == NUM_WANTED
+    pair.finish(Request(9001, prompt))
+    pair.query(Request(9002, prompt), BLOCK)
+    found = asked(shard, pair, 9002)
+    assert (found.note.first, found.note.end, found.note.reason) == (1, NUM_WANTED, "none")
+    assert found.note.keys == ()
+    assert found.note.lease_s > 0
+    assert found.namespace is not None
+    assert found.namespace.tokens_per_block == BLOCK
+
+
+def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(
+    shard: Shard, pair: Pair
+) -> None:
+    prompt = new_prompt()
+    pair.serve(Request(9011, prompt))
+    pair.flush()
+    missed = asked(shard, pair, 9011).note
+    keys = b"".join(missed.keys)
+    here = shard.queries.whereabouts(None, keys)
+    assert here.host.tolist() == here.either.tolist() == [1] * NUM_WANTED
+    assert not here.left_at.any()
+    shard.clear(10)
+    gone = shard.queries.whereabouts(None, keys)
+    assert not gone.either.any()
+    assert np.all(gone.left_at > missed.at)
+    assert set(gone.left_by.tolist()) == {CLEARED}
+    assert not shard.queries.whereabouts(missed.at, keys).left_at.any()
+
+
+def test_a_request_without_keys_is_known_as_such(shard: Shard, pair: Pair) -> None:
+    pair.query(Request(9021, new_prompt(), lora_task_id=7))
+    assert asked(shard, pair, 9021).note.reason == "bypassed"
+
+
+def serve(pair: Pair, request: Request) -> None:
+    pair.serve(request)
+    pair.finish(request)
+
+
+@pytest.fixture
+def before(running_shard: Shard) -> int:
+    """How many prompts the shard has sampled."""
+    return running_shard.queries.sizing_plan().window.trace.num_requests
+
+
+def window_with(shard: Shard, num_prompts: int) -> Window:
+    """Return the shard's sample once it has so many prompts."""
+    find = shard.queries.sizing_plan
+    wait_for(lambda: find().window.trace.num_requests >= num_prompts, "the report")
+    return find().window
+
+
+def test_prompts_reach_the_shard_with_their_keys_when_they_end(
+    running_shard: Shard, before: int, pair: Pair
+) -> None:
+    prompt = new_prompt()
+    serve(pair, Request(1, prompt))
+    serve(pair, Request(2, prompt[: 4 * BLOCK]))
+    trace = (window := window_with(running_shard, before + 2)).trace
+    first, second = (
+        trace.ids[trace.starts[at] : trace.starts[at + 1]].tolist() for at in (before, before + 1)
+    )
+    assert window.lengths[before].tolist() == [10, 9, 0], "the last token is always computed"
+    assert second == first[:4]
+
+
+def test_a_request_that_is_asked_about_again_counts_once(
+    running_shard: Shard, before: int, pair: Pair
+) -> None:
+    request = Request(1, new_prompt(5))
+    for _ in range(3):
+        pair.query(request, 0)
+    serve(pair, request)
+    serve(pair, Request(2, new_prompt(5)))
+    assert window_with(running_shard, before + 2).trace.num_requests == before + 2
+
+
+SHORTER = list(range(100, 132))
+
+
+def report_of(request: Request, priorities: Any, *, matched: int = 0) -> RequestData:
+    return RequestData(
+        request.request_id,
+        list(request.tokens),
+        list(request.block_ids),
+        0,
+        len(request.tokens) - matched,
+        priorities=priorities,
+    )
+
+
+def serve_with(pair: Pair, request: Request, priorities: Any) -> None:
+    """Serve a request whose blocks are to be kept so long."""
+    matched = pair.query(request)
+    report = report_of(request, priorities, matched=matched)
+    pair.begin_pass(report)
+    pair.compute(request)
+    pair.finish(request)
+    pair.flush()
+
+
+def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
+    """Return priorities and namespaces of the blocks of a prompt in the arena, in its order."""
+    seed = request_seed(pair.engine.pool.namespace_digest, salt=None, lora=None)
+    keys = chain_keys(tokens, tokens_per_block=BLOCK, seed=seed)
+    tables = pair.arena.tables
+    found = key_index.find(tables, key_index.pack_keys(keys), 0)
+    found = found[found >= 0]
+    return tables.slot_priority[found].tolist(), set(tables.slot_namespace[found].tolist())
+
+
+def test_every_block_has_the_priority_that_the_engine_gave_it(pair: Pair) -> None:
+    wanted = [100, 90, 80, 35, 0, 50, 50, 50]
+    serve_with(pair, Request(1, SHORTER), wanted)
+    namespace = namespace_id(pair.engine.pool.namespace_digest)
+    assert kept(pair, SHORTER) == (wanted, {namespace})
+    assert namespace != 0
+
+
+def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard: Shard, pair: Pair) -> None:
+    serve_with(pair, Request(1, SHORTER), None)
+    status = shard.status()
+    (mine,) = (one for one in status["arena"]["namespaces"] if one["namespace"])
+    assert mine["namespace"] in status["namespaces"]
+    assert mine["blocks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ([-5, 10**6, 99, 1, 2, 3, 4, 5], [0, 100, 99, 1, 2, 3, 4, 5]),
+        ([90, 91], [90, 91, *[35] * 6]),
+        ([90] * 20, [90] * 8),
+        ([], [35] * 8),
+        (None, [35] * 8),
+        ([None] * 8, [35] * 8),
+        (["high"] * 8, [35] * 8),
+        ([10**30] * 8, [35] * 8),
+        ([float("nan")] * 8, [35] * 8),
+        ([[1, 2]] * 8, [35] * 8),
+        ("1" * 8, [35] * 8),
+        (7, [35] * 8),
+    ],
+)
+def test_without_priorities_or_with_nonsense_blocks_have_the_default(
+    pair: Pair, asked: Any, wanted: list[int]
+) -> None:
+    serve_with(pair, Request(1, SHORTER), asked)
+    assert kept(pair, SHORTER)[0] == wanted
+    assert not pair.totals["errors"]
+
+
+def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair: Pair) -> None:
+    serve_with(pair, Request(1, SHORTER), None)
+    serve_with(pair, Request(2, SHORTER), [90, 90, 10, 10, 35, 35, 35, 35])
+    assert pair.totals["hit_tokens"] == len(SHORTER) - BLOCK
+    assert kept(pair, SHORTER)[0] == [90, 90, *[35] * 6]
+    serve_with(pair, Request(3, SHORTER), None)
+    assert kept(pair, SHORTER)[0] == [90, 90, *[35] * 6]
+    assert pair.totals["stored_blocks"] == 8
+
+
+def test_priorities_of_later_reports_belong_to_their_new_blocks(pair: Pair) -> None:
+    request = Request(1, SHORTER)
+    pair.query(request)
+    pair.begin_pass(report_of(request, None))
+    pair.compute(request)
+    more = list(range(BLOCK + 1))
+    request.tokens = [*SHORTER, *more]
+    request.block_ids += [60, 61]
+    late = RequestData(1, more, [60, 61], 8 * BLOCK, BLOCK, priorities=[77, 78])
+    pair.begin_pass(cached_requests=[late])
+    pair.compute(request)
+    pair.finish(request)
+    pair.flush()
+    assert kept(pair, request.tokens)[0] == [*[35] * 8, 77]
+
+
+def test_metadata_travels_with_priorities_and_without() -> None:
+    plain = ConnectorMeta(namespace=b"n", replica="r")
+    with_some = plain._replace(saves=(SavePlan(1, 0, b"", (), priorities=b"\x5a"),))
+    for meta in (plain, with_some):
+        assert pickle.loads(pickle.dumps(meta)) == meta  # noqa: S301 (made right here)
+
+
+def test_reports_without_the_field_say_nothing() -> None:
+    assert read_priorities(SimpleNamespace()) == b""
+    assert read_priorities(MagicMock()) == b""
+    assert read_priorities(SimpleNamespace(priorities=(1, np.int32(2)))) == b"\x01\x02"
+
+
+def test_what_has_the_default_throughout_needs_no_bytes() -> None:
+    priorities = Priorities()
+    assert priorities.of(0, 5) == b""
+    priorities.extend(bytes([35, 35]), at=0, count=2)
+    priorities.extend(bytes([90]), at=4, count=1)
+    assert priorities.of(0, 4) == b""
+    assert priorities.of(3, 7) == bytes([35, 90, 35, 35])
+    assert not priorities.are_raised(4)
+    assert priorities.are_raised(5)

@@ -1,0 +1,241 @@
+"""What a rank tells its shard: its name, namespace, figures, and what it reads."""
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvray.actors.shard.shard import Shard
+from kvray.errors import LayoutMismatch
+from kvray.node import NodeLink, Registration
+from kvray.store import PartRequest
+from kvray.wire import FRAME_MAX
+from tests.kit.shard_socket import StageServer
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
+from tests.unit.node.conftest import MakeLink, StartShard, arena_of, registration
+from tests.waiting import HANG_S, wait_for
+
+ROOT = Path(__file__).parents[3]
+
+
+def connected(shard: Shard) -> list[str]:
+    return [entry["replica"] for entry in shard.status()["replicas"] if entry["connected"]]
+
+
+def counted(shard: Shard) -> dict[str, dict[str, int]]:
+    return {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
+
+
+def test_a_rank_registers_and_its_figures_arrive(shard: Shard, link: NodeLink) -> None:
+    link.register(registration())
+    (entry,) = shard.status()["replicas"]
+    assert (entry["replica"], entry["connected"]) == ("one", True)
+    wait_for(lambda: counted(shard) == {"one": {"hits": 3}})
+
+
+def test_a_rank_of_a_link_without_a_shard_registers_later(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    make_link().register(registration())
+    shard = start_shard()
+    wait_for(lambda: shard.status()["replicas"])
+
+
+def test_the_last_figures_arrive_when_the_link_ends(shard: Shard, link: NodeLink) -> None:
+    hits = 0
+    link.register(registration(counters=lambda: {"hits": hits}))
+    hits = 7
+    link.detach()
+    wait_for(lambda: not connected(shard))
+    assert counted(shard) == {"one": {"hits": 7}}
+
+
+def test_a_refused_registration_raises_and_is_forgotten(shard: Shard, link: NodeLink) -> None:
+    link.register(registration())
+    with pytest.raises(LayoutMismatch):
+        link.register(registration("two", namespace=OTHER_LAYOUT))
+    time.sleep(0.1)
+    assert [*counted(shard)] == ["one"]
+
+
+def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make_link()
+    first, last = registration(), registration("three")
+    refused = registration("two", namespace=OTHER_LAYOUT)
+    for one in (first, refused, last):
+        link.register(one)
+    shard = start_shard()
+    wait_for(lambda: [*counted(shard)] == ["one", "three"])
+    wait_for(lambda: refused.refusal)
+    time.sleep(0.1)
+    assert caplog.text.count("replica two is refused") == 1
+    link.unregister(first)
+    link.unregister(last)
+
+
+def test_a_refused_rank_is_accepted_once_the_other_is_gone(
+    shard: Shard, make_link: MakeLink, directory: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", REGISTERED.format(directory=str(directory))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "registered"
+    link = make_link()
+    waiting = registration("two", namespace=OTHER_LAYOUT)
+    with pytest.raises(LayoutMismatch):
+        link.register(waiting)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_for(lambda: not connected(shard))
+    link.register(waiting)
+    assert waiting.accepted
+
+
+def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(
+    shard: Shard, link: NodeLink
+) -> None:
+    renewed = dataclasses.replace(NAMESPACE, model="renewed")
+
+    def counters() -> dict[str, int]:
+        if one.namespace is NAMESPACE:
+            one.renew(renewed)
+        return {}
+
+    one = registration(counters=counters)
+    link.register(one)
+    digest = renewed.digest().hex()[:8]
+    wait_for(lambda: shard.status()["replicas"][0]["namespace"] == digest)
+    wait_for(lambda: one.accepted)
+
+
+REGISTERED = """
+import time
+from pathlib import Path
+from kvray.node import Registration, attach
+from tests.unit.actors.small_shard import NAMESPACE
+link = attach(Path({directory!r}), label="one", lock_wait_s=1, attach_retry_s=1)
+link.register(
+    Registration(replica="one", rank=0, namespace=NAMESPACE, counters=lambda: dict(hits=1))
+)
+print("registered", flush=True)
+time.sleep(60)
+"""
+
+
+def test_figures_that_fail_end_neither_thread_nor_link(
+    link: NodeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    link.register(registration(counters=lambda: {"a": 1 // 0}))
+    wait_for(lambda: "a defect in the background" in caplog.text)
+    time.sleep(0.1)
+    assert caplog.text.count("a defect in the background") == 1
+    done = threading.Event()
+    link.defer(arena_of(link), lambda arena: done.set() or True)
+    assert done.wait(HANG_S)
+
+
+def test_figures_that_no_frame_takes_are_refused_quietly(shard: Shard, link: NodeLink) -> None:
+    link.register(registration("huge", counters=lambda: {"x" * FRAME_MAX: 1}))
+    link.register(registration("two"))
+    wait_for(lambda: counted(shard) == {"huge": {}, "two": {"hits": 3}})
+
+
+def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(
+    directory: Path, link: NodeLink
+) -> None:
+    arena = arena_of(link)
+    membership = arena.membership
+    with StageServer(directory) as server:
+        link.register(
+            registration(
+                rank=1,
+                part_requests=(PartRequest(2), PartRequest(5, 16)),
+                num_ranks=4,
+                adapters="plain",
+            )
+        )
+        link.detach()
+    told = server.registered[0]
+    assert {name: told[name] for name in ("wanted", "num_ranks", "holder", "adapters")} == {
+        "wanted": [[2, None], [5, 16]],
+        "num_ranks": 4,
+        "holder": [arena.arena_id, *membership],
+        "adapters": "plain",
+    }
+
+
+def test_a_rank_tells_its_place_in_the_next_arena_too(
+    directory: Path, shard: Shard, start_shard: StartShard, link: NodeLink
+) -> None:
+    link.register(registration())
+    before = arena_of(link).arena_id
+    shard.stop(retire=True, timeout_s=5)
+    start_shard()
+    with StageServer(directory) as server:
+        link._socket.close()  # it may have told the shard before the server was there
+        wait_for(lambda: server.registered, "being told again")
+        assert server.registered[-1]["holder"][0] == arena_of(link).arena_id != before
+        link.detach()
+
+
+def test_whether_there_are_other_nodes_is_known_from_reports(
+    directory: Path, link: NodeLink
+) -> None:
+    with StageServer(directory) as server:
+        one = registration()
+        link.register(one)
+        wait_for(lambda: one.has_peers, "hearing of them")
+        server.report = {"peers": False}
+        wait_for(lambda: not one.has_peers, "hearing of their end")
+        link.detach()
+
+
+def test_a_rank_that_follows_its_leaders_name_has_no_other(shard: Shard, link: NodeLink) -> None:
+    one = registration("process-7")
+    link.register(one)
+    one.rename("leader")
+    one.rename("the leader")
+    wait_for(lambda: connected(shard) == ["the leader"], "the other name")
+    wait_for(lambda: counted(shard)["the leader"] == {"hits": 3}, "its figures")
+    assert not counted(shard)["process-7"]
+
+
+def test_two_engines_of_one_name_are_two_and_the_second_says_so(
+    shard: Shard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = registration("chat"), registration("chat", counters=lambda: {"hits": 10})
+    for each in (one, two):
+        make_link().register(each)
+    assert one.replica == "chat"
+    assert two.replica == f"chat-{two.instance}"
+    assert "another living engine on this node is replica chat; this one goes by" in caplog.text
+    both = {"chat": {"hits": 3}, two.replica: {"hits": 10}}
+    wait_for(lambda: counted(shard) == both, "figures of both")
+
+
+def test_a_name_that_is_taken_while_the_engine_gives_another_is_not_kept(
+    shard: Shard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_link().register(registration("chat"))
+    two = registration("chat")
+    take_name = Registration.take_name
+
+    def rename_first(one: Registration, asked: str, given: object) -> None:
+        if one is two and asked == "chat":
+            two.rename("the leader")
+        take_name(one, asked, given)
+
+    monkeypatch.setattr(Registration, "take_name", rename_first)
+    make_link().register(two)
+    wait_for(lambda: connected(shard) == ["chat", "the leader"], "the leader's name, and no third")

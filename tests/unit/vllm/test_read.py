@@ -1,0 +1,243 @@
+"""What kvray reads of vLLM: requests, the caches that it registers, its configuration."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvray.engine.request.identity import AskedRequest
+from kvray.errors import ConfigError
+from kvray.vllm.identity import RequestReader
+from kvray.vllm.layout import read_layout
+from kvray.vllm.refusals import refuse_unsupported
+
+TOKENS = [1, 2, 3, 4, 5]
+
+
+def request(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "prompt_token_ids": TOKENS[:3],
+        "all_token_ids": TOKENS,
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "resumable": False,
+        "pooling_params": None,
+        "mm_features": [],
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def feature(
+    name: str | None, *, offset: int = 1, length: int = 2, mask: list[bool] | None = None
+) -> SimpleNamespace:
+    is_embed = None if mask is None else torch.tensor(mask)
+    place = SimpleNamespace(offset=offset, length=length, is_embed=is_embed)
+    return SimpleNamespace(modality="image", identifier=name, mm_position=place)
+
+
+@pytest.fixture
+def reader() -> RequestReader:
+    args = SimpleNamespace(adapters="")
+    figures = SimpleNamespace(totals=Counter())
+    return RequestReader(SimpleNamespace(args=args, figures=figures, tenants=None))
+
+
+def read(reader: RequestReader, **changes: Any) -> AskedRequest:
+    found = reader.read(request(**changes), 7, 0)
+    assert found is not None
+    return found
+
+
+def test_a_text_is_its_tokens_with_what_it_has_generated(reader: RequestReader) -> None:
+    found = read(reader)
+    assert (found.request_id, found.tokens, found.prompt_len) == (7, TOKENS, 5)
+    assert found.identity.is_plain
+
+
+def test_a_salt_is_part_of_it(reader: RequestReader) -> None:
+    assert read(reader, cache_salt="a").identity.salt == "a"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None, "prompt_embeds": object()},
+        {"prompt_embeds": object()},
+        {"prompt_is_token_ids": [True, False, True]},
+        {"resumable": True},
+        {"pooling_params": object()},
+        {"mm_features": [feature(None)]},
+        {"mm_features": [feature("")]},
+    ],
+)
+def test_more_than_tokens_bypasses_the_cache(
+    reader: RequestReader, changes: dict[str, Any]
+) -> None:
+    assert reader.read(request(**changes), 7, 0) is None
+
+
+def test_media_differ_by_name_place_length_and_mask(reader: RequestReader) -> None:
+    kinds = [
+        feature("a"),
+        feature("b"),
+        feature("a", offset=2),
+        feature("a", length=3),
+        feature("a", mask=[True, False]),
+        feature("a", mask=[False, True]),
+    ]
+    found = {read(reader, mm_features=[one]).identity.media for one in kinds}
+    assert len(found) == len(kinds)
+    assert read(reader, mm_features=[feature("a")]).identity.media in found
+
+
+def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
+    reader: RequestReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.engine.model.adapters._WAIT_S", 10.0)
+    loras = []
+    for number in (1, 2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text("{}")
+        (directory / "adapter_model.bin").write_bytes(bytes([number]) * 100)
+        asked = SimpleNamespace(lora_int_id=number, lora_path=str(directory), load_inplace=False)
+        loras.append(read(reader, lora_request=asked).identity.lora)
+    assert None not in loras
+    assert loras[0] != loras[1]
+    asked.load_inplace = True
+    assert reader.read(request(lora_request=asked), 7, 0) is None
+
+
+# Each layer's bytes of a block are found where the configuration says.
+
+BLOCKS, PAGE = 6, 32
+
+
+def cache_config(*, layers: int = 3, is_packed: bool = False, **spec: Any) -> SimpleNamespace:
+    """Return a configuration whose blocks have their layers apart, or end to end."""
+    names = [f"model.layers.{layer}.attn" for layer in range(layers)]
+    fields = {"page_size_bytes": PAGE, "block_size": 4, "head_size_v": 8, "dtype": torch.float32}
+    placed = SimpleNamespace(
+        size=layers * BLOCKS * PAGE,
+        layers=list(names),
+        layer_stride=PAGE if is_packed else BLOCKS * PAGE,
+        block_stride=layers * PAGE if is_packed else PAGE,
+        offset=0,
+        host_resident=False,
+    )
+    group = SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(**{**fields, **spec}))
+    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_tensors=[placed], kv_cache_groups=[group])
+
+
+def caches(of: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """Return the tensors of the layers, over bytes that are numbered."""
+    (placed,) = of.kv_cache_tensors
+    memory = (torch.arange(placed.size) % 251).to(torch.uint8)
+    return {
+        name: memory.as_strided(
+            (of.num_blocks, PAGE), (placed.block_stride, 1), index * placed.layer_stride
+        )
+        for index, name in enumerate(placed.layers)
+    }
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed: bool) -> None:
+    described = cache_config(is_packed=is_packed)
+    tensors = caches(described)
+    (group,) = read_layout(tensors, described).groups
+    page = torch.cat([region.pages[4] for region in group.own])
+    assert torch.equal(page, torch.cat([tensor[4] for tensor in tensors.values()]))
+    assert len(group.own) == (1 if is_packed else 3)
+    assert [step.layers for region in group.own for step in region.steps] == [(0,), (1,), (2,)]
+
+
+def test_pages_are_the_engine_s_own_memory() -> None:
+    described = cache_config()
+    tensors = caches(described)
+    (group,) = read_layout(tensors, described).groups
+    group.own[1].pages[2] = 7
+    assert (tensors["model.layers.1.attn"][2] == 7).all()
+
+
+def test_a_latent_cache_is_the_same_on_all_ranks() -> None:
+    for head_size_v, expected in ((0, (1, 1)), (8, (2, 4))):
+        described = cache_config(head_size_v=head_size_v)
+        layout = read_layout(caches(described), described)
+        assert (layout.kv_factor, layout.num_parts(4)) == expected
+
+
+def test_several_groups_of_layers_are_refused() -> None:
+    described = cache_config()
+    described.kv_cache_groups *= 2
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        read_layout(caches(cache_config()), described)
+
+
+def test_a_layer_without_a_cache_is_refused() -> None:
+    described = cache_config()
+    tensors = caches(described)
+    del tensors["model.layers.2.attn"]
+    with pytest.raises(ConfigError, match=r"no KV cache for model\.layers\.2"):
+        read_layout(tensors, described)
+    described.kv_cache_tensors[0].layers.pop()
+    with pytest.raises(ConfigError, match=r"no cache for 1 layers, model\.layers\.2"):
+        read_layout(tensors, described)
+
+
+def test_a_layer_that_lies_elsewhere_is_refused() -> None:
+    described = cache_config()
+    tensors = caches(described)
+    tensors["model.layers.1.attn"] = tensors["model.layers.1.attn"].clone()
+    with pytest.raises(ConfigError, match="lies elsewhere"):
+        read_layout(tensors, described)
+
+
+def test_blocks_that_overlap_are_refused() -> None:
+    described = cache_config(page_size_bytes=2 * PAGE)
+    with pytest.raises(ConfigError, match="do not overlap"):
+        read_layout(caches(described), described)
+
+
+# Set-ups that would be served wrongly do not start.
+
+
+def config(
+    *, parallel: dict[str, Any] | None = None, cache: dict[str, Any] | None = None, **more: Any
+) -> SimpleNamespace:
+    """Return a configuration that is served, with changes."""
+    fields = {
+        "parallel_config": SimpleNamespace(tensor_parallel_size=2, nnodes=1, **(parallel or {})),
+        "cache_config": SimpleNamespace(**{"cache_dtype": "auto", **(cache or {})}),
+        "speculative_config": None,
+        "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+def test_what_is_served_starts() -> None:
+    refuse_unsupported(config())
+    refuse_unsupported(config(cache={"cache_dtype": "fp8"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2"),
+        ({"parallel": {"decode_context_parallel_size": 4}}, "decode_context_parallel_size is 4"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size is 2"),
+        ({"cache": {"cache_dtype": "int8_per_token_head"}}, "scales beside the blocks"),
+        ({"cache": {"kv_sharing_fast_prefill": True}}, "switch it off"),
+        ({"speculative_config": SimpleNamespace()}, "speculative decoding"),
+        ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "set it to kv_both"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_a_sentence(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refuse_unsupported(config(**changes))
