@@ -151,32 +151,6 @@ print(*(key.hex() for key in chain_keys({TOKENS}, tokens_per_block=4, seed=seed,
 # Prefixes.
 
 
-@pytest.mark.parametrize(("num_tokens", "num_keys"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
-def test_only_full_blocks_have_keys(num_tokens: int, num_keys: int) -> None:
-    assert len(keys_of(TOKENS[:num_tokens])) == num_keys
-
-
-@given(st.lists(st.integers(0, 9), max_size=40), st.integers(0, 40))
-def test_keys_of_a_prefix_are_a_prefix_of_the_keys(tokens: list[int], cut: int) -> None:
-    keys = keys_of(tokens)
-    assert keys_of(tokens[:cut]) == keys[: min(cut, len(tokens)) // 4]
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=4, max_size=40),
-    st.integers(1, 10),
-    st.lists(st.integers(0, 40), max_size=3),
-)
-def test_a_chain_goes_on_from_its_last_key(
-    tokens: list[int], num_head_blocks: int, positions: list[int]
-) -> None:
-    cut = min(num_head_blocks, len(tokens) // 4) * 4
-    media = [MediaItem(position=position, digest=b"picture") for position in positions]
-    moved = [replace(item, position=item.position - cut) for item in media]
-    head = keys_of(tokens[:cut], media=media)
-    assert head + keys_of(tokens[cut:], seed=head[-1], media=moved) == keys_of(tokens, media=media)
-
-
 # What differs never meets.
 
 
@@ -259,18 +233,6 @@ def test_requests_share_keys_exactly_up_to_the_first_block_that_differs(
     assert not set(left_keys[num_equal:]) & set(right_keys)
 
 
-def test_an_empty_salt_is_not_the_same_as_no_salt() -> None:
-    assert request_seed(SEED, salt="") != request_seed(SEED, salt=None)
-
-
-def test_an_empty_adapter_fingerprint_is_not_the_same_as_no_adapter() -> None:
-    assert request_seed(SEED, lora=b"") != request_seed(SEED, lora=None)
-
-
-def test_salt_and_adapter_cannot_stand_for_each_other() -> None:
-    assert request_seed(SEED, salt="lora:a") != request_seed(SEED, lora=b"a")
-
-
 def test_equal_salts_give_one_seed_whatever_type_holds_them() -> None:
     number: Any = np.int64(7)
     assert request_seed(SEED, salt=number) == request_seed(SEED, salt=7)
@@ -292,41 +254,6 @@ def test_a_salt_that_is_neither_text_nor_number_is_refused(salt: Any) -> None:
 
 
 # Media.
-
-
-def test_media_enters_at_the_block_where_it_begins_and_not_before() -> None:
-    plain = keys_of(TOKENS)
-    seen = keys_of(TOKENS, media=[PICTURE])
-    assert seen[0] == plain[0]
-    assert seen[1] != plain[1]
-
-
-def test_media_of_one_block_changes_every_block_after_it() -> None:
-    seen = keys_of(TOKENS, media=[replace(PICTURE, position=0)])
-    assert not set(seen) & set(keys_of(TOKENS))
-
-
-def test_the_place_of_media_within_its_block_counts() -> None:
-    moved = keys_of(TOKENS, media=[replace(PICTURE, position=6)])
-    assert moved[1] != keys_of(TOKENS, media=[PICTURE])[1]
-
-
-def test_an_empty_list_of_media_equals_no_media() -> None:
-    assert keys_of(TOKENS, media=[]) == keys_of(TOKENS)
-
-
-def test_the_order_in_which_media_is_listed_plays_no_part() -> None:
-    sound = MediaItem(position=4, digest=b"sound")
-    assert keys_of(TOKENS, media=[PICTURE, sound]) == keys_of(TOKENS, media=[sound, PICTURE])
-
-
-def test_one_item_is_not_the_same_as_two_of_its_kind() -> None:
-    once = keys_of(TOKENS, media=[PICTURE])
-    assert keys_of(TOKENS, media=[PICTURE, PICTURE])[1] != once[1]
-
-
-def test_media_in_the_unfinished_tail_changes_no_key() -> None:
-    assert keys_of(TOKENS, media=[replace(PICTURE, position=8)]) == keys_of(TOKENS)
 
 
 def test_media_without_a_digest_is_refused() -> None:

@@ -162,27 +162,6 @@ def sum_of(holders: dict[str, int]) -> int:
 TestIndexAgainstSet = IndexAgainstSet.TestCase
 
 
-def test_a_run_may_pass_from_one_shard_to_the_next() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[1], [0, 0])
-    index.add("b", KEYS[1] + KEYS[2], [0, 0])
-    found = index.match(b"".join(KEYS[:4]), 1)
-    assert (found.num_blocks, found.holders) == (3, {"a": 2})
-
-
-def test_parts_of_a_block_may_be_with_different_shards() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[1] + KEYS[1], [1, 0, 1])
-    index.add("b", KEYS[0], [0])
-    assert index.match(KEYS[0] + KEYS[1], 2) == Match(num_blocks=2, holders={})
-
-
-def test_a_block_without_all_its_parts_is_no_match() -> None:
-    index = Index()
-    index.add("a", KEYS[0], [1])
-    assert index.match(KEYS[0], 2).num_blocks == 0
-
-
 def test_a_long_run_is_found_to_its_end() -> None:
     keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(2000)]
     index = Index()
@@ -194,26 +173,6 @@ def test_a_long_run_is_found_to_its_end() -> None:
         Run(stop=700, holders={"a": 1, "b": 1}),
         Run(stop=1500, holders={"a": 1}),
     ]
-
-
-def test_a_gap_that_nobody_has_is_a_run_without_holders() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[2], [0, 1])
-    assert index.locate(b"".join(KEYS)) == [
-        Run(stop=1, holders={"a": 1}),
-        Run(stop=2, holders={}),
-        Run(stop=3, holders={"a": 2}),
-    ]
-
-
-def test_a_silent_shard_is_found_again_when_it_is_heard() -> None:
-    index = Index()
-    index.add("a", KEYS[0], [0])
-    index.set_silent("a", True)
-    assert index.match(KEYS[0], 1).num_blocks == 0
-    assert index.locate(KEYS[0]) == []
-    index.set_silent("a", False)
-    assert index.match(KEYS[0], 1).num_blocks == 1
 
 
 def test_a_dropped_shard_leaves_nothing_once_it_is_purged() -> None:

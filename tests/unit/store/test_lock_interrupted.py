@@ -23,7 +23,7 @@ from kvray.store import Arena
 from kvray.store.arena import holders
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import chain, fetch, store
+from tests.unit.store.small_arena import chain, fetch, leased, store
 
 # An exception may strike inside a finalizer or a callback, which Python can only report.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -114,9 +114,8 @@ def test_exception_before_any_bytecode_leaves_no_lock(
     arena.leave()
     arena.join("again")
     check_invariants(arena.tables)
-    leases = arena.lease(KEYS)
-    assert leases
-    assert fetch(arena, KEYS, leases[0])
+    held = leased(arena, KEYS)
+    assert fetch(arena, KEYS, held)
 
 
 def test_exceptions_of_another_thread_leave_no_lock(

@@ -20,11 +20,13 @@ from tests.unit.store.small_arena import (
     chain,
     fetch,
     find,
+    leased,
     matched,
     overwrite,
     pool_of,
     put,
     reserve,
+    reserved,
     store,
     take,
 )
@@ -123,8 +125,7 @@ def fetch_all(arena: Arena) -> bool:
 
 
 def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena: Arena) -> None:
-    made = arena.reserve(KEYS, parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made
+    made = reserved(arena, KEYS)
     arena.tables.slot_part[made.slots[2]] ^= 1
     assert arena.commit(made, arena.write(made, pool_of(KEYS), np.arange(6)))
     assert arena.match(KEYS) == 2
@@ -147,8 +148,7 @@ def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:
     for number in range(60):
         keys = chain(5, seed=str(number))
         made = store(arena, keys[:2])
-        more = arena.reserve(keys[2:], parent=keys[1], depth=2, part=0, block_bytes=4096)
-        assert more
+        more = reserved(arena, keys[2:], parent=keys[1], depth=2)
         held = arena.lease(keys)
         assert held
         assert len(made.slots) == 2
@@ -200,16 +200,14 @@ def test_a_size_that_is_wrong_twice_is_no_promise_and_nobody_is_given_its_bytes(
 
 
 def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena: Arena) -> None:
-    made = arena.reserve(KEYS[:3], parent=None, depth=0, part=0, block_bytes=SIZE)
-    assert made
+    made = reserved(arena, KEYS[:3], block_bytes=SIZE)
     arena.tables.slab_block_bytes[arena.tables.geometry.slab_of(made.slots[0])] ^= np.uint64(8)
     pool = pool_of(KEYS[:3], block_bytes=SIZE)
     assert arena.commit(made, arena.write(made, pool, np.arange(3)))
     ArenaOwner(arena).audit()
-    leases = arena.lease(KEYS, block_bytes=SIZE)
-    assert leases
-    assert fetch(arena, KEYS, leases[0], block_bytes=SIZE)
-    assert leases[0].num_slots == 3
+    held = leased(arena, KEYS, block_bytes=SIZE)
+    assert fetch(arena, KEYS, held, block_bytes=SIZE)
+    assert held.num_slots == 3
 
 
 def test_rebuild_of_sound_tables_changes_no_block(tables: Tables) -> None:

@@ -69,14 +69,6 @@ def test_aborted_slots_are_free_again(tables: Tables) -> None:
     check_invariants(tables)
 
 
-def test_keys_that_are_here_need_no_slot(tables: Tables) -> None:
-    keys = chain(6)
-    put(tables, keys[:2])
-    made = reserve(tables, keys)
-    assert (made.rows.tolist(), made.existing, made.dropped) == ([2, 3, 4, 5], 2, 0)
-    check_invariants(tables)
-
-
 def test_second_writer_gets_no_slot_for_a_key_under_way(tables: Tables) -> None:
     keys = chain(3)
     first = reserve(tables, keys, holder=0)
@@ -109,16 +101,6 @@ def test_parent_that_is_here_settles_the_depth(tables: Tables) -> None:
     put(tables, keys[:3])
     tail = put(tables, keys[3:], parent=keys[2], depth=0)
     assert tables.slot_depth[tail.slots].tolist() == [3, 4, 5]
-    check_invariants(tables)
-
-
-def test_what_is_reserved_is_a_prefix_of_what_is_missing(tables: Tables) -> None:
-    held = chain(60, seed="held")
-    put(tables, held)
-    take(tables, held)
-    keys = chain(10)
-    made = reserve(tables, keys)
-    assert (made.rows.tolist(), made.dropped) == ([0, 1, 2, 3], 6)
     check_invariants(tables)
 
 

@@ -10,14 +10,7 @@ from kvray.store.arena.layout import LIMBO, READY, RESERVED, UNDO_ENTRIES
 from kvray.store.arena.tables import Tables
 from tests.examples import examples, places
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.scene import (
-    DYING,
-    NOW,
-    OPERATIONS,
-    THEIRS,
-    Scene,
-    slots_named,
-)
+from tests.unit.store.scene import DYING, NOW, OPERATIONS, THEIRS, Scene, slots_named
 from tests.unit.store.small_arena import chain, commit, matched, put
 from tests.unit.store.write_log import Replay, copy_of, image, record
 

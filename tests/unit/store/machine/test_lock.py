@@ -1,11 +1,12 @@
 """The arena's lock: threads, processes, death, forks, and a bounded wait."""
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,35 @@ from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
 TAKE = "(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})"
 GIVE = "(kept := SideFile.at(directory / 'lock.test')).unlock({byte})"
+
+
+def in_fork(is_fine: Callable[[], bool], *, within_s: float = 1.0) -> bool:
+    """Return what `is_fine` says in a fork of this process, if it says so in time."""
+    pid = os.fork()
+    if pid == 0:
+        start = time.monotonic()
+        os._exit(0 if is_fine() and time.monotonic() - start < within_s else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def held_by_thread(lock: ArenaLock) -> Iterator[None]:
+    """Let another thread of this process have the lock."""
+    has_it, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
+    )
+    thread.start()
+    assert has_it.wait(HANG_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.fixture
@@ -118,26 +146,19 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
 def test_thread_waits_in_a_queue_behind_the_others_of_its_process(
     side_file: SideFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, has_it, go_on, looks = ArenaLock(side_file), threading.Event(), threading.Event(), [0]
+    lock, looks = ArenaLock(side_file), [0]
     really = Description.set
 
     def count(*args: Any) -> bool:
         looks[0] += 1
         return really(*args)
 
-    thread = threading.Thread(
-        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    monkeypatch.setattr(Description, "set", count)
-    start = time.monotonic()
-    taken, took_s = lock.acquire(0.05), time.monotonic() - start
-    go_on.set()
-    thread.join()
-    assert not taken
-    assert took_s < 1
-    assert looks[0] < 60, "each look takes the interpreter from who is in the section"
+    with held_by_thread(lock):
+        monkeypatch.setattr(Description, "set", count)
+        start = time.monotonic()
+        assert not lock.acquire(0.05)
+        assert time.monotonic() - start < 1
+        assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
 def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> None:
@@ -163,7 +184,6 @@ def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_is_detached_and_breaks_no_lock(
     side_file: SideFile, child: Callable[[], Child]
 ) -> None:
@@ -171,15 +191,15 @@ def test_forked_child_is_detached_and_breaks_no_lock(
     assert side_file.try_lock(HOLDER_BYTES)
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
+
+    def takes_nothing() -> bool:
         taken = lock.acquire(5) or side_file.try_lock(HOLDER_BYTES + 1)
         lock.release()
         side_file.unlock(HOLDER_BYTES)
         os.closerange(3, 256)
-        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return not taken
+
+    assert in_fork(takes_nothing)
     for byte in (ARENA_BYTE, HOLDER_BYTES):
         assert other.say(TAKE.format(byte=byte)) == "False"
     lock.release()
@@ -187,28 +207,15 @@ def test_forked_child_is_detached_and_breaks_no_lock(
     lock.release()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock(
     side_file: SideFile,
 ) -> None:
-    lock, has_it, go_on = ArenaLock(side_file), threading.Event(), threading.Event()
+    lock = ArenaLock(side_file)
     assert lock.acquire(0)
     lock.release()
-    thread = threading.Thread(
-        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
-        taken = lock.acquire(5)
-        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
-    status = os.waitpid(pid, 0)[1]
-    assert side_file.is_locked(ARENA_BYTE)
-    go_on.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    with held_by_thread(lock):
+        assert in_fork(lambda: not lock.acquire(5))
+        assert side_file.is_locked(ARENA_BYTE)
 
 
 def test_programs_that_a_process_starts_do_not_share_its_locks(
@@ -261,7 +268,6 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(
     lock.release()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("in_section", [False, True])
 def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
     arena: Arena, child: Callable[[], Child], in_section: bool
@@ -284,7 +290,6 @@ def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
     arena: Arena, child: Callable[[], Child]
 ) -> None:
@@ -307,23 +312,22 @@ def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
     store(arena, chain(3))
+
+    def opens_it() -> bool:
+        own = Arena(arena.directory, lock_wait_s=1)
+        return (own.match(chain(3)), own.join("fork")) == (3, 1)
+
+    def opens_it_in_a_thread() -> bool:
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(opens_it()), daemon=True)
+        thread.start()
+        thread.join(HANG_S)
+        return answers == [True]
+
     with SideFile._registry_lock:  # as another thread might have it
-        pid = os.fork()
-        if not pid:
-            answers: list[int | None] = []
-
-            def use() -> None:
-                own = Arena(arena.directory, lock_wait_s=1)
-                answers.extend((own.match(chain(3)), own.join("fork")))
-
-            thread = threading.Thread(target=use, daemon=True)
-            thread.start()
-            thread.join(HANG_S)
-            os._exit(0 if answers == [3, 1] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_fork(opens_it_in_a_thread, within_s=HANG_S)
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
@@ -358,6 +362,7 @@ def test_closed_arena_has_no_section_and_keeps_no_lock(
     arena: Arena, child: Callable[[], Child]
 ) -> None:
     other = child()
+    arena.close()
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         pass

@@ -24,7 +24,7 @@ from kvray.store.policy import (
 )
 from kvray.store.policy.hazard import NUM_AGES
 from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
-from tests.unit.store.policy.small_cache import SmallCache, use, zipf
+from tests.unit.store.policy.small_cache import SmallCache, use
 
 
 def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
@@ -42,12 +42,6 @@ def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8))
 def test_single_blocks_are_kept_as_in_a_dict(names: list[int], num_blocks: int) -> None:
     assert SmallCache(LRU(num_blocks), num_blocks).hits(names) == dict_hits(names, num_blocks)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_long_string_has_the_hits_of_a_dict(seed: int) -> None:
-    names = zipf(seed, 5000)
-    assert SmallCache(LRU(100), 100).hits(names) == dict_hits(names, 100)
 
 
 def test_blocks_of_one_use_have_one_rank() -> None:
