@@ -1,13 +1,17 @@
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import stat
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +21,15 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
 from kvray.identity.fingerprint import Progress, fingerprint_model
-from tests.unit.identity.checkpoints import (
+from tests.unit.identity.conftest import (
     CONFIG,
     GOLDEN,
+    TENSORS,
     change_byte,
     of,
     read_sizes,
     refuse_to_read,
+    safetensors,
     write_checkpoint,
 )
 from tests.waiting import HANG_S
@@ -34,35 +40,19 @@ from tests.waiting import HANG_S
 def test_of_processes_that_want_one_checkpoint_one_reads_it(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read, sizes = threading.Event(), []
-    preadv = os.preadv
-
-    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        assert may_read.wait(HANG_S)
-        sizes.append(preadv(descriptor, buffers, offset))
-        return sizes[-1]
-
-    monkeypatch.setattr(os, "preadv", read)
+    may_read, waiting = threading.Event(), threading.Event()
+    sizes = read_sizes(monkeypatch, before=lambda: may_read.wait(HANG_S))
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
-    found: list[str] = []
-    waiting = threading.Event()
-    others = [
-        threading.Thread(
-            target=lambda: found.append(
-                fingerprint_model(
-                    checkpoint, cache_dir=cache, progress=Progress(on_step=waiting.set)
-                )
-            )
-        )
-        for _ in range(3)
-    ]
-    for other in others:
-        other.start()
-    assert waiting.wait(HANG_S)
-    may_read.set()
-    for other in others:
-        other.join(HANG_S)
-    assert found == 3 * [GOLDEN]
+
+    def find(_: int) -> str:
+        progress = Progress(on_step=waiting.set)
+        return fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(find, range(3))
+        assert waiting.wait(HANG_S)
+        may_read.set()
+        assert list(found) == 3 * [GOLDEN]
     assert sorted(sizes) == sorted(path.stat().st_size for path in checkpoint.iterdir())
 
 
@@ -201,21 +191,22 @@ def test_the_cache_is_one_file_per_path_for_this_user_only(checkpoint: Path, cac
     assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
 
 
-def test_a_byte_changed_in_place_at_once_is_seen_through_the_cache(
-    checkpoint: Path, cache: Path
-) -> None:
-    before = fingerprint_model(checkpoint, cache_dir=cache)
-    change_byte(checkpoint / "model.safetensors", 1000)
-    assert fingerprint_model(checkpoint, cache_dir=cache) != before
+def mount_another(checkpoint: Path) -> None:
+    checkpoint.rename(checkpoint.with_name("away"))
+    write_checkpoint(checkpoint, config__json=CONFIG.replace("2", "3"))
 
 
-def test_another_checkpoint_mounted_at_the_same_path_is_seen_through_the_cache(
-    checkpoint: Path, cache: Path, tmp_path: Path
-) -> None:
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a byte, at once": lambda path: change_byte(path / "model.safetensors", 1000),
+    "another checkpoint is mounted there": mount_another,
+    "a file more": lambda path: (path / "more.bin").write_bytes(b"more"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_through_the_cache(checkpoint: Path, cache: Path, name: str) -> None:
     before = fingerprint_model(checkpoint, cache_dir=cache)
-    other = write_checkpoint(tmp_path / "other", config__json=CONFIG.replace("2", "3"))
-    checkpoint.rename(tmp_path / "away")
-    other.rename(checkpoint)
+    CHANGES[name](checkpoint)
     assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
@@ -229,12 +220,6 @@ def test_a_retargeted_link_is_seen_through_the_cache(
     link.unlink()
     link.symlink_to(other)
     assert fingerprint_model(link, cache_dir=cache) != before
-
-
-def test_an_added_file_is_seen_through_the_cache(checkpoint: Path, cache: Path) -> None:
-    before = fingerprint_model(checkpoint, cache_dir=cache)
-    (checkpoint / "more.bin").write_bytes(b"more")
-    assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
 @pytest.mark.parametrize(
@@ -293,3 +278,80 @@ def test_no_cache_is_written_without_a_directory_for_it(checkpoint: Path) -> Non
     before = sorted(checkpoint.parent.rglob("*"))
     of(checkpoint)
     assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+# What a hub's cache names.
+
+
+def write_snapshot(cache: Path, revision: str, checkpoint: Path) -> Path:
+    """Write a checkpoint as a hub's cache has it: large files by sha256, small ones by another."""
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / revision
+    blobs.mkdir(parents=True, exist_ok=True)
+    snapshot.mkdir(parents=True)
+    for path in sorted(checkpoint.iterdir()):
+        is_large = path.suffix == ".safetensors"
+        data = path.read_bytes()
+        name = (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
+        if not (blobs / name).exists():
+            (blobs / name).write_bytes(data)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / name)
+    return snapshot
+
+
+def test_a_blob_named_by_its_digest_is_not_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+    link = tmp_path / "link"
+    link.symlink_to(snapshot)
+    sizes = read_sizes(monkeypatch)
+    assert of(snapshot) == of(link) == GOLDEN
+    assert sizes == 2 * [len(CONFIG)]
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_a_blob_that_was_edited_in_place_is_read(
+    checkpoint: Path, tmp_path: Path, keeps_times: bool
+) -> None:
+    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+    assert of(snapshot) == GOLDEN
+    weights = snapshot / "model.safetensors"
+    if keeps_times:
+        change_byte(weights, 1000)
+    else:
+        weights.write_bytes(safetensors(TENSORS | {"embed": bytes(1024)}))
+    assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
+
+
+def test_an_edited_blob_is_read_in_a_later_revision_that_links_it_too(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    hub = tmp_path / "hub"
+    snapshot = write_snapshot(hub, "abc", checkpoint)
+    of(snapshot)  # waits until a change shows
+    change_byte(snapshot / "model.safetensors", 1000)
+    time.sleep(0.02)
+    assert of(write_snapshot(hub, "def", checkpoint)) == of(snapshot) != GOLDEN
+
+
+def test_an_edited_blob_is_read_in_a_copy_of_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+    of(snapshot)
+    (snapshot / "model.safetensors").write_bytes(b"other")
+    for name in ("blobs", "snapshots"):  # links later than the files, as after a download
+        shutil.copytree(tmp_path / "hub" / name, tmp_path / "copy" / name, symlinks=True)
+    assert of(tmp_path / "copy" / "snapshots" / "abc") == of(snapshot) != GOLDEN
+
+
+@pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
+def test_a_name_that_is_no_hubs_claim_is_not_believed(
+    checkpoint: Path, tmp_path: Path, layout: str
+) -> None:
+    target = tmp_path / layout.format("0" * 64)
+    snapshot = tmp_path / "hub" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(checkpoint / "model.safetensors", target)
+    shutil.copy(checkpoint / "config.json", snapshot)
+    (snapshot / "model.safetensors").symlink_to(target)
+    assert of(snapshot) == GOLDEN

@@ -86,3 +86,9 @@ def child(directory: Path) -> Iterator[Callable[[], Child]]:
     yield start
     for one in children:
         one.kill()
+
+
+@pytest.fixture
+def other(child: Callable[[], Child]) -> Child:
+    """Another process that shares the directory, and the arena if that was there before."""
+    return child()

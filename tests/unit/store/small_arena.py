@@ -124,6 +124,12 @@ def victims(tables: Tables, count: int, *, protect: Array = NOBODY, **options: A
     return list(choose_victims(tables, count, within=within, protect=protect, **options).tolist())
 
 
+def slots_named(tables: Tables, held: Lease) -> list[int]:
+    found = lease.leased_slots(tables, held)
+    assert found is not None, "a lease was broken"
+    return list(found.tolist())
+
+
 def evict(tables: Tables, count: int) -> int:
     chosen = victims(tables, count)
     slots.evict(tables, np.array(chosen, dtype=np.int64))

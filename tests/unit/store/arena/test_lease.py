@@ -20,17 +20,9 @@ from tests.unit.store.small_arena import (
     matched,
     put,
     reserve,
+    slots_named,
     take,
 )
-
-
-def test_match_is_the_longest_run_of_leading_keys(tables: Tables) -> None:
-    keys = chain(6)
-    put(tables, keys[:2])
-    put(tables, keys[3:])
-    assert matched(tables, keys) == 2
-    assert matched(tables, keys[2:]) == 0
-    assert matched(tables, []) == 0
 
 
 def test_match_wants_every_part(tables: Tables) -> None:
@@ -58,15 +50,12 @@ def test_leases_that_are_taken_at_once_end_one_by_one(tables: Tables) -> None:
     chosen = [np.array(find(tables, keys, part=part)) for part in range(2)]
     taken = lease.take(tables, [*chosen, chosen[0]], holder=0, now=0.0)
     assert taken is not None
-    assert [lease.leased_slots(tables, one).tolist() for one in taken] == [
-        one.tolist() for one in (*chosen, chosen[0])
-    ]
-    check_invariants(tables)
-    assert lease.release(tables, taken[0])
-    assert [tables.slot_leases[one].tolist() for one in chosen] == [[1, 1, 1], [1, 1, 1]]
-    assert lease.release(tables, taken[1])
-    assert lease.release(tables, taken[2])
-    assert not tables.slot_leases.any()
+    for one, its in zip(taken, (*chosen, chosen[0]), strict=True):
+        assert slots_named(tables, one) == its.tolist()
+    for one, left in zip(taken, ([1, 1], [1, 0], [0, 0]), strict=True):
+        check_invariants(tables)
+        assert lease.release(tables, one)
+        assert [tables.slot_leases[its].tolist() for its in chosen] == [3 * [n] for n in left]
     check_invariants(tables)
 
 
@@ -90,16 +79,6 @@ def test_leases_of_one_name_end_together_and_no_others(tables: Tables) -> None:
     check_invariants(tables)
 
 
-def test_leased_slots_are_those_of_the_keys_in_order(tables: Tables) -> None:
-    keys = chain(5)
-    put(tables, keys)
-    held = take(tables, keys)
-    found = lease.leased_slots(tables, held)
-    assert found is not None
-    assert found.tolist() == find(tables, keys)
-    check_invariants(tables)
-
-
 def test_record_of_many_pages_names_every_slot() -> None:
     count = 2 * PAGE_SLOTS + 3
     tables = make_tables(num_slabs=100)
@@ -109,9 +88,7 @@ def test_record_of_many_pages_names_every_slot() -> None:
     lease.release(tables, first)
     third = take(tables, keys)
     for held in (second, third):
-        found = lease.leased_slots(tables, held)
-        assert found is not None
-        assert found.tolist() == find(tables, keys)
+        assert slots_named(tables, held) == find(tables, keys)
     assert tables.slot_leases[find(tables, keys)].tolist() == [2] * count
     check_invariants(tables)
     assert lease.release(tables, second)
@@ -128,7 +105,7 @@ def test_second_release_changes_nothing(tables: Tables) -> None:
     assert not lease.release(tables, first)
     assert tables.slot_leases[find(tables, keys)].tolist() == [1, 1, 1]
     assert lease.leased_slots(tables, first) is None
-    assert lease.leased_slots(tables, second) is not None
+    assert slots_named(tables, second)
     check_invariants(tables)
 
 
@@ -151,9 +128,7 @@ def test_narrowed_lease_ends_as_a_whole() -> None:
     put(tables, keys)
     held = take(tables, keys)
     narrow = dataclasses.replace(held, num_slots=2)
-    found = lease.leased_slots(tables, narrow)
-    assert found is not None
-    assert found.tolist() == find(tables, keys[:2])
+    assert slots_named(tables, narrow) == find(tables, keys[:2])
     assert lease.release(tables, narrow)
     assert not tables.page_holder.any()
     check_invariants(tables)
@@ -161,10 +136,10 @@ def test_narrowed_lease_ends_as_a_whole() -> None:
 
 def test_lease_that_never_was_is_refused(tables: Tables) -> None:
     for page in (-1, 0, tables.geometry.num_pages, 10_000):
-        assert not lease.release(tables, Lease(lease_id=7, page=page, num_slots=3, check=0))
-        assert (
-            lease.leased_slots(tables, Lease(lease_id=0, page=page, num_slots=1, check=0)) is None
-        )
+        never = Lease(lease_id=7, page=page, num_slots=3, check=0)
+        assert not lease.release(tables, never)
+        never = dataclasses.replace(never, lease_id=0, num_slots=1)
+        assert lease.leased_slots(tables, never) is None
 
 
 def test_death_ends_the_leases_of_that_holder_alone(tables: Tables) -> None:
@@ -173,7 +148,7 @@ def test_death_ends_the_leases_of_that_holder_alone(tables: Tables) -> None:
     dead, alive = take(tables, keys, holder=1), take(tables, keys[:2], holder=2)
     assert lease.release_holder(tables, 1) == 4
     assert lease.leased_slots(tables, dead) is None
-    assert lease.leased_slots(tables, alive) is not None
+    assert slots_named(tables, alive)
     assert tables.slot_leases[find(tables, keys)].tolist() == [1, 1, 0, 0]
     check_invariants(tables)
     assert lease.release_holder(tables, 1) == 0
@@ -231,7 +206,7 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
     tables.page_holder[bad[4].page] = -5
     repair.drop_unsound_leases(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
-    assert lease.leased_slots(tables, good) is not None
+    assert slots_named(tables, good)
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5
     check_invariants(tables)
 
@@ -240,12 +215,10 @@ def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
     keys = chain(6)
     put(tables, keys)
     put(tables, keys[3:5], part=1)
-    run, slots = lease.match(
-        tables, key_index.pack_keys(keys), [PartRequest(0), PartRequest(1, window=2)]
-    )
-    assert run == 5
-    assert [len(slots[one]) for one in (PartRequest(0), PartRequest(1, window=2))] == [5, 2]
-    assert find(tables, keys[3:5], part=1) == slots[PartRequest(1, window=2)].tolist()
+    whole, trailing = PartRequest(0), PartRequest(1, window=2)
+    run, slots = lease.match(tables, key_index.pack_keys(keys), [whole, trailing])
+    assert (run, len(slots[whole])) == (5, 5)
+    assert slots[trailing].tolist() == find(tables, keys[3:5], part=1)
 
 
 @given(
@@ -299,10 +272,8 @@ def test_a_block_of_another_size_counts_as_missing(tables: Tables) -> None:
         assert all(len(one) <= found for one in slots.values())
         return found
 
-    assert run(PartRequest(0)) == 4
-    assert run(PartRequest(0, None, SLOT)) == 3
-    assert run(PartRequest(0, None, SLOT - 8)) == 0
-    assert run(PartRequest(0), PartRequest(0, None, SLOT)) == 3
-    assert run(PartRequest(0, 1, SLOT)) == 3  # a window
-    assert run(PartRequest(0, 1, SLOT - 8)) == 4
+    any_size, window = PartRequest(0), PartRequest(0, 1, SLOT)
+    assert (run(any_size), run(any_size, PartRequest(0, None, SLOT))) == (4, 3)
+    assert [run(PartRequest(0, None, size)) for size in (SLOT, SLOT - 8)] == [3, 0]
+    assert (run(window), run(PartRequest(0, 1, SLOT - 8))) == (3, 4)
     assert run(PartRequest(0, 2, SLOT - 8)) == 0

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
-TAKE = "(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})"
-GIVE = "(kept := SideFile.at(directory / 'lock.test')).unlock({byte})"
+
+def takes(other: Child, byte: int) -> bool:
+    """Let another process try to lock a byte of `side_file`."""
+    return other.say(f"(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})") == "True"
 
 
 def in_fork(is_fine: Callable[[], bool], *, within_s: float = 1.0) -> bool:
@@ -58,14 +61,13 @@ def side_file(directory: Path) -> SideFile:
     return SideFile.at(directory / "lock.test")
 
 
-def test_processes_exclude_each_other(side_file: SideFile, child: Callable[[], Child]) -> None:
-    other = child()
+def test_processes_exclude_each_other(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(ARENA_BYTE)
-    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "False"
+    assert not takes(other, ARENA_BYTE)
     side_file.unlock(ARENA_BYTE)
-    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "True"
+    assert takes(other, ARENA_BYTE)
     assert not side_file.try_lock(ARENA_BYTE)
-    other.say(GIVE.format(byte=ARENA_BYTE))
+    other.say(f"kept.unlock({ARENA_BYTE})")
     assert side_file.try_lock(ARENA_BYTE)
 
 
@@ -80,18 +82,15 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory: Path) -> None:
     assert open_at(path) == 0
 
 
-def test_bytes_are_locked_one_by_one(side_file: SideFile, child: Callable[[], Child]) -> None:
+def test_bytes_are_locked_one_by_one(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(HOLDER_BYTES)
     assert not side_file.try_lock(HOLDER_BYTES), "it is taken, by this process"
-    assert child().say(TAKE.format(byte=HOLDER_BYTES + 1)) == "True"
+    assert takes(other, HOLDER_BYTES + 1)
 
 
-def test_holder_of_a_byte_is_named_while_it_lives(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_holder_of_a_byte_is_named_while_it_lives(side_file: SideFile, other: Child) -> None:
     assert side_file.holder_of(HOLDER_BYTES) is None
-    other.say(TAKE.format(byte=HOLDER_BYTES))
+    assert takes(other, HOLDER_BYTES)
     assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
     other.process.send_signal(signal.SIGSTOP)
     assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
@@ -101,11 +100,8 @@ def test_holder_of_a_byte_is_named_while_it_lives(
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
-def test_lock_of_a_dead_process_is_free_at_once(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
-    other.say(TAKE.format(byte=ARENA_BYTE))
+def test_lock_of_a_dead_process_is_free_at_once(side_file: SideFile, other: Child) -> None:
+    assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     assert not lock.acquire(0)
     other.kill()
@@ -134,11 +130,9 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
             inside[0] -= 1
             lock.release()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(work) for _ in range(4)]:
+            one.result()
     assert (inside, most) == ([0], [1])
     assert not side_file.turn.locked()
 
@@ -171,8 +165,8 @@ def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> No
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
-def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s: float) -> None:
-    child().say(TAKE.format(byte=ARENA_BYTE))
+def test_wait_is_bounded(side_file: SideFile, other: Child, wait_s: float) -> None:
+    assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     waits = []
     for _ in range(5):
@@ -184,10 +178,7 @@ def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-def test_forked_child_is_detached_and_breaks_no_lock(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_forked_child_is_detached_and_breaks_no_lock(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(HOLDER_BYTES)
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
@@ -201,7 +192,7 @@ def test_forked_child_is_detached_and_breaks_no_lock(
 
     assert in_fork(takes_nothing)
     for byte in (ARENA_BYTE, HOLDER_BYTES):
-        assert other.say(TAKE.format(byte=byte)) == "False"
+        assert not takes(other, byte)
     lock.release()
     assert lock.acquire(0)
     lock.release()
@@ -218,10 +209,7 @@ def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock
         assert side_file.is_locked(ARENA_BYTE)
 
 
-def test_programs_that_a_process_starts_do_not_share_its_locks(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_programs_that_a_process_starts_do_not_share_its_locks(arena: Arena, other: Child) -> None:
     other.say("arena.join('parent')")
     other.say("arena._lock.acquire(1)")
     pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
@@ -241,7 +229,7 @@ def test_one_file_under_two_names_is_one_side_file(directory: Path) -> None:
 
 
 def test_file_that_was_unlinked_is_not_taken_for_its_successor(
-    directory: Path, child: Callable[[], Child]
+    directory: Path, other: Child
 ) -> None:
     path = directory / "lock.test"
     first = SideFile.at(path)
@@ -250,11 +238,11 @@ def test_file_that_was_unlinked_is_not_taken_for_its_successor(
     second = SideFile.at(path)
     assert second is not first
     assert second.try_lock(ARENA_BYTE)
-    assert child().say(TAKE.format(byte=ARENA_BYTE)) == "False"
+    assert not takes(other, ARENA_BYTE)
 
 
 def test_locks_stay_whatever_else_the_process_does_with_the_file(
-    side_file: SideFile, directory: Path, child: Callable[[], Child]
+    side_file: SideFile, directory: Path, other: Child
 ) -> None:
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
@@ -262,17 +250,15 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(
     shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
     shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
     side_file.path.read_bytes()
-    other = child()
     for byte in (ARENA_BYTE, HOLDER_BYTES):
-        assert other.say(TAKE.format(byte=byte)) == "False"
+        assert not takes(other, byte)
     lock.release()
 
 
 @pytest.mark.parametrize("in_section", [False, True])
 def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
-    arena: Arena, child: Callable[[], Child], in_section: bool
+    arena: Arena, other: Child, in_section: bool
 ) -> None:
-    other = child()
     other.say("arena.join('parent')")
     if in_section:
         other.say("(held := arena.section(1)).__enter__()")
@@ -291,9 +277,8 @@ def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
 
 
 def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
-    arena: Arena, child: Callable[[], Child]
+    arena: Arena, other: Child
 ) -> None:
-    other = child()
     with arena.section(1) as entered:
         assert entered
         arena.tables.put(np.arange(3), holder_live=1)
@@ -341,14 +326,9 @@ def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file: 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_section_inside_a_section_of_the_same_thread_is_refused(arena: Arena) -> None:
+def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena: Arena) -> None:
     with arena.section(1), arena.section(1) as entered:
         assert not entered
-    with arena.section(0) as entered:
-        assert entered
-
-
-def test_a_section_that_another_has_come_before_is_refused(arena: Arena) -> None:
     late = arena.section(1)
     with arena.section(1):  # as a signal's handler, before `with` has entered the first
         pass
@@ -358,10 +338,7 @@ def test_a_section_that_another_has_come_before_is_refused(arena: Arena) -> None
         assert entered
 
 
-def test_closed_arena_has_no_section_and_keeps_no_lock(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_closed_arena_has_no_section_and_keeps_no_lock(arena: Arena, other: Child) -> None:
     arena.close()
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
@@ -369,10 +346,7 @@ def test_closed_arena_has_no_section_and_keeps_no_lock(
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-def test_arena_that_is_closed_inside_a_section_keeps_no_lock(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena: Arena, other: Child) -> None:
     tables = arena._tables
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         _read_closed(arena)

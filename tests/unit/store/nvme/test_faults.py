@@ -11,7 +11,7 @@ import pytest
 
 from kvray.errors import CapacityError, TierError
 from kvray.store.arena.layout import Array
-from kvray.store.nvme import NvmeSpec, growth
+from kvray.store.nvme import NvmeSpec, NvmeStore, growth
 from kvray.store.nvme import disk as disk_module
 from kvray.store.nvme import writer as writer_module
 from kvray.store.nvme.disk import Disk, DiskFile
@@ -46,6 +46,12 @@ def disk() -> FaultyDisk:
     return FaultyDisk()
 
 
+@pytest.fixture
+def store(reopen: Reopen, disk: FaultyDisk) -> NvmeStore:
+    """A store of 4 segments on `disk`."""
+    return reopen(disk=disk)
+
+
 class _FaultyFile(DiskFile):
     _disk: FaultyDisk
 
@@ -68,9 +74,8 @@ class _FaultyFile(DiskFile):
 
 
 def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
-    reopen: Reopen, disk: FaultyDisk
+    store: NvmeStore, disk: FaultyDisk
 ) -> None:
-    store = reopen(disk=disk)
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
@@ -81,8 +86,9 @@ def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
 
 
 @pytest.mark.parametrize("fault", ["fails_writes", "fails_records", "fails_syncs"])
-def test_write_that_fails_stores_nothing(reopen: Reopen, fault: str, disk: FaultyDisk) -> None:
-    store = reopen(disk=disk)
+def test_write_that_fails_stores_nothing(
+    store: NvmeStore, reopen: Reopen, fault: str, disk: FaultyDisk
+) -> None:
     kept, lost = chain(5, seed="kept"), chain(5, seed="lost")
     demote(store, kept)
     setattr(disk, fault, True)
@@ -97,8 +103,9 @@ def test_write_that_fails_stores_nothing(reopen: Reopen, fault: str, disk: Fault
     assert present(again, lost) == 0
 
 
-def test_store_goes_on_after_a_write_that_failed(reopen: Reopen, disk: FaultyDisk) -> None:
-    store = reopen(disk=disk)
+def test_store_goes_on_after_a_write_that_failed(
+    store: NvmeStore, reopen: Reopen, disk: FaultyDisk
+) -> None:
     keys = chain(5)
     demote(store, chain(1, seed="first"))
     disk.fails_records = True
@@ -111,9 +118,10 @@ def test_store_goes_on_after_a_write_that_failed(reopen: Reopen, disk: FaultyDis
     assert promote(again, keys).sound.all()
 
 
-def test_nothing_is_acknowledged_after_a_sync_that_failed(reopen: Reopen, disk: FaultyDisk) -> None:
+def test_nothing_is_acknowledged_after_a_sync_that_failed(
+    store: NvmeStore, disk: FaultyDisk
+) -> None:
     """The kernel tells of a failed sync once, and then holds what it lost for written."""
-    store = reopen(disk=disk)
     keys = chain(5)
     demote(store, keys)
     disk.fails_syncs = True
@@ -148,10 +156,9 @@ def test_full_disk_ends_growth_but_not_service(
 
 
 def test_growth_goes_on_when_there_is_room_again(
-    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, disk: FaultyDisk
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, disk: FaultyDisk
 ) -> None:
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.0)
-    store = reopen(disk=disk)
     demote(store, chain(16))
     disk.free = 0
     assert not demote(store, chain(5, seed="none")).any()
@@ -179,9 +186,8 @@ def test_start_that_fails_leaves_nothing_open_and_can_be_tried_again(
 
 
 def test_file_that_cannot_be_made_whole_leaves_nothing(
-    reopen: Reopen, directory: Path, disk: FaultyDisk
+    store: NvmeStore, directory: Path, disk: FaultyDisk
 ) -> None:
-    store = reopen(disk=disk)
     disk.fails_writes = True
     with pytest.raises(TierError, match="write error"):
         demote(store, chain(3))

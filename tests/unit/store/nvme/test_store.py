@@ -153,12 +153,12 @@ def test_use_is_known_after_a_restart_if_it_was_noted(reopen: Reopen) -> None:
     assert (present(again, old), present(again, new)) == (3, 0)
 
 
-def test_directory_has_one_owner(reopen: Reopen) -> None:
-    first = reopen()
+def test_directory_has_one_owner(directory: Path) -> None:
+    first = open_store(directory)
     with pytest.raises(ShardUnavailable, match=f"Process {os.getpid()} owns"):
-        reopen()
+        open_store(directory)
     first.close()
-    reopen()
+    open_store(directory).close()
 
 
 def test_closed_store_says_so(store: NvmeStore) -> None:
