@@ -119,7 +119,7 @@ def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) 
     assert steps
 
 
-def test_a_process_that_stands_still_is_not_waited_for(
+def test_who_stands_still_is_not_waited_for(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
@@ -129,9 +129,7 @@ def test_a_process_that_stands_still_is_not_waited_for(
         assert held.poll() is None
 
 
-def test_who_waits_is_told_how_far_the_other_is_and_may_give_up(
-    checkpoint: Path, cache: Path
-) -> None:
+def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint: Path, cache: Path) -> None:
     progress = Progress()
 
     def stop() -> None:
@@ -163,7 +161,7 @@ def test_a_reading_that_was_ended_goes_on_where_it_was(
     assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
-def test_a_cache_that_cannot_be_locked_is_done_without(
+def test_a_cache_without_locks_is_used(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
@@ -176,7 +174,7 @@ def test_a_cache_that_cannot_be_locked_is_done_without(
 # The cache.
 
 
-def test_a_known_checkpoint_is_not_read_again(
+def test_known_checkpoints_are_not_read(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
@@ -210,7 +208,7 @@ def test_a_change_is_seen_through_the_cache(checkpoint: Path, cache: Path, name:
     assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
-def test_a_retargeted_link_is_seen_through_the_cache(
+def test_a_retargeted_link_shows_in_the_cache(
     checkpoint: Path, cache: Path, tmp_path: Path
 ) -> None:
     link = tmp_path / "link"
@@ -227,9 +225,7 @@ def test_a_retargeted_link_is_seen_through_the_cache(
     [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"sha256": 2}'],
     ids=lambda content: repr(content[:20]),
 )
-def test_a_damaged_cache_is_a_miss_and_is_written_again(
-    checkpoint: Path, cache: Path, content: bytes
-) -> None:
+def test_a_damaged_cache_is_written_again(checkpoint: Path, cache: Path, content: bytes) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
     (entry,) = cache.glob("*.json")
     sound = entry.read_bytes()
@@ -248,7 +244,7 @@ def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: P
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
 
 
-def test_only_the_file_that_changed_is_read_again(
+def test_only_what_changed_is_read(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
@@ -263,9 +259,7 @@ def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint: Path, tmp_path: Pa
     assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
 
 
-def test_an_entry_that_cannot_be_replaced_leaves_no_file_behind(
-    checkpoint: Path, cache: Path
-) -> None:
+def test_an_entry_that_cannot_be_replaced_leaves_no_file(checkpoint: Path, cache: Path) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
     (entry,) = cache.glob("*.json")
     entry.unlink()
@@ -298,7 +292,7 @@ def write_snapshot(cache: Path, revision: str, checkpoint: Path) -> Path:
     return snapshot
 
 
-def test_a_blob_named_by_its_digest_is_not_read(
+def test_blobs_named_by_digest_stay_unread(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
@@ -310,7 +304,7 @@ def test_a_blob_named_by_its_digest_is_not_read(
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_a_blob_that_was_edited_in_place_is_read(
+def test_a_blob_edited_in_place_is_read(
     checkpoint: Path, tmp_path: Path, keeps_times: bool
 ) -> None:
     snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
@@ -323,9 +317,7 @@ def test_a_blob_that_was_edited_in_place_is_read(
     assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
 
 
-def test_an_edited_blob_is_read_in_a_later_revision_that_links_it_too(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_edited_blob_is_read_in_a_later_revision_too(checkpoint: Path, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     snapshot = write_snapshot(hub, "abc", checkpoint)
     of(snapshot)  # waits until a change shows
@@ -344,7 +336,7 @@ def test_an_edited_blob_is_read_in_a_copy_of_the_cache(checkpoint: Path, tmp_pat
 
 
 @pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
-def test_a_name_that_is_no_hubs_claim_is_not_believed(
+def test_a_name_that_no_hub_gave_is_not_believed(
     checkpoint: Path, tmp_path: Path, layout: str
 ) -> None:
     target = tmp_path / layout.format("0" * 64)

@@ -152,7 +152,7 @@ def test_what_an_engine_computes_with_shows(checkpoint: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_a_changed_byte_in_a_directory_inside_shows(
+def test_a_changed_byte_further_inside_shows(
     checkpoint: Path, tmp_path: Path, is_link: bool
 ) -> None:
     inside = write_checkpoint(tmp_path / "tower" if is_link else checkpoint / "vision_tower")
@@ -212,7 +212,7 @@ def test_a_stamp_changes_with_every_file_that_counts(checkpoint: Path, tmp_path:
     assert stamps[5] == stamps[2]
 
 
-def test_a_stamp_is_indifferent_to_other_files_and_reads_none(
+def test_a_stamp_ignores_other_files_and_reads_none(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", refuse_to_read)
@@ -261,7 +261,7 @@ def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
     assert of(checkpoint) == alone
 
 
-def test_an_unreadable_file_ends_the_reading_of_all(
+def test_an_unreadable_file_ends_all_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
@@ -359,7 +359,7 @@ def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
     assert json.loads(entry.read_text())["sha256"] == {}
 
 
-def test_a_file_that_vanishes_while_others_are_read_is_left_out(
+def test_a_file_that_vanishes_meanwhile_is_left_out(
     tmp_path: Path, change_on_read: WhenRead
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
@@ -367,7 +367,7 @@ def test_a_file_that_vanishes_while_others_are_read_is_left_out(
     assert of(checkpoint) == GOLDEN
 
 
-def test_a_file_stamped_in_this_very_tick_is_read_only_after_it(
+def test_a_file_of_this_tick_is_read_after_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
@@ -421,7 +421,7 @@ def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint: Path) -> No
         of(checkpoint)
 
 
-def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(
+def test_a_pipe_in_a_files_place_is_not_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replace_by_pipe(_files: object) -> None:
@@ -436,9 +436,7 @@ def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(
     assert found == of(checkpoint) != GOLDEN
 
 
-def test_without_threads_for_all_files_none_is_left_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_enough_threads_none_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
     started, start = list[threading.Thread](), threading.Thread.start
 

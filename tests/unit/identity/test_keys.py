@@ -221,7 +221,7 @@ PAIRS = REQUESTS.flatmap(
 
 @settings(max_examples=examples(500))
 @given(PAIRS)
-def test_requests_share_keys_exactly_up_to_the_first_block_that_differs(
+def test_requests_share_keys_up_to_the_first_block_that_differs(
     pair: tuple[Request, Request],
 ) -> None:
     left, right = pair

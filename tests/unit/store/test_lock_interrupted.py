@@ -118,9 +118,7 @@ def test_exception_before_any_bytecode_leaves_no_lock(
     assert fetch(arena, KEYS, held)
 
 
-def test_exceptions_of_another_thread_leave_no_lock(
-    arena: Arena, probe: Callable[[], bool]
-) -> None:
+def test_exceptions_of_other_threads_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
     store(arena, KEYS)
     rng, ended, struck = random.Random(1), threading.Event(), []
 
@@ -176,9 +174,7 @@ def test_signals_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
     check_invariants(arena.tables)
 
 
-def test_handler_that_uses_the_arena_inside_a_section_is_refused(
-    arena: Arena, probe: Callable[[], bool]
-) -> None:
+def test_a_handler_inside_of_a_section_is_refused(arena: Arena, probe: Callable[[], bool]) -> None:
     answers: list[Any] = []
     before = signal.signal(signal.SIGALRM, lambda *_: answers.append(arena.match(KEYS)))
     try:
@@ -194,7 +190,7 @@ def test_handler_that_uses_the_arena_inside_a_section_is_refused(
     assert SideFile.at(arena.side_file.path) is arena.side_file
 
 
-def test_leaving_that_fails_halfway_leaves_no_living_row(
+def test_leaving_halfway_leaves_no_living_row(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -209,7 +205,7 @@ def test_leaving_that_fails_halfway_leaves_no_living_row(
     assert not arena.side_file.is_locked(HOLDER_BYTES + row)
 
 
-def test_joining_that_fails_halfway_keeps_no_row(
+def test_a_join_that_fails_halfway_keeps_no_row(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> str:

@@ -77,7 +77,7 @@ def test_what_was_found_once_is_worth_its_write(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_arena_is_kept_with_room_by_every_policy(
+def test_every_policy_keeps_room(
     arena: Arena, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine a search may take so long that a pause follows.
@@ -103,9 +103,7 @@ HELD = st.lists(
 
 
 @given(HELD)
-def test_of_all_holders_of_a_block_one_counts_as_the_original(
-    held: list[tuple[int, set[str]]],
-) -> None:
+def test_one_holder_of_a_block_has_the_original(held: list[tuple[int, set[str]]]) -> None:
     heads = np.array([head for head, _ in held], dtype="<u4")
     has = {node: np.array([node in holders for _, holders in held]) for node in NODES}
     extra = np.zeros(len(held), dtype=int)
@@ -208,9 +206,7 @@ def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_copies_are_evicted_first_the_longest_unused_before_all_and_leaves_before_parents(
-    arena: Arena, policy: str
-) -> None:
+def test_copies_go_first_the_longest_unused_before_all(arena: Arena, policy: str) -> None:
     retention, tables = Retention(arena, policy, "all"), arena.tables
     names = ("original", "copy", "later copy")
     chains = {name: chain(6, seed=name) for name in names}
@@ -253,9 +249,7 @@ def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena: 
 # -- which prefixes are used most -----------------------------------------------------------------
 
 
-def test_a_common_beginning_and_what_goes_on_more_often_than_others_are_told(
-    arena: Arena,
-) -> None:
+def test_common_beginnings_and_what_goes_on_more_often_are_told(arena: Arena) -> None:
     tables, uses = arena.tables, UseCounts(arena.tables.geometry.num_slots)
     keys = chain(6)
     store(arena, keys)

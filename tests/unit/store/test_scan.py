@@ -114,9 +114,7 @@ def test_the_walk_does_not_disturb_the_leases_of_others(arena: Arena, other: Chi
     assert arena.tables.slot_leases.sum() == 20
 
 
-def test_blocks_that_come_and_go_during_the_walk_are_never_called_corrupt(
-    arena: Arena, directory: Path
-) -> None:
+def test_blocks_that_come_and_go_are_never_called_corrupt(arena: Arena, directory: Path) -> None:
     over = threading.Event()
 
     def churn() -> None:
@@ -280,9 +278,7 @@ each_count = pytest.mark.parametrize("count", [FLIPS, pytest.param(None, marks=p
 
 
 @each_count
-def test_a_bit_flipped_between_store_and_lease_gives_no_other_block(
-    scene: Scene, count: int | None
-) -> None:
+def test_a_bit_flipped_before_a_lease_gives_no_other_block(scene: Scene, count: int | None) -> None:
     for _ in flips(scene, scene.image, count):
         leases: tuple[Lease, ...] = ()
         with contextlib.suppress(KVRayError):
@@ -292,16 +288,14 @@ def test_a_bit_flipped_between_store_and_lease_gives_no_other_block(
 
 
 @each_count
-def test_a_bit_flipped_between_lease_and_load_gives_no_other_block(
-    scene: Scene, count: int | None
-) -> None:
+def test_a_bit_flipped_before_a_load_gives_no_other_block(scene: Scene, count: int | None) -> None:
     for _ in flips(scene, scene.leased_image, count):
         scene.go_on()
         scene.read(scene.leases)
 
 
 @each_count
-def test_without_checksums_a_flipped_bit_gives_no_block_of_another_key(
+def test_without_checksums_a_flipped_bit_gives_no_other_key(
     scene: Scene, count: int | None
 ) -> None:
     for _ in flips(scene, scene.leased_image, count):

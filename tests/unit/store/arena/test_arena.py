@@ -71,24 +71,6 @@ def test_parts_are_leased_together(arena: Arena) -> None:
     assert arena.release(*held.leases)
 
 
-def test_lease_can_be_released_by_another_process(arena: Arena, second: Arena) -> None:
-    store(arena, KEYS)
-    held = leased(arena, KEYS)
-    assert second.release(held)
-    assert arena.release(held), "twice is fine"
-    check_invariants(arena.tables)
-
-
-def test_commit_after_leave_and_join_does_not_hit_what_was_reserved_since(arena: Arena) -> None:
-    stale = reserved(arena, KEYS[:3])
-    arena.leave()
-    arena.join("again")
-    fresh = reserved(arena, chain(3, seed="x"))
-    assert set(stale.slots) == set(fresh.slots)
-    assert arena.commit(stale, np.zeros(3, dtype="<u8"))
-    assert set(arena.tables.slot_state[fresh.slots].tolist()) == {RESERVED}
-
-
 def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) -> None:
     store(arena, KEYS)
     assert arena._lock.acquire(0)
@@ -145,7 +127,7 @@ def test_empty_calls_are_fine(arena: Arena) -> None:
     check_invariants(arena.tables)
 
 
-def test_section_that_raised_has_changed_nothing(
+def test_a_section_that_raised_changed_nothing(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(arena, KEYS)
@@ -212,9 +194,7 @@ def test_label_of_any_text_is_kept_as_far_as_it_fits(arena: Arena, second: Arena
     check_invariants(arena.tables)
 
 
-def test_leave_while_other_threads_call_leaves_nothing_behind(
-    arena: Arena, directory: Path
-) -> None:
+def test_leaving_beside_other_threads_leaves_nothing(arena: Arena, directory: Path) -> None:
     store(arena, KEYS)
     for _ in range(10):
         leaving = Arena(directory, lock_wait_s=1)
@@ -252,7 +232,7 @@ def die(arena: Arena) -> None:
     arena.side_file.unlock(HOLDER_BYTES + arena.holder)
 
 
-def test_row_of_a_dead_holder_goes_to_the_next_who_joins(
+def test_the_row_of_the_dead_goes_to_who_joins(
     arena: Arena, second: Arena, directory: Path
 ) -> None:
     store(arena, KEYS)
@@ -352,7 +332,7 @@ def test_figures_are_those_of_the_tables(arena: Arena) -> None:
     assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
 
 
-def test_retired_arena_gives_nothing_new_but_takes_everything_back(
+def test_a_retired_arena_only_takes_things_back(
     arena: Arena, second: Arena, directory: Path
 ) -> None:
     store(arena, KEYS)
@@ -385,9 +365,7 @@ def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
 # -- in another process's name --------------------------------------------------------------------
 
 
-def test_a_lease_in_another_holders_name_ends_when_that_one_leaves(
-    arena: Arena, second: Arena
-) -> None:
+def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena: Arena, second: Arena) -> None:
     store(arena, KEYS[:6])
     held = arena.lease_for(KEYS, [[PartRequest(0)]], member=second.membership)
     assert held is not None
@@ -400,9 +378,7 @@ def test_a_lease_in_another_holders_name_ends_when_that_one_leaves(
     check_invariants(arena.tables)
 
 
-def test_nothing_is_leased_for_a_holder_that_is_gone_or_another_in_its_row(
-    arena: Arena, second: Arena
-) -> None:
+def test_nothing_is_leased_for_a_holder_that_is_gone(arena: Arena, second: Arena) -> None:
     store(arena, KEYS[:6])
     gone, wanted = second.membership, [[PartRequest(0)]]
     second.leave()

@@ -23,7 +23,7 @@ def seen_all(tables: Tables) -> EventReader:
     return reader
 
 
-def test_the_first_looks_go_through_all_slots_in_pieces(
+def test_the_first_looks_go_through_all_slots(
     tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "_PIECE", 10)
@@ -45,7 +45,7 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
     assert len(reader.take(arena.tables)) == 0
 
 
-def test_what_happens_while_a_reader_is_behind_is_not_missed(
+def test_a_reader_that_is_behind_misses_nothing(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "_PIECE", 10)

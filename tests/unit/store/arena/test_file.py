@@ -169,7 +169,7 @@ def test_half_made_file_of_a_dead_owner_is_removed(directory: Path) -> None:
     assert not list(directory.glob("*.new"))
 
 
-def test_kernel_without_populate_makes_an_arena_too(
+def test_an_older_kernel_makes_an_arena_too(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
@@ -278,7 +278,7 @@ def mapped_share(memory: Array) -> float:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_all_is_allocated_mapped_and_told_of(
+def test_all_is_allocated_mapped_and_told(
     directory: Path, memory: Array, threads: int | None
 ) -> None:
     told: list[tuple[int, int]] = []
@@ -313,9 +313,7 @@ def test_an_older_kernel_is_told_of(memory: Array, monkeypatch: pytest.MonkeyPat
     assert mapped_share(memory) == 0
 
 
-def test_pages_that_cannot_be_had_are_an_error_and_no_signal(
-    directory: Path, memory: Array
-) -> None:
+def test_pages_that_cannot_be_had_are_no_signal(directory: Path, memory: Array) -> None:
     os.truncate(directory / "file", MIB)
     with pytest.raises(OSError, match="No space left") as caught:
         populate(memory)
@@ -382,7 +380,7 @@ def test_the_background_maps_all_and_ends(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "retire"])
-def test_the_background_ends_before_all_is_mapped(
+def test_the_background_can_be_ended(
     directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     make_arena(directory).close()
@@ -407,7 +405,7 @@ def test_the_background_ends_before_all_is_mapped(
     arena.close()
 
 
-def test_memory_that_cannot_be_mapped_ends_the_background_quietly(
+def test_memory_that_cannot_be_had_ends_quietly(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = make_arena(directory)
@@ -445,7 +443,7 @@ def test_the_state_stands_where_the_layout_says() -> None:
     assert slice(at, at + dtype.itemsize) == STATE_BYTES
 
 
-def test_those_who_map_a_retired_arena_see_it_and_keep_its_bytes(
+def test_who_maps_a_retired_arena_sees_it_and_keeps_its_bytes(
     arena: Arena, directory: Path
 ) -> None:
     arena.tables.holder_label[7] = b"kept"
@@ -473,9 +471,7 @@ def test_what_is_no_arena_is_unlinked(directory: Path, content: bytes) -> None:
     assert (directory / "other").read_bytes() == content
 
 
-def test_a_fifo_or_a_link_is_unlinked_and_its_target_left_alone(
-    arena: Arena, directory: Path
-) -> None:
+def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena: Arena, directory: Path) -> None:
     os.mkfifo(directory / "fifo")
     (directory / "link").symlink_to("arena")
     for name in ("fifo", "link", "nothing"):

@@ -72,7 +72,7 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_into_a_slot_before_its_checksum_is_made_is_found(
+def test_what_others_write_before_the_checksum_is_found(
     directory: Path, monkeypatch: pytest.MonkeyPatch, num_regions: int, block_bytes: int
 ) -> None:
     arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=512))
@@ -167,7 +167,7 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
     assert sound_run(arena, held, first=20) == 0
 
 
-def test_lease_that_ends_during_the_copy_voids_it(
+def test_a_lease_that_ends_in_a_copy_voids_it(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(arena, KEYS)
@@ -244,9 +244,7 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
 
 
 @pytest.mark.parametrize("pages", [np.arange(5), np.array([4, 2, 3, 9, 0])], ids=["run", "apart"])
-def test_a_strip_has_runs_of_a_slot_that_lie_elsewhere_in_a_page(
-    arena: Arena, pages: Array
-) -> None:
+def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena: Arena, pages: Array) -> None:
     keys, block_bytes = KEYS[:5], 1200
     blocks = noise(5, block_bytes)
     made = reserved(arena, keys, block_bytes=block_bytes)
@@ -319,7 +317,7 @@ def test_plain_copies_are_whole_wherever_two_threads_part_them(
     copier.copy([])
 
 
-def test_plain_copies_are_made_when_the_second_thread_is_busy_or_gone(
+def test_copies_are_made_without_the_second_thread(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
@@ -353,7 +351,7 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_waits_for_no_thread_of_its_parent(
+def test_a_fork_waits_for_no_thread_of_its_parent(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)

@@ -208,7 +208,7 @@ def test_log_of_stores_is_complete(name: str) -> None:
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_death_while_undoing_is_undone_by_the_next(
+def test_death_while_undoing_is_undone(
     name: str, first: float, second: float, crowded: bool
 ) -> None:
     scene = Scene(crowded=crowded)
@@ -268,7 +268,7 @@ def test_step_over_all_slots_at_once_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("entry", [(99, 1, 0, 2), (1, 2**31, 0, 2), (1, 4, 2**31, 2), (1, 9, 4, 4)])
-def test_record_that_makes_no_sense_is_not_followed(
+def test_a_senseless_record_is_not_followed(
     tables: Tables, entry: tuple[int, int, int, int]
 ) -> None:
     tables.put(np.array([1]), slot_state=READY)
@@ -354,9 +354,7 @@ def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tables_that_are_overwritten_as_a_whole_are_looked_at_and_mended(
-    stored: Arena, seed: int
-) -> None:
+def test_tables_that_are_overwritten_as_a_whole_are_mended(stored: Arena, seed: int) -> None:
     overwrite(stored.tables, seed)
     figures = stored.stats()
     assert figures["resident_bytes"] <= figures["capacity_bytes"]
@@ -413,7 +411,7 @@ WANTED = [[PartRequest(0, None, SIZE)]]
 
 @pytest.mark.parametrize("column", ["slab_block_bytes", "slab_check"])
 @pytest.mark.parametrize("bit", range(64))
-def test_a_flipped_bit_of_a_slabs_size_is_found_and_costs_nobody_a_block(
+def test_a_flipped_bit_of_a_slabs_size_costs_nobody_a_block(
     arena: Arena, column: str, bit: int
 ) -> None:
     store(arena, KEYS[:3], block_bytes=SIZE)
@@ -435,9 +433,7 @@ def test_a_flipped_bit_of_a_slabs_size_is_found_and_costs_nobody_a_block(
     check_invariants(arena.tables)
 
 
-def test_a_size_that_is_wrong_twice_is_no_promise_and_nobody_is_given_its_bytes(
-    arena: Arena,
-) -> None:
+def test_nobody_is_given_the_bytes_of_a_size_that_is_wrong_twice(arena: Arena) -> None:
     store(arena, KEYS[:3], block_bytes=SIZE)
     slabs.serve(arena.tables, np.flatnonzero(arena.tables.slab_block_bytes), SIZE + 8)
     arena.tables.undo.settle()
@@ -520,18 +516,6 @@ def test_garbage_in_everything_that_is_derived_is_replaced(tables: Tables) -> No
     check_invariants(tables)
     assert matched(tables, keys) == 20
     assert slots_named(tables, held) == made.slots[:3].tolist()
-
-
-def test_page_with_garbage_is_dropped_without_touching_other_leases(tables: Tables) -> None:
-    keys = chain(4)
-    put(tables, keys)
-    good, bad = take(tables, keys), take(tables, keys)
-    tables.page_count[bad.page] = 2**32 - 1
-    tables.page_slots[bad.page] = 2**32 - 1
-    repair.rebuild(tables, now=NOW)
-    check_invariants(tables)
-    assert lease.leased_slots(tables, bad) is None
-    assert slots_named(tables, good)
 
 
 def test_death_in_a_rebuild_leaves_as_much_to_the_next() -> None:

@@ -67,14 +67,6 @@ def test_block_sizes_live_in_slabs_of_their_own(tables: Tables) -> None:
     check_invariants(tables)
 
 
-def test_slab_that_empties_serves_any_size_again(tables: Tables) -> None:
-    made = put(tables, chain(EVERY_SLOT))
-    slots.free(tables, made.slots[8:16])
-    assert sizes(tables)[1] == 0
-    assert put(tables, chain(1, seed="x"), block_bytes=8 * SLOT).slots.tolist() == [8]
-    check_invariants(tables)
-
-
 def test_slab_with_a_slot_in_limbo_is_not_given_back(tables: Tables) -> None:
     made = reserve(tables, chain(8), holder=3)
     slots.strand(tables, 3, now=0.0)

@@ -20,8 +20,6 @@ from kvray.store.arena.layout import (
     BUCKET_WAYS,
     FREE,
     LIMBO,
-    QUARANTINED,
-    READY,
     RESERVED,
     RUN_SLOTS,
     Geometry,
@@ -34,7 +32,6 @@ from tests.unit.store.small_arena import (
     chain,
     commit,
     evict,
-    find,
     make_arena,
     make_tables,
     matched,
@@ -43,41 +40,11 @@ from tests.unit.store.small_arena import (
     served,
     spec,
     store,
-    take,
 )
 
 
 def states(tables: Tables, made: Reservation) -> set[int]:
     return set(tables.slot_state[made.slots].tolist())
-
-
-def test_reserved_block_is_no_match_until_it_is_committed(tables: Tables) -> None:
-    keys = chain(5)
-    made = reserve(tables, keys)
-    assert (states(tables, made), matched(tables, keys)) == ({RESERVED}, 0)
-    check_invariants(tables)
-    assert commit(tables, made) == 5
-    assert (states(tables, made), matched(tables, keys)) == ({READY}, 5)
-    check_invariants(tables)
-
-
-def test_aborted_slots_are_free_again(tables: Tables) -> None:
-    keys = chain(5)
-    slots.abort(tables, made := reserve(tables, keys))
-    assert states(tables, made) == {FREE}
-    assert find(tables, keys) == [-1] * 5
-    assert not tables.slab_block_bytes.any()
-    check_invariants(tables)
-
-
-def test_second_writer_gets_no_slot_for_a_key_under_way(tables: Tables) -> None:
-    keys = chain(3)
-    first = reserve(tables, keys, holder=0)
-    second = reserve(tables, keys, holder=1)
-    assert (len(second.slots), second.existing) == (0, 3)
-    assert commit(tables, second) == 0
-    assert commit(tables, first) == 3
-    assert matched(tables, keys) == 3
 
 
 def test_chain_without_its_parent_is_dropped(tables: Tables) -> None:
@@ -119,9 +86,7 @@ def test_parentless_blocks_find_their_parent_again(tables: Tables) -> None:
     check_invariants(tables)
 
 
-def test_parentless_blocks_whose_parent_came_back_alone_are_linked_by_the_next_save(
-    tables: Tables,
-) -> None:
+def test_the_next_save_links_blocks_whose_parent_came_back_alone(tables: Tables) -> None:
     keys = chain(3)
     made = put(tables, keys)
     slots.quarantine(tables, made.slots[1:2])
@@ -160,33 +125,6 @@ def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables: Tables) -
     assert slots.reclaim(tables, before=100.0) == 2
     assert states(tables, dead) == {FREE}
     check_invariants(tables)
-
-
-def test_key_of_a_dead_writer_can_be_stored_by_another(tables: Tables) -> None:
-    keys = chain(2)
-    dead = reserve(tables, keys, holder=0)
-    slots.strand(tables, 0, now=1.0)
-    again = put(tables, keys)
-    assert not set(again.slots) & set(dead.slots)
-    assert matched(tables, keys) == 2
-
-
-def test_leaving_holder_gives_its_slots_back_at_once(tables: Tables) -> None:
-    mine, other = reserve(tables, chain(2), holder=0), reserve(tables, chain(2, seed="x"), holder=1)
-    slots.abort_holder(tables, 0)
-    assert (states(tables, mine), states(tables, other)) == ({FREE}, {RESERVED})
-    check_invariants(tables)
-
-
-def test_quarantined_block_is_no_match_and_stays_while_it_is_leased(tables: Tables) -> None:
-    keys = chain(4)
-    made = put(tables, keys)
-    take(tables, keys)
-    slots.quarantine(tables, np.repeat(made.slots[2:3], 2))
-    assert (matched(tables, keys), int(tables.header["corrupt"])) == (2, 1)
-    check_invariants(tables)
-    assert slots.reclaim(tables, before=1e9) == 0
-    assert int(tables.slot_state[made.slots[2]]) == QUARANTINED
 
 
 def test_only_ready_slots_are_quarantined(tables: Tables) -> None:
@@ -301,9 +239,7 @@ def test_only_as_many_rows_are_added_as_the_size_needs(thrifty: Arena) -> None:
     assert store(thrifty, chain(3, seed="small")).dropped == 3
 
 
-def test_rows_for_which_there_is_no_memory_are_refused(
-    thrifty: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_memory_are_refused(thrifty: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(thrifty, KEYS[:3])
 
     def full(*_pieces: object, **_options: object) -> bool:
@@ -316,7 +252,7 @@ def test_rows_for_which_there_is_no_memory_are_refused(
     assert len(store(thrifty, KEYS[:3], block_bytes=4 * SLOT).slots) == 3
 
 
-def test_rows_get_memory_where_the_kernel_cannot_populate(
+def test_rows_get_memory_from_an_older_kernel(
     thrifty: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(thrifty, KEYS[:3])

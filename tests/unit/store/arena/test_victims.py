@@ -90,9 +90,7 @@ def test_queues_of_nonsense_take_nothing_that_may_not_go(chance: "np.random.Gene
     check_invariants(tables)
 
 
-def test_a_writer_takes_what_the_owner_chose_and_searches_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_takes_what_the_owner_chose(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(arena)
     tables = arena.tables
     assert ArenaOwner(arena).evict_ahead(0.0, lambda chosen: -tables.slot_tick[chosen]) == 0
@@ -120,7 +118,7 @@ def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
     check_invariants(tables)
 
 
-def test_the_owner_chooses_again_only_when_half_has_gone(
+def test_owners_choose_again_when_half_has_gone(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(arena)

@@ -58,11 +58,8 @@ def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> s
     return str(caught.value)
 
 
-def test_what_just_fits_passes(tmp_path: Path) -> None:
-    check(tmp_path, 80 * GIB)
-
-
 def test_what_is_available_bounds(tmp_path: Path) -> None:
+    check(tmp_path, 80 * GIB)
     assert refusal(tmp_path, 81 * GIB) == (
         "The arena needs 81.00GiB, but 80.00GiB of the machine's 100.00GiB are available;"
         " lower arena.capacity to 79.4GiB."
@@ -79,32 +76,53 @@ def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path: Path) -> 
     )
 
 
-def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def make_cgroup(*, limit: int, usage: int, is_root: bool = True, **cache: int) -> Cgroup:
+    cache = {"idle_cache": 0, "active_cache": 0, **cache}
+    path = Path("/sys/fs/cgroup")
+    return Cgroup(path=path, is_root=is_root, limit=limit * GIB, usage=usage * GIB, **cache)
+
+
+CONTAINER = make_cgroup(limit=10, usage=4, idle_cache=GIB, active_cache=GIB // 2)
+NESTED = make_cgroup(limit=50, usage=1, is_root=False)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "claims", "fits", "said"),
+    [
+        pytest.param(
+            [CONTAINER],
+            RAY,
+            9 * GIB // 2,
+            "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB",
+            id="Ray takes the limit of a container for the node's memory",
+        ),
+        pytest.param(
+            [NESTED],
+            RAY,
+            47 * GIB,
+            "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less",
+            id="Ray does not see a cgroup that is none of a container",
+        ),
+        pytest.param(
+            [make_cgroup(limit=8, usage=1, is_root=False), make_cgroup(limit=3, usage=2)],
+            None,
+            GIB,
+            "leaves 1.00GiB of its limit of 3.00GiB; lower",
+            id="every cgroup bounds",
+        ),
+    ],
+)
+def test_cgroups_bound(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroups: list[Cgroup],
+    claims: MemoryClaims | None,
+    fits: int,
+    said: str,
 ) -> None:
-    container = make_cgroup(limit=10 * GIB, usage=4 * GIB, idle_cache=GIB, active_cache=GIB // 2)
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [container])
-    check(tmp_path, 4 * GIB + GIB // 2, RAY)
-    said = refusal(tmp_path, 5 * GIB, RAY)
-    assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
-
-
-def test_ray_does_not_see_a_cgroup_that_is_none_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nested = make_cgroup(limit=50 * GIB, usage=GIB, is_root=False)
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [nested])
-    check(tmp_path, 47 * GIB, RAY)
-    said = refusal(tmp_path, 48 * GIB, RAY)
-    assert "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less" in said
-
-
-def test_every_cgroup_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    around = make_cgroup(limit=3 * GIB, usage=2 * GIB)
-    own = make_cgroup(limit=8 * GIB, usage=GIB, is_root=False)
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [own, around])
-    check(tmp_path, GIB)
-    assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: cgroups)
+    check(tmp_path, fits, claims)
+    assert said in refusal(tmp_path, fits + GIB // 2, claims)
 
 
 def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
@@ -112,7 +130,7 @@ def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
     assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
 
 
-def test_a_small_arena_is_named_in_mebibytes(
+def test_small_arenas_are_named_in_mebibytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has(monkeypatch, total=GIB, available=GIB)
@@ -123,19 +141,6 @@ def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes() ->
     memory = NodeMemory(total=100 * GIB, available=80 * GIB)
     assert worker_bytes(memory, 60 * GIB, RAY) == 8 * GIB - 768 * 2**20
     assert worker_bytes(memory, 70 * GIB, RAY) == 0
-
-
-def make_cgroup(
-    *, limit: int, usage: int, is_root: bool = True, idle_cache: int = 0, active_cache: int = 0
-) -> Cgroup:
-    return Cgroup(
-        path=Path("/sys/fs/cgroup"),
-        is_root=is_root,
-        limit=limit,
-        usage=usage,
-        idle_cache=idle_cache,
-        active_cache=active_cache,
-    )
 
 
 # -- cgroups and mounts ---------------------------------------------------------------------------
@@ -185,7 +190,7 @@ def test_path_is_that_below_what_is_at(tmp_path: Path, own: str) -> None:
 
 
 @pytest.mark.parametrize(("own", "root"), [("/elsewhere", "/docker/abc"), ("/../x", "/")])
-def test_cgroup_outside_of_what_is_mounted_leaves_the_mount_s(
+def test_a_cgroup_outside_of_the_mount_leaves_the_mount_s(
     tmp_path: Path, own: str, root: str
 ) -> None:
     fill(tmp_path, str(4 * GIB))
@@ -207,19 +212,13 @@ def test_version_1_counts_where_its_controller_is_memory(tmp_path: Path) -> None
     assert cgroup.left == GIB + 7
 
 
-def test_usage_over_the_limit_leaves_nothing(tmp_path: Path) -> None:
-    fill(tmp_path, str(GIB), usage=2 * GIB)
-    assert [cgroup.left for cgroup in limiting_cgroups("0::/\n", [at(tmp_path)])] == [0]
-
-
-@pytest.mark.parametrize("limit", ["max", "", "many"])
-def test_cgroup_without_a_limit_does_not_bound(tmp_path: Path, limit: str) -> None:
-    fill(tmp_path, limit)
-    assert limiting_cgroups("0::/\n", [at(tmp_path)]) == []
-
-
-def test_cgroup_that_cannot_be_read_does_not_bound(tmp_path: Path) -> None:
-    assert limiting_cgroups("0::/x\n", [at(tmp_path)]) == []
+@pytest.mark.parametrize(("limit", "left"), [(str(GIB), [0]), ("max", []), ("", []), ("many", [])])
+def test_usage_over_the_limit_leaves_nothing_and_no_limit_does_not_bound(
+    tmp_path: Path, limit: str, left: list[int]
+) -> None:
+    assert limiting_cgroups("0::/x\n", [at(tmp_path)]) == [], "it cannot be read"
+    fill(tmp_path, limit, usage=2 * GIB)
+    assert [cgroup.left for cgroup in limiting_cgroups("0::/\n", [at(tmp_path)])] == left
 
 
 # -- a real cgroup --------------------------------------------------------------------------------
@@ -267,14 +266,10 @@ LISTED = """\
 """
 
 
-def test_a_mount_has_its_point_kind_and_options() -> None:
-    shm, _ = mounts(LISTED)
+def test_a_mount_has_its_point_kind_and_options_and_plain_paths() -> None:
+    shm, other = mounts(LISTED)
     assert (shm.point, shm.kind, shm.device, shm.root) == (Path("/dev/shm"), "tmpfs", "0:23", "/")
     assert shm.options == ("rw", "size=24684092k", "huge=advise")
-
-
-def test_blanks_in_paths_are_plain_and_optional_fields_are_passed_over() -> None:
-    _, other = mounts(LISTED)
     assert (other.point, other.root, other.kind) == (Path("/mnt/a b"), "/docker/a b", "cgroup2")
 
 

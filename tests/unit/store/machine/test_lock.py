@@ -137,7 +137,7 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
     assert not side_file.turn.locked()
 
 
-def test_thread_waits_in_a_queue_behind_the_others_of_its_process(
+def test_a_thread_waits_behind_the_others(
     side_file: SideFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, looks = ArenaLock(side_file), [0]
@@ -198,9 +198,7 @@ def test_forked_child_is_detached_and_breaks_no_lock(side_file: SideFile, other:
     lock.release()
 
 
-def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock(
-    side_file: SideFile,
-) -> None:
+def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file: SideFile) -> None:
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
     lock.release()
@@ -228,9 +226,7 @@ def test_one_file_under_two_names_is_one_side_file(directory: Path) -> None:
     assert SideFile.at(directory / "real" / "lock.x") is SideFile.at(directory / "link" / "lock.x")
 
 
-def test_file_that_was_unlinked_is_not_taken_for_its_successor(
-    directory: Path, other: Child
-) -> None:
+def test_an_unlinked_file_is_not_taken_for_its_successor(directory: Path, other: Child) -> None:
     path = directory / "lock.test"
     first = SideFile.at(path)
     assert first.try_lock(ARENA_BYTE)
@@ -256,9 +252,7 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(
 
 
 @pytest.mark.parametrize("in_section", [False, True])
-def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
-    arena: Arena, other: Child, in_section: bool
-) -> None:
+def test_a_dead_parents_lock_ends_in_its_fork(arena: Arena, other: Child, in_section: bool) -> None:
     other.say("arena.join('parent')")
     if in_section:
         other.say("(held := arena.section(1)).__enter__()")
@@ -276,9 +270,7 @@ def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
         os.kill(pid, signal.SIGKILL)
 
 
-def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
-    arena: Arena, other: Child
-) -> None:
+def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena: Arena, other: Child) -> None:
     with arena.section(1) as entered:
         assert entered
         arena.tables.put(np.arange(3), holder_live=1)
@@ -367,7 +359,7 @@ def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None
         assert least_s <= time.monotonic() - start < least_s + 0.1
 
 
-def test_letting_others_go_first_is_bounded_and_soon_forgotten(
+def test_letting_others_go_first_is_bounded(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]

@@ -114,7 +114,7 @@ def test_a_kernel_without_huge_pages_has_no_command(thp: Path) -> None:
 # -- of a real arena ------------------------------------------------------------------------------
 
 
-def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
+def test_figures_follow_the_arena_and_its_successor(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ArenaPages(directory / "arena")
@@ -134,7 +134,7 @@ def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
     successor.close()
 
 
-def test_figures_of_an_arena_that_is_not_all_mapped_are_looked_for_again(
+def test_figures_are_read_again_till_all_is_mapped(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_LOOK_S", 0.0)

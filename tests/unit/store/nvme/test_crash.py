@@ -85,7 +85,7 @@ def found_after(directory: Path) -> set[str]:
     ("seed", "num_lives"),
     [(1, 4), *(pytest.param(seed, 25, marks=pytest.mark.long) for seed in range(10, 20))],
 )
-def test_killed_process_loses_no_block_and_leaves_none_that_is_wrong(
+def test_a_killed_process_loses_and_spoils_no_block(
     directory: Path, seed: int, num_lives: int
 ) -> None:
     chance = random.Random(seed)
@@ -196,7 +196,7 @@ def _check_second_life(directory: Path) -> None:
         *(pytest.param(seed, 40, 60, marks=pytest.mark.long) for seed in range(100, 160)),
     ],
 )
-def test_power_loss_leaves_what_was_flushed_and_nothing_wrong(
+def test_a_power_loss_leaves_what_was_flushed(
     directory: Path, seed: int, num_steps: int, num_cuts: int
 ) -> None:
     log = Life(directory, seed).live(num_steps)

@@ -222,9 +222,7 @@ def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled: Filled) -> 
     ("asked", "reason"),
     [(spec(cluster_name="other"), "cluster"), (spec(segment=2 * SEGMENT), "geometry")],
 )
-def test_file_that_is_not_this_tiers_is_put_aside(
-    filled: Filled, asked: NvmeSpec, reason: str
-) -> None:
+def test_a_file_of_another_tier_is_put_aside(filled: Filled, asked: NvmeSpec, reason: str) -> None:
     before = filled.path.read_bytes()
     store = filled.reopen(asked)
     assert store.report.aside == (f"segment-00000000.{reason}",)
@@ -330,7 +328,7 @@ def test_a_file_of_any_bytes_is_put_aside(filled: Filled, head: bytes, size: int
 
 @settings(SEVERAL, max_examples=examples(60))
 @given(fields=HEADERS)
-def test_a_header_of_any_figures_is_put_aside_or_used(
+def test_any_header_is_put_aside_or_used(
     filled: Filled, image: bytes, fields: dict[str, object]
 ) -> None:
     memory = bytearray(image)

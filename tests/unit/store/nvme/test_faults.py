@@ -73,7 +73,7 @@ class _FaultyFile(DiskFile):
         super().sync()
 
 
-def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
+def test_a_block_that_the_device_refuses_is_a_miss_alone(
     store: NvmeStore, disk: FaultyDisk
 ) -> None:
     keys = chain(8)
@@ -103,7 +103,7 @@ def test_write_that_fails_stores_nothing(
     assert present(again, lost) == 0
 
 
-def test_store_goes_on_after_a_write_that_failed(
+def test_the_store_goes_on_after_a_failed_write(
     store: NvmeStore, reopen: Reopen, disk: FaultyDisk
 ) -> None:
     keys = chain(5)
@@ -118,9 +118,7 @@ def test_store_goes_on_after_a_write_that_failed(
     assert promote(again, keys).sound.all()
 
 
-def test_nothing_is_acknowledged_after_a_sync_that_failed(
-    store: NvmeStore, disk: FaultyDisk
-) -> None:
+def test_nothing_is_acknowledged_after_a_failed_sync(store: NvmeStore, disk: FaultyDisk) -> None:
     """The kernel tells of a failed sync once, and then holds what it lost for written."""
     keys = chain(5)
     demote(store, keys)
@@ -171,9 +169,7 @@ def test_growth_goes_on_when_there_is_room_again(
 
 
 @pytest.mark.parametrize("at", [0, 4096])
-def test_start_that_fails_leaves_nothing_open_and_can_be_tried_again(
-    reopen: Reopen, at: int, disk: FaultyDisk
-) -> None:
+def test_a_start_that_failed_can_be_tried_again(reopen: Reopen, at: int, disk: FaultyDisk) -> None:
     store = reopen()
     keys = chain(20)
     demote(store, keys)
@@ -185,7 +181,7 @@ def test_start_that_fails_leaves_nothing_open_and_can_be_tried_again(
     assert promote(again, keys).sound.all()
 
 
-def test_file_that_cannot_be_made_whole_leaves_nothing(
+def test_a_file_that_fails_halfway_is_removed(
     store: NvmeStore, directory: Path, disk: FaultyDisk
 ) -> None:
     disk.fails_writes = True

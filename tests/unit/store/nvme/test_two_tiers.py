@@ -107,9 +107,7 @@ def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeSt
     assert below.stats().written_bytes == 0
 
 
-def test_what_goes_next_is_written_with_its_ancestors_and_stays(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_what_goes_next_is_written_with_ancestors_and_stays(arena: Arena, below: NvmeStore) -> None:
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
     store(arena, new)
@@ -155,7 +153,7 @@ def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -
     assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
 
 
-def test_a_refused_block_is_not_asked_about_again_until_it_is_used(
+def test_a_refused_block_is_asked_about_when_it_is_used_again(
     arena: Arena, below: NvmeStore
 ) -> None:
     keys = chain(40)
@@ -170,7 +168,7 @@ def test_a_refused_block_is_not_asked_about_again_until_it_is_used(
     assert demoter.counts.refused_blocks == 2 * refused
 
 
-def test_a_block_that_is_used_after_its_write_is_not_written_again(
+def test_a_block_that_is_used_after_its_write_is_written_once(
     arena: Arena, below: NvmeStore
 ) -> None:
     keys = chain(40)
@@ -193,9 +191,7 @@ def test_no_more_is_written_than_the_budget_has(arena: Arena, below: NvmeStore) 
     assert demoter.counts.postponed_rounds > 0
 
 
-def test_flush_begins_with_what_was_used_last_and_ends_in_time(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_a_flush_begins_with_the_latest_and_ends_in_time(arena: Arena, below: NvmeStore) -> None:
     old, new = chain(25, seed="old"), chain(25, seed="new")
     store(arena, old)
     store(arena, new)
@@ -210,9 +206,7 @@ def test_flush_begins_with_what_was_used_last_and_ends_in_time(
     assert present(below, new) == 0
 
 
-def test_flushed_blocks_are_there_when_the_store_is_opened_again(
-    arena: Arena, directory: Path
-) -> None:
+def test_flushed_blocks_are_there_when_the_store_reopens(arena: Arena, directory: Path) -> None:
     keys = chain(50)
     store(arena, keys)
     first = open_store(directory / "again", spec(num_segments=8))
@@ -236,9 +230,7 @@ def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, direc
     small.close()
 
 
-def test_a_full_store_lets_go_of_what_was_used_longest_ago_in_either_tier(
-    arena: Arena, directory: Path
-) -> None:
+def test_a_full_store_drops_what_was_used_longest_ago(arena: Arena, directory: Path) -> None:
     small = open_store(directory / "small", spec(num_segments=4))
     demoter = demoter_of(arena, small)
     one, two, three = (chain(20, seed=name) for name in "abc")
@@ -281,9 +273,7 @@ def test_flush_tries_again_what_a_busy_arena_held_up(
     assert present(below, chain(20)) == 20
 
 
-def test_a_full_store_forgets_what_it_knew_of_the_blocks_that_leave_it(
-    arena: Arena, directory: Path
-) -> None:
+def test_a_full_store_forgets_the_blocks_that_leave_it(arena: Arena, directory: Path) -> None:
     below = open_store(directory / "small", spec(num_segments=1))
     retention = Retention(arena, "lru", "all")
     retention.put_below(below)

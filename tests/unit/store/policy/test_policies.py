@@ -140,18 +140,14 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
 
 
 @pytest.mark.parametrize(("length", "num"), [(2, 1), (3, 2)])
-def test_what_is_stored_after_the_last_block_of_a_prompt_belongs_to_it(
-    length: int, num: int
-) -> None:
+def test_what_is_stored_after_a_prompts_last_block_belongs_to_it(length: int, num: int) -> None:
     policy = Gittins(20)
     policy.stored(use(range(length), range(10, 10 + length), now=1.0))
     policy.stored(use([3], [13], depth=2, now=2.0, parent=1))
     assert num_prompts(policy) == num
 
 
-def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_a_forgotten_prompt_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_PROMPTS", 8)
     policy = Gittins(20)
     policy.stored(use([0, 1], [10, 11]))
