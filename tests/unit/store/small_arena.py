@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvray.identity.block import BlockKey
-from kvray.store import Arena, ArenaSpec, Lease, Reservation
+from kvray.store import Arena, ArenaSpec, Held, Lease, PartRequest, Reservation
 from kvray.store.arena import key_index, lease, slots
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.layout import Geometry
@@ -184,6 +184,15 @@ def leased(arena: Arena, keys: list[BlockKey], **wanted: Any) -> Lease:
     leases = arena.lease(keys, **wanted)
     assert leases
     return leases[0]
+
+
+def leased_for(
+    arena: Arena, keys: list[BlockKey], readers: list[list[PartRequest]], **wanted: Any
+) -> Held:
+    """Lease what there is of `keys` for several readers, maybe nothing."""
+    held = arena.lease_for(keys, readers, **wanted)
+    assert held is not None
+    return held
 
 
 def fetch(

@@ -291,6 +291,7 @@ def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause() 
     assert found["tier"][:2].tolist() == [NVME, HOST]
     assert found["cause"][:2].tolist() == [CLEARED, AHEAD]
     assert gone.counts() == {"ahead": 2, "cleared": 1}
+    assert (CAUSES[WRITER], CAUSES[QUOTA], CAUSES[CORRUPT]) == ("writer", "quota", "corrupt")
 
 
 def test_of_a_moment_only_what_left_before_counts() -> None:
@@ -329,10 +330,6 @@ def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known() ->
     assert gone.since == 2.0
     gone.note(words(*range(100, 110)), HOST, AHEAD, now=9.0)
     assert gone.of(words(105, 106, 109))["at"].tolist() == [0.0, 9.0, 9.0]
-
-
-def test_causes_have_their_names() -> None:
-    assert (CAUSES[WRITER], CAUSES[QUOTA], CAUSES[CORRUPT]) == ("writer", "quota", "corrupt")
 
 
 @pytest.mark.parametrize("cause", ["cleared", "ahead"])

@@ -141,6 +141,15 @@ def test_what_is_given_up_goes_before_everything_else(tables: Tables) -> None:
     assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
 
 
+def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
+    put(tables, chain(2))
+    useless = put(tables, chain(1, seed="useless"))
+    tables.slot_tick[useless.slots] = 0
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[useless.slots] = 9.0
+    assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+
+
 def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
     keep = put(tables, chain(2, seed="keep"), priority=90)
     low = put(tables, chain(2, seed="low"), priority=10)

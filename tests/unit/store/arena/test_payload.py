@@ -24,6 +24,7 @@ from tests.unit.store.small_arena import (
     chain,
     fetch,
     leased,
+    leased_for,
     make_arena,
     pool_of,
     reserved,
@@ -75,7 +76,7 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
 def test_what_others_write_before_the_checksum_is_found(
     directory: Path, monkeypatch: pytest.MonkeyPatch, num_regions: int, block_bytes: int
 ) -> None:
-    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=512))
+    arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
     made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
     copy = np.copyto
@@ -105,7 +106,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
     directory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cores: set[int]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=1024))
+    arena = make_arena(directory, asked=spec(slots_per_slab=1024))
     arena.join("test")
     keys = KEYS[: 8 * 2**20 // block_bytes + 1] if block_bytes > PIECE else KEYS
     pool = noise(len(keys), block_bytes)
@@ -212,8 +213,7 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
         made = arena.reserve(keys, parent=None, depth=0, part=part, block_bytes=block_bytes)
         assert made
         assert arena.commit(made, arena.write_slots(made.slots, regions, pages))
-    held = arena.lease_for(keys, [[PartRequest(0), PartRequest(1, window=2)]])
-    assert held
+    held = leased_for(arena, keys, [[PartRequest(0), PartRequest(1, window=2)]])
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}

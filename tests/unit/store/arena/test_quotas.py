@@ -10,13 +10,13 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import owner, quotas
 from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
 from kvray.store.arena.tables import Tables
-from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, leased, make_tables, put, reserve, store
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
 
 def test_every_namespace_takes_what_its_ready_blocks_have(tables: Tables) -> None:
+    assert (quotas.used(tables), quotas.excess(tables)) == ({}, {})
     put(tables, chain(3), namespace=1)
     put(tables, chain(2, seed="two"), namespace=2, block_bytes=2 * SLOT)
     put(tables, chain(1, seed="none"))
@@ -30,11 +30,6 @@ def test_many_namespaces_are_summed_up_as_few_are() -> None:
         put(tables, chain(1 + namespace % 3, seed=str(namespace)), namespace=namespace)
     sums = {one: (1 + one % 3, (1 + one % 3) * SLOT) for one in range(40)}
     assert quotas.used(tables) == sums
-
-
-def test_an_empty_arena_is_used_by_nobody(tables: Tables) -> None:
-    assert quotas.used(tables) == {}
-    assert quotas.excess(tables) == {}
 
 
 def test_the_longest_name_that_fits_says_the_quota(tables: Tables) -> None:
@@ -102,7 +97,8 @@ def test_what_is_over_a_quota_goes_though_there_is_room(arena: Arena) -> None:
     assert blocks(arena) == {"22222222": 9, "11111111": 4}
     assert (arena.stats()["over_quota"], arena.stats()["evicted"]) == (5, 5)
     assert keeper.evict_ahead(0.0) == 0
-    check_invariants(arena.tables)
+    fill(arena, "later", 2, MINE)
+    assert keeper.evict_ahead(0.0) == 2
 
 
 def test_every_namespace_is_kept_within_the_quota_of_all(arena: Arena) -> None:
@@ -130,13 +126,6 @@ def test_of_one_priority_the_policy_decides(arena: Arena) -> None:
     assert (arena.match(chain(2, seed="old0")), arena.match(chain(2, seed="young0"))) == (2, 0)
 
 
-def test_what_comes_later_is_kept_within_the_quota_as_well(arena: Arena) -> None:
-    keeper = own(arena, mine=4)
-    assert keeper.evict_ahead(0.0) == 0
-    fill(arena, "mine", 6, MINE)
-    assert keeper.evict_ahead(0.0) == 2
-
-
 def test_leased_blocks_stay_until_nobody_leases_them(arena: Arena) -> None:
     fill(arena, "mine", 6, MINE)
     held = leased(arena, chain(6, seed="mine0"))
@@ -152,7 +141,6 @@ def test_much_goes_in_several_steps(arena: Arena, monkeypatch: pytest.MonkeyPatc
     fill(arena, "mine", 40, MINE)
     keeper = own(arena, mine=12)
     assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]
-    check_invariants(arena.tables)
 
 
 def test_the_next_owner_has_its_own_quotas(arena: Arena) -> None:

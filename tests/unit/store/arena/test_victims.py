@@ -45,7 +45,6 @@ def test_what_was_used_or_leased_since_stays(tables: Tables) -> None:
     lease.release(tables, take(tables, used))
     take(tables, leased)
     assert victims.take(tables, SLOT, 6).tolist() == made[2].slots[::-1].tolist()
-    check_invariants(tables)
 
 
 def test_what_is_protected_stays(tables: Tables) -> None:
@@ -193,7 +192,6 @@ def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena: Arena)
         owner.evict_ahead(0.5)
     own = slabs.slots_of(arena.tables, SLOT)
     assert len(own) > arena.tables.geometry.slots_per_slab
-    check_invariants(arena.tables)
 
 
 def test_a_slab_that_is_younger_than_a_sizes_own_blocks_stays(arena: Arena) -> None:

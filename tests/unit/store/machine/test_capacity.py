@@ -82,47 +82,27 @@ def make_cgroup(*, limit: int, usage: int, is_root: bool = True, **cache: int) -
     return Cgroup(path=path, is_root=is_root, limit=limit * GIB, usage=usage * GIB, **cache)
 
 
-CONTAINER = make_cgroup(limit=10, usage=4, idle_cache=GIB, active_cache=GIB // 2)
-NESTED = make_cgroup(limit=50, usage=1, is_root=False)
-
-
-@pytest.mark.parametrize(
-    ("cgroups", "claims", "fits", "said"),
-    [
-        pytest.param(
-            [CONTAINER],
-            RAY,
-            9 * GIB // 2,
-            "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB",
-            id="Ray takes the limit of a container for the node's memory",
-        ),
-        pytest.param(
-            [NESTED],
-            RAY,
-            47 * GIB,
-            "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less",
-            id="Ray does not see a cgroup that is none of a container",
-        ),
-        pytest.param(
-            [make_cgroup(limit=8, usage=1, is_root=False), make_cgroup(limit=3, usage=2)],
-            None,
-            GIB,
-            "leaves 1.00GiB of its limit of 3.00GiB; lower",
-            id="every cgroup bounds",
-        ),
-    ],
-)
-def test_cgroups_bound(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cgroups: list[Cgroup],
-    claims: MemoryClaims | None,
-    fits: int,
-    said: str,
+def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: cgroups)
-    check(tmp_path, fits, claims)
-    assert said in refusal(tmp_path, fits + GIB // 2, claims)
+    container = make_cgroup(limit=10, usage=4, idle_cache=GIB, active_cache=GIB // 2)
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [container])
+    check(tmp_path, 4 * GIB + GIB // 2, RAY)
+    said = refusal(tmp_path, 5 * GIB, RAY)
+    assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
+
+
+def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [make_cgroup(limit=50, usage=1, is_root=False)]
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: own)
+    check(tmp_path, 47 * GIB, RAY)
+    said = refusal(tmp_path, 48 * GIB, RAY)
+    assert "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less" in said
+    own.append(make_cgroup(limit=3, usage=2))
+    check(tmp_path, GIB)
+    assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
 
 
 def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
@@ -291,43 +271,30 @@ spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536,
 try:
     Arena.create(mounted, spec, lock_wait_s=1)
 except CapacityError as error:
-    print(error)
+    said = str(error)
+print(said)
 assert not list(mounted.iterdir())
 """
 
 
-@pytest.mark.root
-def test_a_full_mount_bounds() -> None:
-    said = run_mounted(REFUSED, kind="tmpfs", options="size=256m")
-    assert said.startswith("The arena needs 0.5")
-    assert "but 0.25GiB are free in" in said
-    mended = (
-        r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount \(`mount -o remount,size=1g /"
-    )
-    assert re.search(mended, said)
-
-
-NAMED = """
+NAMED = f"""{REFUSED}
 import re
 from dataclasses import replace
 from kvray.config import parse_size
-from kvray.errors import CapacityError
-from kvray.store import Arena, ArenaSpec
-MiB = 2**20
-spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536, holders_max=4)
-try:
-    Arena.create(mounted, spec, lock_wait_s=1)
-except CapacityError as error:
-    named = parse_size(re.search(r"capacity to (\\w+)", str(error))[1])
+named = parse_size(re.search(r"capacity to (\\w+)", said)[1])
 Arena.create(mounted, replace(spec, capacity=named), lock_wait_s=1).close()
-print(named // MiB > 150)
+assert named // MiB > 150
 """
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("options", ["size=256m", "size=256m,huge=advise"])
-def test_the_capacity_that_a_refusal_names_can_be_had(options: str) -> None:
-    assert run_mounted(NAMED, kind="tmpfs", options=options) == "True"
+def test_a_full_mount_bounds_and_the_capacity_that_is_named_can_be_had(options: str) -> None:
+    said = run_mounted(NAMED, kind="tmpfs", options=options)
+    assert said.startswith("The arena needs 0.5")
+    assert "but 0.25GiB are free in" in said
+    enlarged = r" or enlarge the mount \(`mount -o remount,size=1g /"
+    assert re.search(rf"; lower arena\.capacity to 1\d\dMiB{enlarged}", said)
 
 
 @pytest.mark.root

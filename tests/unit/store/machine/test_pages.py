@@ -61,18 +61,20 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_of_a_file_mapped_twice_the_fuller_mapping_counts(thp: Path) -> None:
-    file = mapped_file(SMAPS, Path("/shm/arena"))
+@pytest.mark.parametrize(
+    ("path", "address", "mapped", "huge"),
+    [
+        pytest.param("/shm/arena", 0x7FC9F0400000, 16, 14, id="the fuller of two mappings"),
+        pytest.param("/huge/arena", 0x7FCB00000000, 64, 64, id="all of hugetlbfs is huge"),
+    ],
+)
+def test_a_mapped_file_has_its_figures(
+    thp: Path, path: str, address: int, mapped: int, huge: int
+) -> None:
+    file = mapped_file(SMAPS, Path(path))
     assert file is not None
-    assert (file.address, file.mapped_bytes) == (0x7FC9F0400000, 16 * MIB)
-    assert (file.huge_bytes, file.huge_page_bytes) == (14 * MIB, 2 * MIB)
-
-
-def test_all_of_hugetlbfs_is_huge(thp: Path) -> None:
-    file = mapped_file(SMAPS, Path("/huge/arena"))
-    assert file is not None
-    assert file.mapped_bytes == file.huge_bytes == 64 * MIB
-    assert file.huge_page_bytes == 2 * MIB
+    assert (file.address, file.mapped_bytes) == (address, mapped * MIB)
+    assert (file.huge_bytes, file.huge_page_bytes) == (huge * MIB, 2 * MIB)
 
 
 def test_a_file_that_is_not_mapped_has_no_figures(thp: Path) -> None:

@@ -27,6 +27,7 @@ def reopen(directory: Path) -> Iterator[Reopen]:
 
     def close() -> None:
         for one in opened:
+            check_invariants(one.tables)
             one.close()
 
     def open_again(asked: NvmeSpec | None = None, *, disk: Disk | None = None) -> NvmeStore:

@@ -198,7 +198,6 @@ def test_reads_and_writes_go_on_at_once(reopen: Reopen) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert not store.tables.slot_leases.any()
-    check_invariants(store.tables)
 
 
 def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:

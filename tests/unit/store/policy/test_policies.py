@@ -52,18 +52,6 @@ def test_blocks_of_one_use_have_one_rank() -> None:
     assert ranks[0] == ranks[1] > ranks[2]
 
 
-def test_the_clock_goes_on_in_both_tiers() -> None:
-    host = LRU(2)
-    below = host.beside(2)
-    host.stored(use([0], [10]))
-    below.stored(use([0], [11]))
-    host.stored(use([1], [12]))
-    below.copied(np.array([1]), host, np.array([1]))
-    assert list(np.argsort(below.rank(np.array([1, 0]), now=0.0))) == [1, 0]
-    host.copied(np.array([1]), below, np.array([0]))
-    assert list(np.argsort(host.rank(np.array([1, 0]), now=0.0))) == [1, 0]
-
-
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("behaviour", POLICY_BEHAVIOURS, ids=lambda one: one.__name__)
 def test_every_policy(
