@@ -208,9 +208,7 @@ def test_a_change_is_seen_through_the_cache(checkpoint: Path, cache: Path, name:
     assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
-def test_a_retargeted_link_shows_in_the_cache(
-    checkpoint: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_retargeted_links_show_in_the_cache(checkpoint: Path, cache: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(checkpoint)
     before = fingerprint_model(link, cache_dir=cache)
@@ -244,7 +242,7 @@ def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: P
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
 
 
-def test_only_what_changed_is_read(
+def test_changed_files_are_read(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
@@ -304,7 +302,7 @@ def test_blobs_named_by_digest_stay_unread(
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_a_blob_edited_in_place_is_read(
+def test_blobs_edited_in_place_are_read(
     checkpoint: Path, tmp_path: Path, keeps_times: bool
 ) -> None:
     snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
@@ -336,9 +334,7 @@ def test_an_edited_blob_is_read_in_a_copy_of_the_cache(checkpoint: Path, tmp_pat
 
 
 @pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
-def test_a_name_that_no_hub_gave_is_not_believed(
-    checkpoint: Path, tmp_path: Path, layout: str
-) -> None:
+def test_names_that_no_hub_gave_are_no_proof(checkpoint: Path, tmp_path: Path, layout: str) -> None:
     target = tmp_path / layout.format("0" * 64)
     snapshot = tmp_path / "hub" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

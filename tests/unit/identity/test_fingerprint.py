@@ -151,9 +151,7 @@ def test_what_an_engine_computes_with_shows(checkpoint: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_a_changed_byte_further_inside_shows(
-    checkpoint: Path, tmp_path: Path, is_link: bool
-) -> None:
+def test_changed_bytes_further_inside_show(checkpoint: Path, tmp_path: Path, is_link: bool) -> None:
     inside = write_checkpoint(tmp_path / "tower" if is_link else checkpoint / "vision_tower")
     if is_link:
         (checkpoint / "vision_tower").symlink_to(inside)
@@ -266,9 +264,7 @@ def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
     assert of(checkpoint) == alone
 
 
-def test_an_unreadable_file_ends_all_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_end_all_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
 
     def fail(*_arguments: object) -> int:
@@ -321,17 +317,13 @@ def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
     assert json.loads(entry.read_text())["sha256"] == {}
 
 
-def test_a_file_that_vanishes_meanwhile_is_left_out(
-    tmp_path: Path, change_on_read: WhenRead
-) -> None:
+def test_a_file_that_vanishes_is_left_out(tmp_path: Path, change_on_read: WhenRead) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
     change_on_read((checkpoint / "z.bin").unlink, 1)
     assert of(checkpoint) == GOLDEN
 
 
-def test_a_file_of_this_tick_is_read_after_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_this_tick_wait_for_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
     waits: list[float] = []
     monkeypatch.setattr(time, "time_ns", lambda: max(stamps) + 1_000_000)
@@ -383,9 +375,7 @@ def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint: Path) -> No
         of(checkpoint)
 
 
-def test_a_pipe_in_a_files_place_is_not_read(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipes_for_files_are_not_awaited(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace_by_pipe(_files: object) -> None:
         (checkpoint / "config.json").unlink(missing_ok=True)
         if not (checkpoint / "pipe").exists():

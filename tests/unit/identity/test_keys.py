@@ -221,9 +221,7 @@ PAIRS = REQUESTS.flatmap(
 
 @settings(max_examples=examples(500))
 @given(PAIRS)
-def test_requests_share_keys_up_to_the_first_block_that_differs(
-    pair: tuple[Request, Request],
-) -> None:
+def test_requests_share_keys_up_to_the_first_difference(pair: tuple[Request, Request]) -> None:
     left, right = pair
     both = zip(left.contents(), right.contents(), strict=False)
     num_equal = len(list(takewhile(lambda contents: contents[0] == contents[1], both)))
@@ -403,9 +401,7 @@ def test_a_wire_mapping_with_other_fields_is_refused(values: dict[str, object]) 
 
 
 @given(st.lists(st.binary(max_size=9)), st.lists(st.binary(max_size=9)), st.integers(0, 9))
-def test_different_lists_are_framed_differently(
-    left: list[bytes], right: list[bytes], cut: int
-) -> None:
+def test_different_lists_have_other_frames(left: list[bytes], right: list[bytes], cut: int) -> None:
     data = b"".join(left)
     for other in (right, [data[:cut], data[cut:]], [data]):
         assert (frame(*left) == frame(*other)) == (left == other)

@@ -337,7 +337,7 @@ changes = st.lists(
 
 @settings(max_examples=examples(90))
 @given(changes)
-def test_with_too_many_holders_all_known_are_right(
+def test_of_too_many_holders_all_known_are_right(
     changes: list[tuple[str, str, list[Entry]]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -147,9 +147,7 @@ NUM_PROCESSES = 8
 
 
 @pytest.mark.parametrize("seconds", [5.0, pytest.param(30.0, marks=pytest.mark.long)])
-def test_eight_processes_read_no_wrong_byte_and_lease_in_time(
-    directory: Path, seconds: float
-) -> None:
+def test_eight_processes_read_right_and_lease_in_time(directory: Path, seconds: float) -> None:
     node_dir = directory / "kvray-test"
     node_dir.mkdir()
     arena = make_arena(node_dir, asked=arena_spec())

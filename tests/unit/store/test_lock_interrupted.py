@@ -188,9 +188,7 @@ def test_a_handler_inside_of_a_section_is_refused(arena: Arena, probe: Callable[
     assert SideFile.at(arena.side_file.path) is arena.side_file
 
 
-def test_leaving_halfway_leaves_no_living_row(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_halfway_leaves_no_live_row(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise Outside
 
@@ -203,9 +201,7 @@ def test_leaving_halfway_leaves_no_living_row(
     assert not arena.side_file.is_locked(HOLDER_BYTES + row)
 
 
-def test_a_join_that_fails_halfway_keeps_no_row(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joining_halfway_keeps_no_row(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise IndexError  # as a damaged table makes it
 

@@ -77,9 +77,7 @@ def test_what_was_found_once_is_worth_its_write(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_keeps_room(
-    arena: Arena, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_policies_keep_room(arena: Arena, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine a search may take so long that a pause follows.
     monkeypatch.setattr(room_ahead, "_LONG_LOOK_S", math.inf)
     retention, owner = Retention(arena, policy, "likely"), ArenaOwner(arena)

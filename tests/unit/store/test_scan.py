@@ -291,9 +291,7 @@ def test_a_bit_flipped_before_a_load_gives_no_other_block(scene: Scene, count: i
 
 
 @each_count
-def test_without_checksums_a_flipped_bit_gives_no_other_key(
-    scene: Scene, count: int | None
-) -> None:
+def test_without_checksums_flipped_bits_give_no_other_key(scene: Scene, count: int | None) -> None:
     for _ in flips(scene, scene.leased_image, count):
         scene.read(scene.leases, verify=False)
 

@@ -113,9 +113,7 @@ def test_empty_calls_are_fine(arena: Arena) -> None:
     assert arena.abort(made)
 
 
-def test_a_section_that_raised_changed_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sections_that_raise_change_nothing(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(arena, KEYS)
     with monkeypatch.context() as patch:
         patch.setattr("kvray.store.arena.lease.Lease", lambda **kwargs: 1 / 0)
@@ -214,9 +212,7 @@ def die(arena: Arena) -> None:
     arena.side_file.unlock(HOLDER_BYTES + arena.holder)
 
 
-def test_the_row_of_the_dead_goes_to_who_joins(
-    arena: Arena, second: Arena, directory: Path
-) -> None:
+def test_rows_of_the_dead_go_to_who_joins(arena: Arena, second: Arena, directory: Path) -> None:
     store(arena, KEYS)
     row = second.holder
     assert second.lease(KEYS)
@@ -302,9 +298,7 @@ def test_figures_are_those_of_the_tables(arena: Arena) -> None:
     assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
 
 
-def test_a_retired_arena_only_takes_things_back(
-    arena: Arena, second: Arena, directory: Path
-) -> None:
+def test_a_retired_arena_only_takes_back(arena: Arena, second: Arena, directory: Path) -> None:
     store(arena, KEYS)
     held, made = leased(second, KEYS), reserved(second, chain(3, seed="x"))
     ArenaOwner(arena).retire()

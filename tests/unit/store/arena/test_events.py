@@ -23,9 +23,7 @@ def seen_all(tables: Tables) -> EventReader:
     return reader
 
 
-def test_the_first_looks_go_through_all_slots(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_looks_go_through_all_slots(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_PIECE", 10)
     reader, found = EventReader(), []
     while reader.has_more(tables):
@@ -45,9 +43,7 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
     assert len(reader.take(arena.tables)) == 0
 
 
-def test_a_reader_that_is_behind_misses_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_that_are_behind_miss_none(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_PIECE", 10)
     reader = EventReader()
     reader.take(arena.tables)

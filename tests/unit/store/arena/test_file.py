@@ -169,9 +169,7 @@ def test_half_made_file_of_a_dead_owner_is_removed(directory: Path) -> None:
     assert not list(directory.glob("*.new"))
 
 
-def test_an_older_kernel_makes_an_arena_too(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_kernels_make_an_arena_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
     done: list[tuple[int, int]] = []
     arena = Arena.create(
@@ -278,9 +276,7 @@ def mapped_share(memory: Array) -> float:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_all_is_allocated_mapped_and_told(
-    directory: Path, memory: Array, threads: int | None
-) -> None:
+def test_all_is_allocated_and_mapped(directory: Path, memory: Array, threads: int | None) -> None:
     told: list[tuple[int, int]] = []
     assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
     assert mapped_share(memory) == 1
@@ -382,7 +378,7 @@ def test_the_background_maps_all_and_ends(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "retire"])
-def test_the_background_can_be_ended(
+def test_background_work_can_end(
     directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     make_arena(directory).close()
@@ -407,9 +403,7 @@ def test_the_background_can_be_ended(
     arena.close()
 
 
-def test_memory_that_cannot_be_had_ends_quietly(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_memory_ends_it_quietly(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = make_arena(directory)
 
     def fail(chunk: Array) -> bool:
@@ -436,9 +430,7 @@ def test_the_state_stands_where_the_layout_says() -> None:
     assert slice(at, at + dtype.itemsize) == STATE_BYTES
 
 
-def test_who_maps_a_retired_arena_sees_it_and_keeps_its_bytes(
-    arena: Arena, directory: Path
-) -> None:
+def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena: Arena, directory: Path) -> None:
     arena.tables.holder_label[7] = b"kept"
     retire_file(directory / "arena")
     assert arena.retired

@@ -194,9 +194,7 @@ def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
     here=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=1, max_size=3),
     windows=st.lists(st.integers(1, 9), min_size=3, max_size=3),
 )
-def test_usable_prefixes_are_what_a_search_finds(
-    here: list[list[bool]], windows: list[int]
-) -> None:
+def test_usable_prefixes_are_those_of_a_search(here: list[list[bool]], windows: list[int]) -> None:
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
     fits = [
         run

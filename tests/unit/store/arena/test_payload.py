@@ -168,9 +168,7 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
     assert sound_run(arena, held, first=20) == 0
 
 
-def test_a_lease_that_ends_in_a_copy_voids_it(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_that_end_in_a_copy_void_it(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(arena, KEYS)
     held = leased(arena, KEYS)
     copyto = np.copyto

@@ -209,7 +209,7 @@ def test_log_of_stores_is_complete(name: str) -> None:
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_death_while_undoing_is_undone(
+def test_deaths_in_an_undo_are_undone(
     name: str, first: float, second: float, crowded: bool
 ) -> None:
     scene = Scene(crowded=crowded)
@@ -261,9 +261,7 @@ def test_step_over_all_slots_at_once_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("entry", [(99, 1, 0, 2), (1, 2**31, 0, 2), (1, 4, 2**31, 2), (1, 9, 4, 4)])
-def test_a_senseless_record_is_not_followed(
-    tables: Tables, entry: tuple[int, int, int, int]
-) -> None:
+def test_senseless_records_are_left_alone(tables: Tables, entry: tuple[int, int, int, int]) -> None:
     tables.put(np.array([1]), slot_state=READY)
     tables.undo_entry[0] = entry
     assert not copy_of(tables).undo.roll_back()
@@ -402,9 +400,7 @@ WANTED = [[PartRequest(0, None, SIZE)]]
 
 @pytest.mark.parametrize("column", ["slab_block_bytes", "slab_check"])
 @pytest.mark.parametrize("bit", range(64))
-def test_a_flipped_bit_of_a_slabs_size_costs_nobody_a_block(
-    arena: Arena, column: str, bit: int
-) -> None:
+def test_a_flipped_bit_of_a_size_costs_nobody_a_block(arena: Arena, column: str, bit: int) -> None:
     store(arena, KEYS[:3], block_bytes=SIZE)
     sizes, check = arena.tables.slab_block_bytes.copy(), arena.tables.slab_check.copy()
     before = leased_for(arena, KEYS, WANTED)

@@ -252,9 +252,7 @@ def test_rows_without_memory_are_refused(thrifty: Arena, monkeypatch: pytest.Mon
     assert len(store(thrifty, KEYS[:3], block_bytes=4 * SLOT).slots) == 3
 
 
-def test_rows_get_memory_from_an_older_kernel(
-    thrifty: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_kernels_give_rows_memory(thrifty: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(thrifty, KEYS[:3])
     monkeypatch.setattr(prefault, "_populate", lambda _chunk: False)
     assert ArenaOwner(thrifty).add_rows()

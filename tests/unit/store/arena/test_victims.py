@@ -117,9 +117,7 @@ def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
     check_invariants(tables)
 
 
-def test_owners_choose_again_when_half_has_gone(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_owners_choose_when_half_has_gone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(arena)
     owner, looks = ArenaOwner(arena), []
     choose = eviction.choose_victims

@@ -110,9 +110,7 @@ def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
     assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
 
 
-def test_small_arenas_are_named_in_mebibytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_arenas_are_named_in_MiB(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, total=GIB, available=GIB)
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
@@ -170,9 +168,7 @@ def test_path_is_that_below_what_is_at(tmp_path: Path, own: str) -> None:
 
 
 @pytest.mark.parametrize(("own", "root"), [("/elsewhere", "/docker/abc"), ("/../x", "/")])
-def test_a_cgroup_outside_of_the_mount_leaves_the_mount_s(
-    tmp_path: Path, own: str, root: str
-) -> None:
+def test_cgroups_outside_of_the_mount_leave_its_own(tmp_path: Path, own: str, root: str) -> None:
     fill(tmp_path, str(4 * GIB))
     (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root=root)])
     assert cgroup.limit == 4 * GIB

@@ -137,9 +137,7 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
     assert not side_file.turn.locked()
 
 
-def test_a_thread_waits_behind_the_others(
-    side_file: SideFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_wait_behind_others(side_file: SideFile, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, looks = ArenaLock(side_file), [0]
     really = Description.set
 
@@ -359,9 +357,7 @@ def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None
         assert least_s <= time.monotonic() - start < least_s + 0.1
 
 
-def test_letting_others_go_first_is_bounded(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_letting_others_first_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
 

@@ -68,7 +68,7 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("/huge/arena", 0x7FCB00000000, 64, 64, id="all of hugetlbfs is huge"),
     ],
 )
-def test_a_mapped_file_has_its_figures(
+def test_mapped_files_have_figures(
     thp: Path, path: str, address: int, mapped: int, huge: int
 ) -> None:
     file = mapped_file(SMAPS, Path(path))

@@ -85,9 +85,7 @@ def found_after(directory: Path) -> set[str]:
     ("seed", "num_lives"),
     [(1, 4), *(pytest.param(seed, 25, marks=pytest.mark.long) for seed in range(10, 20))],
 )
-def test_a_killed_process_loses_and_spoils_no_block(
-    directory: Path, seed: int, num_lives: int
-) -> None:
+def test_kills_lose_and_spoil_no_block(directory: Path, seed: int, num_lives: int) -> None:
     chance = random.Random(seed)
     for life in range(num_lives):
         kept = live_and_die(directory, 1000 * seed + life, chance.uniform(0.0, 0.4))

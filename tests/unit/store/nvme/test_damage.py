@@ -327,7 +327,7 @@ def test_a_file_of_any_bytes_is_put_aside(filled: Filled, head: bytes, size: int
 
 @settings(SEVERAL, max_examples=examples(60))
 @given(fields=HEADERS)
-def test_any_header_is_put_aside_or_used(
+def test_any_header_goes_or_is_used(
     filled: Filled, image: bytes, fields: dict[str, object]
 ) -> None:
     memory = bytearray(image)

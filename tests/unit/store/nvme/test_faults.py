@@ -73,9 +73,7 @@ class _FaultyFile(DiskFile):
         super().sync()
 
 
-def test_a_block_that_the_device_refuses_is_a_miss_alone(
-    store: NvmeStore, disk: FaultyDisk
-) -> None:
+def test_one_block_that_the_device_refuses_is_a_miss(store: NvmeStore, disk: FaultyDisk) -> None:
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
@@ -179,9 +177,7 @@ def test_a_start_that_failed_can_be_tried_again(reopen: Reopen, at: int, disk: F
     assert promote(again, keys).sound.all()
 
 
-def test_a_file_that_fails_halfway_is_removed(
-    store: NvmeStore, directory: Path, disk: FaultyDisk
-) -> None:
+def test_half_made_files_are_removed(store: NvmeStore, directory: Path, disk: FaultyDisk) -> None:
     disk.fails_writes = True
     with pytest.raises(TierError, match="write error"):
         demote(store, chain(3))

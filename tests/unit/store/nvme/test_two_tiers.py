@@ -153,9 +153,7 @@ def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -
     assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
 
 
-def test_a_refused_block_is_asked_about_when_it_is_used_again(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_a_refused_block_is_asked_about_when_used_again(arena: Arena, below: NvmeStore) -> None:
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below, refused=frozenset(keys))
@@ -168,9 +166,7 @@ def test_a_refused_block_is_asked_about_when_it_is_used_again(
     assert demoter.counts.refused_blocks == 2 * refused
 
 
-def test_a_block_that_is_used_after_its_write_is_written_once(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_what_is_used_after_its_write_is_not_written_again(arena: Arena, below: NvmeStore) -> None:
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below)
