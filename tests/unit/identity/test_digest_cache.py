@@ -174,18 +174,20 @@ def test_a_cache_without_locks_is_used(
 # The cache.
 
 
-def test_known_checkpoints_are_not_read(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def entry(checkpoint: Path, cache: Path) -> Path:
+    """The entry of the checkpoint, which is known."""
     fingerprint_model(checkpoint, cache_dir=cache)
+    (found,) = cache.glob("*.json")
+    return found
+
+
+def test_known_checkpoints_are_not_read_and_have_one_file_for_this_user_only(
+    checkpoint: Path, cache: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "preadv", refuse_to_read)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-
-
-def test_the_cache_is_one_file_per_path_for_this_user_only(checkpoint: Path, cache: Path) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    fingerprint_model(checkpoint, cache_dir=cache)
-    assert len(list(cache.glob("*.json"))) == 1
+    assert list(cache.glob("*.json")) == [entry]
     assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
 
 
@@ -223,18 +225,16 @@ def test_retargeted_links_show_in_the_cache(checkpoint: Path, cache: Path, tmp_p
     [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"sha256": 2}'],
     ids=lambda content: repr(content[:20]),
 )
-def test_a_damaged_cache_is_written_again(checkpoint: Path, cache: Path, content: bytes) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
+def test_damaged_caches_are_written_again(
+    checkpoint: Path, cache: Path, entry: Path, content: bytes
+) -> None:
     sound = entry.read_bytes()
     entry.write_bytes(content)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
     assert entry.read_bytes() == sound
 
 
-def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: Path) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
+def test_entries_of_made_up_digests_are_misses(checkpoint: Path, cache: Path, entry: Path) -> None:
     kept = json.loads(entry.read_text())
     for made_up in ("short", 7, None, "ab" * 32):
         made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
@@ -257,9 +257,7 @@ def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint: Path, tmp_path: Pa
     assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
 
 
-def test_an_entry_that_cannot_be_replaced_leaves_no_file(checkpoint: Path, cache: Path) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
+def test_irreplaceable_entries_leave_no_file(checkpoint: Path, cache: Path, entry: Path) -> None:
     entry.unlink()
     entry.mkdir()
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
@@ -290,10 +288,14 @@ def write_snapshot(cache: Path, revision: str, checkpoint: Path) -> Path:
     return snapshot
 
 
+@pytest.fixture
+def snapshot(checkpoint: Path, tmp_path: Path) -> Path:
+    return write_snapshot(tmp_path / "hub", "abc", checkpoint)
+
+
 def test_blobs_named_by_digest_stay_unread(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
     link = tmp_path / "link"
     link.symlink_to(snapshot)
     sizes = read_sizes(monkeypatch)
@@ -302,10 +304,7 @@ def test_blobs_named_by_digest_stay_unread(
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_blobs_edited_in_place_are_read(
-    checkpoint: Path, tmp_path: Path, keeps_times: bool
-) -> None:
-    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+def test_blobs_edited_in_place_are_read(snapshot: Path, tmp_path: Path, keeps_times: bool) -> None:
     assert of(snapshot) == GOLDEN
     weights = snapshot / "model.safetensors"
     if keeps_times:
@@ -315,17 +314,16 @@ def test_blobs_edited_in_place_are_read(
     assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
 
 
-def test_an_edited_blob_is_read_in_a_later_revision_too(checkpoint: Path, tmp_path: Path) -> None:
-    hub = tmp_path / "hub"
-    snapshot = write_snapshot(hub, "abc", checkpoint)
+def test_edited_blobs_are_read_in_later_revisions(
+    checkpoint: Path, snapshot: Path, tmp_path: Path
+) -> None:
     of(snapshot)  # waits until a change shows
     change_byte(snapshot / "model.safetensors", 1000)
     time.sleep(0.02)
-    assert of(write_snapshot(hub, "def", checkpoint)) == of(snapshot) != GOLDEN
+    assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == of(snapshot) != GOLDEN
 
 
-def test_an_edited_blob_is_read_in_a_copy_of_the_cache(checkpoint: Path, tmp_path: Path) -> None:
-    snapshot = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot: Path, tmp_path: Path) -> None:
     of(snapshot)
     (snapshot / "model.safetensors").write_bytes(b"other")
     for name in ("blobs", "snapshots"):  # links later than the files, as after a download

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import ConfigError
-from kvray.index import PARTS_MAX, Index, Loss, Match, Run, holder_rows, key_table
+from kvray.index import PARTS_MAX, Index, Loss, Run, holder_rows, key_table
 from kvray.index import index as index_module
 from kvray.index.key_table import Array, KeyTable
 from tests.examples import examples
@@ -190,16 +190,6 @@ def test_a_long_run_is_found_to_its_end() -> None:
         Run(stop=700, holders={"a": 1, "b": 1}),
         Run(stop=1500, holders={"a": 1}),
     ]
-
-
-def test_a_dropped_shard_leaves_nothing_once_it_is_purged() -> None:
-    crowd = [struct.pack("<QQQQ", n << 40, n, n, n) for n in range(100)]
-    index = index_of(a=[(key, 0) for key in crowd], b=[(key, 0) for key in crowd[:90]])
-    index.drop("a")
-    assert (len(index), index.is_purged) == (90, False)
-    index.purge(EVERYTHING)
-    assert index.is_purged
-    assert index.match(b"".join(crowd), 1) == Match(num_blocks=90, holders={"b": 90})
 
 
 def test_a_purge_goes_on_where_it_stopped() -> None:

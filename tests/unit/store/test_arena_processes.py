@@ -63,11 +63,6 @@ def other(arena: Arena, child: Callable[[], Child]) -> Child:
     return started
 
 
-def test_what_one_process_stores_another_reads(arena: Arena, other: Child) -> None:
-    other.say("small.store(arena, small.chain(10))")
-    assert served(arena, KEYS) == 10
-
-
 def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena: Arena, other: Child) -> None:
     store(arena, KEYS)
     other.say(LEASE)

@@ -43,24 +43,6 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
     assert len(reader.take(arena.tables)) == 0
 
 
-def test_readers_that_are_behind_miss_none(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_PIECE", 10)
-    reader = EventReader()
-    reader.take(arena.tables)
-    made = store(arena, KEYS)
-    assert made.slots.max() < 10, "the reader has passed them already"
-    assert set(made.slots.tolist()) <= set(reader.take(arena.tables).tolist())
-
-
-def test_a_reader_that_was_overtaken_looks_at_all_slots(tables: Tables) -> None:
-    tables.event_slot = tables.event_slot[:8]
-    reader = seen_all(tables)
-    made = put(tables, chain(9))
-    assert reader.is_behind(tables) is False
-    assert reader.take(tables).tolist() == list(range(tables.geometry.num_slots))
-    assert len(made.slots) == 9
-
-
 def test_a_step_that_is_undone_costs_a_look_in_vain(tables: Tables) -> None:
     made = put(tables, chain(4))
     tables.undo.settle()

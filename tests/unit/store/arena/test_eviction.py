@@ -158,23 +158,6 @@ def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
     assert victims(tables, 99, rank=ranks.take) == [*low.slots[::-1], *keep.slots[::-1]]
 
 
-def test_a_namespace_over_its_quota_goes_first_as_far_as_it_is_over_it(tables: Tables) -> None:
-    old = put(tables, chain(4, seed="old"), namespace=THEIRS, priority=0)
-    made = put(tables, chain(6), namespace=MINE, priority=100)
-    allow(tables, mine=4)
-    assert victims(tables, 2) == made.slots[:3:-1].tolist()
-    assert victims(tables, 6)[2:] == old.slots[::-1].tolist()
-    assert victims(tables, 99)[6:] == made.slots[3::-1].tolist()
-
-
-def test_blocks_of_no_known_namespace_have_no_quota(tables: Tables) -> None:
-    old = put(tables, chain(2, seed="old"), namespace=MINE)
-    put(tables, chain(9))
-    allow(tables, all=4)
-    assert quotas.excess(tables) == {}
-    assert victims(tables, 2) == old.slots[::-1].tolist()
-
-
 def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas() -> None:
     tables = make_tables(num_slabs=2)
     keep, low = chain(6, seed="keep"), chain(4, seed="low")

@@ -29,6 +29,12 @@ UNKNOWN_ADVICE = 4242
 """What `madvise` answers with EINVAL, as an older kernel does where this one populates."""
 
 
+def set_field(directory: Path, field: str, value: object) -> None:
+    header = np.memmap(directory / ARENA_FILE, HEADER, "r+", shape=(1,))
+    header[field] = value
+    header.flush()
+
+
 def test_new_arena_says_what_was_asked(directory: Path) -> None:
     done: list[tuple[int, int]] = []
     arena = Arena.create(
@@ -60,9 +66,7 @@ def test_file_that_is_not_what_it_should_be_is_refused(
     directory: Path, field: str, value: object, said: str
 ) -> None:
     make_arena(directory).close()
-    header = np.memmap(directory / ARENA_FILE, HEADER, "r+", shape=(1,))
-    header[field] = value
-    header.flush()
+    set_field(directory, field, value)
     with pytest.raises(ShardUnavailable, match=said):
         Arena(directory, lock_wait_s=1)
 

@@ -109,15 +109,6 @@ def test_lock_of_a_dead_process_is_free_at_once(side_file: SideFile, other: Chil
     lock.release()
 
 
-def test_second_taker_in_one_process_is_refused(side_file: SideFile) -> None:
-    first, second = ArenaLock(side_file), ArenaLock(side_file)
-    assert first.acquire(0)
-    assert not second.acquire(0.01)
-    first.release()
-    assert second.acquire(0)
-    second.release()
-
-
 def test_threads_exclude_each_other(side_file: SideFile) -> None:
     lock, inside, most = ArenaLock(side_file), [0], [0]
 

@@ -33,7 +33,7 @@ from tests.unit.store.small_arena import SLOT, chain
 
 @contextlib.contextmanager
 def crasher(directory: Path, seed: int) -> "Iterator[subprocess.Popen[str]]":
-    """Run a process that works on `directory` until it is killed; it has said its first line."""
+    """Run a process that works on `directory` until it is killed, at the latest when this ends."""
     module = "tests.unit.store.nvme.crashing"
     command = [sys.executable, "-m", module, str(directory), str(seed)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

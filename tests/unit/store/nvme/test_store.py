@@ -132,15 +132,6 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_many_chains_share_one_write(store: NvmeStore) -> None:
-    arena = arena_tables()
-    chains = [chain(7, seed=str(number)) for number in range(6)]
-    demotions = [chain_for(store, arena, keys) for keys in chains]
-    assert all(mask.all() for mask in store.write(demotions, arena))
-    for keys in chains:
-        assert promote(store, keys).sound.all()
-
-
 def test_use_is_known_after_a_restart_if_it_was_noted(reopen: Reopen) -> None:
     old, new = chain(3, seed="old"), chain(3, seed="new")
     store = reopen()

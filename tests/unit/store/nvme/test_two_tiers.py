@@ -202,19 +202,6 @@ def test_a_flush_begins_with_the_latest_and_ends_in_time(arena: Arena, below: Nv
     assert present(below, new) == 0
 
 
-def test_flushed_blocks_are_there_when_the_store_reopens(arena: Arena, directory: Path) -> None:
-    keys = chain(50)
-    store(arena, keys)
-    first = open_store(directory / "again", spec(num_segments=8))
-    assert demoter_of(arena, first).flush(until=FOREVER) == 50
-    first.close()
-    ArenaOwner(arena).clear()
-    second = open_store(directory / "again", spec(num_segments=8))
-    assert promote(arena, second, keys) == 50
-    assert served(arena, keys) == 50
-    second.close()
-
-
 def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, directory: Path) -> None:
     small = open_store(directory / "small", spec(segment=4 * SLOT))
     keys = chain(6)
