@@ -75,9 +75,11 @@ def arena(directory: Path) -> Iterator[Arena]:
     made = make_arena(directory)
     made.join("test")
     yield made
-    if made._tables is not None:  # the test has closed it
-        check_invariants(made.tables)
-    made.close()
+    try:
+        if made._tables is not None:  # the test has closed it
+            check_invariants(made.tables)
+    finally:
+        made.close()
 
 
 @pytest.fixture

@@ -258,13 +258,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "_QUIET_CHUNK_BYTES", 2**14)
 
 
-@pytest.fixture
-def memory(directory: Path) -> Array:
-    """A new file in shared memory, of five and a half chunks."""
-    return map_new(directory, 11 * MIB // 2)
-
-
-def map_new(directory: Path, size: int) -> Array:
+def map_new(directory: Path, size: int = 11 * MIB // 2) -> Array:
+    """Return a new file in shared memory, by itself of five and a half chunks."""
     with (directory / "file").open("w+b") as file:
         file.truncate(size)
         return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
@@ -280,7 +275,8 @@ def mapped_share(memory: Array) -> float:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_all_is_allocated_and_mapped(directory: Path, memory: Array, threads: int | None) -> None:
+def test_all_is_allocated_and_mapped(directory: Path, threads: int | None) -> None:
+    memory = map_new(directory)
     told: list[tuple[int, int]] = []
     assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
     assert mapped_share(memory) == 1
@@ -289,7 +285,8 @@ def test_all_is_allocated_and_mapped(directory: Path, memory: Array, threads: in
     assert {total for _, total in told} == {memory.nbytes}
 
 
-def test_what_the_pages_hold_stays(memory: Array) -> None:
+def test_what_the_pages_hold_stays(directory: Path) -> None:
+    memory = map_new(directory)
     memory[::4099] = 7
     assert populate(memory)
     assert (memory[::4099] == 7).all()
@@ -307,13 +304,15 @@ def test_what_progress_raises_ends_it_soon(directory: Path) -> None:
     assert mapped_share(memory) < 0.5
 
 
-def test_an_older_kernel_is_told_of(memory: Array, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_kernel_is_told_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = map_new(directory)
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
     assert not populate(memory)
     assert mapped_share(memory) == 0
 
 
-def test_pages_that_cannot_be_had_are_no_signal(directory: Path, memory: Array) -> None:
+def test_pages_that_cannot_be_had_are_no_signal(directory: Path) -> None:
+    memory = map_new(directory)
     os.truncate(directory / "file", MIB)
     with pytest.raises(OSError, match="No space left") as caught:
         populate(memory)

@@ -261,14 +261,16 @@ def test_step_over_all_slots_at_once_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("entry", [(99, 1, 0, 2), (1, 2**31, 0, 2), (1, 4, 2**31, 2), (1, 9, 4, 4)])
-def test_senseless_records_are_left_alone(tables: Tables, entry: tuple[int, int, int, int]) -> None:
+def test_senseless_records_are_left_alone(entry: tuple[int, int, int, int]) -> None:
+    tables = make_tables()
     tables.put(np.array([1]), slot_state=READY)
     tables.undo_entry[0] = entry
     assert not copy_of(tables).undo.roll_back()
     assert tables.slot_state[1] == READY
 
 
-def test_row_outside_of_its_column_is_not_followed(tables: Tables) -> None:
+def test_row_outside_of_its_column_is_not_followed() -> None:
+    tables = make_tables()
     tables.put(np.array([1]), slot_state=READY)
     tables.undo_log[0] = 2**32 - 1
     assert not tables.undo.roll_back()
@@ -374,8 +376,9 @@ def test_entries_of_the_index_that_name_no_slot_are_misses(stored: Arena) -> Non
     entries = stored.tables.columns["index_slot"]
     entries[entries > 0] += np.uint32(2**31)
     assert not stored.present(KEYS, [0])[0].any()
-    assert stored.lease(KEYS) == []
-    assert stored.lease(KEYS[:1]) == []
+    assert stored.lease(KEYS) == stored.lease(KEYS[:1]) == []
+    assert ArenaOwner(stored).audit()
+    assert stored.match(KEYS) == 6
 
 
 def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:

@@ -128,8 +128,9 @@ def test_shortfall_counts_free_slots_of_the_size(tables: Tables) -> None:
     assert slabs.shortfall(tables, SLOT, 0.0) == slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
 
 
-def use_of(tables: Tables, *slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
+def use_of(*slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
     """Return the use of slabs of `block_bytes`, with a slot for each letter: Ready, busy, free."""
+    tables = make_tables()
     states = {"R": READY, "b": RESERVED, ".": FREE}
     for slab, letters in enumerate(slabs):
         tables.slab_block_bytes[slab] = block_bytes
@@ -163,15 +164,15 @@ def test_each_block_size_is_counted_by_itself(tables: Tables) -> None:
     ],
 )
 def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(
-    tables: Tables, layout: tuple[str, ...], free: int, longest: int, share: float
+    layout: tuple[str, ...], free: int, longest: int, share: float
 ) -> None:
-    use = use_of(tables, *layout)
+    use = use_of(*layout)
     assert (use["free_slots"], use["longest_free_run"]) == (free, longest)
     assert use["fragmented_share"] == share
 
 
-def test_bytes_that_no_block_can_use_are_counted(tables: Tables) -> None:
-    use = use_of(tables, "R", "R", block_bytes=2 * SLOT + 100)
+def test_bytes_that_no_block_can_use_are_counted() -> None:
+    use = use_of("R", "R", block_bytes=2 * SLOT + 100)
     assert use["slots"] == 2 * 2
     assert use["slot_waste_bytes"] == 4 * (SLOT - 100)
     assert use["slab_waste_bytes"] == 2 * 2 * SLOT

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.store.nvme import NvmeSpec, NvmeStore
+from kvray.store.nvme import NvmeSpec, NvmeStore, growth
 from kvray.store.nvme.disk import Disk
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import Reopen, open_store
@@ -27,6 +27,8 @@ def reopen(directory: Path) -> Iterator[Reopen]:
 
     def close() -> None:
         for one in opened:
+            growth.reopen(one.tables)  # what a full disk has closed
+            one.tables.undo.settle()
             check_invariants(one.tables)
             one.close()
 
