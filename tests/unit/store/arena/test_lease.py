@@ -22,6 +22,7 @@ from tests.unit.store.small_arena import (
     make_tables,
     matched,
     put,
+    reserve,
     slots_named,
     take,
 )
@@ -54,7 +55,7 @@ class LeaseLife(RuleBasedStateMachine):
     @rule(
         target=leases,
         lengths=st.lists(
-            st.sampled_from([1, 3, PAGE_SLOTS, 2 * PAGE_SLOTS + 3]), min_size=1, max_size=8
+            st.sampled_from([1, 3, PAGE_SLOTS, 2 * PAGE_SLOTS + 3]), min_size=1, max_size=24
         ),
         holder=holders,
     )
@@ -117,6 +118,14 @@ class LeaseLife(RuleBasedStateMachine):
 
 LeaseLife.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30)
 TestLeaseLife = LeaseLife.TestCase
+
+
+def test_match_wants_every_part(tables: Tables) -> None:
+    keys = chain(4)
+    put(tables, keys, part=0)
+    put(tables, keys[:3], part=1)
+    reserve(tables, keys, part=2)
+    assert [matched(tables, keys, num_parts=parts) for parts in (1, 2, 3)] == [4, 3, 0]
 
 
 def test_match_ends_where_the_first_part_ends(tables: Tables) -> None:
