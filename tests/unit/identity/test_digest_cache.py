@@ -1,13 +1,17 @@
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import stat
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +21,15 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
 from kvray.identity.fingerprint import Progress, fingerprint_model
-from tests.unit.identity.checkpoints import (
+from tests.unit.identity.conftest import (
     CONFIG,
     GOLDEN,
+    TENSORS,
     change_byte,
     of,
     read_sizes,
     refuse_to_read,
+    safetensors,
     write_checkpoint,
 )
 from tests.waiting import HANG_S
@@ -34,35 +40,19 @@ from tests.waiting import HANG_S
 def test_of_processes_that_want_one_checkpoint_one_reads_it(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_read, sizes = threading.Event(), []
-    preadv = os.preadv
-
-    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        assert may_read.wait(HANG_S)
-        sizes.append(preadv(descriptor, buffers, offset))
-        return sizes[-1]
-
-    monkeypatch.setattr(os, "preadv", read)
+    may_read, waiting = threading.Event(), threading.Event()
+    sizes = read_sizes(monkeypatch, before=lambda: may_read.wait(HANG_S))
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
-    found: list[str] = []
-    waiting = threading.Event()
-    others = [
-        threading.Thread(
-            target=lambda: found.append(
-                fingerprint_model(
-                    checkpoint, cache_dir=cache, progress=Progress(on_step=waiting.set)
-                )
-            )
-        )
-        for _ in range(3)
-    ]
-    for other in others:
-        other.start()
-    assert waiting.wait(HANG_S)
-    may_read.set()
-    for other in others:
-        other.join(HANG_S)
-    assert found == 3 * [GOLDEN]
+
+    def find(_: int) -> str:
+        progress = Progress(on_step=waiting.set)
+        return fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(find, range(3))
+        assert waiting.wait(HANG_S)
+        may_read.set()
+        assert list(found) == 3 * [GOLDEN]
     assert sorted(sizes) == sorted(path.stat().st_size for path in checkpoint.iterdir())
 
 
@@ -129,7 +119,7 @@ def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) 
     assert steps
 
 
-def test_a_process_that_stands_still_is_not_waited_for(
+def test_who_stands_still_is_not_waited_for(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
@@ -139,9 +129,7 @@ def test_a_process_that_stands_still_is_not_waited_for(
         assert held.poll() is None
 
 
-def test_who_waits_is_told_how_far_the_other_is_and_may_give_up(
-    checkpoint: Path, cache: Path
-) -> None:
+def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint: Path, cache: Path) -> None:
     progress = Progress()
 
     def stop() -> None:
@@ -173,7 +161,7 @@ def test_a_reading_that_was_ended_goes_on_where_it_was(
     assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
-def test_a_cache_that_cannot_be_locked_is_done_without(
+def test_a_cache_without_locks_is_used(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
@@ -186,42 +174,43 @@ def test_a_cache_that_cannot_be_locked_is_done_without(
 # The cache.
 
 
-def test_a_known_checkpoint_is_not_read_again(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def entry(checkpoint: Path, cache: Path) -> Path:
+    """The entry of the checkpoint, which is known."""
     fingerprint_model(checkpoint, cache_dir=cache)
+    (found,) = cache.glob("*.json")
+    return found
+
+
+def test_known_checkpoints_are_not_read_and_have_one_file_for_this_user_only(
+    checkpoint: Path, cache: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "preadv", refuse_to_read)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-
-
-def test_the_cache_is_one_file_per_path_for_this_user_only(checkpoint: Path, cache: Path) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    fingerprint_model(checkpoint, cache_dir=cache)
-    assert len(list(cache.glob("*.json"))) == 1
+    assert list(cache.glob("*.json")) == [entry]
     assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
 
 
-def test_a_byte_changed_in_place_at_once_is_seen_through_the_cache(
-    checkpoint: Path, cache: Path
-) -> None:
+def mount_another(checkpoint: Path) -> None:
+    checkpoint.rename(checkpoint.with_name("away"))
+    write_checkpoint(checkpoint, config__json=CONFIG.replace("2", "3"))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a byte, at once": lambda path: change_byte(path / "model.safetensors", 1000),
+    "another checkpoint is mounted there": mount_another,
+    "a file more": lambda path: (path / "more.bin").write_bytes(b"more"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_through_the_cache(checkpoint: Path, cache: Path, name: str) -> None:
     before = fingerprint_model(checkpoint, cache_dir=cache)
-    change_byte(checkpoint / "model.safetensors", 1000)
+    CHANGES[name](checkpoint)
     assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
-def test_another_checkpoint_mounted_at_the_same_path_is_seen_through_the_cache(
-    checkpoint: Path, cache: Path, tmp_path: Path
-) -> None:
-    before = fingerprint_model(checkpoint, cache_dir=cache)
-    other = write_checkpoint(tmp_path / "other", config__json=CONFIG.replace("2", "3"))
-    checkpoint.rename(tmp_path / "away")
-    other.rename(checkpoint)
-    assert fingerprint_model(checkpoint, cache_dir=cache) != before
-
-
-def test_a_retargeted_link_is_seen_through_the_cache(
-    checkpoint: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_retargeted_links_show_in_the_cache(checkpoint: Path, cache: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(checkpoint)
     before = fingerprint_model(link, cache_dir=cache)
@@ -231,31 +220,21 @@ def test_a_retargeted_link_is_seen_through_the_cache(
     assert fingerprint_model(link, cache_dir=cache) != before
 
 
-def test_an_added_file_is_seen_through_the_cache(checkpoint: Path, cache: Path) -> None:
-    before = fingerprint_model(checkpoint, cache_dir=cache)
-    (checkpoint / "more.bin").write_bytes(b"more")
-    assert fingerprint_model(checkpoint, cache_dir=cache) != before
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"sha256": 2}'],
     ids=lambda content: repr(content[:20]),
 )
-def test_a_damaged_cache_is_a_miss_and_is_written_again(
-    checkpoint: Path, cache: Path, content: bytes
+def test_damaged_caches_are_written_again(
+    checkpoint: Path, cache: Path, entry: Path, content: bytes
 ) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
     sound = entry.read_bytes()
     entry.write_bytes(content)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
     assert entry.read_bytes() == sound
 
 
-def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: Path) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
+def test_entries_of_made_up_digests_are_misses(checkpoint: Path, cache: Path, entry: Path) -> None:
     kept = json.loads(entry.read_text())
     for made_up in ("short", 7, None, "ab" * 32):
         made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
@@ -263,7 +242,7 @@ def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: P
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
 
 
-def test_only_the_file_that_changed_is_read_again(
+def test_changed_files_are_read(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint_model(checkpoint, cache_dir=cache)
@@ -278,11 +257,7 @@ def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint: Path, tmp_path: Pa
     assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
 
 
-def test_an_entry_that_cannot_be_replaced_leaves_no_file_behind(
-    checkpoint: Path, cache: Path
-) -> None:
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (entry,) = cache.glob("*.json")
+def test_irreplaceable_entries_leave_no_file(checkpoint: Path, cache: Path, entry: Path) -> None:
     entry.unlink()
     entry.mkdir()
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
@@ -293,3 +268,76 @@ def test_no_cache_is_written_without_a_directory_for_it(checkpoint: Path) -> Non
     before = sorted(checkpoint.parent.rglob("*"))
     of(checkpoint)
     assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+# What a hub's cache names.
+
+
+def write_snapshot(cache: Path, revision: str, checkpoint: Path) -> Path:
+    """Write a checkpoint as a hub's cache has it: large files by sha256, small ones by another."""
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / revision
+    blobs.mkdir(parents=True, exist_ok=True)
+    snapshot.mkdir(parents=True)
+    for path in sorted(checkpoint.iterdir()):
+        is_large = path.suffix == ".safetensors"
+        data = path.read_bytes()
+        name = (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
+        if not (blobs / name).exists():
+            (blobs / name).write_bytes(data)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / name)
+    return snapshot
+
+
+@pytest.fixture
+def snapshot(checkpoint: Path, tmp_path: Path) -> Path:
+    return write_snapshot(tmp_path / "hub", "abc", checkpoint)
+
+
+def test_blobs_named_by_digest_stay_unread(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(snapshot)
+    sizes = read_sizes(monkeypatch)
+    assert of(snapshot) == of(link) == GOLDEN
+    assert sizes == 2 * [len(CONFIG)]
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+def test_blobs_edited_in_place_are_read(snapshot: Path, tmp_path: Path, keeps_times: bool) -> None:
+    assert of(snapshot) == GOLDEN
+    weights = snapshot / "model.safetensors"
+    if keeps_times:
+        change_byte(weights, 1000)
+    else:
+        weights.write_bytes(safetensors(TENSORS | {"embed": bytes(1024)}))
+    assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
+
+
+def test_edited_blobs_are_read_in_later_revisions(
+    checkpoint: Path, snapshot: Path, tmp_path: Path
+) -> None:
+    of(snapshot)  # waits until a change shows
+    change_byte(snapshot / "model.safetensors", 1000)
+    time.sleep(0.02)
+    assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == of(snapshot) != GOLDEN
+
+
+def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot: Path, tmp_path: Path) -> None:
+    of(snapshot)
+    (snapshot / "model.safetensors").write_bytes(b"other")
+    for name in ("blobs", "snapshots"):  # links later than the files, as after a download
+        shutil.copytree(tmp_path / "hub" / name, tmp_path / "copy" / name, symlinks=True)
+    assert of(tmp_path / "copy" / "snapshots" / "abc") == of(snapshot) != GOLDEN
+
+
+@pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
+def test_names_that_no_hub_gave_are_no_proof(checkpoint: Path, tmp_path: Path, layout: str) -> None:
+    target = tmp_path / layout.format("0" * 64)
+    snapshot = tmp_path / "hub" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(checkpoint / "model.safetensors", target)
+    shutil.copy(checkpoint / "config.json", snapshot)
+    (snapshot / "model.safetensors").symlink_to(target)
+    assert of(snapshot) == GOLDEN

@@ -14,7 +14,7 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
 from kvray.identity.fingerprint import Progress, fingerprint_model, stamp_model
-from tests.unit.identity.checkpoints import (
+from tests.unit.identity.conftest import (
     CONFIG,
     GOLDEN,
     change_byte,
@@ -24,6 +24,9 @@ from tests.unit.identity.checkpoints import (
     write_checkpoint,
 )
 from tests.waiting import HANG_S
+
+Change = Callable[[Path], object]
+WhenRead = Callable[[Callable[[], object], int], None]
 
 # The format.
 
@@ -46,23 +49,6 @@ def test_a_fingerprint_follows_its_written_format(checkpoint: Path) -> None:
 # What must not play a part.
 
 
-def test_one_checkpoint_at_two_places_has_one_fingerprint(checkpoint: Path, tmp_path: Path) -> None:
-    assert of(Path(shutil.copytree(checkpoint, tmp_path / "elsewhere"))) == of(checkpoint)
-
-
-def test_the_times_of_files_play_no_part(checkpoint: Path) -> None:
-    before = of(checkpoint)
-    os.utime(checkpoint / "model.safetensors", ns=(0, 0))
-    assert of(checkpoint) == before
-
-
-def test_the_order_in_which_files_were_made_plays_no_part(tmp_path: Path) -> None:
-    parts = {"a__bin": b"1", "b__bin": b"2"}
-    there = write_checkpoint(tmp_path / "there", **parts)
-    back = write_checkpoint(tmp_path / "back", **dict(reversed(parts.items())))
-    assert of(there) == of(back)
-
-
 def test_links_into_a_store_of_blobs_are_followed(checkpoint: Path, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
@@ -73,84 +59,99 @@ def test_links_into_a_store_of_blobs_are_followed(checkpoint: Path, tmp_path: Pa
     assert of(snapshot) == of(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.json",
-        "generation_config.json",
-        "trainer_state.json",
-        "optimizer.pt",
-        "rng_state_0.pth",
-        ".hidden.json",
-    ],
-)
-def test_files_that_no_engine_computes_with_play_no_part(checkpoint: Path, name: str) -> None:
-    before = of(checkpoint)
-    (checkpoint / name).write_text("anything")
-    assert of(checkpoint) == before
+def test_the_order_in_which_files_were_made_plays_no_part(tmp_path: Path) -> None:
+    parts = {"a__bin": b"1", "b__bin": b"2"}
+    there = write_checkpoint(tmp_path / "there", **parts)
+    back = write_checkpoint(tmp_path / "back", **dict(reversed(parts.items())))
+    assert of(there) == of(back)
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoint-500", "global_step12", "original", ".cache", "lost+found"]
+UNREAD = (
+    "README.md",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "generation_config.json",
+    "trainer_state.json",
+    "optimizer.pt",
+    "rng_state_0.pth",
+    ".hidden.json",
 )
-def test_directories_that_no_engine_reads_play_no_part(checkpoint: Path, name: str) -> None:
+UNREAD_DIRECTORIES = ("checkpoint-500", "global_step12", "original", ".cache", "lost+found")
+WITHOUT_PART: dict[str, Change] = {
+    "the times of files": lambda path: os.utime(path / "model.safetensors", ns=(0, 0)),
+    "its place": lambda path: path.rename(path.with_name("elsewhere")),
+    "a directory that has the name of weights": lambda path: (path / "original.bin").mkdir(),
+    "a pipe, which is not waited for": lambda path: os.mkfifo(path / "pipe.bin"),
+    **{name: lambda path, name=name: (path / name).write_text("any") for name in UNREAD},
+    **{name: lambda path, name=name: write_checkpoint(path / name) for name in UNREAD_DIRECTORIES},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PART)
+def test_what_no_engine_computes_with_plays_no_part(checkpoint: Path, name: str) -> None:
     before = of(checkpoint)
-    write_checkpoint(checkpoint / name)
-    (checkpoint / "original.bin").mkdir()
-    assert of(checkpoint) == before
+    WITHOUT_PART[name](checkpoint)
+    assert of(next(checkpoint.parent.iterdir())) == before
 
 
 def test_the_name_of_a_single_file_plays_no_part(tmp_path: Path) -> None:
     left, right = tmp_path / "a.gguf", tmp_path / "b.gguf"
     left.write_bytes(b"GGUF weights")
     right.write_bytes(b"GGUF weights")
-    assert of(left) == of(right)
-
-
-def test_a_path_may_be_given_as_text(checkpoint: Path) -> None:
-    assert fingerprint_model(str(checkpoint), cache_dir=None) == of(checkpoint)
+    assert of(left) == of(right) == fingerprint_model(str(left), cache_dir=None)
 
 
 # What must play a part.
 
 
-@pytest.mark.parametrize("offset", [0, 100, 1000, -1])
-def test_any_changed_byte_of_the_weights_shows(checkpoint: Path, offset: int) -> None:
-    before = of(checkpoint)
-    weights = checkpoint / "model.safetensors"
-    change_byte(weights, offset % weights.stat().st_size)
-    assert of(checkpoint) != before
+def change_weights(at: int) -> Change:
+    """Change a byte at a place, from the file's end if it is negative."""
+    return lambda path: change_byte(
+        path / "model.safetensors", at % (path / "model.safetensors").stat().st_size
+    )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "adapter_config.json",
-        "hf_quant_config.json",
-        "model.safetensors.index.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-        "image_processing_custom.py",
-        "model_config.yaml",
-        "settings_of_tomorrow.json",
-    ],
+def cut_weights(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 100)
+
+
+CONFIGURATIONS = (
+    "config.json",
+    "adapter_config.json",
+    "hf_quant_config.json",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processing_custom.py",
+    "model_config.yaml",
+    "settings_of_tomorrow.json",
 )
-def test_a_changed_configuration_shows(checkpoint: Path, name: str) -> None:
-    (checkpoint / name).write_text('{"rope_theta": 10000}')
+MORE = ("extra.safetensors", "extra.gguf", "extra.bin", "extra.pt", "rank1.engine")
+WITH_PART: dict[str, Change] = {
+    **{f"byte {at} of the weights": change_weights(at) for at in (0, 100, 1000, -1)},
+    **{
+        name: lambda path, name=name: (path / name).write_text('{"rope_theta": 50000}')
+        for name in CONFIGURATIONS
+    },
+    **{name: lambda path, name=name: (path / name).write_bytes(b"") for name in MORE},
+    "another name": lambda path: (path / "model.safetensors").rename(path / "x.safetensors"),
+    "weights in a directory inside": lambda path: write_checkpoint(path / "vision_tower"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_PART)
+def test_what_an_engine_computes_with_shows(checkpoint: Path, name: str) -> None:
+    if name in CONFIGURATIONS:  # there, too, before
+        (checkpoint / name).write_text('{"rope_theta": 10000}')
     before = of(checkpoint)
-    (checkpoint / name).write_text('{"rope_theta": 50000}')
+    WITH_PART[name](checkpoint)
     assert of(checkpoint) != before
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_weights_in_a_directory_inside_show(
-    checkpoint: Path, tmp_path: Path, is_link: bool
-) -> None:
+def test_changed_bytes_further_inside_show(checkpoint: Path, tmp_path: Path, is_link: bool) -> None:
     inside = write_checkpoint(tmp_path / "tower" if is_link else checkpoint / "vision_tower")
     if is_link:
         (checkpoint / "vision_tower").symlink_to(inside)
@@ -164,21 +165,6 @@ def test_a_directory_that_holds_itself_has_an_end(checkpoint: Path) -> None:
     assert of(checkpoint) == of(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "name", ["extra.safetensors", "extra.gguf", "extra.bin", "extra.pt", "rank1.engine"]
-)
-def test_another_weight_file_shows(checkpoint: Path, name: str) -> None:
-    before = of(checkpoint)
-    (checkpoint / name).write_bytes(b"")
-    assert of(checkpoint) != before
-
-
-def test_a_renamed_weight_file_shows(checkpoint: Path) -> None:
-    before = of(checkpoint)
-    (checkpoint / "model.safetensors").rename(checkpoint / "other.safetensors")
-    assert of(checkpoint) != before
-
-
 def test_bytes_moved_from_one_file_to_the_next_show(tmp_path: Path) -> None:
     left = write_checkpoint(tmp_path / "left", a__bin=b"ab", b__bin=b"c")
     right = write_checkpoint(tmp_path / "right", a__bin=b"a", b__bin=b"bc")
@@ -186,14 +172,14 @@ def test_bytes_moved_from_one_file_to_the_next_show(tmp_path: Path) -> None:
 
 
 def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
-    made = []
-    for name, rank in (("one", 8), ("two", 16)):
-        directory = tmp_path / name
+    made = set()
+    for rank in (8, 16):
+        directory = tmp_path / f"{rank}"
         directory.mkdir()
         (directory / "adapter_config.json").write_text(f'{{"r": {rank}}}')
         (directory / "adapter_model.safetensors").write_bytes(safetensors({"lora_A": b"1234"}))
-        made.append(of(directory))
-    assert made[0] != made[1]
+        made.add(of(directory))
+    assert len(made) == 2
 
 
 def test_an_engine_directory_has_a_fingerprint(tmp_path: Path) -> None:
@@ -228,7 +214,7 @@ def test_a_stamp_changes_with_every_file_that_counts(checkpoint: Path, tmp_path:
     assert stamps[5] == stamps[2]
 
 
-def test_a_stamp_is_indifferent_to_other_files_and_reads_none(
+def test_a_stamp_ignores_other_files_and_reads_none(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", refuse_to_read)
@@ -238,21 +224,17 @@ def test_a_stamp_is_indifferent_to_other_files_and_reads_none(
     assert stamp_model(checkpoint) == before
 
 
-def test_a_stamp_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no checkpoint at"):
-        stamp_model(tmp_path / "nowhere")
-
-
 # Large checkpoints: every byte of them counts.
 
 
+@pytest.mark.parametrize("size", [2**26, pytest.param(5 * 10**9, marks=pytest.mark.long)])
 @pytest.mark.parametrize("place", [0.0, 0.1234, 0.5, 0.9999])
-def test_one_changed_byte_of_a_large_file_shows(tmp_path: Path, place: float) -> None:
+def test_one_changed_byte_of_a_large_file_shows(tmp_path: Path, size: int, place: float) -> None:
     weights = tmp_path / "model.gguf"
     with weights.open("wb") as file:
-        file.truncate(2**26)  # a sparse file: it takes no space
+        file.truncate(size)  # a sparse file: it takes no space
     before = of(weights)
-    change_byte(weights, int(place * 2**26))
+    change_byte(weights, int(place * size))
     assert of(weights) != before
 
 
@@ -282,9 +264,7 @@ def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
     assert of(checkpoint) == alone
 
 
-def test_an_unreadable_file_ends_the_reading_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_end_all_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
 
     def fail(*_arguments: object) -> int:
@@ -296,54 +276,11 @@ def test_an_unreadable_file_ends_the_reading_of_all(
         of(checkpoint)
 
 
-@pytest.mark.long
-def test_every_change_of_a_checkpoint_of_20_gb_shows(tmp_path: Path, cache: Path) -> None:
-    row, head = 2 * 4096, 128 * 2 * 4096
-    made = [write_large(tmp_path / "model"), write_large(tmp_path / "elsewhere")]
-    os.utime(made[1] / "model-2.safetensors", (0, 0))
-    first, again = (fingerprint_model(path, cache_dir=cache) for path in made)
-    assert first == again
-    checkpoint, seen = made[0], {first}
-    rows = [b"\1" * row for _ in range(64)]
-    for what, change in {
-        "250 rows of reserved tokens": lambda: write_at(
-            checkpoint, 1, 128_000 * row, b"\2" * row * 250
-        ),
-        "64 rows here and there": lambda: [
-            write_at(checkpoint, 1, at * 2003 * row, data) for at, data in enumerate(rows)
-        ],
-        "one head of one k_proj": lambda: write_at(checkpoint, 3, 2**31 + 5 * head, b"\3" * head),
-        "a merged adapter": lambda: [
-            write_at(checkpoint, 4, at, b"\4") for at in range(0, 2**20, 4096)
-        ],
-        "quantisation": lambda: (checkpoint / "hf_quant_config.json").write_text("{}"),
-        "pictures": lambda: (checkpoint / "preprocessor_config.json").write_text("{}"),
-    }.items():
-        change()
-        found = fingerprint_model(checkpoint, cache_dir=cache)
-        assert found not in seen, what
-        seen.add(found)
-
-
-def write_large(directory: Path) -> Path:
-    write_checkpoint(directory)
-    for number in range(1, 5):
-        with (directory / f"model-{number}.safetensors").open("wb") as file:
-            file.truncate(5 * 10**9)
-    return directory
-
-
-def write_at(checkpoint: Path, number: int, offset: int, data: bytes) -> None:
-    with (checkpoint / f"model-{number}.safetensors").open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
 # Files that change while they are read.
 
 
 @pytest.fixture
-def change_on_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], int], None]:
+def change_on_read(monkeypatch: pytest.MonkeyPatch) -> WhenRead:
     """Call an action when a file is read, so many times."""
 
     def install(action: Callable[[], object], times: int) -> None:
@@ -361,16 +298,17 @@ def change_on_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], ob
     return install
 
 
-def test_a_file_that_changes_once_is_read_again(
-    checkpoint: Path, change_on_read: Callable[[Callable[[], object], int], None]
+@pytest.mark.parametrize("change", [change_weights(1000), cut_weights], ids=["changed", "cut"])
+def test_a_file_that_changes_once_while_it_is_read_is_read_again(
+    checkpoint: Path, change_on_read: WhenRead, change: Change
 ) -> None:
-    change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 1)
+    change_on_read(lambda: change(checkpoint), 1)
     changed = of(checkpoint)
     assert changed == of(checkpoint) != GOLDEN
 
 
 def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
-    checkpoint: Path, cache: Path, change_on_read: Callable[[Callable[[], object], int], None]
+    checkpoint: Path, cache: Path, change_on_read: WhenRead
 ) -> None:
     change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
     with pytest.raises(ConfigError, match="change while they are read; wait until"):
@@ -379,25 +317,13 @@ def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
     assert json.loads(entry.read_text())["sha256"] == {}
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_read_again(
-    checkpoint: Path, change_on_read: Callable[[Callable[[], object], int], None]
-) -> None:
-    change_on_read(lambda: os.truncate(checkpoint / "model.safetensors", 100), 1)
-    changed = of(checkpoint)
-    assert changed == of(checkpoint) != GOLDEN
-
-
-def test_a_file_that_vanishes_while_others_are_read_is_left_out(
-    tmp_path: Path, change_on_read: Callable[[Callable[[], object], int], None]
-) -> None:
+def test_a_file_that_vanishes_is_left_out(tmp_path: Path, change_on_read: WhenRead) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
     change_on_read((checkpoint / "z.bin").unlink, 1)
     assert of(checkpoint) == GOLDEN
 
 
-def test_a_file_stamped_in_this_very_tick_is_read_only_after_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_this_tick_wait_for_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
     waits: list[float] = []
     monkeypatch.setattr(time, "time_ns", lambda: max(stamps) + 1_000_000)
@@ -412,6 +338,8 @@ def test_a_file_stamped_in_this_very_tick_is_read_only_after_it(
 def test_a_missing_path_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no checkpoint at .*nowhere; .* connector\.model_key"):
         of(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no checkpoint at"):
+        stamp_model(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["config.json", "training_args.bin", "notes.txt"])
@@ -421,21 +349,23 @@ def test_a_directory_without_weights_is_refused_with_the_fix(tmp_path: Path, nam
         of(tmp_path)
 
 
-def test_a_single_file_that_holds_no_weights_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no weight files"):
-        of(checkpoint / "config.json")
+NO_WEIGHTS, PIECE = "holds no weight files", "is one piece of a checkpoint; name its directory"
 
 
-def test_a_pipe_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="holds no weight files"):
-        of(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize("name", ["model-00001-of-00002.gguf", "rank0.engine"])
-def test_a_single_piece_of_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"weights")
-    with pytest.raises(ConfigError, match="is one piece of a checkpoint; name its directory"):
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("config.json", Path.touch, NO_WEIGHTS),
+        ("model.gguf", os.mkfifo, NO_WEIGHTS),
+        ("model-00001-of-00002.gguf", Path.touch, PIECE),
+        ("rank0.engine", Path.touch, PIECE),
+    ],
+)
+def test_a_single_file_that_is_no_checkpoint_is_refused(
+    tmp_path: Path, name: str, make: Change, said: str
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=said):
         of(tmp_path / name)
 
 
@@ -445,15 +375,7 @@ def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint: Path) -> No
         of(checkpoint)
 
 
-def test_a_pipe_among_the_weights_is_not_waited_for(checkpoint: Path) -> None:
-    before = of(checkpoint)
-    os.mkfifo(checkpoint / "pipe.bin")
-    assert of(checkpoint) == before
-
-
-def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipes_for_files_are_not_awaited(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace_by_pipe(_files: object) -> None:
         (checkpoint / "config.json").unlink(missing_ok=True)
         if not (checkpoint / "pipe").exists():
@@ -466,9 +388,7 @@ def test_a_pipe_that_takes_the_name_of_a_file_is_not_waited_for(
     assert found == of(checkpoint) != GOLDEN
 
 
-def test_without_threads_for_all_files_none_is_left_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_enough_threads_none_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "model")
     started, start = list[threading.Thread](), threading.Thread.start
 

@@ -1,4 +1,6 @@
+import functools
 import hashlib
+import operator
 import struct
 from itertools import pairwise
 
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import ConfigError
-from kvray.index import PARTS_MAX, Index, Loss, Match, Run, holder_rows, key_table
+from kvray.index import PARTS_MAX, Index, Loss, Run, holder_rows, key_table
 from kvray.index import index as index_module
 from kvray.index.key_table import Array, KeyTable
 from tests.examples import examples
@@ -19,8 +21,31 @@ SHARDS = ["a", "b", "c"]
 NUM_PARTS = 3
 EVERYTHING = 2**20
 
+Entry = tuple[bytes, int]
+"""A key and a part."""
 entries = st.lists(st.tuples(st.sampled_from(KEYS), st.integers(0, NUM_PARTS - 1)), max_size=8)
 shards = st.sampled_from(SHARDS)
+
+
+def packed(named: list[Entry]) -> tuple[bytes, list[int]]:
+    return b"".join(key for key, _ in named), [part for _, part in named]
+
+
+def index_of(**held: list[Entry]) -> Index:
+    """Return an index with these entries of shards."""
+    index = Index()
+    for shard, named in held.items():
+        index.add(shard, *packed(named))
+    return index
+
+
+def purged(index: Index, slots: int) -> int:
+    """Purge in slices; return how many it took."""
+    slices = 0
+    while not index.is_purged:
+        index.purge(slots)
+        slices += 1
+    return slices
 
 
 class IndexAgainstSet(RuleBasedStateMachine):
@@ -41,18 +66,15 @@ class IndexAgainstSet(RuleBasedStateMachine):
         self.patch.undo()
 
     @rule(shard=shards, named=entries)
-    def add(self, shard: str, named: list[tuple[bytes, int]]) -> None:
-        self.index.add(shard, b"".join(key for key, _ in named), [part for _, part in named])
-        self.model |= {(shard, key, part) for key, part in named}
+    def add(self, shard: str, named: list[Entry]) -> None:
+        self.index.add(shard, *packed(named))
+        self.model |= {(shard, *entry) for entry in named}
 
     @rule(shard=shards, named=entries)
-    def remove(self, shard: str, named: list[tuple[bytes, int]]) -> None:
-        keys, parts = b"".join(key for key, _ in named), [part for _, part in named]
-        self.check(self.index.remove(shard, keys, parts), self.model - self.named(shard, named))
-        self.model -= self.named(shard, named)
-
-    def named(self, shard: str, named: list[tuple[bytes, int]]) -> set[tuple[str, bytes, int]]:
-        return {(shard, key, part) for key, part in named}
+    def remove(self, shard: str, named: list[Entry]) -> None:
+        left = self.model - {(shard, *entry) for entry in named}
+        self.check(self.index.remove(shard, *packed(named)), left)
+        self.model = left
 
     @rule(shard=shards)
     def drop(self, shard: str) -> None:
@@ -96,10 +118,10 @@ class IndexAgainstSet(RuleBasedStateMachine):
                 assert not any(loss.parts >> part & 1 for part in held)
 
     @rule(shard=shards, named=entries)
-    def refuse_keys_without_parts(self, shard: str, named: list[tuple[bytes, int]]) -> None:
-        keys = b"".join(key for key, _ in named) + KEYS[0]
+    def refuse_keys_without_parts(self, shard: str, named: list[Entry]) -> None:
+        keys, parts = packed(named)
         with pytest.raises(ConfigError):
-            self.index.add(shard, keys, [part for _, part in named])
+            self.index.add(shard, keys + KEYS[0], parts)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), num_parts=st.integers(1, NUM_PARTS))
     def match(self, keys: list[bytes], num_parts: int) -> None:
@@ -153,41 +175,15 @@ class IndexAgainstSet(RuleBasedStateMachine):
 
 
 def sum_of(holders: dict[str, int]) -> int:
-    union = 0
-    for mask in holders.values():
-        union |= mask
-    return union
+    return functools.reduce(operator.or_, holders.values(), 0)
 
 
 TestIndexAgainstSet = IndexAgainstSet.TestCase
 
 
-def test_a_run_may_pass_from_one_shard_to_the_next() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[1], [0, 0])
-    index.add("b", KEYS[1] + KEYS[2], [0, 0])
-    found = index.match(b"".join(KEYS[:4]), 1)
-    assert (found.num_blocks, found.holders) == (3, {"a": 2})
-
-
-def test_parts_of_a_block_may_be_with_different_shards() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[1] + KEYS[1], [1, 0, 1])
-    index.add("b", KEYS[0], [0])
-    assert index.match(KEYS[0] + KEYS[1], 2) == Match(num_blocks=2, holders={})
-
-
-def test_a_block_without_all_its_parts_is_no_match() -> None:
-    index = Index()
-    index.add("a", KEYS[0], [1])
-    assert index.match(KEYS[0], 2).num_blocks == 0
-
-
 def test_a_long_run_is_found_to_its_end() -> None:
     keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(2000)]
-    index = Index()
-    index.add("a", b"".join(keys[:1500]), [0] * 1500)
-    index.add("b", b"".join(keys[:700]), [0] * 700)
+    index = index_of(a=[(key, 0) for key in keys[:1500]], b=[(key, 0) for key in keys[:700]])
     found = index.match(b"".join(keys), 1)
     assert (found.num_blocks, found.holders) == (1500, {"a": 1500, "b": 700})
     assert index.locate(b"".join(keys)) == [
@@ -196,47 +192,10 @@ def test_a_long_run_is_found_to_its_end() -> None:
     ]
 
 
-def test_a_gap_that_nobody_has_is_a_run_without_holders() -> None:
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[2], [0, 1])
-    assert index.locate(b"".join(KEYS)) == [
-        Run(stop=1, holders={"a": 1}),
-        Run(stop=2, holders={}),
-        Run(stop=3, holders={"a": 2}),
-    ]
-
-
-def test_a_silent_shard_is_found_again_when_it_is_heard() -> None:
-    index = Index()
-    index.add("a", KEYS[0], [0])
-    index.set_silent("a", True)
-    assert index.match(KEYS[0], 1).num_blocks == 0
-    assert index.locate(KEYS[0]) == []
-    index.set_silent("a", False)
-    assert index.match(KEYS[0], 1).num_blocks == 1
-
-
-def test_a_dropped_shard_leaves_nothing_once_it_is_purged() -> None:
-    crowd = [struct.pack("<QQQQ", n << 40, n, n, n) for n in range(100)]
-    index = Index()
-    index.add("a", b"".join(crowd), [0] * len(crowd))
-    index.add("b", b"".join(crowd[:90]), [0] * 90)
-    index.drop("a")
-    assert (len(index), index.is_purged) == (90, False)
-    index.purge(EVERYTHING)
-    assert index.is_purged
-    assert index.match(b"".join(crowd), 1) == Match(num_blocks=90, holders={"b": 90})
-
-
 def test_a_purge_goes_on_where_it_stopped() -> None:
-    index = Index()
-    index.add("a", b"".join(KEYS), [0] * len(KEYS))
+    index = index_of(a=[(key, 0) for key in KEYS])
     index.drop("a")
-    rounds = 0
-    while not index.is_purged:
-        index.purge(1000)
-        rounds += 1
-    assert 1 < rounds <= 17
+    assert 1 < purged(index, 1000) <= 17
 
 
 # -- losses ---------------------------------------------------------------------------------------
@@ -245,24 +204,17 @@ def test_a_purge_goes_on_where_it_stopped() -> None:
 @pytest.fixture
 def halves() -> Index:
     """An index where `a` has part 0 of two blocks and `b` has part 1."""
-    index = Index()
-    index.add("a", KEYS[0] + KEYS[1], [0, 0])
-    index.add("b", KEYS[0] + KEYS[1], [1, 1])
-    return index
+    return index_of(**{one: [(KEYS[0], at), (KEYS[1], at)] for at, one in enumerate("ab")})
 
 
 def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves: Index) -> None:
     assert halves.remove("a", KEYS[1], [0]) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
-def test_a_part_that_another_shard_has_too_is_no_loss(halves: Index) -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_part_that_another_shard_has_too_is_no_loss(halves: Index, is_silent: bool) -> None:
     halves.add("c", KEYS[1], [0])
-    assert halves.remove("a", KEYS[1], [0]) == []
-
-
-def test_a_part_that_only_a_silent_shard_has_is_no_loss(halves: Index) -> None:
-    halves.add("c", KEYS[1], [0])
-    halves.set_silent("c", True)
+    halves.set_silent("c", is_silent)
     assert halves.remove("a", KEYS[1], [0]) == []
 
 
@@ -332,11 +284,7 @@ def test_a_slice_of_a_purge_is_smaller_where_blocks_have_many_holders() -> None:
         held = keys[(np.arange(8192) >> shard) & 1 == 1] if shard < 12 else keys
         index.add(f"s{shard}", held.tobytes(), [0] * len(held))
     index.drop("s12")
-    slices = 0
-    while not index.is_purged:
-        index.purge(100_000)
-        slices += 1
-    assert slices > 1
+    assert purged(index, 100_000) > 1
     assert sum(index.entries().values()) == 12 * 4096
 
 
@@ -379,21 +327,20 @@ changes = st.lists(
 
 @settings(max_examples=examples(90))
 @given(changes)
-def test_with_too_many_holders_every_known_one_is_right_and_counted(
-    changes: list[tuple[str, str, list[tuple[bytes, int]]]],
+def test_of_too_many_holders_all_known_are_right(
+    changes: list[tuple[str, str, list[Entry]]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder_rows, "_WIDTHS", (1, 2))
         patch.setattr(index_module, "HOLDERS_MAX", 2)
         index, model = Index(), set[tuple[str, bytes, int]]()
         for act, shard, named in changes:
-            keys, parts = b"".join(key for key, _ in named), [part for _, part in named]
-            entered = {(shard, key, part) for key, part in named}
+            entered = {(shard, *entry) for entry in named}
             if act == "add":
-                index.add(shard, keys, parts)
+                index.add(shard, *packed(named))
                 model |= entered
             elif act == "remove":
-                index.remove(shard, keys, parts)
+                index.remove(shard, *packed(named))
                 model -= entered
             elif act == "purge":
                 index.purge(EVERYTHING)
@@ -430,31 +377,6 @@ ALIKE = [struct.pack("<QQQQ", 5, 5, n, 0) for n in range(4)]
 KEY_TABLE_KEYS = SPREAD + CROWDED + ALIKE
 
 
-def pack(keys: list[bytes]) -> Array:
-    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 4)
-
-
-def values_of(table: KeyTable, keys: list[bytes]) -> list[int]:
-    packed = pack(keys)
-    values: list[int] = table.values(packed, table.find(packed)).tolist()
-    return values
-
-
-def put(table: KeyTable, keys: list[bytes], values: list[int]) -> None:
-    packed = pack(keys)
-    table.put(packed, table.find(packed), np.array(values, dtype=np.uint32))
-
-
-def with_value(table: KeyTable, value: int, step: int) -> set[bytes]:
-    chosen: Array = np.arange(4) == value
-    found: list[bytes] = []
-    for start in range(0, table.num_slots, step):
-        stop = min(start + step, table.num_slots)
-        found += [key.tobytes() for key in table.keys_with(chosen.take, start, stop)]
-    assert len(set(found)) == len(found)
-    return {key for key in found if values_of(table, [key]) == [value]}
-
-
 class TableAgainstDict(RuleBasedStateMachine):
     """A table that begins with two buckets, and splits one at a time."""
 
@@ -469,6 +391,10 @@ class TableAgainstDict(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patch.undo()
 
+    def values(self, keys: list[bytes]) -> list[int]:
+        words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 4)
+        return list(self.table.values(words, self.table.find(words)).tolist())
+
     @rule(
         first=st.integers(0, len(KEY_TABLE_KEYS) - 1),
         count=st.integers(0, 120),
@@ -476,22 +402,26 @@ class TableAgainstDict(RuleBasedStateMachine):
     )
     def put(self, first: int, count: int, value: int) -> None:
         keys = KEY_TABLE_KEYS[first : first + count]
-        put(self.table, keys, [value] * len(keys))
-        for key in keys:
-            self.model[key] = value
+        words = np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 4)
+        self.table.put(words, self.table.find(words), np.full(len(keys), value, np.uint32))
+        self.model |= dict.fromkeys(keys, value)
         self.model = {key: value for key, value in self.model.items() if value}
 
     @rule(value=st.integers(1, 3), step=st.sampled_from([7, 64, 10_000]))
     def select(self, value: int, step: int) -> None:
+        chosen: Array = np.arange(4) == value
+        found: list[bytes] = []
+        for start in range(0, self.table.num_slots, step):
+            stop = min(start + step, self.table.num_slots)
+            found += [key.tobytes() for key in self.table.keys_with(chosen.take, start, stop)]
+        assert len(set(found)) == len(found)
         expected = {key for key, its in self.model.items() if its == value}
-        assert with_value(self.table, value, step) == expected
+        assert {key for key in found if self.values([key]) == [value]} == expected
 
     @invariant()
     def finds_what_was_put(self) -> None:
         assert len(self.table) == len(self.model)
-        assert values_of(self.table, KEY_TABLE_KEYS) == [
-            self.model.get(key, 0) for key in KEY_TABLE_KEYS
-        ]
+        assert self.values(KEY_TABLE_KEYS) == [self.model.get(key, 0) for key in KEY_TABLE_KEYS]
 
 
 TableAgainstDict.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25)

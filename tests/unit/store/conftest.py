@@ -11,6 +11,7 @@ import pytest
 
 from kvray.store import Arena
 from kvray.store.arena.tables import Tables
+from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import make_arena, make_tables
 
 ROOT = Path(__file__).parents[3]
@@ -61,17 +62,24 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def tables() -> Tables:
-    return make_tables()
+def tables() -> Iterator[Tables]:
+    """The tables of an empty arena, which no test may leave unsound."""
+    made = make_tables()
+    yield made
+    check_invariants(made)
 
 
 @pytest.fixture
 def arena(directory: Path) -> Iterator[Arena]:
-    """An arena of 8 slabs of 8 slots, of which this process is a holder."""
+    """An arena of 8 slabs of 8 slots, of which this process is a holder; it stays sound."""
     made = make_arena(directory)
     made.join("test")
     yield made
-    made.close()
+    try:
+        if made._tables is not None:  # the test has closed it
+            check_invariants(made.tables)
+    finally:
+        made.close()
 
 
 @pytest.fixture
@@ -86,3 +94,9 @@ def child(directory: Path) -> Iterator[Callable[[], Child]]:
     yield start
     for one in children:
         one.kill()
+
+
+@pytest.fixture
+def other(child: Callable[[], Child]) -> Child:
+    """Another process that shares the directory, and the arena if that was there before."""
+    return child()

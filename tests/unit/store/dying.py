@@ -1,79 +1,45 @@
 """Processes that kill or stop themselves before their n-th store into an arena.
 
-Run as `python -m tests.unit.store.dying DIRECTORY`. Each line on the standard input is `operation
-n signal`: a fork opens the arena, prepares what the operation needs, and does it. The answer is
-`killed`, `finished` (after fewer than n stores), or `stopped PID`, which goes on after the line
-`continue PID`. `Dying` is the side of the test.
+`run` is a fork of `fork_server`: it opens the arena, prepares what an operation needs, and does it.
 """
 
 import os
 import signal
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from kvray.store import Arena, ArenaOwner, Lease, Reservation
-from tests.unit.store.conftest import ROOT
-from tests.unit.store.small_arena import SLOT, chain, pool_of
+from kvray.store.arena.tables import Array
+from tests.unit.store.small_arena import SLOT, chain, leased, pool_of, reserved
 from tests.unit.store.write_log import WatchedTables, Write
 
 TRUNK, NEW = chain(10, seed="trunk"), chain(9, seed="new")
-LABEL = "dying"
-
-
-class Dying:
-    """The process that forks; leave the `with` block to end it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.store.dying", str(directory)],
-            cwd=ROOT,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> "Dying":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.communicate()
-
-    def say(self, *words: object) -> list[str]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(*words, file=self._process.stdin, flush=True)
-        return self._process.stdout.readline().split()
 
 
 class Life:
     """One fork's arena, and what it has to begin with."""
 
+    lease: Lease
+    reservation: Reservation
+    checksums: Array
+
     def __init__(self, directory: Path) -> None:
         self.arena = Arena(directory, lock_wait_s=5)
-        self.lease: Lease | None = None
-        self.reservation: Reservation | None = None
-        self.checksums = np.empty(0, dtype="<u8")
 
     def join(self) -> None:
-        self.arena.join(LABEL)
+        self.arena.join("dying")
 
     def take(self) -> None:
         self.join()
-        leases = self.arena.lease(TRUNK)
-        assert leases
-        self.lease = leases[0]
+        self.lease = leased(self.arena, TRUNK)
 
     def reserve(self, block_bytes: int = SLOT) -> None:
-        made = self.arena.reserve(NEW, parent=TRUNK[-1], depth=10, part=0, block_bytes=block_bytes)
-        assert made is not None
-        self.reservation = made
-        pool = pool_of([NEW[row] for row in made.rows], block_bytes=block_bytes)
+        made = reserved(self.arena, NEW, parent=TRUNK[-1], depth=10, block_bytes=block_bytes)
+        self.reservation, missing = made, [NEW[row] for row in made.rows]
+        pool = pool_of(missing, block_bytes=block_bytes)
         self.checksums = self.arena.write(made, pool, np.arange(len(pool)))
 
     def write(self) -> None:
@@ -85,15 +51,12 @@ class Life:
         self.reserve()
 
     def release(self) -> None:
-        assert self.lease is not None
         assert self.arena.release(self.lease)
 
     def commit(self) -> None:
-        assert self.reservation is not None
         assert self.arena.commit(self.reservation, self.checksums)
 
     def abort(self) -> None:
-        assert self.reservation is not None
         assert self.arena.abort(self.reservation)
 
     def quarantine(self) -> None:
@@ -148,45 +111,12 @@ class Fate:
             self._before[at : at + len(value)] = value
 
 
-def live(directory: Path, name: str, number: int, sent: signal.Signals) -> None:
-    life = Life(directory)
+def run(args: list[str]) -> None:
+    """Do an operation, with a signal before its n-th store: directory, name, n, signal."""
+    directory, name, number, sent = args
+    life = Life(Path(directory))
     prepare, do = OPERATIONS[name]
     prepare(life)
-    Fate(life.arena, number, sent)
+    Fate(life.arena, int(number), signal.Signals[sent])
     do(life)
     life.arena.close()
-
-
-def main() -> None:
-    directory = Path(sys.argv[1])
-    for line in sys.stdin:
-        words = line.split()
-        if words[0] == "continue":
-            pid = int(words[1])
-            os.kill(pid, signal.SIGCONT)
-        else:
-            pid = os.fork() or _fork(directory, *words)
-        status = os.waitpid(pid, os.WUNTRACED)[1]
-        if os.WIFSTOPPED(status):
-            print("stopped", pid, flush=True)
-        elif os.WIFSIGNALED(status):
-            print("killed", flush=True)
-        else:
-            print("finished" if status == 0 else "failed", flush=True)
-
-
-def _fork(directory: Path, name: str, number: str, sent: str) -> int:
-    """Live in this fork; never return."""
-    status = 1
-    try:
-        live(directory, name, int(number), signal.Signals[sent])
-        status = 0
-    except BaseException:  # noqa: BLE001 - the fork's end; the test sees its status
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,30 +1,30 @@
 """Starts workers within milliseconds: forks of a process that has imported all they need.
 
-Run as `python -m tests.unit.store.fork_server`; `Workers` is the side of the test. A worker opens
-its arena after the fork, because no lock and no arena outlives one.
+Run as `python -m tests.unit.store.fork_server MODULE`; `Workers` is the side of the test. A worker
+calls `run` of that module, whose `prepare` the server has called. It opens its arena there, because
+no lock and no arena outlives a fork.
 """
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from types import TracebackType
+from types import ModuleType
 
-from tests.unit.store import stress_worker
 from tests.unit.store.conftest import ROOT
 
 
 class Workers:
     """A fork server and the workers that live; leaving the `with` block ends all of them."""
 
-    def __init__(self) -> None:
-        # Threads of a numeric library would not survive a fork.
-        environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    def __init__(self, module: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.store.fork_server"],
+            [sys.executable, "-m", "tests.unit.store.fork_server", f"tests.unit.store.{module}"],
             cwd=ROOT,
-            env=environ,
+            # Threads of a numeric library would not survive a fork.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -33,17 +33,12 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.communicate()  # it ends with its input
 
-    def start(self, role: str, *args: object) -> int:
+    def start(self, *args: object) -> int:
         """Start a worker; return its pid."""
-        return self._ask("start", role, *args)
+        return self._ask("start", *args)
 
     def kill(self, pid: int) -> None:
         """kill -9; fail if the worker had ended before, as it does when it finds a fault."""
@@ -54,6 +49,10 @@ class Workers:
         """Wait for a worker's end; return its exit status, or the negative of what killed it."""
         return self._ask("wait", pid)
 
+    def wait_or_stop(self, pid: int) -> int:
+        """As `wait`, and return -SIGSTOP when the worker has stopped."""
+        return self._ask("wait_or_stop", pid)
+
     def _ask(self, *words: object) -> int:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -62,28 +61,35 @@ class Workers:
 
 
 def main() -> None:
-    stress_worker.prepare()
+    module = importlib.import_module(sys.argv[1])
+    if prepare := getattr(module, "prepare", None):
+        prepare()
     living: set[int] = set()
     for line in sys.stdin:
         command, *args = line.split()
         if command == "start":
-            answer = os.fork() or _work(args)
+            answer = os.fork() or _work(module, args)
             living.add(answer)
         else:
-            living.discard(int(args[0]))
-            answer = os.waitstatus_to_exitcode(os.waitpid(int(args[0]), 0)[1])
-        print(answer, flush=True)
+            pid, options = int(args[0]), 0 if command == "wait" else os.WUNTRACED
+            status = os.waitpid(pid, options)[1]
+            if os.WIFSTOPPED(status):
+                answer = -signal.SIGSTOP
+            else:
+                answer = os.waitstatus_to_exitcode(status)
+                living.discard(pid)
+        print(int(answer), flush=True)
     for pid in living:  # also when the test has died
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _work(args: list[str]) -> int:
+def _work(module: ModuleType, args: list[str]) -> int:
     """Run a worker in this fork; never return."""
     status = 1
     try:
         os.dup2(2, 1)  # the server's answers go to the old one
-        stress_worker.run(args)
+        module.run(args)
         status = 0
     except BaseException:  # noqa: BLE001 - the fork's end; the test sees its status
         traceback.print_exc()

@@ -2,14 +2,15 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvray.identity.block import BlockKey
-from kvray.store import Arena, ArenaSpec, Lease, Reservation
+from kvray.store import Arena, ArenaSpec, Held, Lease, PartRequest, Reservation
 from kvray.store.arena import key_index, lease, slots
 from kvray.store.arena.eviction import choose_victims
-from kvray.store.arena.layout import DEFAULT_PRIORITY, Geometry
+from kvray.store.arena.layout import Geometry
 from kvray.store.arena.tables import Array, Tables
 
 SLOT = 4096
@@ -57,7 +58,7 @@ def pool_of(keys: list[BlockKey], part: int = 0, *, block_bytes: int = SLOT) -> 
     return np.stack([content(key, part, block_bytes=block_bytes) for key in keys])
 
 
-# -- over bare tables ---------------------------------------------------------------------------
+# -- over bare tables -----------------------------------------------------------------------------
 
 
 def reserve(
@@ -66,28 +67,20 @@ def reserve(
     *,
     parent: BlockKey | None = None,
     depth: int = 0,
+    holder: int = 0,
     part: int = 0,
     block_bytes: int = SLOT,
-    holder: int = 0,
-    namespace: int = 0,
-    priority: int | Array = DEFAULT_PRIORITY,
+    **more: Any,
 ) -> Reservation:
     packed = key_index.pack_keys(keys)
-    before = None if parent is None else key_index.pack_keys([parent])
-    candidates = slots.find_candidates(
-        tables, packed, parent=before, part=part, block_bytes=block_bytes
-    )
+    place = {
+        "parent": None if parent is None else key_index.pack_keys([parent]),
+        "part": part,
+        "block_bytes": block_bytes,
+    }
+    candidates = slots.find_candidates(tables, packed, **place)
     made = slots.reserve(
-        tables,
-        packed,
-        parent=before,
-        depth=depth,
-        part=part,
-        block_bytes=block_bytes,
-        holder=holder,
-        candidates=candidates,
-        namespace=namespace,
-        priority=priority,
+        tables, packed, **place, depth=depth, holder=holder, candidates=candidates, **more
     )
     assert made is not None
     return made
@@ -99,28 +92,9 @@ def commit(tables: Tables, reservation: Reservation) -> int:
     return slots.commit(tables, reservation, sums)
 
 
-def put(
-    tables: Tables,
-    keys: list[BlockKey],
-    *,
-    parent: BlockKey | None = None,
-    depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
-    namespace: int = 0,
-    priority: int | Array = DEFAULT_PRIORITY,
-) -> Reservation:
+def put(tables: Tables, keys: list[BlockKey], **place: Any) -> Reservation:
     """Reserve and commit `keys`."""
-    made = reserve(
-        tables,
-        keys,
-        parent=parent,
-        depth=depth,
-        part=part,
-        block_bytes=block_bytes,
-        namespace=namespace,
-        priority=priority,
-    )
+    made = reserve(tables, keys, **place)
     commit(tables, made)
     return made
 
@@ -144,11 +118,22 @@ def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 
     return taken[0]
 
 
-def evict(tables: Tables, count: int, *, protect: Array = NOBODY) -> int:
+def victims(tables: Tables, count: int, *, protect: Array = NOBODY, **options: Any) -> list[int]:
+    """Return who goes first of the whole arena."""
     within = np.arange(tables.geometry.num_slots)
-    victims = choose_victims(tables, count, within=within, protect=protect)
-    slots.evict(tables, victims)
-    return len(victims)
+    return list(choose_victims(tables, count, within=within, protect=protect, **options).tolist())
+
+
+def slots_named(tables: Tables, held: Lease) -> list[int]:
+    found = lease.leased_slots(tables, held)
+    assert found is not None, "a lease was broken"
+    return list(found.tolist())
+
+
+def evict(tables: Tables, count: int) -> int:
+    chosen = victims(tables, count)
+    slots.evict(tables, np.array(chosen, dtype=np.int64))
+    return len(chosen)
 
 
 def overwrite(tables: Tables, seed: int = 0) -> None:
@@ -159,7 +144,7 @@ def overwrite(tables: Tables, seed: int = 0) -> None:
         column.reshape(-1).view("u1")[:] = chance.integers(0, 256, column.nbytes)
 
 
-# -- over a real arena --------------------------------------------------------------------------
+# -- over a real arena ----------------------------------------------------------------------------
 
 
 def make_arena(
@@ -168,7 +153,7 @@ def make_arena(
     return Arena.create(directory, asked or spec(), lock_wait_s=lock_wait_s)
 
 
-def store(
+def reserved(
     arena: Arena,
     keys: list[BlockKey],
     *,
@@ -176,24 +161,38 @@ def store(
     depth: int = 0,
     part: int = 0,
     block_bytes: int = SLOT,
-    namespace: int = 0,
-    priority: int | Array = DEFAULT_PRIORITY,
+    **more: Any,
+) -> Reservation:
+    place = {"parent": parent, "depth": depth, "part": part, "block_bytes": block_bytes}
+    made = arena.reserve(keys, **place, **more)
+    assert made is not None
+    return made
+
+
+def store(
+    arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT, **place: Any
 ) -> Reservation:
     """Reserve, write and commit `keys`, each with its own content."""
-    made = arena.reserve(
-        keys,
-        parent=parent,
-        depth=depth,
-        part=part,
-        block_bytes=block_bytes,
-        namespace=namespace,
-        priority=priority,
-    )
-    assert made is not None
-    wanted = [keys[row] for row in made.rows]
-    pool = pool_of(wanted, part, block_bytes=block_bytes)
-    assert arena.commit(made, arena.write(made, pool, np.arange(len(wanted))))
+    made = reserved(arena, keys, part=part, block_bytes=block_bytes, **place)
+    pool = pool_of([keys[row] for row in made.rows], part, block_bytes=block_bytes)
+    assert arena.commit(made, arena.write(made, pool, np.arange(len(pool))))
     return made
+
+
+def leased(arena: Arena, keys: list[BlockKey], **wanted: Any) -> Lease:
+    """Lease what there is of `keys`; there is some."""
+    leases = arena.lease(keys, **wanted)
+    assert leases
+    return leases[0]
+
+
+def leased_for(
+    arena: Arena, keys: list[BlockKey], readers: list[list[PartRequest]], **wanted: Any
+) -> Held:
+    """Lease what there is of `keys` for several readers, maybe nothing."""
+    held = arena.lease_for(keys, readers, **wanted)
+    assert held is not None
+    return held
 
 
 def fetch(
@@ -204,3 +203,13 @@ def fetch(
     arena.read(held, pool, np.arange(held.num_slots), verify=True)
     expected = pool_of(keys[: held.num_slots], part, block_bytes=block_bytes)
     return bool((pool == expected).all())
+
+
+def served(arena: Arena, keys: list[BlockKey], **size: Any) -> int:
+    """Lease, read and give back what there is of `keys`, each byte of it right; return how many."""
+    if not arena.match(keys):
+        return 0
+    held = leased(arena, keys)
+    assert fetch(arena, keys, held, **size)
+    assert arena.release(held, wait_s=PATIENT_S)
+    return held.num_slots

@@ -100,7 +100,7 @@ def test_bytes_that_are_no_arena_are_refused(directory: Path, memory: bytes) -> 
 
 @fuzzed
 @given(fields=FIELDS)
-def test_a_header_of_any_figures_is_refused_or_used(
+def test_any_header_is_refused_or_used(
     directory: Path, image: Path, fields: dict[str, object]
 ) -> None:
     memory = bytearray(image.read_bytes())

@@ -25,8 +25,17 @@ from kvray.store import Arena, ArenaOwner, Lease, Reservation
 from kvray.store.arena.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.examples import examples
-from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import SLOT, chain, content, make_arena, pool_of, spec, store
+from tests.unit.store.invariants import check_contents, check_invariants
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    fetch,
+    make_arena,
+    pool_of,
+    reserved,
+    spec,
+    store,
+)
 
 TRUNK = chain(5, seed="trunk")
 PREFIXES = [
@@ -109,14 +118,13 @@ class ArenaLife(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(keys) - 1))
         stop = data.draw(st.integers(start + 1, len(keys)))
         used = self.look(READY, RESERVED)
-        made = self.arenas[holder].reserve(
+        made = reserved(
+            self.arenas[holder],
             keys[start:stop],
             parent=keys[start - 1] if start else None,
             depth=start,
-            part=0,
             block_bytes=SIZES[which],
         )
-        assert made is not None
         wanted = [keys[start + row] for row in made.rows]
         missing = [key for key in keys[start:stop] if key not in used]
         if start == 0 or keys[start - 1] in used:
@@ -172,16 +180,14 @@ class ArenaLife(RuleBasedStateMachine):
         if one not in self.held or one.lease is None:
             return
         size = SIZE_OF[one.keys[0]]
-        pool = np.zeros((len(one.keys), size), dtype=np.uint8)
         arena = self.arenas[reader]
         spoilt = self.bad & set(arena.leased_slots(one.lease).tolist())
         try:
-            arena.read(one.lease, pool, np.arange(len(one.keys)), verify=True)
+            assert fetch(arena, one.keys, one.lease, block_bytes=size)
         except CorruptBlock:
             assert spoilt
         else:
             assert not spoilt
-            assert (pool == pool_of(one.keys, block_bytes=size)).all()
 
     @rule(one=consumes(leases), by=holders)
     def release(self, one: Held, by: int) -> None:
@@ -203,8 +209,7 @@ class ArenaLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ready) > 8)
     @rule(holder=holders)
     def clear(self, holder: int) -> None:
-        went = ArenaOwner(self.arenas[holder]).clear()
-        before = len(self.ready)
+        before, went = len(self.ready), ArenaOwner(self.arenas[holder]).clear()
         self.settle()
         assert before - len(self.ready) == went
 
@@ -226,7 +231,7 @@ class ArenaLife(RuleBasedStateMachine):
         arena.side_file.unlock(HOLDER_BYTES + arena.holder)
         arena._holder = None
         assert ArenaOwner(survivor).bury_dead(limbo_s=limbo_s) == ["model"]
-        self.forget(dead)
+        self.held = {one for one in self.held if one.holder != dead}
         arena.join("model")
         self.settle(parentless=True)
 
@@ -234,7 +239,7 @@ class ArenaLife(RuleBasedStateMachine):
     @rule(leaver=holders)
     def leave_and_join(self, leaver: int) -> None:
         self.arenas[leaver].leave()
-        self.forget(leaver)
+        self.held = {one for one in self.held if one.holder != leaver}
         self.arenas[leaver].join("model")
         self.settle(parentless=True)
 
@@ -254,9 +259,6 @@ class ArenaLife(RuleBasedStateMachine):
         tables.undo.settle()
         self.settle()
 
-    def forget(self, holder: int) -> None:
-        self.held = {one for one in self.held if one.holder != holder}
-
     # -- what always holds --------------------------------------------------------------------
 
     @invariant()
@@ -268,20 +270,24 @@ class ArenaLife(RuleBasedStateMachine):
 
     @invariant()
     def every_ready_slot_has_the_bytes_of_its_key(self) -> None:
-        tables = self.arenas[0].tables
         assert self.look() == self.ready
-        for key, slot in self.ready.items():
-            slab, row = tables.geometry.place_of(slot)
-            size = SIZE_OF[key]
-            assert (tables.rows(slab)[row, :size] == content(key, block_bytes=size)).all()
+        check_contents(self.arenas[0].tables)
 
     @invariant()
     def leases_name_the_slots_of_their_keys(self) -> None:
         tables = self.arenas[0].tables
-        for one in self.held:
-            if one.lease is not None:
-                named = self.arenas[0].leased_slots(one.lease)
-                assert [key.tobytes() for key in tables.slot_key[named]] == one.keys
+        leases = [one for one in self.held if one.lease is not None]
+        for one in leases:
+            named = self.arenas[0].leased_slots(one.lease)
+            assert [key.tobytes() for key in tables.slot_key[named]] == one.keys
+        assert int(tables.slot_leases.sum()) == sum(len(one.keys) for one in leases)
+
+    @invariant()
+    def slots_are_reserved_for_those_who_write(self) -> None:
+        writing = [key for one in self.held if one.reservation is not None for key in one.keys]
+        reserved = self.arenas[0].tables.slot_state == RESERVED
+        assert sorted(self.look(RESERVED)) == sorted(writing)
+        assert np.count_nonzero(reserved) == len(writing)
 
     def look_at_links(self) -> dict[BlockKey, BlockKey]:
         """Return key -> its parent's key, for every block that has a parent link."""

@@ -1,22 +1,54 @@
-"""Several processes on one arena: deaths, stops and forks, each by itself and all at once."""
+"""Several processes on one arena: deaths, stops and forks, at chosen moments and at random ones.
 
+Whatever is killed when: no reader ever sees a wrong byte, what is READY afterwards is right to the
+byte, what the dead held comes back, nobody waits for ever, and the next shard takes over.
+"""
+
+import itertools
 import os
+import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvray.actors.shard.shard import Shard, sweep
 from kvray.store import Arena, ArenaOwner
-from kvray.store.arena.layout import FREE, LIMBO, RESERVED
-from kvray.store.arena.tables import Array
+from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
+from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.store.conftest import Child
+from tests.unit.store.dying import OPERATIONS, TRUNK
 from tests.unit.store.fork_server import Workers
-from tests.unit.store.invariants import check_bytes, check_invariants
-from tests.unit.store.small_arena import chain, fetch, make_arena, store
-from tests.unit.store.stress_worker import LOCK_WAIT_S, READ, WRITTEN, arena_spec, board
+from tests.unit.store.invariants import check_bytes, check_contents, check_invariants
+from tests.unit.store.small_arena import (
+    PATIENT_S,
+    SLOT,
+    chain,
+    fetch,
+    leased,
+    make_arena,
+    served,
+    store,
+)
+from tests.unit.store.stress_worker import (
+    LOCK_WAIT_S,
+    NUM_CHAINS,
+    READ,
+    SLACK_S,
+    STEPS,
+    WRITTEN,
+    arena_spec,
+    board,
+    core_wait_s,
+    keys_of,
+    shard_settings,
+)
+from tests.waiting import wait_for
 
 KEYS = chain(10)
 LEASE = "arena.lease(small.chain(10))"
@@ -31,28 +63,22 @@ def other(arena: Arena, child: Callable[[], Child]) -> Child:
     return started
 
 
-def test_what_one_process_stores_another_reads(arena: Arena, other: Child) -> None:
-    other.say("small.store(arena, small.chain(10))")
-    leases = arena.lease(KEYS)
-    assert leases
-    assert fetch(arena, KEYS, leases[0])
-
-
-def test_killed_holder_loses_leases_at_once_and_slots_after_limbo(
-    arena: Arena, other: Child
-) -> None:
+def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena: Arena, other: Child) -> None:
     store(arena, KEYS)
     other.say(LEASE)
     other.say(RESERVE)
-    reserved = np.flatnonzero(arena.tables.slot_state == RESERVED)
+    owner, state = ArenaOwner(arena), arena.tables.slot_state
+    reserved = np.flatnonzero(state == RESERVED)
     assert (len(reserved), int(arena.tables.slot_leases.sum())) == (3, 10)
+    assert owner.bury_dead(limbo_s=1000) == []
     other.kill()
-    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == ["other"]
-    assert not arena.tables.slot_leases.any()
-    assert set(arena.tables.slot_state[reserved].tolist()) == {LIMBO}
-    ArenaOwner(arena).bury_dead(limbo_s=0)
-    assert set(arena.tables.slot_state[reserved].tolist()) == {FREE}
-    check_invariants(arena.tables)
+    for dead in (["other"], []):
+        assert owner.bury_dead(limbo_s=1000) == dead
+        assert not arena.tables.slot_leases.any()
+        assert set(state[reserved].tolist()) == {LIMBO}
+        check_invariants(arena.tables)
+    owner.bury_dead(limbo_s=0)
+    assert set(state[reserved].tolist()) == {FREE}
 
 
 def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
@@ -67,15 +93,11 @@ def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
     assert int((arena.tables.slot_state == RESERVED).sum()) == 3
     other.process.send_signal(signal.SIGCONT)
     assert other.say("arena.leave()") == "True"
-    check_invariants(arena.tables)
 
 
-def test_lock_that_another_process_keeps_is_a_miss_in_time(
-    arena: Arena, other: Child, directory: Path
-) -> None:
+def test_a_lock_that_is_kept_is_a_miss_in_time(arena: Arena, other: Child, directory: Path) -> None:
     store(arena, KEYS)
-    hurried = Arena(directory, lock_wait_s=0.002)
-    hurried.join("hurried")
+    hurried = Arena.attach(directory, label="hurried", lock_wait_s=0.002)
     assert other.say("arena._lock.acquire(0)") == "True"
     other.process.send_signal(signal.SIGSTOP)
     waits = []
@@ -85,9 +107,7 @@ def test_lock_that_another_process_keeps_is_a_miss_in_time(
         waits.append(time.monotonic() - start)
     assert sorted(waits)[10] < 0.002 + 0.005
     other.kill()
-    leases = hurried.lease(KEYS)
-    assert leases
-    assert fetch(hurried, KEYS, leases[0])
+    assert served(hurried, KEYS) == 10
     hurried.close()
 
 
@@ -100,14 +120,12 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, othe
     assert arena.match(KEYS) == 10
     assert arena.stats()["repairs"] == 1
     ArenaOwner(arena).bury_dead(limbo_s=0)
-    check_invariants(arena.tables)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_can_do_nothing_and_breaks_nothing(arena: Arena, other: Child) -> None:
     store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
+    held = leased(arena, KEYS)
     pid = os.fork()
     if pid == 0:
         start = time.monotonic()
@@ -116,84 +134,260 @@ def test_fork_can_do_nothing_and_breaks_nothing(arena: Arena, other: Child) -> N
         os._exit(0 if fine and time.monotonic() - start < 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert other.say("ArenaOwner(arena).bury_dead(limbo_s=0)") == "[]"
-    assert fetch(arena, KEYS, leases[0])
+    assert fetch(arena, KEYS, held)
     check_invariants(arena.tables)
 
 
 NUM_PROCESSES = 8
-SHORT_S, LONG_S = 5.0, 30.0
-P99_S = 0.010
-COMPUTE_S = 0.003
-"""What a call may itself compute: some 0.1 ms, if no interrupt takes the core away."""
 
 
-def test_eight_processes_at_once_read_no_wrong_byte(directory: Path) -> None:
-    print(Calls(contend(directory, SHORT_S)))
-
-
-@pytest.mark.long
-def test_eight_processes_at_once_lease_in_time(directory: Path) -> None:
-    stolen_s = -steal_s()
-    calls = Calls(contend(directory, LONG_S))
-    stolen_s += steal_s()
-    print(calls, f"the host took {stolen_s:.2f} s of the cores", sep="; ")
-    assert calls.p99_s <= P99_S, str(calls)
-    # What the host of a virtual machine takes is a wait for a core that schedstat does not know.
-    assert calls.excess_s.max() <= COMPUTE_S + stolen_s, str(calls)
-
-
-class Calls:
-    """How long all lease calls of all processes took."""
-
-    def __init__(self, calls: Array) -> None:
-        took, waited, late, busy = calls.T
-        self.took_s, self.own_s, self.late_s = took / 1e9, (took - waited) / 1e9, late / 1e9
-        self.busy_share = float(busy.mean())
-        self.p99_s = float(np.percentile(self.took_s, 99))
-        self.excess_s = self.own_s - self.late_s - LOCK_WAIT_S
-        """What a call took beyond its wait for a core, its try for the lock, and the lateness of
-        the timer that was to wake it between two tries."""
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.took_s)} lease calls, {self.busy_share:.1%} busy: {_spread(self.took_s)};"
-            f" without the wait for a core {_spread(self.own_s)}; the timer was late by at most"
-            f" {self.late_s.max() * 1e3:.2f} ms, worst excess {self.excess_s.max() * 1e3:.2f} ms"
-        )
-
-
-def _spread(seconds: Array) -> str:
-    p50, p99, worst = np.percentile(seconds * 1e3, (50, 99, 100))
-    return f"p50 {p50:.3f}, p99 {p99:.2f}, max {worst:.2f} ms"
-
-
-def steal_s() -> float:
-    """Return for how long the host of this virtual machine has kept its cores from it."""
-    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-
-
-def contend(directory: Path, seconds: float) -> Array:
-    """Let the processes work for so long, check what they leave, and return their lease calls."""
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(30.0, marks=pytest.mark.long)])
+def test_eight_processes_read_right_and_lease_in_time(directory: Path, seconds: float) -> None:
     node_dir = directory / "kvray-test"
     node_dir.mkdir()
     arena = make_arena(node_dir, asked=arena_spec())
     arena.join("test")
     counts = board(node_dir)
-    with Workers() as workers:
+    with Workers("stress_worker") as workers:
         pids = [workers.start("contend", node_dir, n, n, seconds) for n in range(NUM_PROCESSES)]
         assert [workers.wait(pid) for pid in pids] == [0] * NUM_PROCESSES, "see the traceback above"
-    check_what_is_left(arena)
-    print(f"{counts[:, READ].sum()} blocks read, {counts[:, WRITTEN].sum()} written")
-    assert (counts[:NUM_PROCESSES, [READ, WRITTEN]] > 0).all()
-    assert arena.stats()["evicted"] > 0
-    arena.close()
-    files = [directory / f"calls.{n}.npy" for n in range(NUM_PROCESSES)]
-    return np.concatenate([np.load(file) for file in files])
-
-
-def check_what_is_left(arena: Arena) -> None:
-    """Fail if anything is wrong, leased or reserved now that all have left."""
     figures = arena.stats()
     assert (figures["corrupt"], figures["leased_blocks"], figures["holders"]) == (0, 0, 1)
     check_invariants(arena.tables)
     check_bytes(arena.tables)
+    print(f"{counts[:, READ].sum()} blocks read, {counts[:, WRITTEN].sum()} written")
+    assert (counts[:NUM_PROCESSES, [READ, WRITTEN]] > 0).all()
+    assert arena.stats()["evicted"] > 0
+    arena.close()
+
+
+# -- before every store ---------------------------------------------------------------------------
+
+CROWD = [chain(9, seed=f"crowd {number}") for number in range(4)]
+
+
+class Survivor:
+    """A process that uses the arena all the time, and has a lease that nobody may break."""
+
+    def __init__(self, directory: Path) -> None:
+        make_arena(directory).close()
+        self.arena = Arena(directory, lock_wait_s=LOCK_WAIT_S)
+        self.arena.join("survivor")
+        self.waited_s = 0.0
+        self.restore()
+        self.held = leased(self.arena, TRUNK[:4])
+
+    def restore(self) -> None:
+        """Bring back what an operation may have evicted: a full arena of two block sizes."""
+        for keys in CROWD:
+            store(self.arena, keys)
+        store(self.arena, chain(4, seed="large"), block_bytes=2 * SLOT)
+        store(self.arena, TRUNK)
+
+    def call(self) -> bool:
+        """Lease and release, timed; return whether the arena could be had."""
+        start, without_core = time.monotonic(), core_wait_s()
+        leases = self.arena.lease(CROWD[0])
+        waited_s = time.monotonic() - start - (core_wait_s() - without_core)
+        self.waited_s = max(self.waited_s, waited_s)
+        if leases is None:
+            return False
+        assert not leases or fetch(self.arena, CROWD[0], leases[0])
+        while not self.arena.release(*leases):
+            time.sleep(0.001)
+        return True
+
+    def check(self) -> None:
+        """Fail unless all that others held is back, and all that is READY is right."""
+        arena, tables = self.arena, self.arena.tables
+        ArenaOwner(arena).bury_dead(limbo_s=0)
+        ArenaOwner(arena).bury_dead(limbo_s=0)
+        assert fetch(arena, TRUNK, self.held), "a lease of a living process was broken"
+        assert int(tables.slot_leases.sum()) == self.held.num_slots
+        assert set(np.unique(tables.slot_state)) <= {FREE, READY}
+        assert int(tables.holder_live.sum()) == 1
+        assert not tables.undo.is_open
+        check_invariants(tables)
+        check_bytes(tables)
+        check_contents(tables)
+
+
+@pytest.fixture
+def survivor(directory: Path) -> Iterator[Survivor]:
+    made = Survivor(directory)
+    yield made
+    made.arena.close()
+
+
+def live(survivor: Survivor, directory: Path, name: str, sent: str, step: int) -> int:
+    """Have `name` get a signal before its first store, before that `step` later, and so on.
+
+    Returns:
+        How many times it got one before it finished without.
+    """
+    with Workers("dying") as workers:
+        for count in itertools.count():
+            pid = workers.start(directory, name, 1 + count * step, sent)
+            status = workers.wait_or_stop(pid)
+            if status == -signal.SIGSTOP:
+                survivor.call()
+                os.kill(pid, signal.SIGCONT)
+                assert workers.wait(pid) == 0
+            else:
+                assert status in (0, -signal.SIGKILL)
+                if name in ("adopt", "mend"):  # only an owner mends what an owner left
+                    ArenaOwner(survivor.arena).adopt()
+                assert survivor.call(), "the lock is held by nobody who lives"
+            survivor.check()
+            if status == 0:
+                return count
+            survivor.restore()
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_death_or_stop_before_a_store_harms_nobody(
+    survivor: Survivor, directory: Path, name: str, sent: str, step: int
+) -> None:
+    assert live(survivor, directory, name, sent, step) >= (2 if step == 1 else 1)
+    assert survivor.waited_s < LOCK_WAIT_S + SLACK_S
+
+
+# -- at random moments ----------------------------------------------------------------------------
+
+ROLES = ("shard", "read", "read", "write", "write", "both", "both")
+"""Of the workers, by their rows on the board."""
+
+STOPPED_SHARE, STOPPED_MAX_S = 0.3, 0.3
+
+
+@pytest.fixture
+def node_dir(directory: Path) -> Iterator[Path]:
+    yield directory / "kvray-test"
+    sweep(directory / "kvray-test")
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(60, 1), pytest.param(520, 2, marks=pytest.mark.long)])
+def test_kills_at_any_moment_lose_and_spoil_nothing(node_dir: Path, kills: int, seed: int) -> None:
+    with Workers("stress_worker") as workers:
+        fire = Fire(workers, node_dir, random.Random(seed))
+        epochs = fire.shard_epoch()
+        for _ in range(kills):
+            fire.next()
+        fire.wait_until_all_get_on()
+        epochs = fire.shard_epoch() - epochs
+        fire.end()
+    counts = board(node_dir).sum(axis=0)
+    with shard_over(node_dir) as (shard, line):
+        figures = check_what_is_left(node_dir, shard, line)
+    print(
+        f"{fire.kills} kills, {fire.kills['shard']} of them of the shard, which adopted"
+        f" {epochs} times; {fire.stops} stops; {figures['repairs']} repairs;"
+        f" {counts[READ]} blocks read, {counts[WRITTEN]} written, {figures['blocks']} left"
+    )
+    assert sum(fire.kills.values()) == kills
+
+
+class Fire:
+    """Workers of every role, of which one after the other is killed and replaced."""
+
+    def __init__(self, workers: Workers, node_dir: Path, rng: random.Random) -> None:
+        self.kills = dict.fromkeys(ROLES, 0)
+        self.stops = 0
+        self._workers = workers
+        self._node_dir = node_dir
+        self._random = rng
+        self._counts = board(node_dir)
+        self._stopped: dict[int, float] = {}
+        self._pids = {0: self._start(0)}
+        wait_for(lambda: self._counts[0, STEPS], "the shard's start")
+        self._pids |= {row: self._start(row) for row in range(1, len(ROLES))}
+
+    def next(self) -> None:
+        """Let some time go by, sometimes stop somebody meanwhile, then kill somebody."""
+        until = time.monotonic() + self._random.uniform(0.005, 0.12)
+        if self._random.random() < STOPPED_SHARE:
+            self._stop(self._random.randrange(len(ROLES)))
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.01))
+            self._wake()
+        self._kill(self._random.randrange(len(ROLES)))
+
+    def wait_until_all_get_on(self) -> None:
+        """Fail if a worker that runs does nothing any more."""
+        self._wake(everybody=True)
+        before = self._counts[:, STEPS].copy()
+        for row, role in enumerate(ROLES):
+            wait_for(lambda row=row: self._counts[row, STEPS] > before[row] + 2, f"{role} {row}")
+
+    def end(self) -> None:
+        """Kill all that live, all at once."""
+        for pid in self._pids.values():
+            self._workers.kill(pid)
+
+    def shard_epoch(self) -> int:
+        """Return how often the arena has been adopted."""
+        arena = Arena(self._node_dir, lock_wait_s=PATIENT_S)
+        epoch = int(arena.stats()["shard_epoch"])
+        arena.close()
+        return epoch
+
+    def _start(self, row: int) -> int:
+        seed = self._random.getrandbits(32)
+        return self._workers.start(ROLES[row], self._node_dir, row, seed)
+
+    def _kill(self, row: int) -> None:
+        self._stopped.pop(row, None)
+        self._workers.kill(self._pids[row])
+        self.kills[ROLES[row]] += 1
+        self._pids[row] = self._start(row)
+
+    def _stop(self, row: int) -> None:
+        os.kill(self._pids[row], signal.SIGSTOP)
+        self._stopped[row] = time.monotonic() + self._random.uniform(0, STOPPED_MAX_S)
+        self.stops += 1
+
+    def _wake(self, *, everybody: bool = False) -> None:
+        now = time.monotonic()
+        for row in [row for row, at in self._stopped.items() if everybody or at <= now]:
+            del self._stopped[row]
+            os.kill(self._pids[row], signal.SIGCONT)
+
+
+@contextmanager
+def shard_over(node_dir: Path) -> Iterator[tuple[Shard, Line]]:
+    """Start a shard of this process over what the dead have left."""
+    line = Line()
+    shard = Shard("after", shard_settings(node_dir), [line.announce])
+    shard.start()
+    try:
+        wait_until_serving(shard)
+        yield shard, line
+    finally:
+        shard.stop(retire=False, timeout_s=PATIENT_S)
+
+
+def check_what_is_left(node_dir: Path, shard: Shard, line: Line) -> dict[str, Any]:
+    """Fail if a byte is wrong, a slot lost, a lease left or a block not announced."""
+    arena = Arena(node_dir, lock_wait_s=PATIENT_S)
+    states = arena.tables.slot_state
+    wait_for(lambda: arena.stats()["holders"] == 0, "the end of the dead's leases")
+    wait_for(lambda: set(np.unique(states)) <= {FREE, READY}, "the return of the dead's slots")
+    figures = arena.stats()
+    assert (figures["leased_blocks"], figures["corrupt"]) == (0, 0)
+    assert figures["blocks"] > 0
+    with arena.section(PATIENT_S) as entered:  # the shard goes on making room
+        assert entered
+        check_invariants(arena.tables)
+        check_bytes(arena.tables)
+        check_contents(arena.tables)
+    for number in range(NUM_CHAINS):
+        here = arena.match(keys_of(number))
+        wait_for(lambda n=number, here=here: line.matched(keys_of(n)) == here, "the announcements")
+    shard.clear(PATIENT_S)
+    assert not states.any(), "a slot is lost"
+    assert arena.stats()["spare_slabs"] == arena.tables.geometry.num_slabs
+    arena.close()
+    return figures

@@ -1,6 +1,7 @@
 """A couple of nixl's ends in two processes, over TCP."""
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvray.transport.nixl import NixlTransport
 from kvray.transport.transport import Array
-from tests.conformance import MEMORY_BYTES
+from tests.conformance import MEMORY_BYTES, pattern
 from tests.far import Far
 
 # Before the first agent of this process, which reads it; both processes are on one machine.
@@ -18,13 +19,31 @@ os.environ.setdefault("UCX_TLS", "tcp")
 MARGIN_S = 5.0
 
 
+class NixlSource:
+    """The far process: sends from a memory of known content."""
+
+    def __init__(self) -> None:
+        self._transport = NixlTransport(pattern())
+
+    def address(self) -> bytes:
+        return self._transport.address
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, timeout_s: float
+    ) -> Any:
+        return self._transport.send(address, sources, targets, sizes, timeout_s=timeout_s)
+
+
 class NixlCouple:
     """See `tests.conformance.Couple`."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
         self.target = NixlTransport(self.memory)
-        self.far = Far("tests.unit.transport.far_end:NixlSource")
+        self.far = Far("tests.unit.transport.conftest:NixlSource")
         self.pid = self.far.process.pid
 
     def send(

@@ -33,6 +33,13 @@ print("closed")
 """
 
 
+def run_python(code: str, environ: "dict[str, str] | None") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.parametrize("behaviour", TRANSPORT_BEHAVIOURS, ids=lambda one: one.__name__)
 def test_nixl(behaviour: Callable[[Couple], None], couple: NixlCouple) -> None:
     check_transport(behaviour, couple)
@@ -48,13 +55,6 @@ def test_push_to_a_frozen_target_ends_by_its_deadline(couple: NixlCouple) -> Non
         couple.target.send(address, one, one, one + MEMORY_BYTES, timeout_s=0.5)
     couple.far.wake()
     couple.target.send(address, one, one, one + 4096, timeout_s=10)
-
-
-def test_a_piece_of_nothing_connects_and_writes_nothing(couple: NixlCouple) -> None:
-    none = np.zeros(0, dtype=np.int64)
-    couple.memory[:] = 7
-    couple.send(couple.target.address, none, none, none, timeout_s=10)
-    assert (couple.memory == 7).all()
 
 
 def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple: NixlCouple) -> None:
@@ -77,34 +77,29 @@ def test_agent_that_waits_uses_no_core(couple: NixlCouple) -> None:
 
 
 def test_node_without_nixl_says_what_to_install() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_python(WITHOUT, None)
     assert done.stdout.startswith("{} NIXL is not installed; run `pip install"), done.stderr
 
 
-def test_wires_are_tcp_where_there_is_no_rdma() -> None:
-    environ: dict[str, str] = {}
-    choose_wires(environ, [])
-    assert environ["UCX_TLS"] == "tcp"
-    environ = {}
-    choose_wires(environ, ["mlx5_core"])
-    assert "UCX_TLS" not in environ
+ALL_WIRES, NO_EFA = {"UCX_TLS": "tcp"}, {"UCX_MODULES": "^efa"}
+GIVEN = {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
 
 
-def test_ucx_loads_its_efa_module_only_for_an_efa_device() -> None:
-    environ: dict[str, str] = {}
-    choose_wires(environ, ["mlx5_core"])
-    assert environ["UCX_MODULES"] == "^efa"
-    environ = {}
-    choose_wires(environ, ["mlx5_core", "efa"])
-    assert "UCX_MODULES" not in environ
-
-
-def test_what_the_environment_says_of_ucx_stands() -> None:
-    environ = {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
-    choose_wires(environ, [])
-    assert environ == {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
+@pytest.mark.parametrize(
+    ("given", "drivers", "chosen"),
+    [
+        pytest.param({}, [], ALL_WIRES | NO_EFA, id="tcp where there is no RDMA"),
+        pytest.param({}, ["mlx5_core"], NO_EFA, id="no EFA module without a device"),
+        pytest.param({}, ["mlx5_core", "efa"], {}, id="all modules with one"),
+        pytest.param(GIVEN, [], GIVEN, id="what the environment says of UCX stands"),
+    ],
+)
+def test_wires_and_modules_of_ucx_are_those_that_the_devices_need(
+    given: dict[str, str], drivers: list[str], chosen: dict[str, str]
+) -> None:
+    environ = dict(given)
+    choose_wires(environ, drivers)
+    assert environ == chosen
 
 
 def test_drivers_of_rdma_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
@@ -120,12 +115,5 @@ def test_process_that_made_an_agent_ends_cleanly() -> None:
     # It ended with SIGSEGV where Debian's libibverbs1 and ibverbs-providers are; `.ci/run` runs
     # this with and without them.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", AGENT],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(AGENT, environ)
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

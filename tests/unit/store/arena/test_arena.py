@@ -13,21 +13,32 @@ from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavaila
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Held, Membership, PartRequest
 from kvray.store.arena import holders
-from kvray.store.arena.layout import FREE, LIMBO, RESERVED
+from kvray.store.arena.layout import FREE, RESERVED
 from kvray.store.arena.tables import Tables
 from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
-from tests.unit.store.invariants import check_bytes, check_invariants
-from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    fetch,
+    leased,
+    leased_for,
+    make_arena,
+    reserved,
+    spec,
+    store,
+)
 
 KEYS = chain(10)
 BUSY_S = 0.02
+NOTHING = Held(num_blocks=0, leases=())
+PLACE: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "block_bytes": SLOT}
 
 
 @pytest.fixture
 def second(arena: Arena, directory: Path) -> Iterator[Arena]:
     """Another mapping of the arena, with a holder row of its own."""
-    opened = Arena(directory, lock_wait_s=BUSY_S)
-    opened.join("second")
+    opened = Arena.attach(directory, label="second", lock_wait_s=BUSY_S)
     yield opened
     opened.close()
 
@@ -35,63 +46,16 @@ def second(arena: Arena, directory: Path) -> Iterator[Arena]:
 # -- leases and reservations ----------------------------------------------------------------------
 
 
-def test_stored_blocks_are_leased_read_and_released(arena: Arena) -> None:
-    assert arena.lease(KEYS) == []
-    store(arena, KEYS[:6])
-    leases = arena.lease(KEYS)
-    assert leases
-    assert (len(leases), leases[0].num_slots) == (1, 6)
-    assert fetch(arena, KEYS, leases[0])
-    assert arena.release(*leases)
-    with pytest.raises(LeaseExpired):
-        arena.leased_slots(leases[0])
-    check_invariants(arena.tables)
-
-
 def test_parts_are_leased_together(arena: Arena) -> None:
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[:4], part=1)
     three = [[PartRequest(part)] for part in range(3)]
-    held = arena.lease_for(KEYS, three[:2])
-    assert held is not None
+    held = leased_for(arena, KEYS, three[:2])
     assert [one.num_slots for one in held.leases] == [4, 4]
     for part, one in enumerate(held.leases):
         assert fetch(arena, KEYS, one, part=part)
-    assert arena.lease_for(KEYS, three) == Held(num_blocks=0, leases=())
+    assert leased_for(arena, KEYS, three) == NOTHING
     assert arena.release(*held.leases)
-
-
-def test_lease_can_be_released_by_another_process(arena: Arena, second: Arena) -> None:
-    store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
-    assert second.release(*leases)
-    assert arena.release(*leases), "twice is fine"
-    check_invariants(arena.tables)
-
-
-def test_leased_blocks_stay_however_much_is_stored(arena: Arena) -> None:
-    store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
-    for number in range(20):
-        made = store(arena, chain(30, seed=f"flood {number}"))
-        assert not made.dropped
-    assert fetch(arena, KEYS, leases[0])
-    check_invariants(arena.tables)
-    check_bytes(arena.tables)
-
-
-def test_commit_after_leave_and_join_does_not_hit_what_was_reserved_since(arena: Arena) -> None:
-    stale = arena.reserve(KEYS[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
-    arena.leave()
-    arena.join("again")
-    fresh = arena.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert stale
-    assert fresh
-    assert set(stale.slots) == set(fresh.slots)
-    assert arena.commit(stale, np.zeros(3, dtype="<u8"))
-    assert set(arena.tables.slot_state[fresh.slots].tolist()) == {RESERVED}
 
 
 def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) -> None:
@@ -100,44 +64,31 @@ def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) ->
     start = time.monotonic()
     assert second.lease(KEYS) is None
     assert second.match(KEYS) is None
-    assert second.reserve(KEYS, parent=None, depth=0, part=0, block_bytes=SLOT) is None
+    assert second.reserve(KEYS, **PLACE) is None
     assert time.monotonic() - start < 3 * BUSY_S + 0.1
     arena._lock.release()
-    leases = second.lease(KEYS)
-    assert leases
+    held = leased(second, KEYS)
     assert arena._lock.acquire(0)
-    assert not second.release(*leases)
+    assert not second.release(held)
     arena._lock.release()
-    assert second.release(*leases)
+    assert second.release(held)
 
 
 BAD_CALLS: dict[str, Callable[[Arena], object]] = {
     "no key": lambda arena: arena.lease([BlockKey(b"x")]),
-    "one key twice": lambda arena: reserve(arena, keys=KEYS + KEYS[:1]),
-    "negative part": lambda arena: reserve(arena, part=-1),
-    "huge part": lambda arena: reserve(arena, part=2**40),
-    "negative depth": lambda arena: reserve(arena, depth=-1),
-    "huge depth": lambda arena: reserve(arena, depth=2**40),
-    "no bytes": lambda arena: reserve(arena, block_bytes=0),
-    "negative bytes": lambda arena: reserve(arena, block_bytes=-4096),
-    "short parent": lambda arena: reserve(arena, parent=BlockKey(b"x")),
-    "one checksum too few": lambda arena: arena.commit(reserve(arena), np.zeros(9, dtype="<u8")),
+    "one key twice": lambda arena: reserved(arena, KEYS + KEYS[:1]),
+    "negative part": lambda arena: reserved(arena, KEYS, part=-1),
+    "huge part": lambda arena: reserved(arena, KEYS, part=2**40),
+    "negative depth": lambda arena: reserved(arena, KEYS, depth=-1),
+    "huge depth": lambda arena: reserved(arena, KEYS, depth=2**40),
+    "no bytes": lambda arena: reserved(arena, KEYS, block_bytes=0),
+    "negative bytes": lambda arena: reserved(arena, KEYS, block_bytes=-4096),
+    "short parent": lambda arena: reserved(arena, KEYS, parent=BlockKey(b"x")),
+    "too few checksums": lambda arena: arena.commit(reserved(arena, KEYS), np.zeros(9, "<u8")),
     "a table of checksums": lambda arena: arena.commit(
-        reserve(arena), np.zeros((10, 1), dtype="<u8")
+        reserved(arena, KEYS), np.zeros((10, 1), "<u8")
     ),
 }
-
-
-def reserve(
-    arena: Arena,
-    *,
-    keys: list[BlockKey] = KEYS,
-    parent: BlockKey | None = None,
-    depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
-) -> Any:
-    return arena.reserve(keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -150,23 +101,19 @@ def test_what_a_caller_does_wrong_leaves_no_mark(arena: Arena, name: str) -> Non
 
 def test_block_larger_than_a_slab_is_refused_with_the_fix(arena: Arena) -> None:
     with pytest.raises(CapacityError, match=r"raise arena\.slab"):
-        reserve(arena, block_bytes=8 * SLOT + 1)
+        reserved(arena, KEYS, block_bytes=8 * SLOT + 1)
 
 
 def test_empty_calls_are_fine(arena: Arena) -> None:
     assert arena.lease([]) == []
     assert arena.match([]) == 0
     assert arena.release()
-    made = arena.reserve([], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made
+    made = reserved(arena, [])
     assert arena.commit(made, np.empty(0, dtype="<u8"))
     assert arena.abort(made)
-    check_invariants(arena.tables)
 
 
-def test_section_that_raised_has_changed_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sections_that_raise_change_nothing(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(arena, KEYS)
     with monkeypatch.context() as patch:
         patch.setattr("kvray.store.arena.lease.Lease", lambda **kwargs: 1 / 0)
@@ -175,7 +122,6 @@ def test_section_that_raised_has_changed_nothing(
     assert not arena.tables.slot_leases.any()
     assert arena.match(KEYS) == 10
     assert arena.stats()["repairs"] == 0
-    check_invariants(arena.tables)
 
 
 # -- membership -----------------------------------------------------------------------------------
@@ -183,20 +129,18 @@ def test_section_that_raised_has_changed_nothing(
 
 def test_who_has_not_joined_can_neither_lease_nor_reserve(arena: Arena, directory: Path) -> None:
     stranger = Arena(directory, lock_wait_s=1)
-    for call in (lambda: stranger.lease(KEYS), lambda: reserve(stranger)):
+    for call in (lambda: stranger.lease(KEYS), lambda: reserved(stranger, KEYS)):
         with pytest.raises(LeaseExpired, match="join"):
             call()
     assert stranger.match(KEYS) == 0
     stranger.close()
-    check_invariants(arena.tables)
 
 
 def test_leave_gives_everything_back_and_the_row_is_used_again(arena: Arena) -> None:
     store(arena, KEYS)
     row = arena.holder
     assert arena.lease(KEYS)
-    made = arena.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made
+    made = reserved(arena, chain(3, seed="x"))
     arena.leave()
     arena.leave()
     assert not arena.tables.slot_leases.any()
@@ -229,16 +173,12 @@ def test_label_of_any_text_is_kept_as_far_as_it_fits(arena: Arena, second: Arena
     row = second.join("ü" * 100 + "\ud800")
     label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
     assert label.startswith("ü" * 30)
-    check_invariants(arena.tables)
 
 
-def test_leave_while_other_threads_call_leaves_nothing_behind(
-    arena: Arena, directory: Path
-) -> None:
+def test_leaving_beside_other_threads_leaves_nothing(arena: Arena, directory: Path) -> None:
     store(arena, KEYS)
     for _ in range(10):
-        leaving = Arena(directory, lock_wait_s=1)
-        leaving.join("leaving")
+        leaving = Arena.attach(directory, label="leaving", lock_wait_s=1)
         threads = [threading.Thread(target=lease_until_it_ends, args=[leaving]) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -258,24 +198,10 @@ def lease_until_it_ends(arena: Arena) -> None:
     try:
         while arena.lease(KEYS) is not None:
             number += 1
-            if (
-                arena.reserve(
-                    chain(1, seed=str(number)), parent=None, depth=0, part=0, block_bytes=SLOT
-                )
-                is None
-            ):
+            if arena.reserve(chain(1, seed=str(number)), **PLACE) is None:
                 return
     except LeaseExpired:
         return
-
-
-def test_closed_arena_says_so(directory: Path) -> None:
-    arena = make_arena(directory)
-    arena.join("x")
-    arena.close()
-    arena.close()
-    with pytest.raises(ShardUnavailable, match="closed"):
-        arena.match(KEYS)
 
 
 # -- death ----------------------------------------------------------------------------------------
@@ -286,26 +212,7 @@ def die(arena: Arena) -> None:
     arena.side_file.unlock(HOLDER_BYTES + arena.holder)
 
 
-def test_dead_holder_is_buried_with_its_label(arena: Arena, second: Arena) -> None:
-    store(arena, KEYS)
-    assert second.lease(KEYS)
-    made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made
-    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
-    die(second)
-    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == ["second"]
-    assert not arena.tables.slot_leases.any()
-    assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
-    check_invariants(arena.tables)
-    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
-    assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
-    ArenaOwner(arena).bury_dead(limbo_s=0)
-    assert set(arena.tables.slot_state[made.slots].tolist()) == {FREE}
-
-
-def test_row_of_a_dead_holder_goes_to_the_next_who_joins(
-    arena: Arena, second: Arena, directory: Path
-) -> None:
+def test_rows_of_the_dead_go_to_who_joins(arena: Arena, second: Arena, directory: Path) -> None:
     store(arena, KEYS)
     row = second.holder
     assert second.lease(KEYS)
@@ -358,7 +265,6 @@ def test_evicting_ahead_frees_the_share_that_is_asked(arena: Arena) -> None:
     assert ArenaOwner(arena).evict_ahead(0.25) == 16
     assert ArenaOwner(arena).evict_ahead(0.25) == 0
     assert arena.match(chain(14, seed="3")) == 14
-    check_invariants(arena.tables)
 
 
 def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
@@ -371,28 +277,15 @@ def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
     assert ArenaOwner(arena).evict_ahead(0.5) == 4 + 4
     assert (arena.match(small), arena.match(large)) == (20, 12)
     assert arena.lease(small[20:]) == []
-    check_invariants(arena.tables)
-
-
-def test_evicting_ahead_stops_at_what_is_leased(arena: Arena) -> None:
-    keys = chain(64)
-    store(arena, keys)
-    leases = arena.lease(keys[:60])
-    assert ArenaOwner(arena).evict_ahead(0.5) == 4
-    assert leases
-    arena.release(*leases)
-    check_invariants(arena.tables)
 
 
 def test_clear_spares_what_is_leased(arena: Arena) -> None:
     store(arena, KEYS)
     store(arena, chain(20, seed="x"))
-    leases = arena.lease(KEYS[:4])
+    held = leased(arena, KEYS[:4])
     assert ArenaOwner(arena).clear() == 26
     assert arena.match(KEYS) == 4
-    assert leases
-    assert fetch(arena, KEYS, leases[0])
-    check_invariants(arena.tables)
+    assert fetch(arena, KEYS, held)
 
 
 def test_figures_are_those_of_the_tables(arena: Arena) -> None:
@@ -405,21 +298,16 @@ def test_figures_are_those_of_the_tables(arena: Arena) -> None:
     assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
 
 
-def test_retired_arena_gives_nothing_new_but_takes_everything_back(
-    arena: Arena, second: Arena, directory: Path
-) -> None:
+def test_a_retired_arena_only_takes_back(arena: Arena, second: Arena, directory: Path) -> None:
     store(arena, KEYS)
-    leases = second.lease(KEYS)
-    made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    held, made = leased(second, KEYS), reserved(second, chain(3, seed="x"))
     ArenaOwner(arena).retire()
     assert second.retired
     assert second.lease(KEYS) is None
     assert second.match(KEYS) is None
-    assert reserve(second) is None
-    assert leases
-    assert fetch(second, KEYS, leases[0])
-    assert second.release(*leases)
-    assert made
+    assert second.reserve(KEYS, **PLACE) is None
+    assert fetch(second, KEYS, held)
+    assert second.release(held)
     assert second.commit(made, np.zeros(3, dtype="<u8"))
     second.leave()
     with pytest.raises(ShardUnavailable, match="retired"):
@@ -429,7 +317,7 @@ def test_retired_arena_gives_nothing_new_but_takes_everything_back(
 
 def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
     made = store(arena, chain(5))
-    arena.reserve(chain(2, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    reserved(arena, chain(2, seed="x"))
     held = arena.lease_slots(np.arange(arena.tables.geometry.num_slots))
     assert held is not None
     assert arena.leased_slots(held).tolist() == sorted(made.slots.tolist())
@@ -441,46 +329,36 @@ def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
 # -- in another process's name --------------------------------------------------------------------
 
 
-def test_a_lease_in_another_holders_name_ends_when_that_one_leaves(
-    arena: Arena, second: Arena
-) -> None:
+def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena: Arena, second: Arena) -> None:
     store(arena, KEYS[:6])
-    held = arena.lease_for(KEYS, [[PartRequest(0)]], member=second.membership)
-    assert held is not None
+    held = leased_for(arena, KEYS, [[PartRequest(0)]], member=second.membership)
     assert held.num_blocks == 6
     arena.leave()
     assert len(second.leased_slots(held.leases[0])) == 6
     second.leave()
     with pytest.raises(LeaseExpired):
         second.leased_slots(held.leases[0])
-    check_invariants(arena.tables)
 
 
-def test_nothing_is_leased_for_a_holder_that_is_gone_or_another_in_its_row(
-    arena: Arena, second: Arena
-) -> None:
+def test_nothing_is_leased_for_a_holder_that_is_gone(arena: Arena, second: Arena) -> None:
     store(arena, KEYS[:6])
-    gone = second.membership
+    gone, wanted = second.membership, [[PartRequest(0)]]
     second.leave()
-    assert arena.lease_for(KEYS, [[PartRequest(0)]], member=gone) == Held(num_blocks=0, leases=())
+    assert leased_for(arena, KEYS, wanted, member=gone) == NOTHING
     second.join("again")
     assert second.membership.row == gone.row
-    assert arena.lease_for(KEYS, [[PartRequest(0)]], member=gone) == Held(num_blocks=0, leases=())
-    for absurd in (Membership(-1, 1), Membership(10**9, 1)):
-        assert arena.lease_for(KEYS, [[PartRequest(0)]], member=absurd) == Held(
-            num_blocks=0, leases=()
-        )
+    for nobody in (gone, Membership(-1, 1), Membership(10**9, 1)):
+        assert leased_for(arena, KEYS, wanted, member=nobody) == NOTHING
 
 
 def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[2:4], part=1)
-    reserved = arena.reserve(KEYS[6:8], parent=KEYS[5], depth=6, part=0, block_bytes=SLOT)
-    assert reserved is not None
-    assert len(reserved.slots) == 2
+    pending = reserved(arena, KEYS[6:8], parent=KEYS[5], depth=6)
+    assert len(pending.slots) == 2
     masks = arena.present(KEYS, [0, 1])
     assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
-    assert arena.abort(reserved)
+    assert arena.abort(pending)
 
 
 def test_a_holders_label_that_would_control_a_terminal_is_shown_without() -> None:

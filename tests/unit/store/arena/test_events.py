@@ -23,9 +23,7 @@ def seen_all(tables: Tables) -> EventReader:
     return reader
 
 
-def test_the_first_looks_go_through_all_slots_in_pieces(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_looks_go_through_all_slots(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables_module, "_PIECE", 10)
     reader, found = EventReader(), []
     while reader.has_more(tables):
@@ -43,26 +41,6 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
     arena.lease(KEYS[:3])
     assert reader.take(arena.tables).tolist() == sorted(made.slots[:3].tolist())
     assert len(reader.take(arena.tables)) == 0
-
-
-def test_what_happens_while_a_reader_is_behind_is_not_missed(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables_module, "_PIECE", 10)
-    reader = EventReader()
-    reader.take(arena.tables)
-    made = store(arena, KEYS)
-    assert made.slots.max() < 10, "the reader has passed them already"
-    assert set(made.slots.tolist()) <= set(reader.take(arena.tables).tolist())
-
-
-def test_a_reader_that_was_overtaken_looks_at_all_slots(tables: Tables) -> None:
-    tables.event_slot = tables.event_slot[:8]
-    reader = seen_all(tables)
-    made = put(tables, chain(9))
-    assert reader.is_behind(tables) is False
-    assert reader.take(tables).tolist() == list(range(tables.geometry.num_slots))
-    assert len(made.slots) == 9
 
 
 def test_a_step_that_is_undone_costs_a_look_in_vain(tables: Tables) -> None:

@@ -1,7 +1,9 @@
 """Who goes first: least recently used, a prefix from its tail, never what somebody leases.
 
-Blocks that are of no use any more go before all others.
+Blocks of no use go before all others, then what is over a quota, then lower priorities.
 """
+
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,56 +11,32 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
-from kvray.store.arena import lease
-from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena import key_index, lease, quotas, slots
+from kvray.store.arena.eviction import choose_victims, keep_evictable
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     NOBODY,
+    SLOT,
     chain,
-    evict,
-    fetch,
     find,
     make_tables,
     matched,
     put,
     reserve,
+    served,
     store,
     take,
+    victims,
 )
 
-
-def victims(tables: Tables, count: int, *, protect: Array = NOBODY) -> list[int]:
-    within = np.arange(tables.geometry.num_slots)
-    return list(choose_victims(tables, count, within=within, protect=protect).tolist())
+MINE, THEIRS, OTHERS = 0x11111111, 0x22222222, 0x33333333
 
 
 def touch(tables: Tables, keys: list[BlockKey]) -> None:
     lease.release(tables, take(tables, keys))
-
-
-def test_tail_goes_before_its_parents(tables: Tables) -> None:
-    made = put(tables, chain(6))
-    assert victims(tables, 4) == made.slots[:1:-1].tolist()
-
-
-def test_least_recently_used_chain_goes_first(tables: Tables) -> None:
-    first, second = put(tables, chain(3, seed="a")), put(tables, chain(3, seed="b"))
-    touch(tables, chain(3, seed="a"))
-    assert set(victims(tables, 3)) == set(second.slots.tolist())
-    assert victims(tables, 4)[3] == first.slots[-1]
-
-
-def test_chain_that_was_stored_in_pieces_is_as_young_as_its_last_piece(tables: Tables) -> None:
-    keys = chain(12)
-    put(tables, keys[:4])
-    other = put(tables, chain(4, seed="other"))
-    put(tables, keys[4:8], parent=keys[3], depth=4)
-    put(tables, keys[8:], parent=keys[7], depth=8)
-    assert set(victims(tables, 4)) == set(other.slots.tolist())
-    assert victims(tables, 16)[4:] == find(tables, keys)[::-1]
 
 
 def test_one_long_chain_in_pieces_gives_all_that_is_asked() -> None:
@@ -72,41 +50,6 @@ def test_one_long_chain_in_pieces_gives_all_that_is_asked() -> None:
     check_invariants(tables)
 
 
-def test_refreshed_head_lets_the_tail_go_first(tables: Tables) -> None:
-    keys = chain(6)
-    made = put(tables, keys)
-    touch(tables, keys[:3])
-    assert victims(tables, 3) == made.slots[:2:-1].tolist()
-
-
-def test_refreshed_tail_keeps_its_whole_chain_young(tables: Tables) -> None:
-    keys, other = chain(6), chain(6, seed="other")
-    put(tables, keys)
-    made = put(tables, other)
-    touch(tables, keys[5:])
-    assert set(victims(tables, 6)) == set(made.slots.tolist())
-
-
-def test_fork_waits_for_all_its_branches(tables: Tables) -> None:
-    trunk, left, right = chain(2), chain(2, seed="l"), chain(2, seed="r")
-    put(tables, trunk)
-    put(tables, left, parent=trunk[1], depth=2)
-    put(tables, right, parent=trunk[1], depth=2)
-    touch(tables, left)
-    assert victims(tables, 99) == [
-        *find(tables, right)[::-1],
-        *find(tables, left)[::-1],
-        *find(tables, trunk)[::-1],
-    ]
-
-
-def test_leased_block_and_its_ancestors_stay(tables: Tables) -> None:
-    keys = chain(6)
-    made = put(tables, keys)
-    take(tables, keys[3:4])
-    assert victims(tables, 99) == made.slots[:3:-1].tolist()
-
-
 def test_block_that_is_being_written_keeps_its_ancestors(tables: Tables) -> None:
     keys = chain(4)
     put(tables, keys[:3])
@@ -114,21 +57,11 @@ def test_block_that_is_being_written_keeps_its_ancestors(tables: Tables) -> None
     assert victims(tables, 99) == []
 
 
-def test_protected_blocks_stay(tables: Tables) -> None:
-    made = put(tables, chain(6))
-    assert victims(tables, 99, protect=made.slots[3:4]) == made.slots[:3:-1].tolist()
-
-
 def test_only_slots_within_are_chosen(tables: Tables) -> None:
     made, other = put(tables, chain(3)), put(tables, chain(3, seed="other"))
     chosen = choose_victims(tables, 99, within=other.slots, protect=NOBODY)
     assert set(chosen.tolist()) == set(other.slots.tolist())
     assert not set(chosen.tolist()) & set(made.slots.tolist())
-
-
-def test_nothing_is_chosen_when_nothing_is_wanted(tables: Tables) -> None:
-    put(tables, chain(3))
-    assert victims(tables, 0) == []
 
 
 def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables: Tables) -> None:
@@ -140,61 +73,7 @@ def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables: Ta
     assert matched(tables, keys) == 64
 
 
-trees = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 6)), min_size=1, max_size=14)
-"""Pieces to store: (which of the blocks that are there to hang it from, length)."""
-
-
-@settings(max_examples=examples(60))
-@given(trees, st.lists(st.integers(0, 1000), max_size=6), st.integers(0, 64), st.integers(0, 3))
-def test_eviction_is_lru_by_subtree(
-    pieces: list[tuple[int, int]], touched: list[int], count: int, num_leased: int
-) -> None:
-    tables = make_tables()
-    known: list[tuple[BlockKey, int]] = []
-    for number, (where, length) in enumerate(pieces):
-        parent, depth = known[where % len(known)] if known and where % 4 else (None, -1)
-        keys = chain(length, seed=f"piece {number}")
-        made = put(tables, keys, parent=parent, depth=depth + 1)
-        known += [(keys[row], depth + 1 + int(row)) for row in made.rows]
-        known = [one for one in known if find(tables, [one[0]])[0] >= 0]
-    for which in touched:
-        touch(tables, [known[which % len(known)][0]])
-    for which in touched[:num_leased]:
-        take(tables, [known[which % len(known)][0]])
-    expected = slow_victims(tables, count)
-    chosen = victims(tables, count)
-    assert [ticks_below(tables, slot) for slot in chosen] == [
-        ticks_below(tables, slot) for slot in expected
-    ]
-    assert evict(tables, count) == len(expected)
-    check_invariants(tables)
-
-
-def slow_victims(tables: Tables, count: int) -> list[int]:
-    """Take the oldest leaf, again and again: what `choose_victims` must equal."""
-    left = set(np.flatnonzero(tables.slot_state == READY).tolist())
-    chosen: list[int] = []
-    while len(chosen) < count:
-        parents = {int(tables.slot_parent[slot]) for slot in left}
-        leaves = [s for s in left if s not in parents and not tables.slot_leases[s]]
-        if not leaves:
-            break
-        chosen.append(
-            min(leaves, key=lambda s: (ticks_below(tables, s), -int(tables.slot_depth[s])))
-        )
-        left.remove(chosen[-1])
-    return chosen
-
-
-def ticks_below(tables: Tables, slot: int) -> int:
-    """Return when the block in `slot`, or the youngest of those that hang from it, was used."""
-    children = np.flatnonzero((tables.slot_parent == slot) & (tables.slot_state == READY))
-    return max([int(tables.slot_tick[slot]), *(ticks_below(tables, int(c)) for c in children)])
-
-
-def give_up_victims(arena: Arena, count: int) -> list[int]:
-    within = np.arange(arena.tables.geometry.num_slots)
-    return list(choose_victims(arena.tables, count, within=within, protect=NOBODY).tolist())
+# -- what is of no use ----------------------------------------------------------------------------
 
 
 def give_up(arena: Arena, keys: list[BlockKey], *parts: int) -> int:
@@ -205,7 +84,7 @@ def test_what_is_given_up_goes_before_what_is_older(arena: Arena) -> None:
     store(arena, chain(3, seed="old"))
     useless = store(arena, chain(2, seed="useless"))
     assert give_up(arena, chain(2, seed="useless"), 0) == 2
-    assert give_up_victims(arena, 2) == useless.slots[::-1].tolist()
+    assert victims(arena.tables, 2) == useless.slots[::-1].tolist()
 
 
 def test_only_the_parts_that_are_named_are_given_up(arena: Arena) -> None:
@@ -213,7 +92,7 @@ def test_only_the_parts_that_are_named_are_given_up(arena: Arena) -> None:
     store(arena, keys, part=0)
     other = store(arena, keys, part=1)
     assert give_up(arena, keys, 1, 2) == 1
-    assert give_up_victims(arena, 1) == other.slots.tolist()
+    assert victims(arena.tables, 1) == other.slots.tolist()
 
 
 def test_what_is_leased_or_not_here_is_left_alone(arena: Arena) -> None:
@@ -230,7 +109,7 @@ def test_a_parent_stays_as_long_as_its_child_is_used(arena: Arena) -> None:
     old = store(arena, chain(1, seed="old"))
     store(arena, keys)
     assert give_up(arena, keys[:1], 0) == 1
-    assert give_up_victims(arena, 1) == old.slots.tolist()
+    assert victims(arena.tables, 1) == old.slots.tolist()
 
 
 def test_what_is_used_again_is_as_good_as_any_other(arena: Arena) -> None:
@@ -238,8 +117,216 @@ def test_what_is_used_again_is_as_good_as_any_other(arena: Arena) -> None:
     store(arena, keys)
     other = store(arena, chain(2, seed="other"))
     assert give_up(arena, keys, 0) == 2
-    held = arena.lease(keys)
-    assert held is not None
-    assert fetch(arena, keys, held[0])
-    arena.release(*held)
-    assert set(give_up_victims(arena, 2)) == set(other.slots.tolist())
+    assert served(arena, keys) == 2
+    assert set(victims(arena.tables, 2)) == set(other.slots.tolist())
+
+
+# -- priorities, policies and quotas --------------------------------------------------------------
+
+
+def allow(tables: Tables, **num_blocks: int) -> None:
+    """Set quotas of namespaces, named by what their numbers begin with, in blocks."""
+    names = {"mine": "11", "theirs": "22", "all": ""}
+    quotas.set_quotas(tables, {names[name]: count * SLOT for name, count in num_blocks.items()})
+
+
+def test_what_is_given_up_goes_before_everything_else(tables: Tables) -> None:
+    put(tables, chain(4, seed="over"), priority=0, namespace=MINE)
+    useless = put(tables, chain(1, seed="useless"), priority=100, namespace=THEIRS)
+    tables.slot_tick[useless.slots] = 0
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[useless.slots] = 9.0
+    assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+    allow(tables, mine=1)
+    assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+
+
+def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
+    put(tables, chain(2))
+    useless = put(tables, chain(1, seed="useless"))
+    tables.slot_tick[useless.slots] = 0
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[useless.slots] = 9.0
+    assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+
+
+def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
+    keep = put(tables, chain(2, seed="keep"), priority=90)
+    low = put(tables, chain(2, seed="low"), priority=10)
+    ranks = np.full(tables.geometry.num_slots, -np.inf)
+    ranks[low.slots] = [-np.inf, 1.0]
+    assert victims(tables, 99, rank=ranks.take) == [*low.slots[::-1], *keep.slots[::-1]]
+
+
+def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas() -> None:
+    tables = make_tables(num_slabs=2)
+    keep, low = chain(6, seed="keep"), chain(4, seed="low")
+    over = chain(6, seed="over")
+    put(tables, low, priority=1)
+    put(tables, keep, priority=60)
+    put(tables, over, priority=100, namespace=MINE)
+    allow(tables, mine=5)
+    put(tables, chain(4, seed="new"))
+    assert (matched(tables, over), matched(tables, low), matched(tables, keep)) == (5, 1, 6)
+    put(tables, chain(4, seed="newer"), priority=0)
+    assert (matched(tables, over), matched(tables, keep)) == (5, 6)
+    check_invariants(tables)
+
+
+def test_a_writer_spares_what_was_used_since_it_looked() -> None:
+    tables = make_tables(num_slabs=1)
+    used, old = chain(2, seed="used"), chain(2, seed="old")
+    for keys in (used, old, chain(4, seed="young")):
+        put(tables, keys)
+    new = key_index.pack_keys(chain(2, seed="new"))
+    place: dict[str, Any] = {"parent": None, "part": 0, "block_bytes": SLOT}
+    candidates = slots.find_candidates(tables, new, **place)
+    touch(tables, used)
+    slots.reserve(tables, new, **place, depth=0, holder=0, candidates=candidates)
+    assert (matched(tables, used), matched(tables, old)) == (2, 0)
+
+
+def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size() -> None:
+    tables = make_tables(num_slabs=2)
+    high, low = chain(8, seed="high"), chain(8, seed="low")
+    put(tables, high, priority=90)
+    put(tables, low, priority=10)
+    put(tables, chain(1, seed="large"), block_bytes=2 * SLOT)
+    assert (matched(tables, high), matched(tables, low)) == (8, 0)
+
+
+def test_under_the_lock_priorities_hold_as_well(tables: Tables) -> None:
+    high = put(tables, chain(2, seed="high"), priority=80)
+    low = put(tables, chain(2, seed="low"), priority=20)
+    chosen = np.concatenate((high.slots, low.slots))
+    kept = keep_evictable(tables, chosen, protect=NOBODY).tolist()
+    assert kept == [*low.slots[::-1], *high.slots[::-1]]
+
+
+pieces = st.lists(
+    st.tuples(
+        st.integers(0, 1000),  # which of the blocks that are there to hang it from
+        st.integers(1, 6),  # its length
+        st.sampled_from([MINE, MINE, THEIRS, OTHERS, 0]),
+        st.just(6 * [35]) | st.lists(st.sampled_from([0, 35, 100]), min_size=6, max_size=6),
+    ),
+    min_size=1,
+    max_size=14,
+)
+bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20))
+
+
+@settings(max_examples=examples(300))
+@given(
+    pieces,
+    bounds,
+    st.lists(st.integers(0, 1000), max_size=6),
+    st.integers(0, 64),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_order_is_that_of_a_plain_search(
+    asked: list[tuple[int, int, int, list[int]]],
+    quota: dict[str, int],
+    touched: list[int],
+    count: int,
+    num_special: int,
+    has_policy: bool,
+) -> None:
+    tables = make_tables()
+    known = grow(tables, asked)
+    for which in touched:
+        touch(tables, [known[which % len(known)]])
+    for which in touched[:num_special]:
+        take(tables, [known[which % len(known)]])
+    for which in touched[num_special:][:num_special]:
+        tables.slot_tick[find(tables, [known[which % len(known)]])] = 0
+    quotas.set_quotas(tables, {name: size * SLOT for name, size in quota.items()})
+    protect = np.array(find(tables, known[:num_special]), dtype=np.int64)
+    # No two are equal: which of two equal blocks is beyond a quota is nobody's concern.
+    num_slots = tables.geometry.num_slots
+    words = tables.slot_key[:, 1] % np.uint64(5) * np.uint64(num_slots)
+    words += np.arange(num_slots, dtype=np.uint64)
+    rank = words.astype(np.float64).take if has_policy else None
+    plain = Plain(tables, protect, words if has_policy else tables.slot_tick)
+    expected = plain.victims(count)
+    chosen = victims(tables, count, protect=protect, rank=rank)
+    assert [plain.place(one) for one in chosen] == [plain.place(one) for one in expected]
+    gone: set[int] = set()
+    for one in chosen:
+        assert gone.issuperset(plain.children(one))
+        gone.add(one)
+    slots.evict(tables, np.array(chosen, dtype=np.int64))
+    check_invariants(tables)
+
+
+def grow(tables: Tables, asked: list[tuple[int, int, int, list[int]]]) -> list[BlockKey]:
+    """Store pieces of prompts, each in the namespace of what it hangs from."""
+    known: list[tuple[BlockKey, int, int]] = []
+    for number, (where, length, wanted, priorities) in enumerate(asked):
+        parent, depth, namespace = None, -1, wanted
+        if known and where % 4:
+            parent, depth, namespace = known[where % len(known)]
+        keys = chain(length, seed=f"piece {number}")
+        made = put(
+            tables,
+            keys,
+            parent=parent,
+            depth=depth + 1,
+            namespace=namespace,
+            priority=np.array(priorities[:length], dtype=np.uint8),
+        )
+        known += [(keys[row], depth + 1 + int(row), namespace) for row in made.rows]
+        known = [one for one in known if find(tables, [one[0]])[0] >= 0]
+    return [key for key, _, _ in known]
+
+
+class Plain:
+    """The order of eviction by plain search: the first leaf goes, again and again."""
+
+    def __init__(self, tables: Tables, protect: Array, ranks: Array) -> None:
+        self.tables = tables
+        self.stays = set(protect.tolist())
+        self.ranks = ranks
+        self.beyond: set[int] = set()
+        ready = np.flatnonzero(tables.slot_state == READY).tolist()
+        beyond: list[int] = []
+        for namespace in {int(tables.slot_namespace[one]) for one in ready}:
+            mine = [one for one in ready if tables.slot_namespace[one] == namespace]
+            bound = quotas.quota_of(tables, namespace)
+            over = len(mine) - (bound // SLOT if bound is not None else len(mine))
+            beyond += self.first(set(mine), over)
+        self.beyond = set(beyond)
+
+    def victims(self, count: int) -> list[int]:
+        return self.first(set(np.flatnonzero(self.tables.slot_state == READY).tolist()), count)
+
+    def first(self, left: set[int], count: int) -> list[int]:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            leaves = [one for one in left if self.can_go(one, set(chosen))]
+            if not leaves:
+                break
+            chosen.append(min(leaves, key=lambda one: (self.place(one), self.depth(one))))
+            left.remove(chosen[-1])
+        return chosen
+
+    def can_go(self, slot: int, gone: set[int]) -> bool:
+        is_free = not self.tables.slot_leases[slot] and slot not in self.stays
+        return is_free and gone.issuperset(self.children(slot))
+
+    def children(self, slot: int) -> list[int]:
+        tables = self.tables
+        below = (tables.slot_parent == slot) & (tables.slot_state == READY)
+        return list(np.flatnonzero(below).tolist())
+
+    def depth(self, slot: int) -> int:
+        return -int(self.tables.slot_depth[slot])
+
+    def place(self, slot: int) -> tuple[int, int, float]:
+        """Return the place of a block in the order, which is that of the last of its family."""
+        tables, rank = self.tables, float(self.ranks[slot])
+        own = 0 if slot in self.beyond else 1, int(tables.slot_priority[slot]), rank
+        if not tables.slot_tick[slot]:
+            own = (-1, 0, rank)
+        return max([own, *(self.place(child) for child in self.children(slot))])

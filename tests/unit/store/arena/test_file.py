@@ -1,7 +1,12 @@
-"""The file of an arena: made whole or not at all, refused if it is not what it should be."""
+"""The file of an arena: made whole or not at all, refused if it is wrong, populated, retired."""
 
+import ctypes
 import errno
+import mmap
 import os
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,18 +14,22 @@ import numpy as np
 import pytest
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import Arena, ArenaOwner, ArenaSpec
+from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import prefault
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import FORMAT_VERSION, HEADER, RETIRED
+from kvray.store.arena.owner import STATE_BYTES, retire_file
+from kvray.store.arena.prefault import Populator, mapping_of, populate
+from kvray.store.arena.tables import Array
 from tests.unit.store.mounted import huge_pages, run_mounted
 from tests.unit.store.small_arena import chain, make_arena, spec, store
+from tests.waiting import HANG_S, wait_for
 
 UNKNOWN_ADVICE = 4242
 """What `madvise` answers with EINVAL, as an older kernel does where this one populates."""
 
 
-def overwrite(directory: Path, field: str, value: object) -> None:
+def set_field(directory: Path, field: str, value: object) -> None:
     header = np.memmap(directory / ARENA_FILE, HEADER, "r+", shape=(1,))
     header[field] = value
     header.flush()
@@ -45,40 +54,20 @@ def test_missing_arena_is_one_sentence(directory: Path) -> None:
         Arena(directory, lock_wait_s=1)
 
 
-def test_another_format_version_is_refused(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("format_version", FORMAT_VERSION + 1, f"format {FORMAT_VERSION + 1}, not"),
+        ("holders_max", 9, "damaged header"),
+        ("magic", b"x", "no arena, or was never finished"),
+    ],
+)
+def test_file_that_is_not_what_it_should_be_is_refused(
+    directory: Path, field: str, value: object, said: str
+) -> None:
     make_arena(directory).close()
-    overwrite(directory, "format_version", FORMAT_VERSION + 1)
-    with pytest.raises(ShardUnavailable, match=f"format {FORMAT_VERSION + 1}, not"):
-        Arena(directory, lock_wait_s=1)
-
-
-@pytest.mark.parametrize("size", [0, 100, 4096, 2**20])
-def test_truncated_file_is_refused(directory: Path, size: int) -> None:
-    make_arena(directory).close()
-    os.truncate(directory / ARENA_FILE, size)
-    with pytest.raises(ShardUnavailable, match=r"too short|instead of"):
-        Arena(directory, lock_wait_s=1)
-
-
-@pytest.mark.parametrize("field", ["capacity", "slab_bytes", "slot_min", "holders_max"])
-@pytest.mark.parametrize("value", [0, 2**20 + 1, 2**63])
-def test_damaged_figures_are_refused(directory: Path, field: str, value: int) -> None:
-    make_arena(directory).close()
-    overwrite(directory, field, value)
-    with pytest.raises(ShardUnavailable, match=r"damaged|instead of"):
-        Arena(directory, lock_wait_s=1)
-
-
-def test_torn_header_is_refused(directory: Path) -> None:
-    make_arena(directory).close()
-    overwrite(directory, "holders_max", 9)
-    with pytest.raises(ShardUnavailable, match="damaged header"):
-        Arena(directory, lock_wait_s=1)
-
-
-def test_file_that_is_no_arena_is_refused(directory: Path) -> None:
-    (directory / ARENA_FILE).write_bytes(b"x" * 10000)
-    with pytest.raises(ShardUnavailable, match="no arena, or was never finished"):
+    set_field(directory, field, value)
+    with pytest.raises(ShardUnavailable, match=said):
         Arena(directory, lock_wait_s=1)
 
 
@@ -163,22 +152,15 @@ def test_failed_create_leaves_no_file(directory: Path, monkeypatch: pytest.Monke
     assert list(directory.iterdir()) == []
 
 
-def test_what_progress_raises_ends_the_making(directory: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        raise ShardUnavailable("stopped")
-
-    with pytest.raises(ShardUnavailable, match="stopped"):
-        Arena.create(directory, spec(), lock_wait_s=1, progress=stop)
-    assert list(directory.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_interrupted_create_leaves_no_file(
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, ShardUnavailable])
+def test_a_making_that_is_interrupted_leaves_no_file(
     directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def interrupt(old: object, new: object) -> None:
+    def interrupt(*_: object) -> None:
         raise error
 
+    with pytest.raises(error):
+        Arena.create(directory, spec(), lock_wait_s=1, progress=interrupt)
     monkeypatch.setattr(os, "rename", interrupt)
     with pytest.raises(error):
         make_arena(directory)
@@ -191,9 +173,7 @@ def test_half_made_file_of_a_dead_owner_is_removed(directory: Path) -> None:
     assert not list(directory.glob("*.new"))
 
 
-def test_kernel_without_populate_makes_an_arena_too(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_kernels_make_an_arena_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
     done: list[tuple[int, int]] = []
     arena = Arena.create(
@@ -252,24 +232,243 @@ def test_largest_capacity_is_the_last_that_fits() -> None:
     largest = asked.largest_capacity(room)
     assert replace(asked, capacity=largest).geometry().file_bytes <= room
     assert replace(asked, capacity=largest + 2**20).geometry().file_bytes > room
-
-
-def test_nothing_fits_into_no_room() -> None:
     assert spec().largest_capacity(0) == spec().largest_capacity(-(2**30)) == 0
     assert replace(spec(), slot_min=2**30).largest_capacity(2**29) == 0
 
 
 def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory: Path) -> None:
     with pytest.raises(CapacityError, match=r"needs 1048576.* but"):
-        make_arena(
-            directory,
-            asked=ArenaSpec(
-                cluster_name="x", capacity=2**50, slab=2**40, slot_min=2**30, holders_max=4
-            ),
-        )
+        make_arena(directory, asked=replace(spec(), capacity=2**50, slab=2**40, slot_min=2**30))
     assert list(directory.iterdir()) == []
 
 
 def test_directory_that_cannot_be_used_is_one_sentence(directory: Path) -> None:
     with pytest.raises(ConfigError, match="No arena can be made in"):
         make_arena(directory / "missing")
+
+
+# -- memory behind it, at once --------------------------------------------------------------------
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(prefault, "_QUIET_CHUNK_BYTES", 2**14)
+
+
+def map_new(directory: Path, size: int = 11 * MIB // 2) -> Array:
+    """Return a new file in shared memory, by itself of five and a half chunks."""
+    with (directory / "file").open("w+b") as file:
+        file.truncate(size)
+        return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+
+
+def mapped_share(memory: Array) -> float:
+    """Return how much of `memory` this process has mapped, as /proc/self/pagemap says."""
+    page = mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(memory.ctypes.data // page * 8)
+        entries = np.frombuffer(pagemap.read(-(-memory.nbytes // page) * 8), dtype=np.uint64)
+    return float((entries >> np.uint64(63)).mean())
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_all_is_allocated_and_mapped(directory: Path, threads: int | None) -> None:
+    memory = map_new(directory)
+    told: list[tuple[int, int]] = []
+    assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
+    assert mapped_share(memory) == 1
+    assert (directory / "file").stat().st_blocks * 512 == memory.nbytes
+    assert [done for done, _ in told] == [*range(MIB, 6 * MIB, MIB), memory.nbytes]
+    assert {total for _, total in told} == {memory.nbytes}
+
+
+def test_what_the_pages_hold_stays(directory: Path) -> None:
+    memory = map_new(directory)
+    memory[::4099] = 7
+    assert populate(memory)
+    assert (memory[::4099] == 7).all()
+    assert int(memory.sum()) == 7 * len(memory[::4099])
+
+
+def test_what_progress_raises_ends_it_soon(directory: Path) -> None:
+    memory = map_new(directory, 64 * MIB)
+
+    def stop(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        populate(memory, threads=1, progress=stop)
+    assert mapped_share(memory) < 0.5
+
+
+def test_an_older_kernel_is_told_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = map_new(directory)
+    monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
+    assert not populate(memory)
+    assert mapped_share(memory) == 0
+
+
+def test_pages_that_cannot_be_had_are_no_signal(directory: Path) -> None:
+    memory = map_new(directory)
+    os.truncate(directory / "file", MIB)
+    with pytest.raises(OSError, match="No space left") as caught:
+        populate(memory)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_other_threads_of_python_go_on_meanwhile(directory: Path) -> None:
+    memory = map_new(directory, 256 * MIB)
+    turns = 0
+
+    def count(is_over: Callable[[], bool]) -> None:
+        nonlocal turns
+        while not is_over():
+            turns += 1
+            time.sleep(0)
+
+    over = threading.Event()
+    counter = threading.Thread(target=count, args=(over.is_set,))
+    counter.start()
+    before = turns
+    prefault._populate(memory)
+    gained = turns - before
+    over.set()
+    counter.join()
+    assert gained > 10
+
+
+@pytest.mark.root
+def test_a_mount_that_gives_huge_pages_is_asked_for_them() -> None:
+    said = run_mounted(IN_HUGE_PAGES, kind="tmpfs", options="huge=advise,size=64m")
+    assert said == "True True"
+
+
+IN_HUGE_PAGES = """
+from kvray.store import Arena, ArenaSpec
+from kvray.store.machine.pages import ArenaPages
+from kvray.store.arena.prefault import mapping_of, populate
+MiB = 2**20
+spec = ArenaSpec(cluster_name="x", capacity=16 * MiB, slab=MiB, slot_min=65536, holders_max=4)
+arena = Arena.create(mounted, spec, lock_wait_s=1)
+populate(mapping_of(arena.tables))
+figures = ArenaPages(mounted / "arena").figures()
+print(figures["huge_bytes"] >= 16 * MiB, figures["command"] is None)
+"""
+
+
+# -- in the background ----------------------------------------------------------------------------
+
+
+def populating() -> bool:
+    return any(thread.name == "kvray-populate" for thread in threading.enumerate())
+
+
+def test_the_background_maps_all_and_ends(directory: Path) -> None:
+    make_arena(directory).close()
+    arena = Arena(directory, lock_wait_s=1)
+    memory = mapping_of(arena.tables)
+    assert memory.nbytes == (directory / "arena").stat().st_size, "all of the file"
+    assert ctypes.string_at(memory.ctypes.data, 8) == b"KVRAYARN"
+    assert mapped_share(memory) < 0.5
+    populator = Populator(arena.tables)
+    wait_for(lambda: not populating())
+    assert mapped_share(memory) == 1
+    populator.stop()
+    arena.close()
+
+
+@pytest.mark.parametrize("how", ["stop", "retire"])
+def test_background_work_can_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    make_arena(directory).close()
+    arena = Arena(directory, lock_wait_s=1)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def populate_slowly(chunk: Array) -> bool:
+        entered.set()
+        go_on.wait(HANG_S)
+        return True
+
+    monkeypatch.setattr(prefault, "_populate", populate_slowly)
+    populator = Populator(arena.tables)
+    assert entered.wait(HANG_S)
+    if how == "stop":
+        populator._stopping.set()
+    else:
+        arena.tables.header["state"] = RETIRED
+    go_on.set()
+    populator.stop()
+    assert not populating()
+    arena.close()
+
+
+def test_missing_memory_ends_it_quietly(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = make_arena(directory)
+
+    def fail(chunk: Array) -> bool:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(prefault, "_populate", fail)
+    Populator(arena.tables).stop()
+    arena.close()
+
+
+# -- retired without a mapping --------------------------------------------------------------------
+
+
+def overwrite(path: Path, at: int, what: bytes) -> None:
+    """Change a file under those who map it."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(what)
+
+
+def test_the_state_stands_where_the_layout_says() -> None:
+    assert HEADER.fields is not None
+    dtype, at = HEADER.fields["state"][:2]
+    assert slice(at, at + dtype.itemsize) == STATE_BYTES
+
+
+def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena: Arena, directory: Path) -> None:
+    arena.tables.holder_label[7] = b"kept"
+    retire_file(directory / "arena")
+    assert arena.retired
+    assert arena.tables.holder_label[7] == b"kept"
+    assert not (directory / "arena").exists()
+
+
+def test_an_arena_of_another_format_is_retired_too(arena: Arena, directory: Path) -> None:
+    path = directory / "arena"
+    overwrite(path, 8, (99).to_bytes(4, "little"))
+    overwrite(path, 32, os.urandom(1000))
+    retire_file(path)
+    assert int(arena.tables.header["state"]) == RETIRED
+
+
+@pytest.mark.parametrize("content", [b"", b"KVRAYARN", b"garbage" * 1000])
+def test_what_is_no_arena_is_unlinked(directory: Path, content: bytes) -> None:
+    path = directory / "arena"
+    path.write_bytes(content)
+    os.link(path, directory / "other")
+    retire_file(path)
+    assert not path.exists()
+    assert (directory / "other").read_bytes() == content
+
+
+def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena: Arena, directory: Path) -> None:
+    os.mkfifo(directory / "fifo")
+    (directory / "link").symlink_to("arena")
+    for name in ("fifo", "link", "nothing"):
+        retire_file(directory / name)
+        assert not os.path.lexists(directory / name)
+    assert not arena.retired
+
+
+def test_a_directory_is_refused(directory: Path) -> None:
+    (directory / "arena").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        retire_file(directory / "arena")

@@ -2,155 +2,115 @@
 
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED, RUN_SLOTS
-from kvray.store.arena.tables import Array, Tables
+from kvray.store.arena.tables import Tables
+from tests.examples import examples
 from tests.unit.store.small_arena import SLOT, chain, find, make_tables, put
 
-
-def name_slots(tables: Tables, keys: Array, parts: "int | list[int]" = 0) -> Array:
-    """Give the first slots of the table these keys and parts, as a reservation does."""
-    slots = np.arange(len(keys))
-    tables.slot_key[slots], tables.slot_part[slots] = keys, parts
-    return slots
-
-
-def same_bucket(count: int) -> Array:
-    """Return keys that differ but share their first 8 bytes, and so their bucket."""
-    keys = np.zeros((count, 4), dtype="<u8")
-    keys[:, 0] = 77
-    keys[:, 1:] = np.arange(1, count + 1)[:, None]
-    return keys
-
-
-def insert(tables: Tables, slots: Array) -> Array:
-    """Enter slots under the keys and parts that they name."""
-    return key_index.insert(tables, slots, tables.slot_key[slots], tables.slot_part[slots])
+CHAIN = key_index.pack_keys(chain(20))
+CROWD = np.array([[77, n, n, n] for n in range(1, BUCKET_WAYS + 4)], dtype="<u8")
+"""Of one bucket, where they have one part."""
+ALIKE = np.array([[5, 5, 1, 1], [5, 5, 1, 2], [5, 5 + 2**32, 1, 1], [5, 0, 1, 1]], dtype="<u8")
+"""Of one bucket, three with one tag, and one whose tag is that of an empty way."""
+KEYS = np.concatenate((CHAIN, CROWD, ALIKE))
+NUM_BUCKETS = 16
+PARTS = (0, 1, 16)
+"""The first and the last of a key are in one bucket."""
+Named = list[tuple[int, int]]
+"""Rows of KEYS and their parts."""
+blocks = st.lists(
+    st.tuples(st.integers(0, len(KEYS) - 1), st.sampled_from(PARTS)), unique=True, max_size=20
+)
 
 
-def test_what_was_inserted_is_found_in_any_order(tables: Tables) -> None:
-    keys = key_index.pack_keys(chain(60))
-    slots = name_slots(tables, keys)
-    assert not insert(tables, slots).any()
-    shuffled = np.random.default_rng(0).permutation(60)
-    assert (key_index.find(tables, keys[shuffled], 0) == slots[shuffled]).all()
+def head(part_and_length: tuple[int, int]) -> Named:
+    """Return a head of CHAIN."""
+    part, length = part_and_length
+    return [(row, part) for row in range(length)]
 
 
-def test_unknown_keys_answer_minus_one_in_their_place(tables: Tables) -> None:
-    keys = key_index.pack_keys(chain(4))
-    insert(tables, name_slots(tables, keys[:2]))
-    assert key_index.find(tables, keys[[3, 1, 2, 0]], 0).tolist() == [-1, 1, -1, 0]
+def bucket_of(row: int, part: int) -> int:
+    return (int(KEYS[row, 0]) ^ part * 0x9E3779B97F4A7C15) % NUM_BUCKETS
 
 
-def test_no_keys_find_nothing(tables: Tables) -> None:
-    assert key_index.find(tables, key_index.pack_keys([]), 0).shape == (0,)
-    assert insert(tables, np.empty(0, dtype=np.int64)).shape == (0,)
+class IndexAgainstDict(RuleBasedStateMachine):
+    """Slots enter under the keys and parts that they name, and leave; some are READY."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = make_tables()
+        self.tables.slab_block_bytes[:] = SLOT  # else no slots lie in a row
+        self.free = list(range(64))
+        self.model: dict[tuple[int, int], int] = {}
+
+    @rule(
+        named=blocks | st.tuples(st.sampled_from(PARTS), st.integers(1, 20)).map(head),
+        is_ready=st.booleans(),
+    )
+    def insert(self, named: Named, is_ready: bool) -> None:
+        tables = self.tables
+        new = [one for one in named if one not in self.model][: len(self.free)]
+        slots = np.array([self.free.pop(0) for _ in new], dtype=np.int64)
+        tables.slot_key[slots] = KEYS[[row for row, _ in new]]
+        tables.slot_part[slots] = [part for _, part in new]
+        tables.slot_state[slots] = READY if is_ready else RESERVED
+        ways = Counter(bucket_of(*one) for one in self.model)
+        expected = []
+        for one, slot in zip(new, slots.tolist(), strict=True):
+            expected.append(ways[bucket_of(*one)] == BUCKET_WAYS)
+            if expected[-1]:
+                self.free.append(slot)
+            else:
+                self.model[one] = slot
+                ways[bucket_of(*one)] += 1
+        full = key_index.insert(tables, slots, tables.slot_key[slots], tables.slot_part[slots])
+        assert full.tolist() == expected
+
+    @rule(named=blocks)
+    def remove(self, named: Named) -> None:
+        """Remove what is there, and pass over what is not; their slots keep their keys."""
+        gone = [self.model.pop(one) for one in named if one in self.model]
+        key_index.remove(self.tables, np.array(gone + self.free[:2], dtype=np.int64))
+        self.tables.slot_state[gone] = FREE
+        self.free += gone
+
+    @rule(first=st.integers(0, 19), count=st.integers(0, 20), parts=st.permutations(PARTS))
+    def find_run(self, first: int, count: int, parts: list[int]) -> None:
+        rows = range(first, min(first + count, len(CHAIN)))
+        for asked in (parts[:1], parts[:2]):
+            found = [[self.model.get((row, part), -1) for row in rows] for part in asked]
+            run = 0
+            while run < len(rows) and all(self.is_ready(one[run]) for one in found):
+                run += 1
+            expected = [one[:run] for one in found]
+            assert key_index.find_run(self.tables, KEYS[list(rows)], asked).tolist() == expected
+
+    def is_ready(self, slot: int) -> bool:
+        return slot >= 0 and bool(self.tables.slot_state[slot] == READY)
+
+    @rule(
+        rows=st.permutations(range(len(KEYS))),
+        part=st.sampled_from([*PARTS, 2]),
+        count=st.integers(0, 40),
+    )
+    def find(self, rows: list[int], part: int, count: int) -> None:
+        expected = [self.model.get((row, part), -1) for row in rows[:count]]
+        assert key_index.find(self.tables, KEYS[rows[:count]], part).tolist() == expected
 
 
-def test_parts_of_one_key_are_different_entries(tables: Tables) -> None:
-    keys = key_index.pack_keys(chain(1) * 3)
-    insert(tables, name_slots(tables, keys, [0, 1, 2]))
-    assert [int(key_index.find(tables, keys[:1], part)[0]) for part in range(4)] == [0, 1, 2, -1]
-
-
-def test_keys_of_one_batch_share_a_bucket(tables: Tables) -> None:
-    keys = same_bucket(BUCKET_WAYS)
-    slots = name_slots(tables, keys)
-    assert not insert(tables, slots).any()
-    assert (key_index.find(tables, keys, 0) == slots).all()
-
-
-def test_full_bucket_refuses_the_last_of_a_batch(tables: Tables) -> None:
-    keys = same_bucket(BUCKET_WAYS + 3)
-    full = insert(tables, name_slots(tables, keys))
-    assert full.tolist() == [False] * BUCKET_WAYS + [True] * 3
-    assert key_index.find(tables, keys, 0).tolist() == [*range(BUCKET_WAYS), -1, -1, -1]
-
-
-def test_batch_fills_the_gaps_that_removals_left(tables: Tables) -> None:
-    keys = same_bucket(BUCKET_WAYS + 3)
-    slots = name_slots(tables, keys)
-    insert(tables, slots[:BUCKET_WAYS])
-    key_index.remove(tables, slots[[2, 5, 11]])
-    assert not insert(tables, slots[BUCKET_WAYS:]).any()
-    expected = slots.copy()
-    expected[[2, 5, 11]] = -1
-    assert (key_index.find(tables, keys, 0) == expected).all()
-
-
-def test_removal_passes_over_what_is_not_there(tables: Tables) -> None:
-    keys = key_index.pack_keys(chain(3))
-    slots = name_slots(tables, keys)
-    insert(tables, slots[:2])
-    key_index.remove(tables, slots[1:])
-    key_index.remove(tables, slots[1:])
-    assert key_index.find(tables, keys, 0).tolist() == [0, -1, -1]
-
-
-def test_equal_tags_are_told_apart_by_the_whole_key(tables: Tables) -> None:
-    keys = np.array([[77, 5, 1, 1], [77, 5, 1, 2], [77, 5 + 2**32, 1, 1]], dtype="<u8")
-    slots = name_slots(tables, keys)
-    insert(tables, slots[:1])
-    assert key_index.find(tables, keys, 0).tolist() == [0, -1, -1]
-    insert(tables, slots[1:])
-    assert key_index.find(tables, keys, 0).tolist() == [0, 1, 2]
-
-
-def test_tag_zero_is_not_taken_for_an_empty_way(tables: Tables) -> None:
-    keys = np.array([[77, 0, 1, 1]], dtype="<u8")
-    assert key_index.find(tables, keys, 0).tolist() == [-1]
-    insert(tables, name_slots(tables, keys))
-    assert key_index.find(tables, keys, 0).tolist() == [0]
-
-
-def ready_chain(tables: Tables, slots: list[int], part: int = 0) -> Array:
-    """Enter a chain whose blocks lie, READY, in `slots`."""
-    keys, at = key_index.pack_keys(chain(len(slots))), np.array(slots)
-    tables.slot_key[at], tables.slot_part[at], tables.slot_state[at] = keys, part, READY
-    assert not insert(tables, at).any()
-    return keys
-
-
-@pytest.mark.parametrize("slots", [[3, 4, 5, 6], [3, 4, 9, 10], [9, 3, 4, 5], [62, 63, 0, 1]])
-def test_run_is_found_in_a_row_or_not(tables: Tables, slots: list[int]) -> None:
-    keys = ready_chain(tables, slots)
-    assert key_index.find_run(tables, keys, [0]).tolist() == [slots]
-    more = key_index.pack_keys(chain(6))
-    assert key_index.find_run(tables, more, [0]).tolist() == [slots]
-    assert key_index.find_run(tables, keys, [1]).tolist() == [[]]
-    assert key_index.find_run(tables, keys[:0], [0]).tolist() == [[]]
-
-
-def test_run_does_not_end_where_a_block_has_left_its_key_behind(tables: Tables) -> None:
-    keys = ready_chain(tables, [0, 1, 2, 3])
-    key_index.remove(tables, np.array([2, 3]))
-    tables.slot_state[[2, 3]] = FREE
-    at = np.array([7, 8])
-    tables.slot_key[at], tables.slot_state[at] = keys[2:], READY
-    insert(tables, at)
-    assert key_index.find_run(tables, keys, [0]).tolist() == [[0, 1, 7, 8]]
-
-
-def test_run_of_several_parts_ends_with_the_shortest(tables: Tables) -> None:
-    keys = ready_chain(tables, [0, 1, 2, 3])
-    ready_chain(tables, [10, 11, 12], part=1)
-    assert key_index.find_run(tables, keys, [0, 1]).tolist() == [[0, 1, 2], [10, 11, 12]]
-    assert key_index.find_run(tables, keys[:3], [1, 0]).tolist() == [[10, 11, 12], [0, 1, 2]]
-    assert key_index.find_run(tables, keys[:3], [0, 2]).tolist() == [[], []]
-
-
-def test_run_ends_where_a_part_is_not_ready(tables: Tables) -> None:
-    keys = ready_chain(tables, [0, 1, 2, 3])
-    ready_chain(tables, [10, 11, 13, 14], part=1)
-    tables.slot_state[[3, 13]] = RESERVED
-    assert key_index.find_run(tables, keys, [0]).tolist() == [[0, 1, 2]]
-    assert key_index.find_run(tables, keys, [0, 1]).tolist() == [[0, 1], [10, 11]]
+IndexAgainstDict.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=30)
+TestIndexAgainstDict = IndexAgainstDict.TestCase
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16] * 2 + [b"y" * 33]])

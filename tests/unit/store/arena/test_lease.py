@@ -1,15 +1,18 @@
 """Leases are records: a slot's count follows from them, and they end by release or death."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from kvray.store.arena import audit, key_index, lease
 from kvray.store.arena.layout import PAGE_SLOTS
 from kvray.store.arena.lease import Lease, PartRequest
 from kvray.store.arena.tables import Tables
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     SLOT,
@@ -20,17 +23,101 @@ from tests.unit.store.small_arena import (
     matched,
     put,
     reserve,
+    slots_named,
     take,
 )
 
+NAMES = ("token", "another")
+names = st.sampled_from(NAMES)
+holders = st.integers(0, 2)
 
-def test_match_is_the_longest_run_of_leading_keys(tables: Tables) -> None:
-    keys = chain(6)
-    put(tables, keys[:2])
-    put(tables, keys[3:])
-    assert matched(tables, keys) == 2
-    assert matched(tables, keys[2:]) == 0
-    assert matched(tables, []) == 0
+
+class LeaseLife(RuleBasedStateMachine):
+    """Leases of many pages, several at once, cut short, of one name, and of holders that leave."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = make_tables(num_slabs=100)
+        keys = chain(2 * PAGE_SLOTS + 3)
+        put(self.tables, keys)
+        self.slots = np.array(find(self.tables, keys))
+        self.alive: dict[Lease, tuple[int, list[int]]] = {}
+        """The model: those that have not ended, with their holder and slots."""
+        self.named: list[tuple[str, int]] = []
+        """Name and holder of each lease of a name, of three slots."""
+
+    def has_room(self, num_pages: int) -> bool:
+        used = [-(-len(slots) // PAGE_SLOTS) for _, slots in self.alive.values()]
+        return sum(used) + len(self.named) + num_pages <= self.tables.geometry.num_pages
+
+    @rule(
+        target=leases,
+        lengths=st.lists(
+            st.sampled_from([1, 3, PAGE_SLOTS, 2 * PAGE_SLOTS + 3]), min_size=1, max_size=24
+        ),
+        holder=holders,
+    )
+    def take(self, lengths: list[int], holder: int) -> object:
+        readers = [np.append(self.slots[: one - 1], self.slots[0]) for one in lengths]
+        taken = lease.take(self.tables, readers, holder=holder, now=0.0)
+        assert (taken is not None) == self.has_room(sum(-(-one // PAGE_SLOTS) for one in lengths))
+        for one, slots in zip(taken or (), readers if taken else (), strict=True):
+            self.alive[one] = holder, slots.tolist()
+        return multiple(*(taken or ()))
+
+    @rule(one=leases, num_slots=st.integers(1, 600))
+    def release(self, one: Lease, num_slots: int) -> None:
+        narrow = dataclasses.replace(one, num_slots=min(num_slots, one.num_slots))
+        if one in self.alive:
+            slots = self.alive.pop(one)[1]
+            assert slots_named(self.tables, narrow) == slots[: narrow.num_slots]
+            assert lease.release(self.tables, narrow)
+        assert lease.leased_slots(self.tables, one) is None
+        assert not lease.release(self.tables, one)
+
+    @rule(name=names, holder=holders)
+    def take_of_a_name(self, name: str, holder: int) -> None:
+        named = lease.id_of(name)
+        taken = lease.take(self.tables, [self.slots[:3]], holder=holder, now=0.0, lease_id=named)
+        assert (taken is not None) == self.has_room(1)
+        if taken:
+            self.named.append((name, holder))
+
+    @rule(name=names)
+    def release_a_name(self, name: str) -> None:
+        ids = [lease.id_of(one) for one in NAMES]
+        pages = [lease.records(self.tables, one) for one in ids]
+        mine = NAMES.index(name)
+        count = sum(one == name for one, _ in self.named)
+        for its, expected in ((1 - mine, 0), (mine, 3 * count), (mine, 0)):
+            assert lease.release_records(self.tables, ids[mine], pages[its]) == expected
+        self.named = [one for one in self.named if one[0] != name]
+
+    @rule(holder=holders)
+    def release_holder(self, holder: int) -> None:
+        mine = [one for one, (its, _) in self.alive.items() if its == holder]
+        count = sum(len(self.alive.pop(one)[1]) for one in mine)
+        count += 3 * sum(its == holder for _, its in self.named)
+        self.named = [one for one in self.named if one[1] != holder]
+        assert lease.release_holder(self.tables, holder) == count
+        assert not any(lease.release(self.tables, one) for one in mine)
+
+    @invariant()
+    def leases_name_their_slots_and_are_counted(self) -> None:
+        check_invariants(self.tables)
+        counts = Counter(self.slots[:3].tolist() * len(self.named))
+        for one, (_, slots) in self.alive.items():
+            assert slots_named(self.tables, one) == slots
+            counts.update(slots)
+        expected = np.zeros(self.tables.geometry.num_slots, dtype=np.int64)
+        expected[list(counts)] = list(counts.values())
+        assert (self.tables.slot_leases == expected).all()
+
+
+LeaseLife.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestLeaseLife = LeaseLife.TestCase
 
 
 def test_match_wants_every_part(tables: Tables) -> None:
@@ -51,154 +138,12 @@ def test_match_ends_where_the_first_part_ends(tables: Tables) -> None:
         assert slots[PartRequest(part)].tolist() == find(tables, keys[:4], part=part)
 
 
-def test_leases_that_are_taken_at_once_end_one_by_one(tables: Tables) -> None:
-    keys = chain(3)
-    put(tables, keys)
-    put(tables, keys, part=1)
-    chosen = [np.array(find(tables, keys, part=part)) for part in range(2)]
-    taken = lease.take(tables, [*chosen, chosen[0]], holder=0, now=0.0)
-    assert taken is not None
-    assert [lease.leased_slots(tables, one).tolist() for one in taken] == [
-        one.tolist() for one in (*chosen, chosen[0])
-    ]
-    check_invariants(tables)
-    assert lease.release(tables, taken[0])
-    assert [tables.slot_leases[one].tolist() for one in chosen] == [[1, 1, 1], [1, 1, 1]]
-    assert lease.release(tables, taken[1])
-    assert lease.release(tables, taken[2])
-    assert not tables.slot_leases.any()
-    check_invariants(tables)
-
-
-def test_leases_of_one_name_end_together_and_no_others(tables: Tables) -> None:
-    keys = chain(3)
-    put(tables, keys)
-    chosen = np.array(find(tables, keys))
-    named, other = lease.id_of("token"), lease.id_of("another")
-    for lease_id, holder in ((named, 0), (named, 1), (other, 0), (None, 0)):
-        assert lease.take(tables, [chosen], holder=holder, now=0.0, lease_id=lease_id)
-    pages = lease.records(tables, named)
-    assert lease.release_records(tables, named, pages) == 6
-    assert tables.slot_leases[chosen].tolist() == [2, 2, 2]
-    check_invariants(tables)
-    assert lease.release_records(tables, named, pages) == 0
-    assert not len(lease.records(tables, named))
-    assert lease.take(tables, [chosen, chosen], holder=0, now=0.0)
-    assert lease.release_records(tables, named, pages) == 0, "others have the pages now"
-    assert lease.release_records(tables, other, lease.records(tables, other)) == 3
-    assert tables.slot_leases[chosen].tolist() == [3, 3, 3]
-    check_invariants(tables)
-
-
-def test_leased_slots_are_those_of_the_keys_in_order(tables: Tables) -> None:
-    keys = chain(5)
-    put(tables, keys)
-    held = take(tables, keys)
-    found = lease.leased_slots(tables, held)
-    assert found is not None
-    assert found.tolist() == find(tables, keys)
-    check_invariants(tables)
-
-
-def test_record_of_many_pages_names_every_slot() -> None:
-    count = 2 * PAGE_SLOTS + 3
-    tables = make_tables(num_slabs=100)
-    keys = chain(count)
-    put(tables, keys)
-    first, second = take(tables, keys[:1]), take(tables, keys)
-    lease.release(tables, first)
-    third = take(tables, keys)
-    for held in (second, third):
-        found = lease.leased_slots(tables, held)
-        assert found is not None
-        assert found.tolist() == find(tables, keys)
-    assert tables.slot_leases[find(tables, keys)].tolist() == [2] * count
-    check_invariants(tables)
-    assert lease.release(tables, second)
-    assert lease.release(tables, third)
-    assert not tables.slot_leases.any()
-    assert not tables.page_holder.any()
-
-
-def test_second_release_changes_nothing(tables: Tables) -> None:
-    keys = chain(3)
-    put(tables, keys)
-    first, second = take(tables, keys), take(tables, keys)
-    assert lease.release(tables, first)
-    assert not lease.release(tables, first)
-    assert tables.slot_leases[find(tables, keys)].tolist() == [1, 1, 1]
-    assert lease.leased_slots(tables, first) is None
-    assert lease.leased_slots(tables, second) is not None
-    check_invariants(tables)
-
-
-def test_ended_lease_is_not_taken_for_the_one_that_got_its_page(tables: Tables) -> None:
-    keys = chain(3)
-    put(tables, keys)
-    ended = take(tables, keys)
-    lease.release(tables, ended)
-    tables.next_page = ended.page
-    current = take(tables, keys)
-    assert current.page == ended.page
-    assert not lease.release(tables, ended)
-    assert lease.leased_slots(tables, ended) is None
-    assert tables.slot_leases[find(tables, keys)].tolist() == [1, 1, 1]
-
-
-def test_narrowed_lease_ends_as_a_whole() -> None:
-    tables = make_tables(num_slabs=64)
-    keys = chain(PAGE_SLOTS + 5)
-    put(tables, keys)
-    held = take(tables, keys)
-    narrow = dataclasses.replace(held, num_slots=2)
-    found = lease.leased_slots(tables, narrow)
-    assert found is not None
-    assert found.tolist() == find(tables, keys[:2])
-    assert lease.release(tables, narrow)
-    assert not tables.page_holder.any()
-    check_invariants(tables)
-
-
 def test_lease_that_never_was_is_refused(tables: Tables) -> None:
     for page in (-1, 0, tables.geometry.num_pages, 10_000):
-        assert not lease.release(tables, Lease(lease_id=7, page=page, num_slots=3, check=0))
-        assert (
-            lease.leased_slots(tables, Lease(lease_id=0, page=page, num_slots=1, check=0)) is None
-        )
-
-
-def test_death_ends_the_leases_of_that_holder_alone(tables: Tables) -> None:
-    keys = chain(4)
-    put(tables, keys)
-    dead, alive = take(tables, keys, holder=1), take(tables, keys[:2], holder=2)
-    assert lease.release_holder(tables, 1) == 4
-    assert lease.leased_slots(tables, dead) is None
-    assert lease.leased_slots(tables, alive) is not None
-    assert tables.slot_leases[find(tables, keys)].tolist() == [1, 1, 0, 0]
-    check_invariants(tables)
-    assert lease.release_holder(tables, 1) == 0
-
-
-def test_slot_that_is_leased_twice_over_is_counted_twice(tables: Tables) -> None:
-    keys = chain(1)
-    put(tables, keys)
-    held = take(tables, keys * 2)
-    check_invariants(tables)
-    assert lease.release(tables, held)
-    assert not tables.slot_leases.any()
-
-
-def test_no_lease_is_given_when_the_pages_are_used_up(tables: Tables) -> None:
-    keys = chain(1)
-    put(tables, keys)
-    slots = np.array(find(tables, keys))
-    held = [take(tables, keys) for _ in tables.page_holder]
-    assert lease.take(tables, [slots], holder=0, now=0.0) is None
-    check_invariants(tables)
-    lease.release(tables, held[17])
-    assert lease.take(tables, [slots, slots], holder=0, now=0.0) is None
-    check_invariants(tables)
-    assert lease.take(tables, [slots], holder=0, now=0.0) is not None
+        never = Lease(lease_id=7, page=page, num_slots=3, check=0)
+        assert not lease.release(tables, never)
+        never = dataclasses.replace(never, lease_id=0, num_slots=1)
+        assert lease.leased_slots(tables, never) is None
 
 
 def test_taking_a_lease_refreshes_its_blocks(tables: Tables) -> None:
@@ -231,30 +176,25 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
     tables.page_holder[bad[4].page] = -5
     audit.drop_unsound_leases(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
-    assert lease.leased_slots(tables, good) is not None
+    assert slots_named(tables, good)
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5
-    check_invariants(tables)
 
 
 def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
     keys = chain(6)
     put(tables, keys)
     put(tables, keys[3:5], part=1)
-    run, slots = lease.match(
-        tables, key_index.pack_keys(keys), [PartRequest(0), PartRequest(1, window=2)]
-    )
-    assert run == 5
-    assert [len(slots[one]) for one in (PartRequest(0), PartRequest(1, window=2))] == [5, 2]
-    assert find(tables, keys[3:5], part=1) == slots[PartRequest(1, window=2)].tolist()
+    whole, trailing = PartRequest(0), PartRequest(1, window=2)
+    run, slots = lease.match(tables, key_index.pack_keys(keys), [whole, trailing])
+    assert (run, len(slots[whole])) == (5, 5)
+    assert slots[trailing].tolist() == find(tables, keys[3:5], part=1)
 
 
 @given(
     here=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=1, max_size=3),
     windows=st.lists(st.integers(1, 9), min_size=3, max_size=3),
 )
-def test_usable_windowed_prefixes_are_what_a_search_finds(
-    here: list[list[bool]], windows: list[int]
-) -> None:
+def test_usable_prefixes_are_those_of_a_search(here: list[list[bool]], windows: list[int]) -> None:
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
     fits = [
         run
@@ -299,10 +239,8 @@ def test_a_block_of_another_size_counts_as_missing(tables: Tables) -> None:
         assert all(len(one) <= found for one in slots.values())
         return found
 
-    assert run(PartRequest(0)) == 4
-    assert run(PartRequest(0, None, SLOT)) == 3
-    assert run(PartRequest(0, None, SLOT - 8)) == 0
-    assert run(PartRequest(0), PartRequest(0, None, SLOT)) == 3
-    assert run(PartRequest(0, 1, SLOT)) == 3  # a window
-    assert run(PartRequest(0, 1, SLOT - 8)) == 4
+    any_size, window = PartRequest(0), PartRequest(0, 1, SLOT)
+    assert (run(any_size), run(any_size, PartRequest(0, None, SLOT))) == (4, 3)
+    assert [run(PartRequest(0, None, size)) for size in (SLOT, SLOT - 8)] == [3, 0]
+    assert (run(window), run(PartRequest(0, 1, SLOT - 8))) == (3, 4)
     assert run(PartRequest(0, 2, SLOT - 8)) == 0

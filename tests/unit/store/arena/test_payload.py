@@ -12,6 +12,7 @@ import xxhash
 from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
 from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
@@ -21,8 +22,12 @@ from tests.unit.store.small_arena import (
     SLOT,
     chain,
     fetch,
+    leased,
+    leased_for,
     make_arena,
     pool_of,
+    reserved,
+    served,
     spec,
     store,
 )
@@ -36,36 +41,24 @@ def sound_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
     return len(sound) if sound.all() else int(sound.argmin())
 
 
-def test_blocks_come_back_as_they_were_across_slabs(arena: Arena) -> None:
-    made = store(arena, KEYS)
-    assert len(np.unique(made.slots // 8)) == 3
-    leases = arena.lease(KEYS)
-    assert leases
-    assert fetch(arena, KEYS, leases[0])
-    arena.release(*leases)
-
-
 @pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
 def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
     store(arena, KEYS[:3], block_bytes=block_bytes)
-    leases = arena.lease(KEYS)
-    assert leases
-    assert leases[0].num_slots == 3
-    assert fetch(arena, KEYS, leases[0], block_bytes=block_bytes)
-    assert sound_run(arena, leases[0]) == 3
+    held = leased(arena, KEYS)
+    assert held.num_slots == 3
+    assert fetch(arena, KEYS, held, block_bytes=block_bytes)
+    assert sound_run(arena, held) == 3
 
 
 def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
     where = np.array([7, 3, 4, 5, 29, 0])
     pool = np.zeros((30, SLOT), dtype=np.uint8)
     pool[where] = pool_of(KEYS[:6])
-    made = arena.reserve(KEYS[:6], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made is not None
+    made = reserved(arena, KEYS[:6])
     arena.commit(made, arena.write(made, pool, where))
-    leases = arena.lease(KEYS[:6])
-    assert leases
+    held = leased(arena, KEYS[:6])
     back = np.zeros_like(pool)
-    arena.read(leases[0], back, where[::-1][:4], first=2, verify=True)
+    arena.read(held, back, where[::-1][:4], first=2, verify=True)
     assert (back[where[::-1][:4]] == pool_of(KEYS[2:6])).all()
     untouched = np.setdiff1d(np.arange(30), where[::-1][:4])
     assert not back[untouched].any()
@@ -73,13 +66,12 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_into_a_slot_before_its_checksum_is_made_is_found(
+def test_what_others_write_before_the_checksum_is_found(
     directory: Path, monkeypatch: pytest.MonkeyPatch, num_regions: int, block_bytes: int
 ) -> None:
-    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=512))
+    arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
-    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=block_bytes)
-    assert made is not None
+    made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
     copy = np.copyto
 
     def copy_and_spoil(target: Array, source: Array) -> None:
@@ -87,17 +79,13 @@ def test_what_others_write_into_a_slot_before_its_checksum_is_made_is_found(
         target[..., 0] ^= 8
 
     monkeypatch.setattr(np, "copyto", copy_and_spoil)
-    pool = np.random.default_rng(0).integers(0, 256, (2, block_bytes), dtype=np.uint8)
+    pool = noise(2, block_bytes)
     regions = [np.array(one) for one in np.split(pool, num_regions, axis=1)]
     sums = arena.write_slots(made.slots, regions, np.arange(2))
     monkeypatch.undo()
-    assert sums.tolist() == [
-        xxhash.xxh3_64_intdigest(row, int.from_bytes(key[:8], "little"))
-        for row, key in zip(pool, KEYS[:2], strict=True)
-    ]
+    assert sums.tolist() == expected(pool, seeds_of(KEYS[:2]))
     assert arena.commit(made, sums)
-    (held,) = arena.lease(KEYS[:2]) or ()
-    assert sound_run(arena, held) == 0
+    assert sound_run(arena, leased(arena, KEYS[:2])) == 0
     arena.close()
 
 
@@ -111,99 +99,76 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
     directory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cores: set[int]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=1024))
+    arena = make_arena(directory, asked=spec(slots_per_slab=1024))
     arena.join("test")
     keys = KEYS[: 8 * 2**20 // block_bytes + 1] if block_bytes > PIECE else KEYS
-    pool = np.random.default_rng(0).integers(0, 256, (len(keys), block_bytes), dtype=np.uint8)
-    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
-    assert made is not None
+    pool = noise(len(keys), block_bytes)
+    made = reserved(arena, keys, block_bytes=block_bytes)
     sums = arena.write(made, pool, np.arange(len(keys)))
-    assert sums.tolist() == [
-        xxhash.xxh3_64_intdigest(row, int.from_bytes(key[:8], "little"))
-        for row, key in zip(pool, keys, strict=True)
-    ]
+    assert sums.tolist() == expected(pool, seeds_of(keys))
     assert arena.commit(made, sums)
-    leases = arena.lease(keys)
-    assert leases
+    held = leased(arena, keys)
     for verify in (True, False):
         back = np.zeros_like(pool)
-        arena.read(leases[0], back, np.arange(len(keys)), verify=verify)
+        arena.read(held, back, np.arange(len(keys)), verify=verify)
         assert np.array_equal(back, pool)
-    assert sound_run(arena, leases[0]) == len(keys)
+    assert sound_run(arena, held) == len(keys)
     slab, row = arena.tables.geometry.place_of(int(made.slots[-1]))
     arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
-        arena.read(leases[0], back, np.arange(len(keys)), verify=True)
+        arena.read(held, back, np.arange(len(keys)), verify=True)
     arena.close()
-
-
-def test_checksum_depends_on_bytes_and_key(arena: Arena) -> None:
-    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made is not None
-    same, other = (arena.write(made, pool_of([key] * 2), np.arange(2)) for key in KEYS[:2])
-    assert same[0] != same[1], "equal bytes, two keys"
-    assert same[0] != other[0], "one key, two contents"
-    assert arena.abort(made)
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, verify: bool) -> None:
     made = store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
+    held = leased(arena, KEYS)
     arena.tables.rows(1)[3, 77] ^= 1
     bad = int(np.flatnonzero(made.slots == 11)[0])
     with pytest.raises(CorruptBlock, match=KEYS[bad].hex()[:8]):
-        fetch(arena, KEYS, leases[0])
+        fetch(arena, KEYS, held)
     assert int(arena.tables.slot_state[11]) == QUARANTINED
     assert (arena.match(KEYS), arena.stats()["corrupt"]) == (bad, 1)
     # A lease from before does not serve it either, whether it looks at checksums or not.
     pool = np.zeros((len(KEYS), SLOT), dtype=np.uint8)
     with pytest.raises(CorruptBlock):
-        arena.read(leases[0], pool, np.arange(len(KEYS)), verify=verify)
+        arena.read(held, pool, np.arange(len(KEYS)), verify=verify)
     assert arena.stats()["corrupt"] == 1
-    arena.release(*leases)
+    arena.release(held)
     ArenaOwner(arena).bury_dead(limbo_s=0)
     store(arena, KEYS)
-    again = arena.lease(KEYS)
-    assert again
-    assert fetch(arena, KEYS, again[0])
-    arena.release(*again)
+    assert served(arena, KEYS) == 20
 
 
 def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
     store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
-    assert sound_run(arena, leases[0]) == 20
+    held = leased(arena, KEYS)
+    assert sound_run(arena, held) == 20
     arena.tables.rows(1)[3, 77] ^= 1
-    assert sound_run(arena, leases[0], first=15) == 5
-    assert sound_run(arena, leases[0]) == 11
-    assert sound_run(arena, leases[0]) == 11
+    assert sound_run(arena, held, first=15) == 5
+    assert sound_run(arena, held) == 11
+    assert sound_run(arena, held) == 11
     assert arena.match(KEYS) == 11
-    assert sound_run(arena, leases[0], first=20) == 0
+    assert sound_run(arena, held, first=20) == 0
 
 
-def test_lease_that_ends_during_the_copy_voids_it(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_that_end_in_a_copy_void_it(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     store(arena, KEYS)
-    leases = arena.lease(KEYS)
-    assert leases
+    held = leased(arena, KEYS)
     copyto = np.copyto
 
     def release_and_copy(target: Array, source: Array) -> None:
-        arena.release(leases[0])
+        arena.release(held)
         copyto(target, source)
 
     monkeypatch.setattr(np, "copyto", release_and_copy)
     with pytest.raises(LeaseExpired, match="void"):
-        fetch(arena, KEYS, leases[0])
+        fetch(arena, KEYS, held)
 
 
 def test_pool_of_another_block_size_is_refused(arena: Arena) -> None:
-    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
-    assert made is not None
+    made = reserved(arena, KEYS[:2])
     with pytest.raises(LayoutMismatch, match=f"{SLOT // 2} bytes, those in the arena {SLOT}"):
         arena.write(made, np.zeros((2, SLOT // 2), dtype=np.uint8), np.arange(2))
     assert arena.abort(made)
@@ -211,43 +176,27 @@ def test_pool_of_another_block_size_is_refused(arena: Arena) -> None:
 
 def test_as_many_blocks_as_slots_must_be_named(arena: Arena) -> None:
     store(arena, KEYS[:3])
-    leases = arena.lease(KEYS[:3])
-    assert leases
+    held = leased(arena, KEYS[:3])
     pool = np.zeros((9, SLOT), dtype=np.uint8)
     for num_blocks in (4, 9):
         with pytest.raises(ConfigError, match=f"{num_blocks} blocks"):
-            arena.read(leases[0], pool, np.arange(num_blocks), verify=False)
+            arena.read(held, pool, np.arange(num_blocks), verify=False)
     with pytest.raises(ConfigError, match="2 blocks"):
-        arena.read(leases[0], pool, np.arange(2), first=2, verify=False)
-    arena.read(leases[0], pool, np.arange(0), verify=True)
-
-
-def test_bytes_are_seen_by_another_mapping(directory: Path) -> None:
-    writer = make_arena(directory, asked=spec(num_slabs=4))
-    writer.join("writer")
-    store(writer, KEYS[:5])
-    reader = Arena(directory, lock_wait_s=1)
-    reader.join("reader")
-    leases = reader.lease(KEYS[:5])
-    assert leases
-    assert fetch(reader, KEYS[:5], leases[0])
-    reader.close()
-    writer.close()
+        arena.read(held, pool, np.arange(2), first=2, verify=False)
+    arena.read(held, pool, np.arange(0), verify=True)
 
 
 def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena) -> None:
-    rng = np.random.default_rng(7)
     keys, pages = KEYS[:5], np.array([4, 2, 3, 9, 0])
     sizes = {0: (100, 700, 64), 1: (SLOT + 8,)}
-    wide = rng.integers(0, 256, (10, 2 * SLOT), dtype=np.uint8)
+    wide = noise(10, 2 * SLOT)
     pools = {part: [wide[:, 5 : 5 + size] for size in some] for part, some in sizes.items()}
     for part, regions in pools.items():
         block_bytes = sum(sizes[part])
         made = arena.reserve(keys, parent=None, depth=0, part=part, block_bytes=block_bytes)
         assert made
         assert arena.commit(made, arena.write_slots(made.slots, regions, pages))
-    held = arena.lease_for(keys, [[PartRequest(0), PartRequest(1, window=2)]])
-    assert held
+    held = leased_for(arena, keys, [[PartRequest(0), PartRequest(1, window=2)]])
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
@@ -278,13 +227,10 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
 
 
 @pytest.mark.parametrize("pages", [np.arange(5), np.array([4, 2, 3, 9, 0])], ids=["run", "apart"])
-def test_a_strip_has_runs_of_a_slot_that_lie_elsewhere_in_a_page(
-    arena: Arena, pages: Array
-) -> None:
-    rng, keys, block_bytes = np.random.default_rng(3), KEYS[:5], 1200
-    blocks = rng.integers(0, 256, (5, block_bytes), dtype=np.uint8)
-    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
-    assert made
+def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena: Arena, pages: Array) -> None:
+    keys, block_bytes = KEYS[:5], 1200
+    blocks = noise(5, block_bytes)
+    made = reserved(arena, keys, block_bytes=block_bytes)
     assert arena.commit(made, arena.write_slots(made.slots, [blocks], np.arange(5)))
     memory = np.zeros((10, 500), dtype=np.uint8)
     runs = as_strided(memory[:, 7:], (10, 4, 50), (500, 100, 1))
@@ -306,10 +252,11 @@ def copier() -> Iterator[Copier]:
 
 
 def noise(num_blocks: int, block_bytes: int) -> Array:
-    size = num_blocks * block_bytes
-    return np.frombuffer(np.random.default_rng(0).bytes(size), dtype=np.uint8).reshape(
-        num_blocks, block_bytes
-    )
+    return np.random.default_rng(0).integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+
+
+def seeds_of(keys: list[BlockKey]) -> list[int]:
+    return [int.from_bytes(key[:8], "little") for key in keys]
 
 
 def expected(blocks: Array, seeds: list[int]) -> list[int]:
@@ -353,7 +300,7 @@ def test_plain_copies_are_whole_wherever_two_threads_part_them(
     copier.copy([])
 
 
-def test_plain_copies_are_made_when_the_second_thread_is_busy_or_gone(
+def test_copies_are_made_without_the_second_thread(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
@@ -366,9 +313,11 @@ def test_plain_copies_are_made_when_the_second_thread_is_busy_or_gone(
     busy.set()
     assert waits.result(30)
     copier.close()
-    target[:] = 0
-    copier.copy([Copy(0, target, source)])
-    assert (target == source).all()
+    copier.close()
+    for copy in (copier.copy, lambda copies: copier.copy_and_sum(copies, [1, 2, 3])):
+        target[:] = 0
+        copy([Copy(0, target, source)])
+        assert (target == source).all()
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**40])
@@ -384,18 +333,8 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(
     assert (target == source).all()
 
 
-def test_closed_copier_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
-    copier, source = Copier(), noise(4, 4096)
-    target = np.zeros_like(source)
-    copier.close()
-    copier.close()
-    assert copier.copy_and_sum([Copy(0, target, source)], [1, 2, 3, 4]).all()
-    assert (target == source).all()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_waits_for_no_thread_of_its_parent(
+def test_a_fork_waits_for_no_thread_of_its_parent(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)

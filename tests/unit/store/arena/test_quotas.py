@@ -1,18 +1,22 @@
-"""What the namespaces of an arena take, and what they may."""
+"""What the namespaces of an arena take, what they may, and that its owner keeps them within it."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.store.arena import quotas
-from kvray.store.arena.layout import QUOTAS_MAX
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import owner, quotas
+from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
 from kvray.store.arena.tables import Tables
-from tests.unit.store.small_arena import SLOT, chain, make_tables, put, reserve
+from tests.unit.store.small_arena import SLOT, chain, leased, make_tables, put, reserve, store
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
 
 def test_every_namespace_takes_what_its_ready_blocks_have(tables: Tables) -> None:
+    assert (quotas.used(tables), quotas.excess(tables)) == ({}, {})
     put(tables, chain(3), namespace=1)
     put(tables, chain(2, seed="two"), namespace=2, block_bytes=2 * SLOT)
     put(tables, chain(1, seed="none"))
@@ -28,12 +32,8 @@ def test_many_namespaces_are_summed_up_as_few_are() -> None:
     assert quotas.used(tables) == sums
 
 
-def test_an_empty_arena_is_used_by_nobody(tables: Tables) -> None:
-    assert quotas.used(tables) == {}
-    assert quotas.excess(tables) == {}
-
-
 def test_the_longest_name_that_fits_says_the_quota(tables: Tables) -> None:
+    assert quotas.name_of(ABCD) == "abcd0000"
     quotas.set_quotas(tables, {"": 1, "ab": 2, "ABcd": 3, "abcd0000" + 56 * "1": 4})
     assert quotas.quota_of(tables, ABCD) == 4
     assert quotas.quota_of(tables, ABCD + 2**31) == 3
@@ -46,11 +46,8 @@ def test_without_a_quota_that_fits_there_is_no_bound(tables: Tables) -> None:
     assert quotas.quota_of(tables, ABEF) is None
     quotas.set_quotas(tables, {})
     assert quotas.quota_of(tables, ABCD) is None
-
-
-def test_a_namespace_that_is_not_known_has_no_quota(tables: Tables) -> None:
     quotas.set_quotas(tables, {"": 1})
-    assert quotas.quota_of(tables, 0) is None
+    assert quotas.quota_of(tables, 0) is None, "it is not known"
 
 
 def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables: Tables) -> None:
@@ -62,12 +59,110 @@ def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables: Tables) -> 
     assert quotas.excess(tables) == {ABEF: 2 * SLOT - 1}
 
 
-def test_names_of_namespaces_are_those_that_people_see() -> None:
-    assert quotas.name_of(ABCD) == "abcd0000"
-
-
 @pytest.mark.parametrize("names", [["xyz"], [str(number) for number in range(QUOTAS_MAX + 1)]])
 def test_quotas_that_cannot_be_kept_are_refused(tables: Tables, names: list[str]) -> None:
     with pytest.raises(ConfigError):
         quotas.set_quotas(tables, dict.fromkeys(names, 1))
     assert not np.any(tables.quota_bytes)
+
+
+# -- the owner keeps namespaces within their quotas -----------------------------------------------
+
+MINE, THEIRS = 0x11111111, 0x22222222
+
+
+def own(arena: Arena, **num_blocks: int) -> ArenaOwner:
+    """Adopt an arena with quotas in blocks."""
+    names = {"mine": "11111111", "theirs": "22222222", "each": ""}
+    made = ArenaOwner(arena, {names[one]: count * SLOT for one, count in num_blocks.items()})
+    made.adopt()
+    return made
+
+
+def fill(arena: Arena, seed: str, length: int, namespace: int, priority: int = 0) -> None:
+    for start in range(0, length, 8):
+        keys = chain(min(8, length - start), seed=f"{seed}{start}")
+        store(arena, keys, namespace=namespace, priority=priority or DEFAULT_PRIORITY)
+
+
+def blocks(arena: Arena) -> dict[str, int]:
+    return {one["namespace"]: one["blocks"] for one in arena.stats()["namespaces"]}
+
+
+def test_what_is_over_a_quota_goes_though_there_is_room(arena: Arena) -> None:
+    fill(arena, "mine", 9, MINE)
+    fill(arena, "theirs", 9, THEIRS)
+    keeper = own(arena, mine=4)
+    assert keeper.evict_ahead(0.0) == 5
+    assert blocks(arena) == {"22222222": 9, "11111111": 4}
+    assert (arena.stats()["over_quota"], arena.stats()["evicted"]) == (5, 5)
+    assert keeper.evict_ahead(0.0) == 0
+    fill(arena, "later", 2, MINE)
+    assert keeper.evict_ahead(0.0) == 2
+
+
+def test_every_namespace_is_kept_within_the_quota_of_all(arena: Arena) -> None:
+    fill(arena, "mine", 9, MINE)
+    fill(arena, "theirs", 7, THEIRS)
+    fill(arena, "nobody", 9, 0)
+    assert own(arena, each=6).evict_ahead(0.0) == 4
+    assert blocks(arena) == {"": 9, "11111111": 6, "22222222": 6}
+
+
+def test_of_a_namespace_the_lower_priorities_go(arena: Arena) -> None:
+    fill(arena, "low", 2, MINE, priority=1)
+    fill(arena, "high", 2, MINE, priority=90)
+    own(arena, mine=2).evict_ahead(0.0)
+    assert arena.match(chain(2, seed="high0")) == 2
+    assert arena.match(chain(2, seed="low0")) == 0
+
+
+def test_of_one_priority_the_policy_decides(arena: Arena) -> None:
+    fill(arena, "old", 2, MINE)
+    fill(arena, "young", 2, MINE)
+    keeper = own(arena, mine=2)
+    ticks = arena.tables.slot_tick.astype(float)
+    assert keeper.evict_ahead(0.0, lambda slots: -ticks[slots]) == 2
+    assert (arena.match(chain(2, seed="old0")), arena.match(chain(2, seed="young0"))) == (2, 0)
+
+
+def test_leased_blocks_stay_until_nobody_leases_them(arena: Arena) -> None:
+    fill(arena, "mine", 6, MINE)
+    held = leased(arena, chain(6, seed="mine0"))
+    keeper = own(arena, mine=4)
+    assert keeper.evict_ahead(0.0) == 0
+    arena.release(held)
+    assert keeper.evict_ahead(0.0) == 2
+
+
+def test_much_goes_in_several_steps(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "_QUOTA_STEP", 10)
+    monkeypatch.setattr(owner, "EVICT_BATCH", 4)
+    fill(arena, "mine", 40, MINE)
+    keeper = own(arena, mine=12)
+    assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]
+
+
+def test_the_next_owner_has_its_own_quotas(arena: Arena) -> None:
+    fill(arena, "mine", 6, MINE)
+    own(arena, mine=4)
+    assert own(arena).evict_ahead(0.0) == 0
+    assert own(arena, each=5).evict_ahead(0.0) == 1
+
+
+def test_quotas_that_cannot_be_kept_end_the_adoption(arena: Arena) -> None:
+    epoch = arena.tables.shard_epoch
+    with pytest.raises(ConfigError):
+        ArenaOwner(arena, {"model": 1}).adopt()
+    assert arena.tables.shard_epoch == epoch
+
+
+def test_figures_say_what_namespaces_have_and_may_have(arena: Arena) -> None:
+    fill(arena, "mine", 3, MINE)
+    fill(arena, "nobody", 1, 0)
+    own(arena, mine=4)
+    expected: list[dict[str, Any]] = [
+        {"namespace": "11111111", "blocks": 3, "bytes": 3 * SLOT, "quota_bytes": 4 * SLOT},
+        {"namespace": "", "blocks": 1, "bytes": SLOT, "quota_bytes": None},
+    ]
+    assert arena.stats()["namespaces"] == expected

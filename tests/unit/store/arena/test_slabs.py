@@ -1,20 +1,20 @@
 """Slabs of several block sizes: where in them slots are taken, and every figure of them."""
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from kvray.store import Arena
 from kvray.store.arena import slabs, slots
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from kvray.store.arena.mapped import slab_use
 from kvray.store.arena.slabs import num_spare
 from kvray.store.arena.tables import Tables
-from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     SLOT,
     chain,
     find,
-    make_arena,
     make_tables,
     matched,
     put,
@@ -30,11 +30,6 @@ def sizes(tables: Tables) -> list[int]:
     return list(tables.slab_block_bytes.tolist())
 
 
-def test_empty_arena_gives_one_contiguous_run(tables: Tables) -> None:
-    made = reserve(tables, chain(20))
-    assert made.slots.tolist() == list(range(20))
-
-
 def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables: Tables) -> None:
     made = put(tables, chain(EVERY_SLOT))
     gaps = np.concatenate((made.slots[10:13], made.slots[16:20], made.slots[21:24]))
@@ -48,7 +43,6 @@ def test_blocks_that_no_slab_has_room_for_together_are_spread(tables: Tables) ->
     made = put(tables, chain(EVERY_SLOT))
     slots.free(tables, made.slots[[1, 2, 9, 17, 18, 33]])
     assert sorted(reserve(tables, chain(6, seed="a")).slots.tolist()) == [1, 2, 9, 17, 18, 33]
-    check_invariants(tables)
 
 
 def test_longest_runs_are_taken_first_where_none_is_long_enough() -> None:
@@ -64,21 +58,10 @@ def test_block_sizes_live_in_slabs_of_their_own(tables: Tables) -> None:
     assert small.slots.tolist() == list(range(9))
     # A slab of 8 minimal slots holds two of three times the size.
     assert large.slots.tolist() == [16, 17, 24]
-    check_invariants(tables)
-
-
-def test_size_that_is_no_multiple_of_the_alignment_gets_whole_pages(tables: Tables) -> None:
-    made = put(tables, chain(2), block_bytes=SLOT + 1)
-    assert tables.rows(0).shape == (4, 2 * SLOT)
-    assert made.slots.tolist() == [0, 1]
-
-
-def test_slab_that_empties_serves_any_size_again(tables: Tables) -> None:
-    made = put(tables, chain(EVERY_SLOT))
-    slots.free(tables, made.slots[8:16])
-    assert sizes(tables)[1] == 0
-    assert put(tables, chain(1, seed="x"), block_bytes=8 * SLOT).slots.tolist() == [8]
-    check_invariants(tables)
+    # What is no multiple of the alignment gets whole pages.
+    odd = put(tables, chain(1, seed="y"), block_bytes=SLOT + 1)
+    assert tables.rows(4).shape == (4, 2 * SLOT)
+    assert odd.slots.tolist() == [32]
 
 
 def test_slab_with_a_slot_in_limbo_is_not_given_back(tables: Tables) -> None:
@@ -97,7 +80,6 @@ def test_slab_of_another_size_is_taken_when_none_is_spare(tables: Tables) -> Non
     assert (len(made.slots), made.dropped) == (2, 0)
     assert sizes(tables).count(4 * SLOT) == 1
     assert matched(tables, young) == 32
-    check_invariants(tables)
 
 
 def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables: Tables) -> None:
@@ -107,7 +89,6 @@ def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables: Tables) -> 
     put(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
     left = [matched(tables, chain(8, seed=f"slab {number}")) for number in range(8)]
     assert left == [8, 0, 8, 8, 8, 8, 8, 8]
-    check_invariants(tables)
 
 
 def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables: Tables) -> None:
@@ -118,7 +99,6 @@ def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables: Tables) -> No
     made = reserve(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
     assert (len(made.slots), made.dropped) == (0, 1)
     assert matched(tables, keys) == EVERY_SLOT
-    check_invariants(tables)
 
 
 def test_several_slabs_are_taken_for_one_save(tables: Tables) -> None:
@@ -126,7 +106,6 @@ def test_several_slabs_are_taken_for_one_save(tables: Tables) -> None:
         put(tables, chain(8, seed=f"slab {number}"))
     made = put(tables, chain(5, seed="large"), block_bytes=8 * SLOT)
     assert (len(made.slots), made.dropped) == (5, 0)
-    check_invariants(tables)
 
 
 def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) -> None:
@@ -139,38 +118,30 @@ def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) ->
 
 
 def test_shortfall_counts_free_slots_of_the_size(tables: Tables) -> None:
-    put(tables, chain(EVERY_SLOT))
+    put(tables, chain(48))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 0, "spare slabs count for every size"
+    assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16
+    put(tables, chain(16, seed="more"))
     assert slabs.shortfall(tables, SLOT, 0.25) == 16
     slots.free(tables, np.array([63, 62, 61]))
     assert slabs.shortfall(tables, SLOT, 0.25) == 13
-    assert slabs.shortfall(tables, SLOT, 0.0) == 0
-    assert slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
+    assert slabs.shortfall(tables, SLOT, 0.0) == slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
 
 
-def test_spare_slabs_count_for_every_size(tables: Tables) -> None:
-    put(tables, chain(48))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 0
-    assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16
-
-
-def lay(tables: Tables, *slabs: str, block_bytes: int = SLOT) -> None:
-    """Make the first slabs serve `block_bytes`, with a slot for each letter: Ready, busy, free."""
+def use_of(*slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
+    """Return the use of slabs of `block_bytes`, with a slot for each letter: Ready, busy, free."""
+    tables = make_tables()
     states = {"R": READY, "b": RESERVED, ".": FREE}
-    per_slab = tables.geometry.slots_per_slab
     for slab, letters in enumerate(slabs):
         tables.slab_block_bytes[slab] = block_bytes
-        start = slab * per_slab
+        start = slab * tables.geometry.slots_per_slab
         tables.slot_state[start : start + len(letters)] = [states[letter] for letter in letters]
+    (use,) = slab_use(tables)
+    return use
 
 
-def test_an_empty_arena_is_all_spare() -> None:
-    tables = make_tables(num_slabs=8)
-    assert slab_use(tables) == []
-    assert num_spare(tables) == 8
-
-
-def test_each_block_size_is_counted_by_itself() -> None:
-    tables = make_tables(num_slabs=8, slots_per_slab=8)
+def test_each_block_size_is_counted_by_itself(tables: Tables) -> None:
+    assert (slab_use(tables), num_spare(tables)) == ([], 8)
     put(tables, chain(10, seed="small"))
     put(tables, chain(3, seed="large"), block_bytes=3 * SLOT)
     small, large = slab_use(tables)
@@ -181,42 +152,27 @@ def test_each_block_size_is_counted_by_itself() -> None:
     assert num_spare(tables) == 4
 
 
-def test_free_memory_in_one_piece_is_not_fragmented() -> None:
-    tables = make_tables(slots_per_slab=8)
-    lay(tables, "RR......", "RRRRR...")
-    (use,) = slab_use(tables)
-    assert use["longest_free_run"] == 6
-    assert use["fragmented_share"] == 0
-
-
-def test_free_slots_outside_their_slab_s_longest_run_are_fragmented() -> None:
-    tables = make_tables(slots_per_slab=8)
-    lay(tables, "R.R.R...", "b.RRRRRR", "........")
-    (use,) = slab_use(tables)
-    assert use["free_slots"] == 5 + 1 + 8
-    assert use["longest_free_run"] == 8
-    assert use["fragmented_share"] == 1 - (3 + 1 + 8) / 14
-
-
-def test_a_run_does_not_go_on_in_the_next_slab() -> None:
-    tables = make_tables(slots_per_slab=8)
-    lay(tables, "RRRRRR..", "....RRRR")
-    (use,) = slab_use(tables)
-    assert use["longest_free_run"] == 4
-    assert use["fragmented_share"] == 0
-
-
-def test_a_full_slab_has_no_fragments() -> None:
-    tables = make_tables(slots_per_slab=8)
-    lay(tables, "RRRRRRRR")
-    (use,) = slab_use(tables)
-    assert (use["free_slots"], use["longest_free_run"], use["fragmented_share"]) == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("layout", "free", "longest", "share"),
+    [
+        pytest.param(("RR......", "RRRRR..."), 9, 6, 0, id="in one piece"),
+        pytest.param(
+            ("R.R.R...", "b.RRRRRR", "........"), 14, 8, 1 - 12 / 14, id="beside the longest runs"
+        ),
+        pytest.param(("RRRRRR..", "....RRRR"), 6, 4, 0, id="a run ends with its slab"),
+        pytest.param(("RRRRRRRR",), 0, 0, 0, id="full"),
+    ],
+)
+def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(
+    layout: tuple[str, ...], free: int, longest: int, share: float
+) -> None:
+    use = use_of(*layout)
+    assert (use["free_slots"], use["longest_free_run"]) == (free, longest)
+    assert use["fragmented_share"] == share
 
 
 def test_bytes_that_no_block_can_use_are_counted() -> None:
-    tables = make_tables(slots_per_slab=8)
-    lay(tables, "R", "R", block_bytes=2 * SLOT + 100)
-    (use,) = slab_use(tables)
+    use = use_of("R", "R", block_bytes=2 * SLOT + 100)
     assert use["slots"] == 2 * 2
     assert use["slot_waste_bytes"] == 4 * (SLOT - 100)
     assert use["slab_waste_bytes"] == 2 * 2 * SLOT
@@ -235,11 +191,8 @@ def test_the_parts_of_a_slab_add_up_to_it() -> None:
         assert use["blocks"] + use["free_slots"] == use["slots"]
 
 
-def test_an_arena_s_figures_name_its_slabs(directory: Path) -> None:
-    arena = make_arena(directory)
-    arena.join("test")
+def test_an_arena_s_figures_name_its_slabs(arena: Arena) -> None:
     store(arena, chain(3))
     figures = arena.stats()
     assert [(use["block_bytes"], use["blocks"]) for use in figures["slabs"]] == [(SLOT, 3)]
     assert figures["spare_slabs"] == 7
-    arena.close()

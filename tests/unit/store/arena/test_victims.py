@@ -1,4 +1,4 @@
-"""Blocks and slabs that go next are chosen ahead, and checked again when they are taken."""
+"""Who goes next is chosen ahead and checked again when it is taken; how much room is made ahead."""
 
 import secrets
 
@@ -7,15 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import eviction, lease, slabs, slots, victims
-from kvray.store.arena.owner import ArenaOwner
-from kvray.store.arena.tables import Tables
+from kvray.store.arena.tables import Array, Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, store, take
 
 
-def queue(tables: Tables, chosen: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+def fill(arena: Arena, *, block_bytes: int = SLOT, num_blocks: int = 4) -> None:
+    """Store chains until every slot has a block."""
+    while slabs.num_available(arena.tables, block_bytes):
+        store(arena, chain(num_blocks, seed=secrets.token_hex(4)), block_bytes=block_bytes)
+
+
+def room(arena: Arena, block_bytes: int = SLOT) -> int:
+    return slabs.num_available(arena.tables, block_bytes)
+
+
+def queue(tables: Tables, chosen: Array) -> None:
     victims.put(tables, SLOT, chosen, tick=tables.tick)
 
 
@@ -36,7 +45,6 @@ def test_what_was_used_or_leased_since_stays(tables: Tables) -> None:
     lease.release(tables, take(tables, used))
     take(tables, leased)
     assert victims.take(tables, SLOT, 6).tolist() == made[2].slots[::-1].tolist()
-    check_invariants(tables)
 
 
 def test_what_is_protected_stays(tables: Tables) -> None:
@@ -81,15 +89,7 @@ def test_queues_of_nonsense_take_nothing_that_may_not_go(chance: "np.random.Gene
     check_invariants(tables)
 
 
-def fill(arena: Arena) -> None:
-    """Store chains of four blocks until every slot has one."""
-    while slabs.num_available(arena.tables, SLOT):
-        store(arena, chain(4, seed=secrets.token_hex(4)))
-
-
-def test_a_writer_takes_what_the_owner_chose_and_searches_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_takes_what_the_owner_chose(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(arena)
     tables = arena.tables
     assert ArenaOwner(arena).evict_ahead(0.0, lambda chosen: -tables.slot_tick[chosen]) == 0
@@ -117,9 +117,7 @@ def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
     check_invariants(tables)
 
 
-def test_the_owner_chooses_again_only_when_half_has_gone(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_owners_choose_when_half_has_gone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(arena)
     owner, looks = ArenaOwner(arena), []
     choose = eviction.choose_victims
@@ -150,3 +148,82 @@ def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None
     cleared = slabs.choose_to_clear(tables, 2, among=among, protect=protect)
     assert (tables.geometry.slab_of(cleared) == tail).all()
     assert len(cleared) == 8
+
+
+# -- the room that an owner makes ahead of need ---------------------------------------------------
+
+
+def test_room_follows_what_writers_take(arena: Arena) -> None:
+    fill(arena)
+    owner = ArenaOwner(arena)
+    owner.evict_ahead(0.1)
+    quiet = room(arena)
+    store(arena, chain(2, seed="a"))
+    owner.evict_ahead(0.1)
+    assert room(arena) == quiet, "two rounds of that fit into what is free anyway"
+    store(arena, chain(quiet, seed="b"))
+    owner.evict_ahead(0.0)
+    most = arena.tables.geometry.num_slots // 16
+    assert room(arena) == min(2 * quiet, most)
+
+
+def test_room_that_nobody_takes_is_not_made_again(arena: Arena) -> None:
+    fill(arena)
+    owner = ArenaOwner(arena)
+    owner.evict_ahead(0.1)
+    store(arena, chain(room(arena), seed="b"))
+    owner.evict_ahead(0.0)
+    before = room(arena)
+    assert before > 0
+    assert owner.evict_ahead(0.0) == 0
+    assert room(arena) == before
+
+
+def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena: Arena) -> None:
+    store(arena, chain(2, seed="small"))
+    fill(arena, block_bytes=2 * SLOT)
+    store(arena, chain(6, seed="younger"))
+    owner = ArenaOwner(arena)
+    owner.evict_ahead(0.0)
+    for seed in range(6):
+        store(arena, chain(2, seed=f"small {seed}"))
+        owner.evict_ahead(0.5)
+    own = slabs.slots_of(arena.tables, SLOT)
+    assert len(own) > arena.tables.geometry.slots_per_slab
+
+
+def test_a_slab_that_is_younger_than_a_sizes_own_blocks_stays(arena: Arena) -> None:
+    store(arena, chain(8, seed="small"))
+    fill(arena, block_bytes=2 * SLOT)
+    owner = ArenaOwner(arena)
+    owner.evict_ahead(0.0)
+    before = len(slabs.slots_of(arena.tables, 2 * SLOT))
+    assert owner.evict_ahead(0.13) > 0
+    assert len(slabs.slots_of(arena.tables, 2 * SLOT)) == before
+    assert victims.num_slabs_left(arena.tables) > 0
+
+
+def test_a_slab_with_a_lease_is_not_cleared(arena: Arena) -> None:
+    store(arena, chain(2, seed="small"))
+    fill(arena, block_bytes=2 * SLOT, num_blocks=1)
+    owner, tables = ArenaOwner(arena), arena.tables
+    owner.evict_ahead(0.0)
+    first = int(victims.next_slabs(tables, SLOT)[0])
+    chosen = slabs.slots_of(tables, 2 * SLOT)
+    chosen = chosen[tables.geometry.slab_of(chosen) == first]
+    held = arena.lease_slots(chosen[:1])
+    store(arena, chain(6, seed="younger"))
+    owner.evict_ahead(0.5)
+    assert held is not None
+    assert arena.release(held)
+    assert tables.slab_block_bytes[first] == 2 * SLOT
+    check_invariants(tables)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_rounds_end_with_nothing_to_evict(arena: Arena, share: float) -> None:
+    fill(arena)
+    owner = ArenaOwner(arena)
+    while owner.evict_ahead(share):
+        check_invariants(arena.tables)
+    assert owner.evict_ahead(share) == 0

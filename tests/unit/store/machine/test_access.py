@@ -50,9 +50,7 @@ def test_a_group_that_is_none_is_refused(group: str) -> None:
         Access.of(group)
 
 
-def test_a_directory_of_this_user_is_trusted_and_so_is_one_that_is_not_there(
-    tmp_path: Path,
-) -> None:
+def test_own_directories_and_missing_ones_are_trusted(tmp_path: Path) -> None:
     OWN_USER.check_trust(tmp_path)
     OWN_USER.check_trust(tmp_path / "none")
     OWN_USER.check_own(tmp_path)

@@ -1,6 +1,10 @@
-"""Does an arena fit? Each bound, its arithmetic, and the sentence."""
+"""Does an arena fit? Each bound, its arithmetic, and the sentence; cgroups and mounts."""
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +16,12 @@ from kvray.store.machine import capacity
 from kvray.store.machine.capacity import (
     Cgroup,
     MemoryClaims,
+    Mount,
     NodeMemory,
     check_room,
+    limiting_cgroups,
+    mount_of,
+    mounts,
     worker_bytes,
 )
 from tests.unit.store.mounted import huge_pages, run_mounted
@@ -50,11 +58,8 @@ def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> s
     return str(caught.value)
 
 
-def test_what_just_fits_passes(tmp_path: Path) -> None:
-    check(tmp_path, 80 * GIB)
-
-
 def test_what_is_available_bounds(tmp_path: Path) -> None:
+    check(tmp_path, 80 * GIB)
     assert refusal(tmp_path, 81 * GIB) == (
         "The arena needs 81.00GiB, but 80.00GiB of the machine's 100.00GiB are available;"
         " lower arena.capacity to 79.4GiB."
@@ -71,30 +76,31 @@ def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path: Path) -> 
     )
 
 
+def make_cgroup(*, limit: int, usage: int, is_root: bool = True, **cache: int) -> Cgroup:
+    cache = {"idle_cache": 0, "active_cache": 0, **cache}
+    path = Path("/sys/fs/cgroup")
+    return Cgroup(path=path, is_root=is_root, limit=limit * GIB, usage=usage * GIB, **cache)
+
+
 def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    container = make_cgroup(limit=10 * GIB, usage=4 * GIB, idle_cache=GIB, active_cache=GIB // 2)
+    container = make_cgroup(limit=10, usage=4, idle_cache=GIB, active_cache=GIB // 2)
     monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [container])
     check(tmp_path, 4 * GIB + GIB // 2, RAY)
     said = refusal(tmp_path, 5 * GIB, RAY)
     assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
 
 
-def test_ray_does_not_see_a_cgroup_that_is_none_of_a_container(
+def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nested = make_cgroup(limit=50 * GIB, usage=GIB, is_root=False)
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [nested])
+    own = [make_cgroup(limit=50, usage=1, is_root=False)]
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: own)
     check(tmp_path, 47 * GIB, RAY)
     said = refusal(tmp_path, 48 * GIB, RAY)
     assert "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less" in said
-
-
-def test_every_cgroup_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    around = make_cgroup(limit=3 * GIB, usage=2 * GIB)
-    own = make_cgroup(limit=8 * GIB, usage=GIB, is_root=False)
-    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [own, around])
+    own.append(make_cgroup(limit=3, usage=2))
     check(tmp_path, GIB)
     assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
 
@@ -104,9 +110,7 @@ def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
     assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
 
 
-def test_a_small_arena_is_named_in_mebibytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_arenas_are_named_in_MiB(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, total=GIB, available=GIB)
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
@@ -117,17 +121,140 @@ def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes() ->
     assert worker_bytes(memory, 70 * GIB, RAY) == 0
 
 
-def make_cgroup(
-    *, limit: int, usage: int, is_root: bool = True, idle_cache: int = 0, active_cache: int = 0
-) -> Cgroup:
-    return Cgroup(
-        path=Path("/sys/fs/cgroup"),
-        is_root=is_root,
-        limit=limit,
-        usage=usage,
-        idle_cache=idle_cache,
-        active_cache=active_cache,
+# -- cgroups and mounts ---------------------------------------------------------------------------
+
+
+def at(point: Path, *, kind: str = "cgroup2", root: str = "/", options: str = "rw") -> Mount:
+    return Mount(point=point, kind=kind, device="0:1", root=root, options=tuple(options.split(",")))
+
+
+def fill(directory: Path, limit: str, usage: int = GIB, *, idle: int = 0, active: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{usage}\n")
+    stat = f"anon 1\ninactive_file {idle}\nactive_file {active}\n"
+    (directory / "memory.stat").write_text(stat)
+
+
+def fill_v1(directory: Path, limit: int, usage: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (directory / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text("cache 1\ntotal_inactive_file 7\n")
+
+
+def test_own_cgroup_and_those_around_it_count(tmp_path: Path) -> None:
+    fill(tmp_path / "slice" / "own", str(2 * GIB))
+    fill(tmp_path / "slice", str(3 * GIB))
+    fill(tmp_path / "other", str(GIB))
+    found = limiting_cgroups("0::/slice/own\n", [at(tmp_path)])
+    assert [cgroup.limit for cgroup in found] == [2 * GIB, 3 * GIB]
+    assert [cgroup.is_root for cgroup in found] == [False, False]
+
+
+def test_cgroup_of_a_container_is_the_root_of_what_it_sees(tmp_path: Path) -> None:
+    fill(tmp_path, str(2 * GIB), idle=3, active=4)
+    (cgroup,) = limiting_cgroups("0::/\n", [at(tmp_path)])
+    assert (cgroup.is_root, cgroup.left) == (True, GIB + 3)
+    assert (cgroup.idle_cache, cgroup.active_cache) == (3, 4)
+
+
+@pytest.mark.parametrize("own", ["/docker/abc/inner", "/docker/abc"])
+def test_path_is_that_below_what_is_at(tmp_path: Path, own: str) -> None:
+    fill(tmp_path, str(4 * GIB))
+    fill(tmp_path / "inner", "max")
+    (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root="/docker/abc")])
+    assert cgroup.limit == 4 * GIB
+
+
+@pytest.mark.parametrize(("own", "root"), [("/elsewhere", "/docker/abc"), ("/../x", "/")])
+def test_cgroups_outside_of_the_mount_leave_its_own(tmp_path: Path, own: str, root: str) -> None:
+    fill(tmp_path, str(4 * GIB))
+    (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root=root)])
+    assert cgroup.limit == 4 * GIB
+
+
+def test_version_1_counts_where_its_controller_is_memory(tmp_path: Path) -> None:
+    fill_v1(tmp_path / "memory" / "job", 2 * GIB, GIB)
+    fill_v1(tmp_path / "memory", 9223372036854771712, GIB)
+    fill_v1(tmp_path / "cpu" / "job", GIB, GIB)
+    (cgroup,) = limiting_cgroups(
+        "4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n",
+        [
+            at(tmp_path / "memory", kind="cgroup", options="rw,memory"),
+            at(tmp_path / "cpu", kind="cgroup", options="rw,cpu"),
+        ],
     )
+    assert cgroup.left == GIB + 7
+
+
+@pytest.mark.parametrize(("limit", "left"), [(str(GIB), [0]), ("max", []), ("", []), ("many", [])])
+def test_usage_over_the_limit_leaves_nothing_and_no_limit_does_not_bound(
+    tmp_path: Path, limit: str, left: list[int]
+) -> None:
+    assert limiting_cgroups("0::/x\n", [at(tmp_path)]) == [], "it cannot be read"
+    fill(tmp_path, limit, usage=2 * GIB)
+    assert [cgroup.left for cgroup in limiting_cgroups("0::/\n", [at(tmp_path)])] == left
+
+
+# -- a real cgroup --------------------------------------------------------------------------------
+
+ASK = """
+import sys
+from kvray.store.machine.capacity import limiting_cgroups
+sys.stdin.read(1)
+print([cgroup.limit for cgroup in limiting_cgroups()])
+"""
+
+
+@pytest.fixture
+def real_cgroup() -> Iterator[Path]:
+    """A cgroup below this process's own, of 64 MiB, with one inside of it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make a cgroup")
+    for mount in mounts():
+        if mount.kind == "cgroup" and "memory" in mount.options:
+            outer, limit = mount.point / f"kvray-test-{os.getpid()}", "memory.limit_in_bytes"
+            break
+    else:
+        pytest.skip("no memory controller of version 1 is mounted")
+    inner = outer / "inner"
+    inner.mkdir(parents=True)
+    (outer / limit).write_text(str(64 * 2**20))
+    yield inner
+    inner.rmdir()
+    outer.rmdir()
+
+
+@pytest.mark.root
+def test_limit_of_a_real_cgroup_holds_inside_of_it(real_cgroup: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        (real_cgroup / "cgroup.procs").write_text(str(process.pid))
+        said, _ = process.communicate("x")
+    assert said.strip() == f"[{64 * 2**20}]"
+
+
+LISTED = """\
+25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k,huge=advise
+36 31 0:35 /docker/a\\040b /mnt/a\\040b rw shared:5 master:1 - cgroup2 cgroup2 rw
+"""
+
+
+def test_a_mount_has_its_point_kind_and_options_and_plain_paths() -> None:
+    shm, other = mounts(LISTED)
+    assert (shm.point, shm.kind, shm.device, shm.root) == (Path("/dev/shm"), "tmpfs", "0:23", "/")
+    assert shm.options == ("rw", "size=24684092k", "huge=advise")
+    assert (other.point, other.root, other.kind) == (Path("/mnt/a b"), "/docker/a b", "cgroup2")
+
+
+def test_the_mount_of_a_path_is_the_nearest_above_it(tmp_path: Path) -> None:
+    shm = mount_of(Path("/dev/shm"))
+    assert shm is not None
+    assert (shm.point, shm.kind) == (Path("/dev/shm"), "tmpfs")
+    root = mount_of(tmp_path)
+    assert root is None or tmp_path.is_relative_to(root.point)
 
 
 # -- on real mounts -------------------------------------------------------------------------------
@@ -140,43 +267,30 @@ spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536,
 try:
     Arena.create(mounted, spec, lock_wait_s=1)
 except CapacityError as error:
-    print(error)
+    said = str(error)
+print(said)
 assert not list(mounted.iterdir())
 """
 
 
-@pytest.mark.root
-def test_a_full_mount_bounds() -> None:
-    said = run_mounted(REFUSED, kind="tmpfs", options="size=256m")
-    assert said.startswith("The arena needs 0.5")
-    assert "but 0.25GiB are free in" in said
-    mended = (
-        r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount \(`mount -o remount,size=1g /"
-    )
-    assert re.search(mended, said)
-
-
-NAMED = """
+NAMED = f"""{REFUSED}
 import re
 from dataclasses import replace
 from kvray.config import parse_size
-from kvray.errors import CapacityError
-from kvray.store import Arena, ArenaSpec
-MiB = 2**20
-spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536, holders_max=4)
-try:
-    Arena.create(mounted, spec, lock_wait_s=1)
-except CapacityError as error:
-    named = parse_size(re.search(r"capacity to (\\w+)", str(error))[1])
+named = parse_size(re.search(r"capacity to (\\w+)", said)[1])
 Arena.create(mounted, replace(spec, capacity=named), lock_wait_s=1).close()
-print(named // MiB > 150)
+assert named // MiB > 150
 """
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("options", ["size=256m", "size=256m,huge=advise"])
-def test_the_capacity_that_a_refusal_names_can_be_had(options: str) -> None:
-    assert run_mounted(NAMED, kind="tmpfs", options=options) == "True"
+def test_a_full_mount_bounds_and_the_capacity_that_is_named_can_be_had(options: str) -> None:
+    said = run_mounted(NAMED, kind="tmpfs", options=options)
+    assert said.startswith("The arena needs 0.5")
+    assert "but 0.25GiB are free in" in said
+    enlarged = r" or enlarge the mount \(`mount -o remount,size=1g /"
+    assert re.search(rf"; lower arena\.capacity to 1\d\dMiB{enlarged}", said)
 
 
 @pytest.mark.root

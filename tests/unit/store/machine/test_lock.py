@@ -1,11 +1,13 @@
 """The arena's lock: threads, processes, death, forks, and a bounded wait."""
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,37 @@ from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S
 
-TAKE = "(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})"
-GIVE = "(kept := SideFile.at(directory / 'lock.test')).unlock({byte})"
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def takes(other: Child, byte: int) -> bool:
+    """Let another process try to lock a byte of `side_file`."""
+    return other.say(f"(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})") == "True"
+
+
+def in_fork(is_fine: Callable[[], bool], *, within_s: float = 1.0) -> bool:
+    """Return what `is_fine` says in a fork of this process, if it says so in time."""
+    pid = os.fork()
+    if pid == 0:
+        start = time.monotonic()
+        os._exit(0 if is_fine() and time.monotonic() - start < within_s else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def held_by_thread(lock: ArenaLock) -> Iterator[None]:
+    """Let another thread of this process have the lock."""
+    has_it, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
+    )
+    thread.start()
+    assert has_it.wait(HANG_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.fixture
@@ -30,14 +61,13 @@ def side_file(directory: Path) -> SideFile:
     return SideFile.at(directory / "lock.test")
 
 
-def test_processes_exclude_each_other(side_file: SideFile, child: Callable[[], Child]) -> None:
-    other = child()
+def test_processes_exclude_each_other(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(ARENA_BYTE)
-    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "False"
+    assert not takes(other, ARENA_BYTE)
     side_file.unlock(ARENA_BYTE)
-    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "True"
+    assert takes(other, ARENA_BYTE)
     assert not side_file.try_lock(ARENA_BYTE)
-    other.say(GIVE.format(byte=ARENA_BYTE))
+    other.say(f"kept.unlock({ARENA_BYTE})")
     assert side_file.try_lock(ARENA_BYTE)
 
 
@@ -52,18 +82,15 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory: Path) -> None:
     assert open_at(path) == 0
 
 
-def test_bytes_are_locked_one_by_one(side_file: SideFile, child: Callable[[], Child]) -> None:
+def test_bytes_are_locked_one_by_one(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(HOLDER_BYTES)
     assert not side_file.try_lock(HOLDER_BYTES), "it is taken, by this process"
-    assert child().say(TAKE.format(byte=HOLDER_BYTES + 1)) == "True"
+    assert takes(other, HOLDER_BYTES + 1)
 
 
-def test_holder_of_a_byte_is_named_while_it_lives(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_holder_of_a_byte_is_named_while_it_lives(side_file: SideFile, other: Child) -> None:
     assert side_file.holder_of(HOLDER_BYTES) is None
-    other.say(TAKE.format(byte=HOLDER_BYTES))
+    assert takes(other, HOLDER_BYTES)
     assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
     other.process.send_signal(signal.SIGSTOP)
     assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
@@ -73,25 +100,13 @@ def test_holder_of_a_byte_is_named_while_it_lives(
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
-def test_lock_of_a_dead_process_is_free_at_once(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
-    other.say(TAKE.format(byte=ARENA_BYTE))
+def test_lock_of_a_dead_process_is_free_at_once(side_file: SideFile, other: Child) -> None:
+    assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     assert not lock.acquire(0)
     other.kill()
     assert lock.acquire(0)
     lock.release()
-
-
-def test_second_taker_in_one_process_is_refused(side_file: SideFile) -> None:
-    first, second = ArenaLock(side_file), ArenaLock(side_file)
-    assert first.acquire(0)
-    assert not second.acquire(0.01)
-    first.release()
-    assert second.acquire(0)
-    second.release()
 
 
 def test_threads_exclude_each_other(side_file: SideFile) -> None:
@@ -106,38 +121,27 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
             inside[0] -= 1
             lock.release()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(work) for _ in range(4)]:
+            one.result()
     assert (inside, most) == ([0], [1])
     assert not side_file.turn.locked()
 
 
-def test_thread_waits_in_a_queue_behind_the_others_of_its_process(
-    side_file: SideFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, has_it, go_on, looks = ArenaLock(side_file), threading.Event(), threading.Event(), [0]
+def test_threads_wait_behind_others(side_file: SideFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, looks = ArenaLock(side_file), [0]
     really = Description.set
 
     def count(*args: Any) -> bool:
         looks[0] += 1
         return really(*args)
 
-    thread = threading.Thread(
-        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    monkeypatch.setattr(Description, "set", count)
-    start = time.monotonic()
-    taken, took_s = lock.acquire(0.05), time.monotonic() - start
-    go_on.set()
-    thread.join()
-    assert not taken
-    assert took_s < 1
-    assert looks[0] < 60, "each look takes the interpreter from who is in the section"
+    with held_by_thread(lock):
+        monkeypatch.setattr(Description, "set", count)
+        start = time.monotonic()
+        assert not lock.acquire(0.05)
+        assert time.monotonic() - start < 1
+        assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
 def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> None:
@@ -150,8 +154,8 @@ def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> No
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
-def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s: float) -> None:
-    child().say(TAKE.format(byte=ARENA_BYTE))
+def test_wait_is_bounded(side_file: SideFile, other: Child, wait_s: float) -> None:
+    assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     waits = []
     for _ in range(5):
@@ -163,58 +167,36 @@ def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_is_detached_and_breaks_no_lock(
-    side_file: SideFile, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_forked_child_is_detached_and_breaks_no_lock(side_file: SideFile, other: Child) -> None:
     assert side_file.try_lock(HOLDER_BYTES)
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
+
+    def takes_nothing() -> bool:
         taken = lock.acquire(5) or side_file.try_lock(HOLDER_BYTES + 1)
         lock.release()
         side_file.unlock(HOLDER_BYTES)
         os.closerange(3, 256)
-        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return not taken
+
+    assert in_fork(takes_nothing)
     for byte in (ARENA_BYTE, HOLDER_BYTES):
-        assert other.say(TAKE.format(byte=byte)) == "False"
+        assert not takes(other, byte)
     lock.release()
     assert lock.acquire(0)
     lock.release()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock(
-    side_file: SideFile,
-) -> None:
-    lock, has_it, go_on = ArenaLock(side_file), threading.Event(), threading.Event()
+def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file: SideFile) -> None:
+    lock = ArenaLock(side_file)
     assert lock.acquire(0)
     lock.release()
-    thread = threading.Thread(
-        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
-        taken = lock.acquire(5)
-        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
-    status = os.waitpid(pid, 0)[1]
-    assert side_file.is_locked(ARENA_BYTE)
-    go_on.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    with held_by_thread(lock):
+        assert in_fork(lambda: not lock.acquire(5))
+        assert side_file.is_locked(ARENA_BYTE)
 
 
-def test_programs_that_a_process_starts_do_not_share_its_locks(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_programs_that_a_process_starts_do_not_share_its_locks(arena: Arena, other: Child) -> None:
     other.say("arena.join('parent')")
     other.say("arena._lock.acquire(1)")
     pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
@@ -233,9 +215,7 @@ def test_one_file_under_two_names_is_one_side_file(directory: Path) -> None:
     assert SideFile.at(directory / "real" / "lock.x") is SideFile.at(directory / "link" / "lock.x")
 
 
-def test_file_that_was_unlinked_is_not_taken_for_its_successor(
-    directory: Path, child: Callable[[], Child]
-) -> None:
+def test_an_unlinked_file_is_not_taken_for_its_successor(directory: Path, other: Child) -> None:
     path = directory / "lock.test"
     first = SideFile.at(path)
     assert first.try_lock(ARENA_BYTE)
@@ -243,11 +223,11 @@ def test_file_that_was_unlinked_is_not_taken_for_its_successor(
     second = SideFile.at(path)
     assert second is not first
     assert second.try_lock(ARENA_BYTE)
-    assert child().say(TAKE.format(byte=ARENA_BYTE)) == "False"
+    assert not takes(other, ARENA_BYTE)
 
 
 def test_locks_stay_whatever_else_the_process_does_with_the_file(
-    side_file: SideFile, directory: Path, child: Callable[[], Child]
+    side_file: SideFile, directory: Path, other: Child
 ) -> None:
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
@@ -255,18 +235,13 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(
     shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
     shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
     side_file.path.read_bytes()
-    other = child()
     for byte in (ARENA_BYTE, HOLDER_BYTES):
-        assert other.say(TAKE.format(byte=byte)) == "False"
+        assert not takes(other, byte)
     lock.release()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("in_section", [False, True])
-def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
-    arena: Arena, child: Callable[[], Child], in_section: bool
-) -> None:
-    other = child()
+def test_a_dead_parents_lock_ends_in_its_fork(arena: Arena, other: Child, in_section: bool) -> None:
     other.say("arena.join('parent')")
     if in_section:
         other.say("(held := arena.section(1)).__enter__()")
@@ -284,11 +259,7 @@ def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena: Arena, other: Child) -> None:
     with arena.section(1) as entered:
         assert entered
         arena.tables.put(np.arange(3), holder_live=1)
@@ -307,23 +278,22 @@ def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
     store(arena, chain(3))
+
+    def opens_it() -> bool:
+        own = Arena(arena.directory, lock_wait_s=1)
+        return (own.match(chain(3)), own.join("fork")) == (3, 1)
+
+    def opens_it_in_a_thread() -> bool:
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(opens_it()), daemon=True)
+        thread.start()
+        thread.join(HANG_S)
+        return answers == [True]
+
     with SideFile._registry_lock:  # as another thread might have it
-        pid = os.fork()
-        if not pid:
-            answers: list[int | None] = []
-
-            def use() -> None:
-                own = Arena(arena.directory, lock_wait_s=1)
-                answers.extend((own.match(chain(3)), own.join("fork")))
-
-            thread = threading.Thread(target=use, daemon=True)
-            thread.start()
-            thread.join(HANG_S)
-            os._exit(0 if answers == [3, 1] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_fork(opens_it_in_a_thread, within_s=HANG_S)
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
@@ -337,14 +307,9 @@ def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file: 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_section_inside_a_section_of_the_same_thread_is_refused(arena: Arena) -> None:
+def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena: Arena) -> None:
     with arena.section(1), arena.section(1) as entered:
         assert not entered
-    with arena.section(0) as entered:
-        assert entered
-
-
-def test_a_section_that_another_has_come_before_is_refused(arena: Arena) -> None:
     late = arena.section(1)
     with arena.section(1):  # as a signal's handler, before `with` has entered the first
         pass
@@ -354,20 +319,15 @@ def test_a_section_that_another_has_come_before_is_refused(arena: Arena) -> None
         assert entered
 
 
-def test_closed_arena_has_no_section_and_keeps_no_lock(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_closed_arena_has_no_section_and_keeps_no_lock(arena: Arena, other: Child) -> None:
+    arena.close()
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         pass
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-def test_arena_that_is_closed_inside_a_section_keeps_no_lock(
-    arena: Arena, child: Callable[[], Child]
-) -> None:
-    other = child()
+def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena: Arena, other: Child) -> None:
     tables = arena._tables
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         _read_closed(arena)
@@ -388,9 +348,7 @@ def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None
         assert least_s <= time.monotonic() - start < least_s + 0.1
 
 
-def test_letting_others_go_first_is_bounded_and_soon_forgotten(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_letting_others_first_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
 

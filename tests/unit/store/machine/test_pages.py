@@ -63,18 +63,20 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_of_a_file_mapped_twice_the_fuller_mapping_counts(thp: Path) -> None:
-    file = mapped_file(SMAPS, Path("/shm/arena"))
+@pytest.mark.parametrize(
+    ("path", "address", "mapped", "huge"),
+    [
+        pytest.param("/shm/arena", 0x7FC9F0400000, 16, 14, id="the fuller of two mappings"),
+        pytest.param("/huge/arena", 0x7FCB00000000, 64, 64, id="all of hugetlbfs is huge"),
+    ],
+)
+def test_mapped_files_have_figures(
+    thp: Path, path: str, address: int, mapped: int, huge: int
+) -> None:
+    file = mapped_file(SMAPS, Path(path))
     assert file is not None
-    assert (file.address, file.mapped_bytes) == (0x7FC9F0400000, 16 * MIB)
-    assert (file.huge_bytes, file.huge_page_bytes) == (14 * MIB, 2 * MIB)
-
-
-def test_all_of_hugetlbfs_is_huge(thp: Path) -> None:
-    file = mapped_file(SMAPS, Path("/huge/arena"))
-    assert file is not None
-    assert file.mapped_bytes == file.huge_bytes == 64 * MIB
-    assert file.huge_page_bytes == 2 * MIB
+    assert (file.address, file.mapped_bytes) == (address, mapped * MIB)
+    assert (file.huge_bytes, file.huge_page_bytes) == (huge * MIB, 2 * MIB)
 
 
 def test_a_file_that_is_not_mapped_has_no_figures(thp: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_kernel_without_huge_pages_has_no_command(thp: Path) -> None:
 # -- of a real arena ------------------------------------------------------------------------------
 
 
-def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
+def test_figures_follow_the_arena_and_its_successor(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ArenaPages(directory / "arena")
@@ -136,7 +138,7 @@ def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
     successor.close()
 
 
-def test_figures_of_an_arena_that_is_not_all_mapped_are_looked_for_again(
+def test_figures_are_read_again_till_all_is_mapped(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_LOOK_S", 0.0)

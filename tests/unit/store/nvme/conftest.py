@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvray.store.nvme import NvmeStore
-from tests.unit.store.nvme.small_store import open_store
+from kvray.store.nvme import NvmeSpec, NvmeStore, writer
+from kvray.store.nvme.disk import Disk
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.nvme.small_store import Reopen, open_store
 
 
 @pytest.fixture
@@ -19,8 +21,28 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def store(directory: Path) -> Iterator[NvmeStore]:
+def reopen(directory: Path) -> Iterator[Reopen]:
+    """Opens the store in the test's directory, when the one opened before has closed."""
+    opened: list[NvmeStore] = []
+
+    def close() -> None:
+        for one in opened:
+            writer.reopen(one.tables)  # what a full disk has closed
+            one.tables.undo.settle()
+            check_invariants(one.tables)
+            one.close()
+
+    def open_again(asked: NvmeSpec | None = None, *, disk: Disk | None = None) -> NvmeStore:
+        close()
+        opened[:] = [open_store(directory, asked, disk=disk)]
+        check_invariants(opened[0].tables)
+        return opened[0]
+
+    yield open_again
+    close()
+
+
+@pytest.fixture
+def store(reopen: Reopen) -> NvmeStore:
     """A store of 4 segments of 16 slots."""
-    made = open_store(directory)
-    yield made
-    made.close()
+    return reopen()

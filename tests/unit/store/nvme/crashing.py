@@ -11,13 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.identity.block import BlockKey
 from kvray.store.arena import slabs
-from kvray.store.arena.eviction import choose_victims
-from kvray.store.arena.layout import READY
 from kvray.store.nvme import NvmeStore
-from tests.unit.store.nvme.small_store import arena_tables, chain_for, open_store, promote, spec
-from tests.unit.store.small_arena import SLOT, chain
+from tests.unit.store.nvme.small_store import (
+    Block,
+    arena_tables,
+    blocks_of,
+    chain_for,
+    open_store,
+    promote,
+    spec,
+)
+from tests.unit.store.small_arena import SLOT, chain, victims
 
 SIZES = (SLOT, 2 * SLOT + 300)
 CHAINS = {(part, size): chain(40, seed=f"{part} {size}") for part in range(4) for size in SIZES}
@@ -30,17 +35,11 @@ NAMES = {
 }
 
 
-def ready(store: NvmeStore) -> set[str]:
-    return names_of(store, np.flatnonzero(store.tables.slot_state == READY))
+def say(what: str, blocks: set[Block]) -> None:
+    say_names(what, {NAMES[one] for one in blocks})
 
 
-def names_of(store: NvmeStore, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> set[str]:
-    tables = store.tables
-    keys = [BlockKey(key.tobytes()) for key in tables.slot_key[slots]]
-    return {NAMES[one] for one in zip(keys, tables.slot_part[slots].tolist(), strict=True)}
-
-
-def say(what: str, names: set[str]) -> None:
+def say_names(what: str, names: set[str]) -> None:
     # One write of the kernel: the reader never sees half a line but at the end.
     print(what, *sorted(names), sep="\t", flush=True)
 
@@ -51,14 +50,13 @@ def step(store: NvmeStore, chance: random.Random) -> None:
     if kind == "store":
         until = chance.randrange(1, len(keys) + 1)
         if until > slabs.num_available(store.tables, size):
-            say("may evict", {"*"})
+            say_names("may evict", {"*"})
         arena = arena_tables()
         store.write([chain_for(store, arena, keys[:until], part=part, block_bytes=size)], arena)
     elif kind == "evict":
-        everything = np.arange(store.geometry.num_slots)
-        victims = choose_victims(store.tables, 25, within=everything, protect=everything[:0])
-        say("may evict", names_of(store, victims))
-        store.evict(victims)
+        going = np.array(victims(store.tables, 25), dtype=np.int64)
+        say("may evict", blocks_of(store, going))
+        store.evict(going)
     elif kind == "flush":
         store.flush(note_use=chance.random() < 0.5)
     else:
@@ -69,7 +67,7 @@ def main() -> None:
     chance = random.Random(int(sys.argv[2]))
     store = open_store(Path(sys.argv[1]), ASKED)
     while True:
-        say("ready", ready(store))
+        say("ready", blocks_of(store))
         step(store, chance)
 
 

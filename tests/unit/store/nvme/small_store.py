@@ -1,38 +1,35 @@
 """Small NVMe stores, and an arena to demote from and promote to."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, payload, slots
-from kvray.store.arena.layout import Geometry
+from kvray.store.arena.layout import READY, Geometry
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
 from kvray.store.nvme.disk import Disk, aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
-from tests.unit.store.small_arena import SLOT, content, reserve
+from tests.unit.store.small_arena import SLOT, content, reserve, victims
 
 SEGMENT = 16 * SLOT
 
+Block = tuple[BlockKey, int]
+"""A key and its part."""
 
-def spec(
-    *,
-    num_segments: int = 4,
-    segment: int = SEGMENT,
-    name: str = "test",
-    free_reserve: int = 0,
-) -> NvmeSpec:
+Reopen = Callable[..., NvmeStore]
+"""See the fixture."""
+
+
+def spec(*, num_segments: int = 4, segment: int = SEGMENT, **more: Any) -> NvmeSpec:
     slots_per_segment = segment // SLOT
     table_bytes = -(-slots_per_segment * 128 // 4096) * 4096
-    return NvmeSpec(
-        cluster_name=name,
-        capacity=num_segments * (4096 + table_bytes + segment),
-        segment=segment,
-        slot_min=SLOT,
-        free_reserve=free_reserve,
-        io_threads=3,
-    )
+    capacity = num_segments * (4096 + table_bytes + segment)
+    asked = {"cluster_name": "test", "free_reserve": 0, "io_threads": 3, **more}
+    return NvmeSpec(capacity=capacity, segment=segment, slot_min=SLOT, **asked)
 
 
 SHAPE = SegmentShape.of(spec().geometry(), SLOT)
@@ -56,16 +53,10 @@ def arena_tables(*, slab: int = 64 * SLOT, num_slabs: int = 8) -> Tables:
 
 
 def put_in_arena(
-    arena: Tables,
-    keys: list[BlockKey],
-    *,
-    parent: BlockKey | None = None,
-    depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
+    arena: Tables, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT, **place: Any
 ) -> Array:
     """Store `keys`, each with its own content; return their slots."""
-    made = reserve(arena, keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
+    made = reserve(arena, keys, part=part, block_bytes=block_bytes, **place)
     for row, slot in zip(made.rows.tolist(), made.slots.tolist(), strict=True):
         wanted = content(keys[row], part, block_bytes=block_bytes)
         payload.slot_bytes(arena, slot)[:block_bytes] = wanted
@@ -80,36 +71,32 @@ def chain_for(
     *,
     parent: BlockKey | None = None,
     depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
+    **kind: Any,
 ) -> Demotion:
     """Put `keys` into an arena, and reserve slots of the store for those that it lacks."""
-    here = put_in_arena(arena, keys, parent=None, depth=depth, part=part, block_bytes=block_bytes)
-    return store.reserve(
-        key_index.pack_keys(keys),
-        here,
-        parent=None if parent is None else key_index.pack_keys([parent]),
-        depth=depth,
-        part=part,
-        block_bytes=block_bytes,
-    )
+    here = put_in_arena(arena, keys, depth=depth, **kind)
+    above = None if parent is None else key_index.pack_keys([parent])
+    kind = {"part": 0, "block_bytes": SLOT, **kind}
+    return store.reserve(key_index.pack_keys(keys), here, parent=above, depth=depth, **kind)
 
 
-def demote(
-    store: NvmeStore,
-    keys: list[BlockKey],
-    *,
-    parent: BlockKey | None = None,
-    depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
-) -> Array:
+def demote(store: NvmeStore, keys: list[BlockKey], **place: Any) -> Array:
     """Store `keys` with their content; return a mask of those that were written."""
     arena = arena_tables()
-    one = chain_for(
-        store, arena, keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes
-    )
-    return store.write([one], arena)[0]
+    return store.write([chain_for(store, arena, keys, **place)], arena)[0]
+
+
+def evict(store: NvmeStore, count: int) -> int:
+    """Evict those that go first; return how many went."""
+    return len(store.evict(np.array(victims(store.tables, count), dtype=np.int64)))
+
+
+def blocks_of(store: NvmeStore, chosen: Array | None = None) -> set[Block]:
+    """Return the blocks in the chosen slots, or in all that are READY."""
+    tables = store.tables
+    slots = np.flatnonzero(tables.slot_state == READY) if chosen is None else chosen
+    keys = [BlockKey(key.tobytes()) for key in tables.slot_key[slots]]
+    return set(zip(keys, tables.slot_part[slots].tolist(), strict=True))
 
 
 def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:

@@ -1,4 +1,8 @@
-"""Files that were flipped, torn, cut short, copied or are somebody else's: skipped and counted."""
+"""Files that were flipped, torn, cut short, copied or somebody else's, and files of any content.
+
+They cost blocks, which are skipped and counted; nothing wrong is ever served from them: `promote`
+compares every byte that is called sound.
+"""
 
 import shutil
 from pathlib import Path
@@ -11,13 +15,23 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, QUARANTINED
-from kvray.store.nvme import NvmeStore
-from kvray.store.nvme.record import HEADER, PAGE_BYTES, RECORD, seal
+from kvray.store.arena.tables import Array
+from kvray.store.nvme import NvmeSpec, NvmeStore
+from kvray.store.nvme.record import (
+    FORMAT_VERSION,
+    HEADER,
+    MAGIC,
+    PAGE_BYTES,
+    RECORD,
+    _header_checksum,
+    seal,
+)
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
     SEGMENT,
     SHAPE,
+    Reopen,
     demote,
     open_store,
     present,
@@ -28,21 +42,54 @@ from tests.unit.store.nvme.small_store import (
 from tests.unit.store.small_arena import SLOT, chain
 
 KEYS = chain(12)
+SEVERAL = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def filled(directory: Path) -> Path:
-    """Store KEYS; return the one segment file."""
+class Filled:
+    """A directory whose one segment file has KEYS, to be damaged and opened again."""
+
+    def __init__(self, directory: Path, reopen: Reopen) -> None:
+        self.directory = directory
+        self.reopen = reopen
+        demote(reopen(), KEYS)
+        reopen().close()
+        (self.path,) = directory.glob("segment-*")
+
+    def put(self, memory: bytes) -> None:
+        """Let the one file have this content."""
+        for old in self.directory.glob("segment-*"):
+            old.unlink()
+        self.path.write_bytes(memory)
+
+    def flip(self, at: int, bit: int = 0) -> None:
+        memory = bytearray(self.path.read_bytes())
+        memory[at] ^= 1 << bit
+        self.path.write_bytes(memory)
+
+    def cut(self, size: int) -> None:
+        with self.path.open("r+b") as file:
+            file.truncate(size)
+
+
+def check_written_again(store: NvmeStore) -> None:
+    """Fail unless KEYS can be stored and read as if nothing had been."""
+    assert demote(store, KEYS).all()
+    assert promote(store, KEYS).sound.all()
+
+
+@pytest.fixture
+def filled(directory: Path, reopen: Reopen) -> Filled:
+    return Filled(directory, reopen)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a segment file with KEYS in it."""
+    directory = tmp_path_factory.mktemp("image")
     store = open_store(directory)
     demote(store, KEYS)
     store.close()
-    (path,) = directory.glob("segment-*")
-    return path
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    memory = bytearray(path.read_bytes())
-    memory[at] ^= 1 << bit
-    path.write_bytes(memory)
+    return (directory / "segment-00000000").read_bytes()
 
 
 def rewrite(path: Path, row: int, **values: object) -> None:
@@ -57,21 +104,7 @@ def rewrite(path: Path, row: int, **values: object) -> None:
     table.flush()
 
 
-def open_again(directory: Path) -> NvmeStore:
-    store = open_store(directory)
-    check_invariants(store.tables)
-    return store
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return filled(tmp_path_factory.mktemp("image")).read_bytes()
-
-
-@settings(
-    max_examples=examples(150),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(SEVERAL, max_examples=examples(150))
 @given(
     at=st.one_of(
         st.integers(0, HEADER.itemsize - 1),
@@ -81,218 +114,255 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     bit=st.integers(0, 7),
 )
 def test_one_flipped_bit_costs_one_block_or_the_file_and_nothing_wrong_is_served(
-    directory: Path, image: bytes, at: int, bit: int
+    filled: Filled, image: bytes, at: int, bit: int
 ) -> None:
-    for old in directory.glob("segment-*"):
-        old.unlink()
-    path = directory / "segment-00000000"
-    path.write_bytes(image)
-    flip(path, at, bit)
-    store = open_again(directory)
+    filled.put(image)
+    filled.flip(at, bit)
+    store = filled.reopen()
     sound = int(np.count_nonzero(promote(store, KEYS).sound))
     if at < PAGE_BYTES:
         assert (sound, len(store.report.aside)) == (0, 1)
     else:
         assert sound >= len(KEYS) - 1
-    store.close()
 
 
-def test_flipped_record_is_skipped_and_counted_once(directory: Path) -> None:
-    flip(filled(directory), PAGE_BYTES + 3 * RECORD.itemsize + 40)
-    store = open_again(directory)
+def test_flipped_record_is_skipped_and_counted_once(filled: Filled) -> None:
+    filled.flip(PAGE_BYTES + 3 * RECORD.itemsize + 40)
+    store = filled.reopen()
     report = store.report
     assert (report.blocks, report.damaged, report.parentless) == (11, 1, 1)
     assert present(store, KEYS) == 11
     store.flush()
-    store.close()
-    again = open_again(directory)
-    assert (again.report.blocks, again.report.damaged) == (11, 0)
-    again.close()
+    report = filled.reopen().report
+    assert (report.blocks, report.damaged) == (11, 0)
 
 
-def test_parentless_blocks_are_found_again_with_their_parent(directory: Path) -> None:
-    flip(filled(directory), PAGE_BYTES)
-    store = open_again(directory)
+def test_parentless_blocks_are_found_again_with_their_parent(filled: Filled) -> None:
+    filled.flip(PAGE_BYTES)
+    store = filled.reopen()
     assert store.report.parentless == 1
     assert demote(store, KEYS).tolist() == [True], "only the parent is written again"
-    assert promote(store, KEYS).sound.all()
-    check_invariants(store.tables)
-    store.close()
+    check_written_again(store)
 
 
-def test_flipped_payload_is_quarantined_counted_and_gone_for_good(directory: Path) -> None:
-    flip(filled(directory), SHAPE.payload_offset + 5 * SLOT + 100)
-    store = open_again(directory)
+def test_flipped_payload_is_quarantined_counted_and_gone_for_good(filled: Filled) -> None:
+    filled.flip(SHAPE.payload_offset + 5 * SLOT + 100)
+    store = filled.reopen()
     assert promote(store, KEYS).sound.tolist() == [True] * 5 + [False] + [True] * 6
     assert store.stats().corrupt == 1
     assert int(np.count_nonzero(store.tables.slot_state == QUARANTINED)) == 1
     assert present(store, KEYS[5:6]) == 0
     store.flush()
-    store.close()
-    again = open_again(directory)
-    assert (again.report.blocks, present(again, KEYS[5:6])) == (11, 0)
-    assert demote(again, KEYS).all()
-    assert promote(again, KEYS).sound.all()
-    again.close()
+    store = filled.reopen()
+    assert (store.report.blocks, present(store, KEYS[5:6])) == (11, 0)
+    check_written_again(store)
 
 
-def test_record_that_was_copied_to_another_row_is_no_record(directory: Path) -> None:
-    path = filled(directory)
-    table = table_of(path)
+def test_record_that_was_copied_to_another_row_is_no_record(filled: Filled) -> None:
+    table = table_of(filled.path)
     table[14] = table[2]
     table.flush()
-    store = open_again(directory)
-    assert (store.report.blocks, store.report.damaged, store.report.duplicates) == (12, 1, 0)
-    store.close()
+    report = filled.reopen().report
+    assert (report.blocks, report.damaged, report.duplicates) == (12, 1, 0)
 
 
-def test_record_of_another_segment_is_no_record(directory: Path) -> None:
-    store = open_store(directory)
-    demote(store, chain(20))
-    store.close()
+def test_record_of_another_segment_is_no_record(directory: Path, reopen: Reopen) -> None:
+    demote(reopen(), chain(20))
+    reopen().close()
     first, second = sorted(directory.glob("segment-*"))
     table_of(second)[:] = table_of(first)
-    again = open_again(directory)
-    assert again.report.damaged == 16
-    again.close()
+    assert reopen().report.damaged == 16
 
 
-def test_younger_of_two_records_of_a_block_counts(directory: Path) -> None:
-    path = filled(directory)
-    old = np.array(table_of(path)[4])
+def test_younger_of_two_records_of_a_block_counts(filled: Filled) -> None:
+    old = np.array(table_of(filled.path)[4])
     fields = {name: old[name] for name in ("key", "parent", "part", "depth", "length")}
-    rewrite(path, 13, **fields, payload_checksum=1, sequence=int(old["sequence"]) - 1, used=1)
-    store = open_again(directory)
+    earlier = int(old["sequence"]) - 1
+    rewrite(filled.path, 13, **fields, payload_checksum=1, sequence=earlier, used=1)
+    store = filled.reopen()
     assert (store.report.blocks, store.report.duplicates) == (12, 1)
     assert promote(store, KEYS).sound.all()
-    store.close()
 
 
-def test_numbers_go_on_above_all_that_were_given(directory: Path) -> None:
-    path = filled(directory)
-    rewrite(path, 0, sequence=10**6)
-    store = open_again(directory)
+def test_numbers_go_on_above_all_that_were_given(filled: Filled) -> None:
+    rewrite(filled.path, 0, sequence=10**6)
+    store = filled.reopen()
     demote(store, chain(1, seed="new"))
     slots = key_index.find(store.tables, key_index.pack_keys(chain(1, seed="new")), 0)
     store.close()
-    assert int(table_of(path)["sequence"][slots[0]]) > 10**6
+    assert int(table_of(filled.path)["sequence"][slots[0]]) > 10**6
 
 
 @pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, PAGE_BYTES + 1000])
-def test_file_without_its_table_gives_no_block(directory: Path, left: int) -> None:
-    path = filled(directory)
-    with path.open("r+b") as file:
-        file.truncate(left)
-    store = open_again(directory)
+def test_file_without_its_table_gives_no_block(filled: Filled, left: int) -> None:
+    filled.cut(left)
+    store = filled.reopen()
     assert present(store, KEYS) == 0
-    assert demote(store, KEYS).all()
-    assert promote(store, KEYS).sound.all()
-    store.close()
+    check_written_again(store)
 
 
-def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(directory: Path) -> None:
-    path = filled(directory)
-    with path.open("r+b") as file:
-        file.truncate(SHAPE.payload_offset + 4 * SLOT + 5)
-    store = open_again(directory)
+def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled: Filled) -> None:
+    filled.cut(SHAPE.payload_offset + 4 * SLOT + 5)
+    store = filled.reopen()
     assert (store.report.blocks, store.report.truncated) == (4, 8)
     assert promote(store, KEYS).sound.tolist() == [True] * 4 + [False] * 8
-    assert path.stat().st_size == SHAPE.file_bytes
-    assert demote(store, KEYS).all()
-    assert promote(store, KEYS).sound.all()
-    store.close()
+    assert filled.path.stat().st_size == SHAPE.file_bytes
+    check_written_again(store)
 
 
-def test_file_that_was_cut_while_the_store_is_open_is_a_miss(directory: Path) -> None:
-    path = filled(directory)
-    store = open_again(directory)
-    with path.open("r+b") as file:
-        file.truncate(SHAPE.payload_offset + 4 * SLOT)
+def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled: Filled) -> None:
+    store = filled.reopen()
+    filled.cut(SHAPE.payload_offset + 4 * SLOT)
     assert promote(store, KEYS).sound.tolist() == [True] * 4 + [False] * 8
     assert store.stats().unreadable == 8
-    store.close()
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
-    [
-        (spec(name="other"), "cluster"),
-        (spec(segment=2 * SEGMENT), "geometry"),
-    ],
+    [(spec(cluster_name="other"), "cluster"), (spec(segment=2 * SEGMENT), "geometry")],
 )
-def test_file_that_is_not_this_tiers_is_put_aside(directory: Path, asked, reason) -> None:  # type: ignore[no-untyped-def]
-    before = filled(directory).read_bytes()
-    store = open_store(directory, asked)
+def test_a_file_of_another_tier_is_put_aside(filled: Filled, asked: NvmeSpec, reason: str) -> None:
+    before = filled.path.read_bytes()
+    store = filled.reopen(asked)
     assert store.report.aside == (f"segment-00000000.{reason}",)
-    assert (directory / f"segment-00000000.{reason}").read_bytes() == before
-    keys = chain(3, seed="new")
-    assert demote(store, keys).all()
-    store.close()
-    again = open_store(directory, asked)
-    assert (again.report.aside, again.report.blocks) == ((), 3)
-    again.close()
+    assert (filled.directory / f"segment-00000000.{reason}").read_bytes() == before
+    assert demote(store, chain(3, seed="new")).all()
+    report = filled.reopen(asked).report
+    assert (report.aside, report.blocks) == ((), 3)
 
 
-def test_file_of_another_version_is_put_aside(directory: Path) -> None:
-    flip(filled(directory), 8, bit=3)
-    store = open_store(directory)
-    assert store.report.aside == ("segment-00000000.version",)
-    store.close()
+def test_files_of_another_version_are_put_aside_each_under_its_own_name(filled: Filled) -> None:
+    image = filled.path.read_bytes()
+    for name in ("segment-00000000.version", "segment-00000000.version-2"):
+        filled.path.write_bytes(image)
+        filled.flip(8, bit=3)
+        store = filled.reopen()
+        assert store.report.aside == (name,)
+        store.close()
+        assert (filled.directory / name).exists()
 
 
-def test_second_file_with_the_same_fate_gets_a_name_of_its_own(directory: Path) -> None:
-    image = filled(directory).read_bytes()
-    for _ in range(2):
-        path = directory / "segment-00000000"
-        path.write_bytes(image)
-        flip(path, 8, bit=3)
-        open_store(directory).close()
-    assert sorted(path.name for path in directory.glob("segment-*")) == [
-        "segment-00000000.version",
-        "segment-00000000.version-2",
-    ]
-
-
-def test_copy_of_a_segment_is_put_aside(directory: Path) -> None:
-    path = filled(directory)
-    shutil.copy(path, directory / "segment-00000007")
-    store = open_again(directory)
+def test_copy_of_a_segment_is_put_aside(filled: Filled) -> None:
+    shutil.copy(filled.path, filled.directory / "segment-00000007")
+    store = filled.reopen()
     assert store.report.aside == ("segment-00000007.copy",)
     assert promote(store, KEYS).sound.all()
-    store.close()
 
 
-def test_file_that_was_never_finished_is_removed_and_others_are_left_alone(directory: Path) -> None:
-    filled(directory)
-    (directory / "segment-00000009.new").write_bytes(b"half")
-    foreign = [directory / name for name in ("notes.txt", "segment-1", "segment-x.new")]
+def test_a_file_that_was_never_finished_is_removed_and_others_stay(filled: Filled) -> None:
+    half = filled.directory / "segment-00000009.new"
+    half.write_bytes(b"half")
+    foreign = [filled.directory / name for name in ("notes.txt", "segment-1", "segment-x.new")]
     for path in foreign:
         path.write_bytes(b"mine")
-    store = open_again(directory)
-    assert not (directory / "segment-00000009.new").exists()
+    report = filled.reopen().report
+    assert not half.exists()
     assert all(path.read_bytes() == b"mine" for path in foreign)
-    assert (store.report.blocks, store.report.aside) == (12, ())
-    store.close()
+    assert (report.blocks, report.aside) == (12, ())
 
 
-def test_blocks_that_find_no_place_in_the_index_are_counted(directory: Path) -> None:
-    store = open_store(directory)
-    demote(store, chain(20))
-    store.close()
+def test_blocks_without_a_place_in_the_index_are_counted(directory: Path, reopen: Reopen) -> None:
+    demote(reopen(), chain(20))
+    reopen().close()
     for number, path in enumerate(sorted(directory.glob("segment-*"))):
         for row in range(16 if number == 0 else 4):
             key = np.array([80, 16 * number + row, 1, 1], dtype="<u8")  # of one bucket
             rewrite(path, row, key=key, parent=np.zeros(4, dtype="<u8"), depth=0)
-    again = open_again(directory)
-    assert (again.report.blocks, again.report.crowded) == (BUCKET_WAYS, 20 - BUCKET_WAYS)
-    again.close()
+    report = reopen().report
+    assert (report.blocks, report.crowded) == (BUCKET_WAYS, 20 - BUCKET_WAYS)
 
 
-def test_a_key_of_the_right_record_is_what_is_served(directory: Path) -> None:
+def test_a_key_of_the_right_record_is_what_is_served(filled: Filled) -> None:
     """A record that is sealed with another block's key has that key's checksum against it."""
-    path = filled(directory)
     stranger = chain(1, seed="stranger")
-    rewrite(path, 0, key=key_index.pack_keys(stranger)[0])
-    store = open_again(directory)
-    assert not promote(store, [BlockKey(stranger[0])]).sound.any()
+    rewrite(filled.path, 0, key=key_index.pack_keys(stranger)[0])
+    assert not promote(filled.reopen(), [BlockKey(stranger[0])]).sound.any()
+
+
+# -- any content: checksums are right, so that what stands behind them is looked at ---------------
+
+WORDS = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 4096, 2**31, 2**32, 2**63, 2**64 - 1])
+HALVES = st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**31, 2**32 - 1])
+
+
+def some(**fields: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
+    """Return values for some of these fields."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+RECORDS = some(
+    **dict.fromkeys(("part", "depth", "hits"), HALVES),
+    **dict.fromkeys(("length", "payload_checksum", "sequence", "used", "namespace"), WORDS),
+    **dict.fromkeys(("key", "parent"), st.lists(WORDS, min_size=4, max_size=4)),
+    priority=st.integers(0, 255),
+)
+HEADERS = some(
+    cluster_name=st.binary(max_size=64),
+    block_bytes=WORDS | st.integers(1, 2**17),
+    **dict.fromkeys(
+        ("number", "stride", "num_slots", "table_offset", "payload_offset", "file_bytes"), WORDS
+    ),
+)
+
+
+def look(filled: Filled) -> Array:
+    """Open what is there and use it; return a mask of KEYS, those that were read."""
+    store = filled.reopen()
+    found = promote(store, KEYS).sound
+    demote(store, chain(3, seed="more"))
+    check_invariants(store.tables)
     store.close()
+    return found
+
+
+@settings(SEVERAL, max_examples=examples(60))
+@given(
+    head=st.binary(max_size=200) | st.binary(max_size=200).map(MAGIC.__add__),
+    size=st.sampled_from([0, 1, PAGE_BYTES, 3 * PAGE_BYTES + 5, SHAPE.file_bytes]),
+)
+def test_a_file_of_any_bytes_is_put_aside(filled: Filled, head: bytes, size: int) -> None:
+    filled.put(head.ljust(size, b"\1")[:size])
+    look(filled)
+
+
+@settings(SEVERAL, max_examples=examples(60))
+@given(fields=HEADERS)
+def test_any_header_goes_or_is_used(
+    filled: Filled, image: bytes, fields: dict[str, object]
+) -> None:
+    memory = bytearray(image)
+    header = np.frombuffer(memory, HEADER, count=1)
+    for name, value in fields.items():
+        header[name] = value
+    header["format_version"] = FORMAT_VERSION
+    header["checksum"] = _header_checksum(bytes(memory[:PAGE_BYTES]))
+    filled.put(memory)
+    look(filled)
+
+
+@settings(SEVERAL, max_examples=examples(60))
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, SHAPE.num_slots - 1), RECORDS),
+        min_size=1,
+        max_size=SHAPE.num_slots,
+    )
+)
+def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(
+    filled: Filled, image: bytes, changes: list[tuple[int, dict[str, object]]]
+) -> None:
+    filled.put(image)
+    table = table_of(filled.path)
+    records = np.array(table)
+    packed = key_index.pack_keys(KEYS)
+    rows = [int(np.flatnonzero((records["key"] == key).all(axis=1))[0]) for key in packed]
+    for row, fields in changes:
+        for name, value in fields.items():
+            records[row][name] = value
+    segment_id = int(np.fromfile(filled.path, HEADER, 1)["segment_id"][0])
+    seal(records, segment_id=segment_id, first_row=0)
+    table[:] = records
+    table.flush()
+    found = look(filled)
+    changed = {row for row, fields in changes if fields}
+    assert found[[row not in changed for row in rows]].all(), "a record costs its own block only"

@@ -11,20 +11,13 @@ import pytest
 
 from kvray.errors import CapacityError, TierError
 from kvray.store.arena.layout import Array
-from kvray.store.nvme import NvmeSpec, writer
+from kvray.store.nvme import NvmeSpec, NvmeStore, writer
 from kvray.store.nvme import disk as disk_module
 from kvray.store.nvme import writer as writer_module
 from kvray.store.nvme.disk import Disk, DiskFile
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.mounted import run_mounted
-from tests.unit.store.nvme.small_store import (
-    SEGMENT,
-    demote,
-    open_store,
-    present,
-    promote,
-    spec,
-)
+from tests.unit.store.nvme.small_store import SEGMENT, Reopen, demote, present, promote, spec
 from tests.unit.store.small_arena import SLOT, chain
 
 PAYLOAD = 4096 * 2
@@ -48,6 +41,17 @@ class FaultyDisk(Disk):
         return _FaultyFile(path, plain._fd, self)
 
 
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def store(reopen: Reopen, disk: FaultyDisk) -> NvmeStore:
+    """A store of 4 segments on `disk`."""
+    return reopen(disk=disk)
+
+
 class _FaultyFile(DiskFile):
     _disk: FaultyDisk
 
@@ -69,11 +73,7 @@ class _FaultyFile(DiskFile):
         super().sync()
 
 
-def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
-    directory: Path,
-) -> None:
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
+def test_one_block_that_the_device_refuses_is_a_miss(store: NvmeStore, disk: FaultyDisk) -> None:
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
@@ -81,13 +81,12 @@ def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
     assert (store.stats().unreadable, store.stats().corrupt) == (1, 0)
     disk.bad_reads.clear()
     assert promote(store, keys).sound.all()
-    store.close()
 
 
 @pytest.mark.parametrize("fault", ["fails_writes", "fails_records", "fails_syncs"])
-def test_write_that_fails_stores_nothing(directory: Path, fault: str) -> None:
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
+def test_write_that_fails_stores_nothing(
+    store: NvmeStore, reopen: Reopen, fault: str, disk: FaultyDisk
+) -> None:
     kept, lost = chain(5, seed="kept"), chain(5, seed="lost")
     demote(store, kept)
     setattr(disk, fault, True)
@@ -97,16 +96,14 @@ def test_write_that_fails_stores_nothing(directory: Path, fault: str) -> None:
     assert promote(store, kept).sound.all()
     check_invariants(store.tables)
     setattr(disk, fault, False)
-    store.close()
-    again = open_store(directory)
+    again = reopen()
     assert promote(again, kept).sound.all()
     assert present(again, lost) == 0
-    again.close()
 
 
-def test_store_goes_on_after_a_write_that_failed(directory: Path) -> None:
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
+def test_the_store_goes_on_after_a_failed_write(
+    store: NvmeStore, reopen: Reopen, disk: FaultyDisk
+) -> None:
     keys = chain(5)
     demote(store, chain(1, seed="first"))
     disk.fails_records = True
@@ -115,16 +112,12 @@ def test_store_goes_on_after_a_write_that_failed(directory: Path) -> None:
     disk.fails_records = False
     assert demote(store, keys).all()
     store.flush()
-    store.close()
-    again = open_store(directory)
+    again = reopen()
     assert promote(again, keys).sound.all()
-    again.close()
 
 
-def test_nothing_is_acknowledged_after_a_sync_that_failed(directory: Path) -> None:
+def test_nothing_is_acknowledged_after_a_failed_sync(store: NvmeStore, disk: FaultyDisk) -> None:
     """The kernel tells of a failed sync once, and then holds what it lost for written."""
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
     keys = chain(5)
     demote(store, keys)
     disk.fails_syncs = True
@@ -135,14 +128,12 @@ def test_nothing_is_acknowledged_after_a_sync_that_failed(directory: Path) -> No
         with pytest.raises(TierError, match="restart it when"):
             call()
     assert promote(store, keys).sound.all()
-    store.close()
 
 
 def test_full_disk_ends_growth_but_not_service(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    reopen: Reopen, caplog: pytest.LogCaptureFixture, disk: FaultyDisk
 ) -> None:
-    disk = FaultyDisk()
-    store = open_store(directory, spec(num_segments=8, free_reserve=10**6), disk=disk)
+    store = reopen(spec(num_segments=8, free_reserve=10**6), disk=disk)
     old = chain(16, seed="old")
     demote(store, old)
     disk.free = 10**6 + SEGMENT
@@ -154,23 +145,13 @@ def test_full_disk_ends_growth_but_not_service(
     new = chain(5, seed="new")
     assert demote(store, new).all(), "from now on others are evicted"
     assert (present(store, old), store.stats().segments) == (11, 1)
-    check_closed(store.tables)
-    store.close()
-
-
-def check_closed(tables) -> None:  # type: ignore[no-untyped-def]
-    assert writer.num_closed(tables)
-    writer.reopen(tables)
-    tables.undo.settle()
-    check_invariants(tables)
+    assert writer.num_closed(store.tables)
 
 
 def test_growth_goes_on_when_there_is_room_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, disk: FaultyDisk
 ) -> None:
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.0)
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
     demote(store, chain(16))
     disk.free = 0
     assert not demote(store, chain(5, seed="none")).any()
@@ -179,30 +160,22 @@ def test_growth_goes_on_when_there_is_room_again(
     assert store.stats().segments_without_room == 0
     assert demote(store, chain(20, seed="two")).all()
     assert store.stats().segments == 3
-    check_invariants(store.tables)
-    store.close()
 
 
 @pytest.mark.parametrize("at", [0, 4096])
-def test_start_that_fails_leaves_nothing_open_and_can_be_tried_again(
-    directory: Path, at: int
-) -> None:
-    store = open_store(directory)
+def test_a_start_that_failed_can_be_tried_again(reopen: Reopen, at: int, disk: FaultyDisk) -> None:
+    store = reopen()
     keys = chain(20)
     demote(store, keys)
     store.close()
-    disk = FaultyDisk()
     disk.bad_reads.add(at)
     with pytest.raises(TierError, match="read error"):
-        open_store(directory, disk=disk)
-    again = open_store(directory)
+        reopen(disk=disk)
+    again = reopen()
     assert promote(again, keys).sound.all()
-    again.close()
 
 
-def test_file_that_cannot_be_made_whole_leaves_nothing(directory: Path) -> None:
-    disk = FaultyDisk()
-    store = open_store(directory, disk=disk)
+def test_half_made_files_are_removed(store: NvmeStore, directory: Path, disk: FaultyDisk) -> None:
     disk.fails_writes = True
     with pytest.raises(TierError, match="write error"):
         demote(store, chain(3))
@@ -237,10 +210,10 @@ def test_file_system_that_fills_up_ends_growth(tmp_path: Path) -> None:
     assert printed.split()[1:] == ["True", "True"]
 
 
-def test_file_size_limit_is_no_room(directory: Path) -> None:
+def test_file_size_limit_is_no_room(reopen: Reopen, directory: Path) -> None:
     import resource
 
-    store = open_store(directory)
+    store = reopen()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
@@ -248,7 +221,6 @@ def test_file_size_limit_is_no_room(directory: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(directory.glob("segment-*"))
-    store.close()
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch, *, at_open: bool) -> None:
@@ -276,52 +248,47 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, *, at_open: bool) -> None:
 
 @pytest.mark.parametrize("at_open", [True, False])
 def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    at_open: bool,
+    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_open: bool
 ) -> None:
     refuse_direct(monkeypatch, at_open=at_open)
     caplog.set_level(logging.WARNING)
-    store = open_store(directory)
+    store = reopen()
     keys = chain(30)
     assert demote(store, keys).all()
     assert promote(store, keys).sound.all()
     store.flush()
     assert not store.stats().is_direct
     assert caplog.text.count("no direct I/O") == 1
-    store.close()
 
 
-def test_short_transfers_are_carried_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_carried_on(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(call):  # type: ignore[no-untyped-def]
         return lambda fd, buffers, offset: call(fd, [buffers[0][:4096]], offset)
 
     monkeypatch.setattr(disk_module.os, "pwritev", short(os.pwritev))
     monkeypatch.setattr(disk_module.os, "preadv", short(os.preadv))
-    store = open_store(directory)
+    store = reopen()
     keys = chain(12)
     assert demote(store, keys).all()
     assert promote(store, keys).sound.all()
-    store.close()
 
 
 def test_errors_say_what_to_do(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(code: int):  # type: ignore[no-untyped-def]
-        def fail(*args: object) -> None:
+    def fail(call: str, code: int) -> None:
+        def failing(*_: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        return fail
+        monkeypatch.setattr(disk_module.os, call, failing)
 
     file = Disk().create(directory / "file", 8192)
     buffer = np.zeros(4096, dtype="u1")
-    monkeypatch.setattr(disk_module.os, "pwritev", failing(errno.ENOSPC))
+    fail("pwritev", errno.ENOSPC)
     with pytest.raises(CapacityError, match=r"file cannot be written .* free room"):
         file.write([buffer], 0)
-    monkeypatch.setattr(disk_module.os, "pwritev", failing(errno.EIO))
+    fail("pwritev", errno.EIO)
     with pytest.raises(TierError, match=r"file cannot be written .*dmesg"):
         file.write([buffer], 0)
-    monkeypatch.setattr(disk_module.os, "preadv", failing(errno.EIO))
+    fail("preadv", errno.EIO)
     with pytest.raises(TierError, match=r"file cannot be read .*dmesg"):
         file.read([buffer], 0)
     file.close()

@@ -3,51 +3,35 @@
 import os
 import shutil
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
-from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, payload
-from kvray.store.arena.eviction import choose_victims
-from kvray.store.arena.layout import READY
-from kvray.store.nvme import Demotion, NvmeStore
+from kvray.store.nvme import NvmeStore
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
+    Block,
+    Reopen,
     arena_tables,
+    blocks_of,
     chain_for,
     demote,
+    evict,
     open_store,
     present,
     promote,
     put_in_arena,
     spec,
 )
-from tests.unit.store.small_arena import SLOT, chain, reserve
-
-NOBODY = np.empty(0, dtype=np.int64)
-
-
-def evict(store: NvmeStore, count: int) -> int:
-    everything = np.arange(store.geometry.num_slots)
-    victims = choose_victims(store.tables, count, within=everything, protect=NOBODY)
-    return len(store.evict(victims))
-
-
-def test_block_that_was_demoted_comes_back_byte_for_byte(store: NvmeStore) -> None:
-    keys = chain(20)
-    assert demote(store, keys).all()
-    assert present(store, keys) == 20
-    assert promote(store, keys).sound.all()
-    check_invariants(store.tables)
+from tests.unit.store.small_arena import SLOT, chain
 
 
 @pytest.mark.parametrize(
@@ -59,27 +43,16 @@ def test_blocks_of_any_size_come_back(store: NvmeStore, block_bytes: int) -> Non
     assert promote(store, keys, block_bytes=block_bytes).sound.all()
 
 
-def test_blocks_of_several_sizes_and_parts_share_the_store(store: NvmeStore) -> None:
-    keys = chain(4)
-    for part, size in enumerate((SLOT, 2 * SLOT + 5, 100)):
-        assert demote(store, keys, part=part, block_bytes=size).all()
-    for part, size in enumerate((SLOT, 2 * SLOT + 5, 100)):
-        assert promote(store, keys, part=part, block_bytes=size).sound.all()
-    check_invariants(store.tables)
-
-
-def test_blocks_outlive_the_store(directory: Path) -> None:
+def test_blocks_outlive_the_store(reopen: Reopen) -> None:
     keys, tail = chain(20), chain(5, seed="tail")
-    first = open_store(directory)
+    first = reopen()
     demote(first, keys)
     demote(first, tail, parent=keys[-1], depth=20, part=0)
-    first.close()
-    again = open_store(directory)
+    again = reopen()
     assert (again.report.blocks, again.report.segments, again.report.parentless) == (25, 2, 0)
     assert promote(again, keys).sound.all()
     assert promote(again, tail).sound.all()
     check_invariants(again.tables)
-    again.close()
 
 
 def test_block_that_is_larger_than_a_segment_is_refused(store: NvmeStore) -> None:
@@ -93,61 +66,38 @@ def test_chain_whose_parent_is_not_here_gets_no_slot(store: NvmeStore) -> None:
     assert present(store, keys) == 0
 
 
-def test_aborted_slots_are_free_again(store: NvmeStore) -> None:
-    one = chain_for(store, arena_tables(), chain(5))
-    store.abort(one)
-    assert not store.tables.slot_state.any()
-    check_invariants(store.tables)
-
-
-def test_full_store_evicts_tails_before_their_parents(directory: Path) -> None:
-    store = open_store(directory, spec(num_segments=2))
+def test_full_store_evicts_tails_before_their_parents(reopen: Reopen) -> None:
+    store = reopen(spec(num_segments=2))
     old, new = chain(20, seed="old"), chain(20, seed="new")
     demote(store, old)
     assert demote(store, new).all()
     assert present(store, new) == 20
-    assert 0 < present(store, old) == store.stats().blocks - 20
     left = present(store, old)
+    assert 0 < left == store.stats().blocks - 20
     assert present(store, old[:left]) == left, "a parent went before its child"
     assert promote(store, old[:left]).sound.all()
     check_invariants(store.tables)
     store.flush()
-    store.close()
-    again = open_store(directory, spec(num_segments=2))
+    again = reopen(spec(num_segments=2))
     assert (present(again, old), present(again, new)) == (left, 20)
     assert promote(again, new).sound.all()
-    again.close()
 
 
-def test_what_was_evicted_does_not_come_back_after_a_flush(directory: Path) -> None:
-    keys = chain(20)
-    store = open_store(directory)
-    demote(store, keys)
-    assert evict(store, 7) == 7
-    store.flush()
-    store.close()
-    again = open_store(directory)
-    assert (again.report.blocks, present(again, keys[:13]), present(again, keys)) == (13, 13, 13)
-    again.close()
-
-
-def test_segment_that_is_empty_serves_another_block_size(directory: Path) -> None:
-    store = open_store(directory, spec(num_segments=1))
+def test_segment_that_is_empty_serves_another_block_size(reopen: Reopen, directory: Path) -> None:
+    store = reopen(spec(num_segments=1))
     demote(store, chain(16))
     other = chain(4, seed="other")
     assert demote(store, other, block_bytes=3 * SLOT).all()
     assert promote(store, other, block_bytes=3 * SLOT).sound.all()
     assert (store.stats().segments, store.stats().blocks) == (1, 4)
-    store.close()
-    again = open_store(directory, spec(num_segments=1))
+    again = reopen(spec(num_segments=1))
     assert promote(again, other, block_bytes=3 * SLOT).sound.all()
     assert len(list(directory.glob("segment-*"))) == 1
-    again.close()
 
 
-def test_files_stay_within_the_capacity(directory: Path) -> None:
+def test_files_stay_within_the_capacity(reopen: Reopen, directory: Path) -> None:
     asked = spec(num_segments=3)
-    store = open_store(directory, asked)
+    store = reopen(asked)
     for number in range(10):
         demote(store, chain(14, seed=str(number)), block_bytes=SLOT * (1 + number % 2))
     store.close()
@@ -155,12 +105,10 @@ def test_files_stay_within_the_capacity(directory: Path) -> None:
     assert 0 < used <= asked.capacity
 
 
-def test_store_without_room_for_a_segment_is_refused(directory: Path) -> None:
+def test_store_without_room_for_a_segment_is_refused() -> None:
     asked = spec(num_segments=1)
     with pytest.raises(ConfigError, match="holds no file"):
-        type(asked)(
-            cluster_name="x", capacity=asked.capacity - 1, segment=asked.segment, slot_min=SLOT
-        ).geometry()
+        replace(asked, capacity=asked.capacity - 1).geometry()
 
 
 def test_promotion_into_slots_of_another_size_is_refused(store: NvmeStore) -> None:
@@ -184,45 +132,16 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_block_that_is_wrong_in_the_arena_is_found_when_it_is_read(store: NvmeStore) -> None:
-    keys = chain(4)
-    arena = arena_tables()
-    one = chain_for(store, arena, keys)
-    payload.slot_bytes(arena, int(one.arena_slots[2]))[7] ^= 1
-    assert store.write([one], arena)[0].all()
-    assert promote(store, keys).sound.tolist() == [True, True, False, True]
-    assert store.stats().corrupt == 1
-    assert present(store, keys) == 3
-    check_invariants(store.tables)
-
-
-def test_key_that_is_not_here_is_a_miss(store: NvmeStore) -> None:
-    keys = chain(5)
-    demote(store, keys[:3])
-    assert promote(store, keys).sound.tolist() == [True] * 3 + [False] * 2
-
-
-def test_many_chains_share_one_write(store: NvmeStore) -> None:
-    arena = arena_tables()
-    chains = [chain(7, seed=str(number)) for number in range(6)]
-    demotions = [chain_for(store, arena, keys) for keys in chains]
-    assert all(mask.all() for mask in store.write(demotions, arena))
-    for keys in chains:
-        assert promote(store, keys).sound.all()
-
-
-def test_use_is_known_after_a_restart_if_it_was_noted(directory: Path) -> None:
+def test_use_is_known_after_a_restart_if_it_was_noted(reopen: Reopen) -> None:
     old, new = chain(3, seed="old"), chain(3, seed="new")
-    store = open_store(directory)
+    store = reopen()
     demote(store, old)
     demote(store, new)
     promote(store, old)
     store.flush(note_use=True)
-    store.close()
-    again = open_store(directory)
+    again = reopen()
     assert evict(again, 3) == 3
     assert (present(again, old), present(again, new)) == (3, 0)
-    again.close()
 
 
 def test_directory_has_one_owner(directory: Path) -> None:
@@ -241,90 +160,68 @@ def test_closed_store_says_so(store: NvmeStore) -> None:
             call()
 
 
-def test_lowered_capacity_removes_the_segments_unused_longest(directory: Path) -> None:
-    store = open_store(directory, spec(num_segments=4))
+def test_lowered_capacity_removes_the_segments_unused_longest(reopen: Reopen) -> None:
+    store = reopen(spec(num_segments=4))
     chains = [chain(16, seed=str(number)) for number in range(4)]
     for keys in chains:
         demote(store, keys)
     promote(store, chains[0])
     store.flush(note_use=True)
-    store.close()
-    again = open_store(directory, spec(num_segments=2))
+    again = reopen(spec(num_segments=2))
     assert len(again.report.surplus) == 2
     assert [present(again, keys) for keys in chains] == [16, 0, 0, 16]
-    again.close()
 
 
-def test_reads_and_writes_go_on_at_once(directory: Path) -> None:
-    store = open_store(directory, spec(num_segments=8))
+def test_reads_and_writes_go_on_at_once(reopen: Reopen) -> None:
+    store = reopen(spec(num_segments=8))
     kept = chain(20, seed="kept")
     demote(store, kept)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for turn in range(15):
-                if number % 2:
-                    promote(store, kept)
-                else:
-                    keys = chain(10, seed=f"{number} {turn}")
-                    demote(store, keys)
-                    promote(store, keys)
-        except BaseException as error:  # noqa: BLE001 - the test's own thread must hear of it
-            failures.append(error)
+        for turn in range(15):
+            if number % 2:
+                promote(store, kept)
+            else:
+                keys = chain(10, seed=f"{number} {turn}")
+                demote(store, keys)
+                promote(store, keys)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not store.tables.slot_leases.any()
-    check_invariants(store.tables)
-    store.close()
 
 
 def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:
     keys = chain(4)
     demote(store, keys)
-    arena = arena_tables()
-    made = reserve(arena, keys)
     with store._leased(key_index.pack_keys(keys), 0) as found:
         assert evict(store, 4) == 0
         assert (found >= 0).all()
     assert evict(store, 4) == 4
-    assert len(made.slots) == 4
 
 
-SIZES = (SLOT, 3 * SLOT - 1)
 CHAINS = [chain(20, seed=str(number)) for number in range(4)]
-chains = st.integers(0, len(CHAINS) - 1)
+KINDS = [{"part": at, "block_bytes": (SLOT, 3 * SLOT - 1)[at % 2]} for at in range(4)]
 """The number of a chain is its part; the even ones have blocks of one size, the odd of another."""
-Block = tuple[BlockKey, int]
-
-
-def size_of(number: int) -> int:
-    return SIZES[number % 2]
+numbers = st.integers(0, 3)
 
 
 class NvmeMachine(RuleBasedStateMachine):
+    """The model is the blocks that are there, with their parts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
         self.store = open_store(self.directory, spec(num_segments=3))
         self.model: set[Block] = set()
-        self.pending: list[Demotion] = []
 
     def ready(self) -> set[Block]:
-        tables = self.store.tables
-        slots = np.flatnonzero(tables.slot_state == READY)
-        keys = [BlockKey(key.tobytes()) for key in tables.slot_key[slots]]
-        return set(zip(keys, tables.slot_part[slots].tolist(), strict=True))
+        return blocks_of(self.store)
 
-    @rule(number=chains, until=st.integers(1, 20))
+    @rule(number=numbers, until=st.integers(1, 20))
     def store_chain(self, number: int, until: int) -> None:
         arena, keys = arena_tables(), CHAINS[number][:until]
-        one = chain_for(self.store, arena, keys, part=number, block_bytes=size_of(number))
+        one = chain_for(self.store, arena, keys, **KINDS[number])
         before = self.ready()
         assert before <= self.model
         (mask,) = self.store.write([one], arena)
@@ -333,19 +230,17 @@ class NvmeMachine(RuleBasedStateMachine):
         assert self.ready() == before | new
         self.model = before | new
 
-    @rule(number=chains)
+    @rule(number=numbers)
     def give_up_half_way(self, number: int) -> None:
-        one = chain_for(
-            self.store, arena_tables(), CHAINS[number], part=number, block_bytes=size_of(number)
-        )
+        one = chain_for(self.store, arena_tables(), CHAINS[number], **KINDS[number])
         self.model &= self.ready()
         self.store.abort(one)
         assert self.ready() == self.model
 
-    @rule(number=chains, row=st.integers(0, 19))
+    @rule(number=numbers, row=st.integers(0, 19))
     def store_what_is_wrong(self, number: int, row: int) -> None:
         arena = arena_tables()
-        one = chain_for(self.store, arena, CHAINS[number], part=number, block_bytes=size_of(number))
+        one = chain_for(self.store, arena, CHAINS[number], **KINDS[number])
         wrong: set[Block] = set()
         if row < len(one.arena_slots):
             payload.slot_bytes(arena, int(one.arena_slots[row]))[0] ^= 1
@@ -353,23 +248,21 @@ class NvmeMachine(RuleBasedStateMachine):
         assert self.store.write([one], arena)[0].all()
         written = self.ready()
         assert wrong <= written
-        promote(self.store, CHAINS[number], part=number, block_bytes=size_of(number))
+        promote(self.store, CHAINS[number], **KINDS[number])
         self.model = self.ready()
         assert self.model == written - wrong, "the read finds it"
 
     @rule(count=st.integers(1, 30))
     def evict(self, count: int) -> None:
-        everything = np.arange(self.store.geometry.num_slots)
-        victims = choose_victims(self.store.tables, count, within=everything, protect=victims_none)
-        went = self.store.evict(victims)
-        assert len(self.model) - len(self.ready()) == len(went)
+        went = evict(self.store, count)
+        assert len(self.model) - len(self.ready()) == went
         assert self.ready() <= self.model
         self.model = self.ready()
 
-    @rule(number=chains)
+    @rule(number=numbers)
     def read(self, number: int) -> None:
         keys = CHAINS[number]
-        got = promote(self.store, keys, part=number, block_bytes=size_of(number))
+        got = promote(self.store, keys, **KINDS[number])
         assert got.sound.tolist() == [(key, number) in self.model for key in keys]
 
     @rule(flush=st.booleans(), note_use=st.booleans())
@@ -382,7 +275,7 @@ class NvmeMachine(RuleBasedStateMachine):
         assert found == self.model if flush else found >= self.model
         for number, keys in enumerate(CHAINS):
             # What was evicted and came back may have been overwritten: then it is refused.
-            promote(self.store, keys, part=number, block_bytes=size_of(number))
+            promote(self.store, keys, **KINDS[number])
         assert self.ready() >= self.model
         self.model = self.ready()
 
@@ -396,6 +289,5 @@ class NvmeMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-victims_none = np.empty(0, dtype=np.int64)
-NvmeMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=25)
+NvmeMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase

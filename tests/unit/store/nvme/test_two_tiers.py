@@ -1,23 +1,28 @@
 """An arena above a store: what is to go is written before, and comes back as it was."""
 
+import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
-from kvray.store.arena.tables import Array
-from kvray.store.demoter import Demoter, Promoter
+from kvray.store.arena.tables import Array, Tables
+from kvray.store.demoter import Demoter, Promoter, paths_to
 from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.terms import WriteBudget
 from kvray.store.retention import Retention
+from tests.examples import examples
 from tests.unit.store.nvme.small_store import open_store, present, spec
-from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, store
+from tests.unit.store.small_arena import SLOT, chain, make_arena, make_tables, put, served, store
 
 FOREVER = float("inf")
 UNKNOWN = -1e29
@@ -89,16 +94,11 @@ def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int 
     return brought.num_blocks
 
 
-def check_served(arena: Arena, keys: list[BlockKey]) -> int:
-    """Return how many leading keys the arena has; fail if one has other bytes than its own."""
-    (held,) = arena.lease(keys) or [None]
-    if held is None:
-        return 0
-    pool = np.zeros((held.num_slots, SLOT), dtype=np.uint8)
-    arena.read(held, pool, np.arange(held.num_slots), verify=True)
-    assert (pool == pool_of(keys[: held.num_slots])).all()
-    arena.release(held, wait_s=PATIENT_S)
-    return held.num_slots
+def flushed(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> None:
+    """Have `keys` below, and nothing above."""
+    store(arena, keys)
+    demoter_of(arena, below).flush(until=FOREVER)
+    ArenaOwner(arena).clear()
 
 
 def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeStore) -> None:
@@ -107,9 +107,7 @@ def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeSt
     assert below.stats().written_bytes == 0
 
 
-def test_what_goes_next_is_written_with_its_ancestors_and_stays(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_what_goes_next_is_written_with_ancestors_and_stays(arena: Arena, below: NvmeStore) -> None:
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
     store(arena, new)
@@ -119,7 +117,7 @@ def test_what_goes_next_is_written_with_its_ancestors_and_stays(
     assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"
     assert present(below, new) == 0
     assert demoter.counts.demoted_blocks == 30
-    assert check_served(arena, old) == check_served(arena, new) == 30
+    assert served(arena, old) == served(arena, new) == 30
     assert arena.stats()["leased_blocks"] == 0
 
 
@@ -132,36 +130,30 @@ def test_evicted_blocks_come_back_as_they_were(arena: Arena, below: NvmeStore) -
     ArenaOwner(arena).clear()
     store(arena, keys[:7])
     assert promote(arena, below, keys) == 33, "7 of them are here"
-    assert check_served(arena, keys) == 40
+    assert served(arena, keys) == 40
 
 
 def test_a_prefix_is_promoted_up_to_its_first_gap(arena: Arena, below: NvmeStore) -> None:
     keys = chain(30)
-    store(arena, keys)
-    demoter_of(arena, below).flush(until=FOREVER)
-    ArenaOwner(arena).clear()
+    flushed(arena, below, keys)
     leaf = key_index.find(below.tables, key_index.pack_keys(keys), 0)[20:]
     assert len(below.evict(leaf)) == 10
     assert promote(arena, below, keys) == 20
-    assert check_served(arena, keys) == 20
+    assert served(arena, keys) == 20
 
 
 def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -> None:
     keys = chain(12)
-    store(arena, keys)
-    demoter_of(arena, below).flush(until=FOREVER)
-    ArenaOwner(arena).clear()
+    flushed(arena, below, keys)
     slot = int(key_index.find(below.tables, key_index.pack_keys(keys), 0)[5])
     below.tables.slot_checksum[slot] ^= np.uint64(1)
     promote(arena, below, keys)
-    assert check_served(arena, keys) == 5
+    assert served(arena, keys) == 5
     assert arena.stats()["blocks"] <= 11
     assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
 
 
-def test_a_refused_block_is_not_asked_about_again_until_it_is_used(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_a_refused_block_is_asked_about_when_used_again(arena: Arena, below: NvmeStore) -> None:
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below, refused=frozenset(keys))
@@ -169,19 +161,17 @@ def test_a_refused_block_is_not_asked_about_again_until_it_is_used(
         assert demoter.demote_ahead() == 0
     refused = demoter.counts.refused_blocks
     assert 0 < refused <= 40
-    check_served(arena, keys)
+    served(arena, keys)
     demoter.demote_ahead()
     assert demoter.counts.refused_blocks == 2 * refused
 
 
-def test_a_block_that_is_used_after_its_write_is_not_written_again(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_what_is_used_after_its_write_is_not_written_again(arena: Arena, below: NvmeStore) -> None:
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below)
     assert demoter.demote_ahead() == 40
-    check_served(arena, keys)
+    served(arena, keys)
     assert demoter.demote_ahead() == 0
     assert below.stats().written_bytes == 40 * SLOT
 
@@ -197,13 +187,11 @@ def test_no_more_is_written_than_the_budget_has(arena: Arena, below: NvmeStore) 
     assert demoter.counts.postponed_rounds > 0
 
 
-def test_flush_begins_with_what_was_used_last_and_ends_in_time(
-    arena: Arena, below: NvmeStore
-) -> None:
+def test_a_flush_begins_with_the_latest_and_ends_in_time(arena: Arena, below: NvmeStore) -> None:
     old, new = chain(25, seed="old"), chain(25, seed="new")
     store(arena, old)
     store(arena, new)
-    check_served(arena, old[:10])
+    served(arena, old[:10])
     told: list[tuple[int, int]] = []
     late = demoter_of(arena, below)
     assert late.flush(until=0.0, progress=lambda done, total: told.append((done, total))) == 0
@@ -212,21 +200,6 @@ def test_flush_begins_with_what_was_used_last_and_ends_in_time(
     assert few.flush(until=FOREVER) == 10
     assert present(below, old) == 10
     assert present(below, new) == 0
-
-
-def test_flushed_blocks_are_there_when_the_store_is_opened_again(
-    arena: Arena, directory: Path
-) -> None:
-    keys = chain(50)
-    store(arena, keys)
-    first = open_store(directory / "again", spec(num_segments=8))
-    assert demoter_of(arena, first).flush(until=FOREVER) == 50
-    first.close()
-    ArenaOwner(arena).clear()
-    second = open_store(directory / "again", spec(num_segments=8))
-    assert promote(arena, second, keys) == 50
-    assert check_served(arena, keys) == 50
-    second.close()
 
 
 def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, directory: Path) -> None:
@@ -240,16 +213,14 @@ def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, direc
     small.close()
 
 
-def test_a_full_store_lets_go_of_what_was_used_longest_ago_in_either_tier(
-    arena: Arena, directory: Path
-) -> None:
+def test_a_full_store_drops_what_was_used_longest_ago(arena: Arena, directory: Path) -> None:
     small = open_store(directory / "small", spec(num_segments=4))
     demoter = demoter_of(arena, small)
     one, two, three = (chain(20, seed=name) for name in "abc")
     for keys in (one, two, three):
         store(arena, keys)
     assert demoter.flush(until=FOREVER) == 60
-    check_served(arena, one)
+    served(arena, one)
     assert demoter.demote_ahead() == 0, "all is there; but it looks"
     ArenaOwner(arena).clear()
     store(arena, chain(20, seed="d"))
@@ -285,9 +256,7 @@ def test_flush_tries_again_what_a_busy_arena_held_up(
     assert present(below, chain(20)) == 20
 
 
-def test_a_full_store_forgets_what_it_knew_of_the_blocks_that_leave_it(
-    arena: Arena, directory: Path
-) -> None:
+def test_a_full_store_forgets_the_blocks_that_leave_it(arena: Arena, directory: Path) -> None:
     below = open_store(directory / "small", spec(num_segments=1))
     retention = Retention(arena, "lru", "all")
     retention.put_below(below)
@@ -308,3 +277,70 @@ def test_a_full_store_forgets_what_it_knew_of_the_blocks_that_leave_it(
     assert (present(below, new), np.count_nonzero(taken)) == (4, 4)
     assert ((retention.rank_below(slots) > UNKNOWN) == ~gone).all()
     below.close()
+
+
+# -- what has to be written so that blocks are below with all their ancestors, in which order -----
+
+
+def paths(tables: Tables, wanted: Array | list[int], below: Array | list[int]) -> list[list[int]]:
+    is_below = np.zeros(tables.geometry.num_slots, dtype=bool)
+    is_below[np.array(below, dtype=np.int64)] = True
+    found = paths_to(tables, np.array(wanted, dtype=np.int64), is_below.__getitem__)
+    return [path.tolist() for path in found]
+
+
+def forest(seed: int) -> Tables:
+    """Return tables with a random forest, of which each piece hangs from any block before it."""
+    tables, rng = make_tables(), random.Random(seed)
+    known: list[tuple[BlockKey, int]] = []
+    for number in range(rng.randrange(1, 12)):
+        parent, depth = rng.choice(known) if known and rng.random() < 0.7 else (None, -1)
+        keys = chain(rng.randrange(1, 6), seed=f"{seed}, {number}")
+        put(tables, keys, parent=parent, depth=depth + 1)
+        known += [(key, depth + 1 + at) for at, key in enumerate(keys)]
+    return tables
+
+
+def ancestry(tables: Tables, slot: int) -> list[int]:
+    """Return a block and those before it, up to its root."""
+    line = [slot]
+    while tables.slot_parent[line[-1]] >= 0:
+        line.append(int(tables.slot_parent[line[-1]]))
+    return line
+
+
+@settings(max_examples=examples(150), derandomize=True)
+@given(st.integers(0, 10**6), st.data())
+def test_paths_bring_down_just_what_is_missing(seed: int, data: st.DataObject) -> None:
+    tables = forest(seed)
+    used = np.flatnonzero(tables.slot_state).tolist()
+    wanted = data.draw(st.lists(st.sampled_from(used), max_size=12))
+    # What is below has its ancestors there, too, or has not.
+    below = set(data.draw(st.lists(st.sampled_from(used), max_size=6)))
+    if data.draw(st.booleans()):
+        below = {one for slot in below for one in ancestry(tables, slot)}
+    found = paths(tables, wanted, sorted(below))
+
+    expected = set()
+    for slot in wanted:
+        for one in ancestry(tables, slot):
+            if one in below:
+                break
+            expected.add(one)
+    written = [slot for path in found for slot in path]
+    assert len(written) == len(set(written)), "a block is written once"
+    assert set(written) == expected
+
+    done = set(below)
+    for path in found:
+        before = int(tables.slot_parent[path[0]])
+        assert before < 0 or before in done, "the block before a path is below by then"
+        assert all(tables.slot_parent[b] == a for a, b in pairwise(path))
+        done.update(path)
+    assert num_paths(tables, expected) == len(found), "no path could go on with another"
+
+
+def num_paths(tables: Tables, slots: set[int]) -> int:
+    """Return the fewest paths that cover a forest: one for each of its leaves."""
+    parents = {int(tables.slot_parent[slot]) for slot in slots}
+    return len(slots - parents)

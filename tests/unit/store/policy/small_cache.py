@@ -1,8 +1,6 @@
 """A cache of single blocks under a policy, and what its tests tell policies."""
 
-import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -61,11 +59,3 @@ class SmallCache:
     def hits(self, names: Sequence[int]) -> list[bool]:
         """Ask for blocks, one a second."""
         return [self.ask(name, now=float(at)) for at, name in enumerate(names)]
-
-
-def zipf(seed: int, count: int, *, num_names: int = 1000, skew: float = 0.9) -> list[int]:
-    """Return names of which few are frequent and many are rare."""
-    rng: Any = random.Random(seed)
-    weights = [(rank + 1) ** -skew for rank in range(num_names)]
-    names: list[int] = rng.choices(range(num_names), weights, k=count)
-    return names

@@ -24,7 +24,7 @@ from kvray.store.policy import (
 )
 from kvray.store.policy.hazard import NUM_AGES
 from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
-from tests.unit.store.policy.small_cache import SmallCache, use, zipf
+from tests.unit.store.policy.small_cache import SmallCache, use
 
 
 def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
@@ -44,30 +44,12 @@ def test_single_blocks_are_kept_as_in_a_dict(names: list[int], num_blocks: int) 
     assert SmallCache(LRU(num_blocks), num_blocks).hits(names) == dict_hits(names, num_blocks)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_long_string_has_the_hits_of_a_dict(seed: int) -> None:
-    names = zipf(seed, 5000)
-    assert SmallCache(LRU(100), 100).hits(names) == dict_hits(names, 100)
-
-
 def test_blocks_of_one_use_have_one_rank() -> None:
     policy = LRU(4)
     policy.stored(use([2, 0, 3], [10, 11, 12]))
     policy.used(use([2, 0], [10, 11]))
     ranks = policy.rank(np.array([2, 0, 3]), now=0.0)
     assert ranks[0] == ranks[1] > ranks[2]
-
-
-def test_the_clock_goes_on_in_both_tiers() -> None:
-    host = LRU(2)
-    below = host.beside(2)
-    host.stored(use([0], [10]))
-    below.stored(use([0], [11]))
-    host.stored(use([1], [12]))
-    below.copied(np.array([1]), host, np.array([1]))
-    assert list(np.argsort(below.rank(np.array([1, 0]), now=0.0))) == [1, 0]
-    host.copied(np.array([1]), below, np.array([0]))
-    assert list(np.argsort(host.rank(np.array([1, 0]), now=0.0))) == [1, 0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -82,18 +64,20 @@ def test_every_policy(
 HOT, COLD = np.arange(4), np.arange(100, 108)
 
 
-def taught(policy: Gittins) -> float:
+def taught(*observers: Policy | Likely) -> float:
     """Have one prompt come back every 10 s, and others never; return the time after that."""
     now = 0.0
-    policy.stored(use(HOT, HOT, now=now))
+    for one in observers:
+        one.stored(use(HOT, HOT, now=now))
     for turn in range(300):
         now += 10.0
-        policy.used(use(HOT, HOT, now=now))
-        policy.stored(use(COLD, COLD + 1000 * (turn + 1), now=now))
+        for one in observers:
+            one.used(use(HOT, HOT, now=now))
+            one.stored(use(COLD, COLD + 1000 * (turn + 1), now=now))
     return now
 
 
-def rank(policy: Gittins, slots: Array, now: float) -> Array:
+def rank(policy: Policy, slots: Array, now: float) -> Array:
     return policy.rank(slots, now=now)
 
 
@@ -109,13 +93,9 @@ def test_before_the_first_lesson_the_oldest_goes_first() -> None:
 def test_what_always_returns_outranks_what_never_does() -> None:
     policy = Gittins(200)
     now = taught(policy)
-    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, COLD, now + 5).max()
-
-
-def test_what_has_not_returned_when_it_used_to_falls_in_rank() -> None:
-    policy = Gittins(200)
-    now = taught(policy)
-    assert rank(policy, HOT, now + 5).min() > 10 * rank(policy, HOT, now + 500).max()
+    soon = rank(policy, HOT, now + 5).min()
+    assert soon > 10 * rank(policy, COLD, now + 5).max()
+    assert soon > 10 * rank(policy, HOT, now + 500).max(), "it did not return when it used to"
 
 
 def test_chance_is_one_before_the_first_lesson_and_learned_after_it() -> None:
@@ -147,23 +127,15 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
     assert (rank(below, np.array([7, 9]), now) == expected).all()
 
 
-def test_what_is_stored_after_a_parent_belongs_to_its_prompt() -> None:
+@pytest.mark.parametrize(("length", "num"), [(2, 1), (3, 2)])
+def test_what_is_stored_after_a_prompts_last_block_belongs_to_it(length: int, num: int) -> None:
     policy = Gittins(20)
-    policy.stored(use([0, 1], [10, 11], now=1.0))
-    policy.stored(use([2], [12], depth=2, now=2.0, parent=1))
-    assert num_prompts(policy) == 1
-
-
-def test_what_is_stored_after_another_prompts_block_is_a_prompt_of_its_own() -> None:
-    policy = Gittins(20)
-    policy.stored(use([0, 1, 2], [10, 11, 12], now=1.0))
+    policy.stored(use(range(length), range(10, 10 + length), now=1.0))
     policy.stored(use([3], [13], depth=2, now=2.0, parent=1))
-    assert num_prompts(policy) == 2
+    assert num_prompts(policy) == num
 
 
-def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_a_forgotten_prompt_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_PROMPTS", 8)
     policy = Gittins(20)
     policy.stored(use([0, 1], [10, 11]))
@@ -208,12 +180,6 @@ def lives(
     return rng.uniform(edges[age], edges[age + 1]), has_returned
 
 
-def learn(
-    classes: Array, seconds: Array, has_returned: Array, *, factors: tuple[int, ...]
-) -> Array:
-    return hazard.rates_of(classes, seconds, has_returned, factors=factors)
-
-
 def test_known_rates_are_found_again() -> None:
     factors = (3, 2, 2)
     of_age = 0.02 + 0.1 * np.exp(-0.5 * ((np.arange(NUM_AGES) - 6) / 3) ** 2)
@@ -221,7 +187,7 @@ def test_known_rates_are_found_again() -> None:
     true = of_class[:, None] * of_age
     classes = np.random.default_rng(1).integers(0, 12, 200_000)
     seconds, has_returned = lives(true, classes, waited=(8, 18))
-    found = learn(classes, seconds, has_returned, factors=factors)
+    found = hazard.rates_of(classes, seconds, has_returned, factors=factors)
     # Neighbouring ages are taken together, so a peak is found a little flatter. Later on hardly
     # any of the class with the highest rates is left.
     assert found[:, 1:11] == pytest.approx(true[:, 1:11], rel=0.25)
@@ -232,7 +198,7 @@ def test_known_rates_are_found_again() -> None:
 def test_a_constant_rate_is_found_exactly_enough() -> None:
     true = np.full((1, NUM_AGES), 0.1)
     seconds, has_returned = lives(true, np.zeros(50_000, dtype=int), waited=(17, 18))
-    found = learn(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
+    found = hazard.rates_of(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
     assert found[:, :12] == pytest.approx(true[:, :12], rel=0.1)
 
 
@@ -240,7 +206,7 @@ def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors() -> Non
     true = np.repeat([[0.05], [0.2], [0.05], [0.2]], NUM_AGES, axis=1)
     classes = np.repeat([0, 1, 2], 20_000)  # of (row, column) (1, 1) there is none
     seconds, has_returned = lives(true, classes, waited=(17, 18))
-    found = learn(classes, seconds, has_returned, factors=(1, 2, 2))
+    found = hazard.rates_of(classes, seconds, has_returned, factors=(1, 2, 2))
     assert found[3, 2] == pytest.approx(0.2, rel=0.15)
 
 
@@ -249,13 +215,13 @@ def test_one_return_is_not_believed() -> None:
     classes = np.append(np.zeros(10_000, dtype=int), 1)
     seconds, has_returned = lives(true, classes, waited=(17, 18))
     seconds[-1], has_returned[-1] = 6.0, True
-    found = learn(classes, seconds, has_returned, factors=(1, 2))
+    found = hazard.rates_of(classes, seconds, has_returned, factors=(1, 2))
     assert found[0, 1] < found[1, 1] < 0.3
 
 
 def test_without_an_observation_there_are_rates_all_the_same() -> None:
     none = np.zeros(0)
-    found = learn(none.astype(int), none, none.astype(bool), factors=(2, 3, 2))
+    found = hazard.rates_of(none.astype(int), none, none.astype(bool), factors=(2, 3, 2))
     assert found.shape == (12, NUM_AGES)
     assert (found > 0).all()
     assert (found < 0.1).all()
@@ -267,7 +233,7 @@ def test_rates_are_probabilities_whatever_was_seen() -> None:
         classes = rng.integers(0, 12, count)
         seconds = rng.exponential(10.0 ** rng.integers(0, 7, count))
         seconds[: count // 5] = 0.0
-        found = learn(classes, seconds, rng.random(count) < 0.9, factors=(2, 3, 2))
+        found = hazard.rates_of(classes, seconds, rng.random(count) < 0.9, factors=(2, 3, 2))
         assert ((found >= 0) & (found <= 1)).all()
         assert np.isfinite(hazard.worth_of(found)).all()
 
@@ -275,7 +241,7 @@ def test_rates_are_probabilities_whatever_was_seen() -> None:
 def test_ages_share_with_their_neighbours() -> None:
     classes, seconds = np.zeros(10_000, dtype=int), np.full(10_000, 100.0)
     has_returned = np.arange(10_000) < 5000
-    found = learn(classes, seconds, has_returned, factors=(1,))[0]
+    found = hazard.rates_of(classes, seconds, has_returned, factors=(1,))[0]
     age = int(np.searchsorted(EDGES, 100.0)) - 1
     assert found[age] > found[age - 1] > 10 * found[age - 2]
     assert found[age + 1] > 10 * found[age - 2]
@@ -294,25 +260,11 @@ def best_ratio(rates: list[float], age: int) -> float:
 
 
 def test_worth_is_the_best_ratio_over_all_spans() -> None:
-    rates = np.random.default_rng(0).random((30, NUM_AGES)) ** 4
+    rates = np.random.default_rng(0).random((33, NUM_AGES)) ** 4
+    rates[0], rates[1], rates[2] = 0.9, 0.0, 0.9 * (np.arange(NUM_AGES) == 8)
     worth = hazard.worth_of(rates)
     expected = [[best_ratio(one, age) for age in range(NUM_AGES)] for one in rates.tolist()]
     assert worth == pytest.approx(np.array(expected))
-
-
-def test_who_always_returns_is_worth_more_than_who_never_does() -> None:
-    always, never = np.full(NUM_AGES, 0.9), np.full(NUM_AGES, 0.0)
-    worth = hazard.worth_of(np.stack([always, never]))
-    assert (worth[0] > 0).all()
-    assert (worth[1] == 0).all()
-
-
-def test_who_is_about_to_return_is_worth_more_than_who_just_was_here() -> None:
-    rates = np.zeros((1, NUM_AGES))
-    rates[0, 8] = 0.9
-    worth = hazard.worth_of(rates)[0]
-    assert (np.diff(worth[:9]) > 0).all()
-    assert (worth[9:] == 0).all()
 
 
 def test_chance_is_that_of_any_return_from_there_on() -> None:
@@ -354,15 +306,14 @@ def test_every_admission_decides_on_no_blocks(name: str, policy: Policy) -> None
     assert (mask.dtype, mask.shape) == (bool, (0,))
 
 
-def test_everything_admits_everything() -> None:
+def test_everything_admits_everything_and_twice_what_was_found_since_it_was_stored() -> None:
     assert admits(Everything(4, LRU(4)), [2, 0], [10, 11]) == [10, 11]
-
-
-def test_what_was_found_since_it_was_stored_is_admitted() -> None:
     twice = Twice(4, LRU(4))
     twice.stored(use([0, 1, 2], [10, 11, 12]))
     twice.used(use([0, 1], [10, 11]))
     assert admits(twice, [0, 1, 2], [10, 11, 12]) == [10, 11]
+    twice.stored(use([0], [13]))
+    assert admits(twice, [0], [13]) == [], "it was another block that was found in its slot"
 
 
 def test_what_leaves_for_the_second_time_is_admitted() -> None:
@@ -371,14 +322,6 @@ def test_what_leaves_for_the_second_time_is_admitted() -> None:
     assert admits(twice, [0], [10]) == []
     twice.stored(use([3], [10]))
     assert admits(twice, [3], [10]) == [10]
-
-
-def test_a_block_does_not_count_what_another_was_found_in_its_slot() -> None:
-    twice = Twice(4, LRU(4))
-    twice.stored(use([0], [10]))
-    twice.used(use([0], [10]))
-    twice.stored(use([0], [11]))
-    assert admits(twice, [0], [11]) == []
 
 
 def test_as_many_are_remembered_as_there_are_slots_and_the_latest() -> None:
@@ -397,42 +340,25 @@ def test_what_leaves_again_unadmitted_is_remembered_again() -> None:
     assert admits(twice, [0], [10]) == [10]
 
 
-ADMISSION_HOT, ADMISSION_COLD = [0, 1, 2], [10, 11, 12, 13]
-
-
-def admission_taught(policy: Policy, likely: Likely) -> float:
-    """Have a prompt come back every 10 s and others never; return the time after that."""
-    now = 0.0
-    for observer in (policy, likely):
-        observer.stored(use(ADMISSION_HOT, ADMISSION_HOT))
-    for turn in range(300):
-        now += 10.0
-        cold = [1000 * (turn + 1) + slot for slot in ADMISSION_COLD]
-        for observer in (policy, likely):
-            observer.used(use(ADMISSION_HOT, ADMISSION_HOT, now=now))
-            observer.stored(use(ADMISSION_COLD, cold, now=now))
-    return now
-
-
 @pytest.mark.parametrize("make", [LRU, Gittins])
 def test_what_is_likely_to_come_back_is_admitted(make: type[LRU] | type[Gittins]) -> None:
-    policy = make(20)
-    likely = Likely(20, policy)
-    now = admission_taught(policy, likely)
-    slots = np.array(ADMISSION_HOT + ADMISSION_COLD)
+    policy = make(200)
+    likely = Likely(200, policy)
+    now = taught(policy, likely)
+    slots = np.concatenate((HOT, COLD))
     mask = likely.admits(slots, slots, now=now)
-    assert slots[mask].tolist() == ADMISSION_HOT
+    assert slots[mask].tolist() == HOT.tolist()
 
 
 def test_before_it_has_learned_everything_is_likely() -> None:
     likely = Likely(20, LRU(20))
-    likely.stored(use(ADMISSION_HOT, ADMISSION_HOT))
-    assert admits(likely, ADMISSION_HOT, ADMISSION_HOT) == ADMISSION_HOT
+    likely.stored(use(HOT, HOT))
+    assert admits(likely, [0, 1, 2], [0, 1, 2]) == [0, 1, 2]
 
 
 def test_it_does_not_tell_the_policy_what_that_knows_already() -> None:
-    alone, policy = Gittins(20), Gittins(20)
-    now = admission_taught(policy, Likely(20, policy))
-    admission_taught(alone, Likely(20, LRU(20)))
-    slots = np.array(ADMISSION_HOT + ADMISSION_COLD)
-    assert (policy.rank(slots, now=now) == alone.rank(slots, now=now)).all()
+    alone, policy = Gittins(200), Gittins(200)
+    now = taught(policy, Likely(200, policy))
+    taught(alone)
+    slots = np.concatenate((HOT, COLD))
+    assert (rank(policy, slots, now) == rank(alone, slots, now)).all()

@@ -1,6 +1,7 @@
 """The curve of a sample beside replays of everything; its bounds; its prompts on the wire."""
 
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -16,6 +17,7 @@ from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, ex
 from tests.unit.store.sizing.prompts import SIZES, fed, paths_of, sampled
 
 BLOCKS = [100, 400, 1600]
+PATH = np.array([1, 2, 3], "u8")
 each_policy = pytest.mark.parametrize("policy", ["gittins", "lru"])
 each_excerpt = pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC, SESSIONS])
 
@@ -59,6 +61,10 @@ def test_more_memory_finds_no_less_but_for_noise(policy: str) -> None:
     assert (np.diff(found["host"]) > -0.02).all()
 
 
+def found_by(sample: TrafficSample, sizes: list[int]) -> dict[str, Any]:
+    return result_of(curve(sample.window(), sizes, policy="lru", admission="all"))
+
+
 def paths(count: int, length: int) -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     return [rng.integers(0, 2**64, length, dtype="u8") for _ in range(count)]
@@ -69,7 +75,7 @@ def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before() -> 
     first = paths(20, 20)
     sample.add("one", sampled(first, answers=10), **SIZES, now=1.0)
     sample.add("one", sampled(first), **SIZES, now=2.0)
-    found = result_of(curve(sample.window(), [1000], policy="lru", admission="all"))["one"]
+    found = found_by(sample, [1000])["one"]
     assert found["sampled_blocks"] == 20 * (10 + 20)
     assert found["host"] == [pytest.approx(20 / 30, abs=1e-4)]
 
@@ -82,7 +88,7 @@ def test_what_engines_had_themselves_is_not_found_in_memory() -> None:
     again = {"num_own": 100, "lengths": prompts.lengths}
     own = type(prompts)(**{**{n: getattr(prompts, n) for n in prompts.__slots__}, **again})
     sample.add("one", own, **SIZES, now=2.0)
-    found = result_of(curve(sample.window(), [1000], policy="lru", admission="all"))["one"]
+    found = found_by(sample, [1000])["one"]
     assert found["own"] == pytest.approx(1 / 8, abs=1e-4)
     assert found["host"] == [pytest.approx(3 / 8, abs=1e-4)]
 
@@ -94,11 +100,9 @@ def test_namespaces_share_the_memory_by_bytes() -> None:
         for name, sizes, seed in (("small", SIZES, 1), ("large", large, 2)):
             numbers = np.random.default_rng(seed).integers(0, 2**64, (40, 50), dtype="u8")
             sample.add(name, sampled(list(numbers)), **sizes, now=float(now))
-    window = sample.window()
-    assert [space.rate for space in window.spaces] == [0.25, 1.0]
+    assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
     # Together they have 40 x 50 x (1 + 4) bytes.
-    found = result_of(curve(window, [2000, 10_600], policy="lru", admission="all"))
-    for one in found.values():
+    for one in found_by(sample, [2000, 10_600]).values():
         assert one["host"][0] < 0.1
         assert one["host"][1] > 0.75
 
@@ -106,9 +110,7 @@ def test_namespaces_share_the_memory_by_bytes() -> None:
 def test_of_a_namespace_with_little_traffic_nothing_is_said() -> None:
     sample = TrafficSample(10_000)
     sample.add("one", sampled(paths(3, 20)), **SIZES, now=1.0)
-    assert result_of(curve(sample.window(), [1000], policy="lru", admission="all")) == {}
-    empty = TrafficSample(10_000).window()
-    assert result_of(curve(empty, [1000], policy="lru", admission="all")) == {}
+    assert found_by(sample, [1000]) == found_by(TrafficSample(10_000), [1000]) == {}
 
 
 def test_with_room_for_all_it_is_the_trace_itself() -> None:
@@ -155,26 +157,23 @@ def test_a_window_may_be_thinner_than_the_sample() -> None:
 
 def test_a_key_stands_for_the_same_bytes_in_every_namespace() -> None:
     sample = TrafficSample(1 << 30)
-    path = np.array([1, 2, 3], "u8")
     assert sample.limit("small", block_bytes=100) == LIMIT_MAX
-    sample.add("small", sampled([path]), block_bytes=100, tokens_per_block=1, now=1.0)
+    sample.add("small", sampled([PATH]), block_bytes=100, tokens_per_block=1, now=1.0)
     assert sample.limit("large", block_bytes=400) == LIMIT_MAX
-    sample.add("large", sampled([path]), block_bytes=400, tokens_per_block=1, now=1.0)
+    sample.add("large", sampled([PATH]), block_bytes=400, tokens_per_block=1, now=1.0)
     assert sample.limit("small", block_bytes=100) == 2**62 - 1
     assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
 
 
 def test_prompts_of_a_thinner_sample_than_wanted_are_lost_and_counted() -> None:
     sample = TrafficSample(1000)
-    path = np.array([1, 2, 3], "u8")
-    sample.add("one", sampled([path, path], limit=10), **SIZES, now=1.0)
+    sample.add("one", sampled([PATH, PATH], limit=10), **SIZES, now=1.0)
     assert (sample.num_lost, sample.num_seen) == (2, 0)
 
 
 def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again() -> None:
     sample = TrafficSample(1000)
-    path = np.array([1, 2, 3], "u8")
-    sample.add("one", sampled([path]), **SIZES, now=1.0)
+    sample.add("one", sampled([PATH]), **SIZES, now=1.0)
     sample.add("one", sampled([]), block_bytes=2, tokens_per_block=1, now=2.0)
     window = sample.window()
     assert (window.trace.num_refs, window.spaces[0].num_blocks) == (0, 0)
@@ -182,9 +181,8 @@ def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again() -> No
 
 def test_of_too_many_namespaces_the_last_are_counted_as_lost() -> None:
     sample = TrafficSample(1000)
-    path = np.array([1, 2, 3], "u8")
     for at in range(100):
-        sample.add(f"{at}", sampled([path]), **SIZES, now=float(at))
+        sample.add(f"{at}", sampled([PATH]), **SIZES, now=float(at))
     assert sample.num_lost == 36
     assert len(sample.window().spaces) == 64
 

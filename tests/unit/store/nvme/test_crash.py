@@ -1,32 +1,110 @@
-"""Whatever a power loss leaves: nothing wrong is served, nothing that was flushed is missing."""
+"""kill -9 and power losses at any moment: what was promised is there, nothing wrong is served."""
 
+import contextlib
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvray.identity.block import BlockKey
-from kvray.store.arena.eviction import choose_victims
-from kvray.store.arena.layout import READY
-from kvray.store.nvme import NvmeStore
+from kvray.errors import ShardUnavailable
+from tests.unit.store.conftest import ROOT
 from tests.unit.store.invariants import check_invariants
+from tests.unit.store.nvme import crashing
 from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss
 from tests.unit.store.nvme.small_store import (
+    Block,
     arena_tables,
+    blocks_of,
     chain_for,
+    demote,
+    evict,
     open_store,
     promote,
     spec,
 )
 from tests.unit.store.small_arena import SLOT, chain
 
+
+@contextlib.contextmanager
+def crasher(directory: Path, seed: int) -> "Iterator[subprocess.Popen[str]]":
+    """Run a process that works on `directory` until it is killed, at the latest when this ends."""
+    module = "tests.unit.store.nvme.crashing"
+    command = [sys.executable, "-m", module, str(directory), str(seed)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def live_and_die(directory: Path, seed: int, life_s: float) -> set[str]:
+    """Run a process on `directory` for a while and kill it; return what must be there."""
+    with crasher(directory, seed) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        killer = time.monotonic() + life_s
+        while time.monotonic() < killer:
+            lines.append(process.stdout.readline())
+        process.kill()
+        lines += process.stdout.read().splitlines(keepends=True)
+        assert process.wait() == -9, "the process failed; its traceback is above"
+    return must_be_there([line for line in lines if line.endswith("\n")])
+
+
+def must_be_there(lines: list[str]) -> set[str]:
+    kept: set[str] = set()
+    for line in lines:
+        what, *names = line.rstrip("\n").split("\t")
+        if what == "ready":
+            kept = {name for name in names if name}
+        elif "*" in names:
+            kept = set()
+        else:
+            kept -= set(names)
+    return kept
+
+
+def found_after(directory: Path) -> set[str]:
+    """Open what a death has left and read all of it; return the blocks that are right."""
+    store = open_store(directory, crashing.ASKED)
+    check_invariants(store.tables)
+    assert (store.report.damaged, store.report.truncated, store.report.aside) == (0, 0, ())
+    found = set()
+    for (part, size), keys in crashing.CHAINS.items():
+        sound = promote(store, keys, part=part, block_bytes=size).sound
+        found |= {f"{part}/{size}/{row}" for row, good in enumerate(sound) if good}
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_lives"),
+    [(1, 4), *(pytest.param(seed, 25, marks=pytest.mark.long) for seed in range(10, 20))],
+)
+def test_kills_lose_and_spoil_no_block(directory: Path, seed: int, num_lives: int) -> None:
+    chance = random.Random(seed)
+    for life in range(num_lives):
+        kept = live_and_die(directory, 1000 * seed + life, chance.uniform(0.0, 0.4))
+        assert not kept - found_after(directory), "blocks that were found before are lost"
+
+
+def test_living_process_keeps_others_out(directory: Path) -> None:
+    with crasher(directory, 1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ShardUnavailable, match=f"Process {process.pid} owns"):
+            open_store(directory, crashing.ASKED)
+    open_store(directory, crashing.ASKED).close()
+
+
+# -- power losses ---------------------------------------------------------------------------------
+
 SIZES = (SLOT, 2 * SLOT + 300)
 CHAINS = {(name, size): chain(24, seed=f"{name} {size}") for name in range(4) for size in SIZES}
-Block = tuple[BlockKey, int]
 
 
 class Life:
@@ -57,26 +135,15 @@ class Life:
         self.store.write(demotions, arena)
 
     def _evict(self) -> None:
-        everything = np.arange(self.store.geometry.num_slots)
-        count = self._chance.randrange(1, 20)
-        victims = choose_victims(
-            self.store.tables, count, within=everything, protect=everything[:0]
-        )
-        self.store.evict(victims)
+        evict(self.store, self._chance.randrange(1, 20))
 
     def _flush(self) -> None:
-        ready = _ready(self.store)
+        ready = frozenset(blocks_of(self.store))
         self.store.flush(note_use=self._chance.random() < 0.3)
         self.disk.note("flushed", ready)
 
     def _note(self) -> None:
-        self.disk.note("ready", _ready(self.store))
-
-
-def _ready(store: NvmeStore) -> frozenset[Block]:
-    slots = np.flatnonzero(store.tables.slot_state == READY)
-    keys = [BlockKey(key.tobytes()) for key in store.tables.slot_key[slots]]
-    return frozenset(zip(keys, store.tables.slot_part[slots].tolist(), strict=True))
+        self.disk.note("ready", frozenset(blocks_of(self.store)))
 
 
 def promised(log: Sequence[Event], cut: int) -> frozenset[Block]:
@@ -115,30 +182,25 @@ def _check_second_life(directory: Path) -> None:
     """What was recovered can be written to like any other store."""
     store = open_store(directory, spec(num_segments=4))
     (part, size), keys = next(iter(CHAINS.items()))
-    arena = arena_tables()
-    one = chain_for(store, arena, keys, part=part, block_bytes=size)
-    store.write([one], arena)
+    demote(store, keys, part=part, block_bytes=size)
     promote(store, keys, part=part, block_bytes=size)
     store.close()
 
 
-def run(directory: Path, seed: int, *, num_steps: int, num_cuts: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_steps", "num_cuts"),
+    [
+        *((seed, 14, 12) for seed in range(4)),
+        *(pytest.param(seed, 40, 60, marks=pytest.mark.long) for seed in range(100, 160)),
+    ],
+)
+def test_a_power_loss_leaves_what_was_flushed(
+    directory: Path, seed: int, num_steps: int, num_cuts: int
+) -> None:
     log = Life(directory, seed).live(num_steps)
     chance = random.Random(seed)
-    cuts = [*(chance.randrange(len(log)) for _ in range(num_cuts)), len(log)]
-    for cut in cuts:
+    for cut in [*(chance.randrange(len(log)) for _ in range(num_cuts)), len(log)]:
         check(log, cut, chance)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_power_loss_leaves_what_was_flushed_and_nothing_wrong(directory: Path, seed: int) -> None:
-    run(directory, seed, num_steps=14, num_cuts=12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 160))
-def test_many_power_losses(directory: Path, seed: int) -> None:
-    run(directory, seed, num_steps=40, num_cuts=60)
 
 
 def test_record_is_never_written_before_its_payload_is_durable(directory: Path) -> None:
@@ -159,8 +221,8 @@ def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(direct
     disk = RecordingDisk()
     store = open_store(directory, spec(num_segments=1), disk=disk)
     for turn in range(4):
-        arena, size = arena_tables(), SIZES[turn % 2]
-        store.write([chain_for(store, arena, CHAINS[0, size][:3], block_bytes=size)], arena)
+        size = SIZES[turn % 2]
+        demote(store, CHAINS[0, size][:3], block_bytes=size)
     store.close()
     changes = [event[0] for event in disk.log if event[0] in ("remove", "rename", "sync_directory")]
     named = ["rename", "sync_directory"]

@@ -1,0 +1,504 @@
+"""Deaths inside of an operation are undone, and what is wrong in the tables is found and mended.
+
+After a death between any two stores of any operation, all of a step is there or nothing.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.store import Arena, ArenaOwner, Held, PartRequest
+from kvray.store.arena import audit, lease, slabs, slots
+from kvray.store.arena.layout import (
+    FREE,
+    LIMBO,
+    PAGE_SLOTS,
+    QUARANTINED,
+    READY,
+    RESERVED,
+    UNDO_ENTRIES,
+)
+from kvray.store.arena.tables import EventReader, Tables
+from kvray.store.scan import scan
+from tests.examples import examples, places
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    commit,
+    evict,
+    fetch,
+    find,
+    leased,
+    leased_for,
+    make_tables,
+    matched,
+    overwrite,
+    pool_of,
+    put,
+    reserve,
+    reserved,
+    served,
+    slots_named,
+    store,
+    take,
+)
+from tests.unit.store.write_log import Replay, Write, copy_of, image, record
+
+NOW = 1000.0
+DYING, LIVING = 1, 2
+"""Holders: the one that dies inside of its operation, and one whose things must not be touched."""
+
+TRUNK, LEFT, RIGHT = chain(6, seed="trunk"), chain(9, seed="left"), chain(5, seed="right")
+LARGE, PENDING, THEIRS = chain(3, seed="large"), chain(4, seed="mine"), chain(3, seed="theirs")
+
+
+class Scene:
+    """A lived-in arena: forks, leases, two block sizes, writers at work, a block in quarantine."""
+
+    def __init__(self, *, crowded: bool) -> None:
+        tables = self.tables = make_tables(num_slabs=6)
+        put(tables, TRUNK)
+        put(tables, LEFT, parent=TRUNK[-1], depth=6)
+        put(tables, RIGHT, parent=TRUNK[2], depth=3)
+        put(tables, LARGE, block_bytes=2 * SLOT)
+        self.pending = reserve(tables, PENDING, parent=RIGHT[-1], depth=8, holder=DYING)
+        self.theirs = reserve(tables, THEIRS, parent=TRUNK[0], depth=1, holder=LIVING)
+        self.mine = take(tables, TRUNK + LEFT[:2], holder=DYING)
+        self.held = take(tables, TRUNK[:3] + RIGHT[:2], holder=LIVING)
+        slots.quarantine(tables, np.array(find(tables, RIGHT[:1])))
+        reserve(tables, chain(2, seed="dead"), holder=5)
+        slots.strand(tables, 5, now=NOW - 1)
+        slots.quarantine(tables, np.array(find(tables, LEFT[8:])))
+        if crowded:
+            put(tables, chain(slabs.num_available(tables, SLOT), seed="filler"))
+            assert not slabs.num_available(tables, SLOT)
+        tables.undo.settle()
+        check_invariants(tables)
+
+
+def leave(tables: Tables, holder: int) -> None:
+    slots.abort_holder(tables, holder)
+    lease.release_holder(tables, holder)
+
+
+Operation = Callable[[Tables, Scene], object]
+
+OPERATIONS: dict[str, Operation] = {
+    "reserve": lambda tables, scene: reserve(tables, chain(9, seed="new"), holder=DYING),
+    "reserve below": lambda tables, scene: reserve(
+        tables, chain(5, seed="new"), parent=TRUNK[-1], depth=6, holder=DYING
+    ),
+    "reserve what parentless blocks need": lambda tables, scene: reserve(
+        tables, TRUNK[:3] + RIGHT, holder=DYING
+    ),
+    "reserve another size": lambda tables, scene: reserve(
+        tables, chain(7, seed="new"), block_bytes=4 * SLOT, holder=DYING
+    ),
+    "commit": lambda tables, scene: commit(tables, scene.pending),
+    "abort": lambda tables, scene: slots.abort(tables, scene.pending),
+    "leave": lambda tables, scene: leave(tables, DYING),
+    "evict": lambda tables, scene: evict(tables, 9),
+    "lease": lambda tables, scene: take(tables, TRUNK + LEFT[:4], holder=DYING),
+    "release": lambda tables, scene: lease.release(tables, scene.mine),
+    "quarantine": lambda tables, scene: slots.quarantine(
+        tables, np.array(find(tables, TRUNK[2:4] + LEFT[1:2]))
+    ),
+    "bury": lambda tables, scene: (
+        lease.release_holder(tables, DYING),
+        slots.strand(tables, DYING, now=NOW),
+    ),
+    "reclaim": lambda tables, scene: slots.reclaim(tables, before=NOW),
+}
+
+
+def check_after(scene: Scene, left: Tables, done: Tables) -> None:
+    """Undo what a death left half done, and fail if anything is wrong or lost.
+
+    `done` is what the operation would have left.
+    """
+    assert left.undo.roll_back()
+    check_invariants(left)
+    before = scene.tables
+    ready = np.flatnonzero(left.slot_state == READY)
+    # The tests commit the first word of its key as a block's checksum.
+    assert (left.slot_checksum[ready] == left.slot_key[ready, 0]).all(), "an unwritten block"
+    check_kept(before, left, done)
+    assert slots_named(left, scene.held) == slots_named(before, scene.held)
+    assert commit(left, scene.theirs) == len(THEIRS)
+    lease.release_holder(left, DYING)
+    slots.strand(left, DYING, now=NOW)
+    slots.reclaim(left, before=NOW)
+    assert not (left.slot_state == RESERVED).any(), "a slot is lost"
+    assert not (left.slot_state == LIMBO).any()
+    put(left, chain(12, seed="afterwards"))
+    assert matched(left, chain(12, seed="afterwards")) == 12
+    check_invariants(left)
+
+
+def logged(scene: Scene, name: str) -> list[Write]:
+    """Return the stores of an operation."""
+    return record(scene.tables, lambda tables: OPERATIONS[name](tables, scene))
+
+
+def check_kept(before: Tables, left: Tables, done: Tables) -> None:
+    """Fail if a block is lost, or its parent link, that the operation would not have touched."""
+    same = (before.slot_state == READY) & (done.slot_state == READY)
+    same &= (before.slot_key == done.slot_key).all(axis=1)
+    assert (left.slot_state[same] == READY).all()
+    assert (left.slot_key[same] == before.slot_key[same]).all()
+    linked = same & (before.slot_parent == done.slot_parent)
+    assert (left.slot_parent[linked] == before.slot_parent[linked]).all()
+
+
+def columns_equal(one: Tables, other: Tables) -> bool:
+    """Whether all that is undone is equal, but for what a FREE slot or an empty entry says."""
+    in_use, entered = one.slot_state > 0, one.index_slot > 0
+    return (
+        all(
+            np.array_equal(column, other.columns[name])
+            for name, column in one.columns.items()
+            if name not in ("slot_parent", "index_tag")
+        )
+        and np.array_equal(one.slot_parent[in_use], other.slot_parent[in_use])
+        and np.array_equal(one.index_tag[entered], other.index_tag[entered])
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_death_before_any_store_is_undone(name: str, crowded: bool) -> None:
+    scene = Scene(crowded=crowded)
+    log = logged(scene, name)
+    assert log
+    done, replay = Replay(scene.tables, log).after(len(log)), Replay(scene.tables, log)
+    for died_at in places(len(log) + 1):
+        check_after(scene, replay.after(died_at), done)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_undoing_ends_where_a_step_ended(name: str, crowded: bool) -> None:
+    """The tables are what they were before the operation, or after one of its settled steps."""
+    scene = Scene(crowded=crowded)
+    log = logged(scene, name)
+    replay = Replay(scene.tables, log)
+    settled = scene.tables
+    for died_at in range(len(log) + 1):
+        left = replay.after(died_at)
+        if left.undo.is_open:
+            left.undo.roll_back()
+            assert columns_equal(left, settled)
+        else:
+            settled = left
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_log_of_stores_is_complete(name: str) -> None:
+    scene = Scene(crowded=True)
+    log = logged(scene, name)
+    replayed = Replay(scene.tables, log).after(len(log))
+    OPERATIONS[name](scene.tables, scene)
+    assert image(replayed) == image(scene.tables)
+
+
+@settings(max_examples=examples(60))
+@given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_deaths_in_an_undo_are_undone(
+    name: str, first: float, second: float, crowded: bool
+) -> None:
+    scene = Scene(crowded=crowded)
+    log = logged(scene, name)
+    left = Replay(scene.tables, log).after(round(first * len(log)))
+    undoing = record(left, lambda tables: tables.undo.roll_back())
+    left = Replay(left, undoing).after(round(second * len(undoing)))
+    check_after(scene, left, Replay(scene.tables, log).after(len(log)))
+
+
+def test_row_that_occurs_twice_is_put_back_to_what_it_was_first(tables: Tables) -> None:
+    tables.add(np.array([4, 4, 6]), slot_children=1)
+    tables.put(np.array([4]), slot_children=9)
+    assert tables.undo.roll_back()
+    assert not tables.slot_children.any()
+
+
+def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables: Tables) -> None:
+    row = np.array([1])
+    for _ in range(UNDO_ENTRIES + 1):
+        tables.put(row, slot_leases=7)
+    assert not copy_of(tables).undo.roll_back()
+    tables.undo.settle()
+    assert not tables.undo.is_open
+    tables.put(row, slot_leases=8)
+    assert tables.undo.roll_back(), "the next step is undone as ever"
+    assert audit.rebuild(tables, now=NOW) == 0
+    assert not tables.slot_leases.any()
+
+
+def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables: Tables) -> None:
+    row = np.array([1])
+    tables.put(row, slot_leases=7)
+    tables.undo.tear()
+    assert not tables.undo.roll_back()
+    owner = Tables(tables.data.base, tables.geometry)
+    audit.rebuild(owner, now=NOW)
+    tables.put(row, slot_leases=8)
+    assert Tables(tables.data.base, tables.geometry).undo.roll_back()
+    assert not tables.slot_leases.any()
+
+
+def test_step_over_all_slots_at_once_can_be_undone() -> None:
+    tables = Scene(crowded=True).tables
+    before = copy_of(tables)
+    slots.free(tables, np.arange(tables.geometry.num_slots))
+    assert tables.undo.roll_back()
+    assert columns_equal(before, tables)
+
+
+@pytest.mark.parametrize("entry", [(99, 1, 0, 2), (1, 2**31, 0, 2), (1, 4, 2**31, 2), (1, 9, 4, 4)])
+def test_senseless_records_are_left_alone(entry: tuple[int, int, int, int]) -> None:
+    tables = make_tables()
+    tables.put(np.array([1]), slot_state=READY)
+    tables.undo_entry[0] = entry
+    assert not copy_of(tables).undo.roll_back()
+    assert tables.slot_state[1] == READY
+
+
+def test_row_outside_of_its_column_is_not_followed() -> None:
+    tables = make_tables()
+    tables.put(np.array([1]), slot_state=READY)
+    tables.undo_log[0] = 2**32 - 1
+    assert not tables.undo.roll_back()
+
+
+# -- what is wrong is found, said and mended; a step under way is not wrong -----------------------
+
+KEYS = chain(6)
+
+
+def found(arena: Arena) -> set[str]:
+    return {
+        name for share in audit.shares(arena.tables) for name in audit.find(arena.tables, share)
+    }
+
+
+@pytest.fixture
+def stored(arena: Arena) -> Arena:
+    store(arena, KEYS)
+    store(arena, KEYS, part=1)
+    assert arena.lease(KEYS)
+    assert not found(arena)
+    return arena
+
+
+def first_ready(tables: Tables) -> int:
+    return int(np.flatnonzero(tables.slot_state == READY)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "at", "value"),
+    [
+        ("slabs", "slab_block_bytes", 7, 2**40),
+        ("states", "slot_state", None, 66),
+        ("parents", "slot_parent", None, 2**30),
+        ("children", "slot_children", None, 5),
+        ("index", "slot_part", None, 3),
+        ("entries", "index_slot", 5, 2**31),
+        ("leases", "slot_leases", None, 0),
+        ("records", "page_next", 0, 2**20),
+    ],
+)
+def test_damage_is_found_by_its_name_and_mended_by_the_owner(
+    stored: Arena, name: str, column: str, at: int | None, value: int
+) -> None:
+    where = first_ready(stored.tables) if at is None else at
+    getattr(stored.tables, column).reshape(-1)[where] = value
+    assert name in found(stored)
+    owner = ArenaOwner(stored)
+    assert name in owner.audit()
+    assert not owner.audit()
+    check_invariants(stored.tables)
+    assert stored.stats()["repairs"] == 1
+
+
+def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored: Arena) -> None:
+    stored.tables.header["undo_count"] = 2**40
+    assert stored.match(KEYS) is None
+    ArenaOwner(stored).audit()
+    assert stored.match(KEYS) == 6
+    check_invariants(stored.tables)
+
+
+def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> None:
+    held = leased(stored, KEYS)
+    stored.tables.slot_parent[first_ready(stored.tables)] = 2**30
+    assert ArenaOwner(stored).audit() == {"parents": 1, "children": 1}
+    assert fetch(stored, KEYS, held)
+    assert stored.release(held)
+    both = leased_for(stored, KEYS, [[PartRequest(0), PartRequest(1)]])
+    assert both.num_blocks == 6
+    assert stored.release(*both.leases)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_that_are_overwritten_as_a_whole_are_mended(stored: Arena, seed: int) -> None:
+    overwrite(stored.tables, seed)
+    figures = stored.stats()
+    assert figures["resident_bytes"] <= figures["capacity_bytes"]
+    assert set(scan(stored, lambda done, total: None).damage) >= {"slabs", "states", "children"}
+    owner = ArenaOwner(stored)
+    assert owner.audit()
+    assert not owner.audit()
+    check_invariants(stored.tables)
+    owner.evict_ahead(1.0)
+    stored.leave()  # its place is overwritten, too
+    stored.join("again")
+    store(stored, chain(3, seed="after"))
+    assert served(stored, chain(3, seed="after")) == 3
+
+
+def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena: Arena) -> None:
+    made = reserved(arena, KEYS)
+    arena.tables.slot_part[made.slots[2]] ^= 1
+    assert arena.commit(made, arena.write(made, pool_of(KEYS), np.arange(6)))
+    assert arena.match(KEYS) == 2
+    assert not arena.present(KEYS, [1])[0].any()
+    assert arena.tables.slot_state[made.slots[2]] == FREE
+    ArenaOwner(arena).audit()
+
+
+def test_entries_of_the_index_that_name_no_slot_are_misses(stored: Arena) -> None:
+    entries = stored.tables.columns["index_slot"]
+    entries[entries > 0] += np.uint32(2**31)
+    assert not stored.present(KEYS, [0])[0].any()
+    assert stored.lease(KEYS) == stored.lease(KEYS[:1]) == []
+    assert ArenaOwner(stored).audit()
+    assert stored.match(KEYS) == 6
+
+
+def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:
+    owner = ArenaOwner(arena)
+    for number in range(60):
+        keys = chain(5, seed=str(number))
+        made = store(arena, keys[:2])
+        more = reserved(arena, keys[2:], parent=keys[1], depth=2)
+        held = arena.lease(keys)
+        assert held
+        assert len(made.slots) == 2
+        assert not owner.audit()
+        arena.release(*held)
+        arena.abort(more)
+        owner.evict_ahead(0.5)
+        assert not owner.audit()
+
+
+SIZE = 3000  # rounded up to a slot, so many other sizes have as many slots
+WANTED = [[PartRequest(0, None, SIZE)]]
+
+
+@pytest.mark.parametrize("column", ["slab_block_bytes", "slab_check"])
+@pytest.mark.parametrize("bit", range(64))
+def test_a_flipped_bit_of_a_size_costs_nobody_a_block(arena: Arena, column: str, bit: int) -> None:
+    store(arena, KEYS[:3], block_bytes=SIZE)
+    sizes, check = arena.tables.slab_block_bytes.copy(), arena.tables.slab_check.copy()
+    before = leased_for(arena, KEYS, WANTED)
+    slab = arena.tables.geometry.slab_of(int(before.slots[0][0]))
+    getattr(arena.tables, column)[slab] ^= np.uint64(1 << bit)
+    assert "slabs" in found(arena)
+    between = leased_for(arena, KEYS, WANTED)
+    for held in (before, between):
+        assert fetch(arena, KEYS, held.leases[0], block_bytes=SIZE)
+    assert ArenaOwner(arena).audit()["slabs"] == 1
+    assert not ArenaOwner(arena).audit()
+    assert (arena.tables.slab_block_bytes == sizes).all()
+    assert (arena.tables.slab_check == check).all()
+    assert fetch(arena, KEYS, before.leases[0], block_bytes=SIZE)
+
+
+def test_nobody_is_given_the_bytes_of_a_size_that_is_wrong_twice(arena: Arena) -> None:
+    store(arena, KEYS[:3], block_bytes=SIZE)
+    slabs.serve(arena.tables, np.flatnonzero(arena.tables.slab_block_bytes), SIZE + 8)
+    arena.tables.undo.settle()
+    assert leased_for(arena, KEYS, WANTED) == Held(num_blocks=0, leases=())
+    assert arena.lease(KEYS, block_bytes=SIZE) == []
+
+
+def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena: Arena) -> None:
+    made = reserved(arena, KEYS[:3], block_bytes=SIZE)
+    arena.tables.slab_block_bytes[arena.tables.geometry.slab_of(made.slots[0])] ^= np.uint64(8)
+    pool = pool_of(KEYS[:3], block_bytes=SIZE)
+    assert arena.commit(made, arena.write(made, pool, np.arange(3)))
+    ArenaOwner(arena).audit()
+    held = leased(arena, KEYS, block_bytes=SIZE)
+    assert fetch(arena, KEYS, held, block_bytes=SIZE)
+    assert held.num_slots == 3
+
+
+def test_rebuild_tells_the_announcer_that_anything_may_have_changed(tables: Tables) -> None:
+    put(tables, chain(3))
+    reader = EventReader()
+    reader.take(tables)
+    audit.rebuild(tables, now=NOW)
+    assert reader.take(tables).tolist() == list(range(tables.geometry.num_slots))
+
+
+def test_of_two_slots_with_one_key_the_older_stays(tables: Tables) -> None:
+    keys = chain(2)
+    first, second = put(tables, keys), put(tables, chain(2, seed="x"))
+    tables.slot_key[second.slots] = tables.slot_key[first.slots]
+    assert audit.rebuild(tables, now=NOW) == 2
+    assert find(tables, keys) == first.slots.tolist()
+
+
+def test_what_is_leased_or_being_written_is_not_freed_when_it_is_given_up(tables: Tables) -> None:
+    keys, copies = chain(2), chain(2, seed="x")
+    put(tables, keys)
+    leased = put(tables, copies)
+    held = take(tables, copies)
+    written = reserve(tables, chain(2, seed="y"))
+    for late in (leased, written):
+        tables.slot_key[late.slots] = tables.slot_key[find(tables, keys)]
+    assert audit.rebuild(tables, now=NOW) == 4
+    assert set(tables.slot_state[leased.slots].tolist()) == {QUARANTINED}
+    assert set(tables.slot_state[written.slots].tolist()) == {LIMBO}
+    assert slots_named(tables, held)
+
+
+def test_garbage_in_everything_that_is_derived_is_replaced(tables: Tables) -> None:
+    keys = chain(20)
+    made = put(tables, keys)
+    held = take(tables, keys[:3], holder=4)
+    noise = np.random.default_rng(0)
+    tables.index_slot[:] = noise.integers(0, 2**32, tables.index_slot.shape, dtype=np.uint32)
+    tables.index_tag[:] = noise.integers(0, 2**32, tables.index_tag.shape, dtype=np.uint32)
+    tables.slot_children[:] = noise.integers(-9, 9, 64)
+    tables.slot_leases[:] = noise.integers(-9, 9, 64)
+    tables.slot_parent[5:] = noise.integers(-(2**31), 2**31, 59)
+    tables.slot_holder[:] = noise.integers(0, 8, 64)
+    free_pages = np.flatnonzero(tables.page_holder == 0)
+    tables.page_slots[free_pages] = 2**32 - 1
+    tables.page_count[free_pages] = PAGE_SLOTS * 7
+    tables.slab_block_bytes[5:] = 3 * SLOT
+    audit.rebuild(tables, now=NOW)
+    check_invariants(tables)
+    assert matched(tables, keys) == 20
+    assert slots_named(tables, held) == made.slots[:3].tolist()
+
+
+def test_death_in_a_rebuild_leaves_as_much_to_the_next() -> None:
+    scene = Scene(crowded=True)
+    OPERATIONS["reserve"](scene.tables, scene)
+    log = record(scene.tables, lambda tables: audit.rebuild(tables, now=NOW))
+    replay = Replay(scene.tables, log)
+    for died_at in range(0, len(log), 7):
+        left = replay.after(died_at)
+        assert not died_at or not left.undo.roll_back(), "it is not torn"
+        assert audit.rebuild(left, now=NOW) == 0
+        assert not left.undo.is_open
+        check_invariants(left)
+        assert slots_named(left, scene.held) == slots_named(scene.tables, scene.held)
+        assert (left.slot_state == scene.tables.slot_state).all()
