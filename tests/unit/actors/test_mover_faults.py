@@ -1,10 +1,11 @@
-import threading
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from kvray.actors.mover.orders import FetchReport
 from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import payload
@@ -34,22 +35,28 @@ def target(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> Node:
     return make_node("b", asked=LARGE, **HURRIED)
 
 
-def fetch_in_background(
-    node: Node, keys: list[BlockKey], *, deadline_s: float
-) -> tuple[threading.Thread, list[Any]]:
-    reports: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: reports.append(node.fetch(span("a", keys), deadline_s=deadline_s))
-    )
-    thread.start()
-    return thread, reports
+@pytest.fixture
+def keys(pusher: Node) -> list[BlockKey]:
+    """Sixty blocks that the pusher has."""
+    made = chain(60)
+    store(pusher.arena, made, block_bytes=BLOCK)
+    return made
 
 
-def connect(source: Node, target: Node) -> None:
-    """Have one block fetched, so that the next fetch finds everything ready."""
-    keys = chain(1, seed="first")
-    store(source.arena, keys, block_bytes=BLOCK)
-    assert target.fetch(span("a", keys)).here == (1,)
+Begin = Callable[..., "Future[FetchReport]"]
+
+
+@pytest.fixture
+def begin(target: Node) -> Iterator[Begin]:
+    """Begins a fetch of what the pusher has, and returns once slots of the target are reserved."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def begin(keys: list[BlockKey], deadline_s: float) -> "Future[FetchReport]":
+            future = pool.submit(target.fetch, span("a", keys), deadline_s=deadline_s)
+            wait_for(lambda: target.num_reserved > 0 or future.done())
+            return future
+
+        yield begin
 
 
 def sums_of_ready(node: Node) -> tuple[Array, Array]:
@@ -60,20 +67,18 @@ def sums_of_ready(node: Node) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize(("num_ready", "delay_s"), [(0, 0.0), (0, 0.01), (2, 0.0), (2, 0.005)])
 def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
-    pusher, target, num_ready, delay_s
+    pusher, target, keys, begin, num_ready, delay_s
 ):
-    keys = chain(60)
-    store(pusher.arena, keys, block_bytes=BLOCK)
-    connect(pusher, target)
-    thread, reports = fetch_in_background(target, keys, deadline_s=1.0)
-    wait_for(lambda: target.num_ready >= num_ready and target.num_reserved > 0)
+    first = chain(1, seed="first")  # so that the next fetch finds everything ready
+    store(pusher.arena, first, block_bytes=BLOCK)
+    assert target.fetch(span("a", first)).here == (1,)
+    fetch = begin(keys, deadline_s=1.0)
+    wait_for(lambda: target.num_ready >= num_ready)
     time.sleep(delay_s)
     pusher.far.freeze()
-    thread.join()
-    [report] = reports
-    arrived = report.here[0]
+    report = fetch.result()
     assert target.mover.status()["fenced_slots_total"] > 0
-    assert arrived < 60
+    assert report.here[0] < 60
     assert report.sources["a"].error is not None
     ArenaOwner(target.arena).adopt()  # the shard there is killed and comes back meanwhile
     wait_for(lambda: target.num_reserved == 0)  # behind the fence
@@ -90,24 +95,18 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     assert payload.verify(target.arena.tables, ready).all()
 
 
-def test_slots_in_doubt_are_no_ones_until_the_fence(pusher, target):
-    keys = chain(60)
-    store(pusher.arena, keys, block_bytes=BLOCK)
-    thread, reports = fetch_in_background(target, keys, deadline_s=0.5)
-    wait_for(lambda: target.num_reserved > 0)
+def test_slots_in_doubt_are_no_ones_until_the_fence(pusher, target, keys, begin):
+    fetch = begin(keys, deadline_s=0.5)
     pusher.far.freeze()
-    thread.join()
+    assert fetch.result().here[0] < 60
     wait_for(lambda: target.num_reserved == 0)
     status = target.mover.status()
     assert status["fenced_slots"] == 0
     assert status["fenced_slots_total"] > 0
     assert status["transports"]["nixl"]["incarnation"] == 1
-    assert reports[0].here[0] < 60
 
 
-def test_blocks_come_again_from_a_pusher_that_woke(pusher, target):
-    keys = chain(60)
-    store(pusher.arena, keys, block_bytes=BLOCK)
+def test_blocks_come_again_from_a_pusher_that_woke(pusher, target, keys):
     pusher.far.freeze()
     began = time.monotonic()
     report = target.fetch(span("a", keys), deadline_s=0.5)
@@ -119,45 +118,26 @@ def test_blocks_come_again_from_a_pusher_that_woke(pusher, target):
     assert is_right(target.arena, keys, block_bytes=BLOCK)
 
 
-def test_dead_pusher_ends_a_fetch_at_once(pusher, target):
-    keys = chain(60)
-    store(pusher.arena, keys, block_bytes=BLOCK)
-    thread, reports = fetch_in_background(target, keys, deadline_s=60)
-    wait_for(lambda: target.num_reserved > 0)
+def test_dead_pusher_ends_a_fetch_at_once_and_its_leases_end_with_it(pusher, target, keys, begin):
+    fetch = begin(keys, deadline_s=60)
+    assert pusher.num_leases > 0
     pusher.far.kill()
-    thread.join(HANG_S)
-    assert reports
-    here = reports[0].here[0]
+    here = fetch.result(HANG_S).here[0]
     assert is_right(target.arena, keys[:here], block_bytes=BLOCK)
     wait_for(lambda: target.num_reserved == 0)
-
-
-def test_dead_pushers_leases_end_with_it(pusher, target):
-    keys = chain(60)
-    store(pusher.arena, keys, block_bytes=BLOCK)
-    thread, _ = fetch_in_background(target, keys, deadline_s=60)
-    wait_for(lambda: pusher.num_leases > 0)
-    pusher.far.kill()
-    thread.join(HANG_S)
-    owner = ArenaOwner(pusher.arena)
-    owner.bury_dead(limbo_s=0)
+    ArenaOwner(pusher.arena).bury_dead(limbo_s=0)
     assert pusher.num_leases == 0
 
 
-def test_other_fetches_fail_for_a_fence_and_come_again(make_node):
-    frozen = make_node("a", asked=LARGE, is_far=True)
-    sound = make_node("c", asked=LARGE)
-    target = make_node("b", asked=LARGE, **HURRIED)
-    lost, kept = chain(20, seed="lost"), chain(20, seed="kept")
-    store(frozen.arena, lost, block_bytes=BLOCK)
+def test_other_fetches_fail_for_a_fence_and_come_again(pusher, target, keys, begin, make_node):
+    sound, kept = make_node("c", asked=LARGE), chain(20, seed="kept")
     store(sound.arena, kept, block_bytes=BLOCK)
-    thread, _ = fetch_in_background(target, lost, deadline_s=0.5)
-    wait_for(lambda: target.num_reserved > 0)
-    frozen.far.freeze()
+    fetch = begin(keys[:20], deadline_s=0.5)
+    pusher.far.freeze()
     deadline = time.monotonic() + 10
     while target.fetch(span("c", kept)).here != (20,):
         assert time.monotonic() < deadline
-    thread.join()
+    fetch.result()
     wait_for(lambda: target.num_reserved == 0)
     assert is_right(target.arena, kept, block_bytes=BLOCK)
-    frozen.far.wake()
+    pusher.far.wake()

@@ -260,25 +260,25 @@ def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prom
     arena.release(*lease)
 
 
-def test_a_damaged_file_is_made_again_and_tokens_are_told_again(node, monkeypatch):
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"no database" * 1000)
+
+
+def leave_a_bad_row(file: Path) -> None:
+    with contextlib.closing(described_blocks.DescribedBlocks(file, bytes_max=2**24)) as blocks:
+        blocks._file.execute("INSERT INTO notes VALUES ('last', 'text')")
+
+
+@pytest.mark.parametrize("damage", [overwrite, leave_a_bad_row])
+def test_a_damaged_file_is_made_again_and_tokens_are_told_again(node, monkeypatch, damage):
     monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
     node.directory.mkdir()
-    (node.directory / EVENTS_FILE).write_bytes(b"no database" * 1000)
+    damage(node.directory / EVENTS_FILE)
     node.start()
     node.check(node.join())
     files = [*node.directory.glob(f"{EVENTS_FILE}*")]
     assert len(files) == 3, "SQLite's companions are there while it is used"
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-
-
-def test_a_row_that_a_defect_has_left_does_not_end_events_again_and_again(node, monkeypatch):
-    monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
-    node.directory.mkdir()
-    file = node.directory / EVENTS_FILE
-    with contextlib.closing(described_blocks.DescribedBlocks(file, bytes_max=2**24)) as blocks:
-        blocks._file.execute("INSERT INTO notes VALUES ('last', 'text')")
-    node.start()
-    node.check(node.join())
 
 
 def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(node, monkeypatch):

@@ -1,25 +1,157 @@
-"""Whatever a process sends to a shard's socket, those who behave are served, and memory is flat."""
+"""Whatever a process sends to a shard's socket, those who behave are served, and memory is flat.
+
+Both are processes. `python -m tests.unit.actors.test_socket_siege shard DIRECTORY` prints its
+memory and the longest time between two heartbeats for each line of its input; `... besiege
+DIRECTORY SEED` sends whatever it can think of until it is killed.
+"""
 
 import contextlib
-import shutil
+import os
+import random
+import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
+from kvray import wire
+from kvray.actors.shard.shard import Shard
 from kvray.node.stage_calls import ShardSocket
-from kvray.trace.request_note import RequestNote, pack
-from tests.unit.actors.small_shard import NAMESPACE, WAIT_S
+from kvray.trace.request_note import NOTES_MAX, RequestNote, pack
+from tests.unit.actors.shard_process import ROOT
+from tests.unit.actors.small_shard import NAMESPACE, WAIT_S, Line, settings_for, wait_until_serving
 
-ROOT = Path(__file__).parents[3]
 _GROWTH_MAX = 96 * 2**20
 """Bytes between the first and the last look: bounds that fill, and what an allocator keeps."""
+_THREADS = 6
+_KEYS_MAX = 32_768
+
+
+class _Heard(Line):
+    """A lookup's line that measures the time between two announcements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.longest_s = time.monotonic(), 0.0
+
+    def announce(self, announcement: Any) -> Any:
+        now = time.monotonic()
+        self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        return super().announce(announcement)
+
+
+def serve(directory: Path) -> None:
+    line = _Heard()
+    shard = Shard("besieged", settings_for(directory), [line.announce])
+    shard.start()
+    wait_until_serving(shard)
+    line.last, line.longest_s = time.monotonic(), 0.0
+    print("serving", flush=True)
+    for _ in sys.stdin:
+        line.heard.clear()
+        gap_s = max(line.longest_s, time.monotonic() - line.last)
+        print(psutil.Process().memory_info().rss, gap_s, flush=True)
+    shard.stop(retire=True, timeout_s=10)
+
+
+class Besieger:
+    """One thread of many; each act opens connections of its own."""
+
+    def __init__(self, path: str, seed: int) -> None:
+        self._path = path
+        self._chance = random.Random(seed)
+
+    def go_on(self) -> None:
+        acts = (self.junk, self.halves, self.odd, self.stage, self.large, self.notes, self.crowd)
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                self._chance.choice(acts)()
+
+    def junk(self) -> None:
+        with self.connected() as peer:
+            peer.sendall(self._chance.randbytes(self._chance.randrange(4000)))
+            peer.recv(1)
+
+    def halves(self) -> None:
+        frame = wire.encode({"op": "hello", "more": bytes(self._chance.randrange(300_000))})
+        with self.connected() as peer:
+            peer.sendall(frame[: self._chance.randrange(len(frame))])
+            time.sleep(0.05)
+
+    def odd(self) -> None:
+        values = (None, -1, 2**63, 1e308, float("nan"), "[/x]\x1b[2J", b"\0" * 99, [[]], {0: 1})
+        names = ("replica", "rank", "namespace", "counters", "requests", "keys", "wait_s", "spans")
+        with self.connected() as peer:
+            for op in ("register", "report", "stage", "describe", "hello", "other"):
+                fields = {one: self._chance.choice(values) for one in self._chance.sample(names, 4)}
+                self.ask(peer, op=op, **fields)
+
+    def stage(self) -> None:
+        """Legal, and as large as can be; the answer is not always read."""
+        name = f"large-{self._chance.randrange(4)}"
+        keys = os.urandom(32 * self._chance.choice((1, 64, _KEYS_MAX)))
+        with self.connected() as peer:
+            parts = [[part, None] for part in range(16)]
+            namespace = NAMESPACE.to_wire()
+            self.ask(peer, op="register", replica=name, rank=0, namespace=namespace, wanted=parts)
+            request = {"op": "stage", "replica": name, "rank": 0, "keys": keys, "wait_s": 0.05}
+            for _ in range(3):
+                if self._chance.random() < 0.3:
+                    peer.sendall(wire.encode(request))
+                else:
+                    self.ask(peer, **request)
+
+    def large(self) -> None:
+        item = self._chance.choice((0, b"", [], {}, "x" * 9))
+        with self.connected() as peer:
+            self.ask(peer, op="report", replica="r", rank=0, counters=[item] * 16_000)
+            peer.sendall(wire.LENGTH.pack(wire.FRAME_MAX) + bytes(self._chance.randrange(2**21)))
+
+    def notes(self) -> None:
+        name = f"replica-{self._chance.randrange(10**9)}"
+        note = RequestNote(1, 1.0, 40, 4, 0, 0, 9, "x" * 60)
+        with self.connected() as peer:
+            self.ask(peer, op="register", replica=name, rank=0, namespace=NAMESPACE.to_wire())
+            for number in range(20):
+                some = [
+                    pack(note._replace(request_id=number * 200 + one)) for one in range(NOTES_MAX)
+                ]
+                counters = {f"c{one}-{name}": one for one in range(250)}
+                self.ask(peer, op="report", replica=name, rank=0, counters=counters, requests=some)
+
+    def crowd(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(self.connected())
+
+    def connected(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(2)
+        peer.connect(self._path)
+        return peer
+
+    def ask(self, peer: socket.socket, **request: Any) -> None:
+        peer.sendall(wire.encode(request))
+        length = wire.body_length(peer.recv(wire.LENGTH.size, socket.MSG_WAITALL).ljust(4, b"\0"))
+        peer.recv(length, socket.MSG_WAITALL)
+
+
+def besiege(directory: Path, seed: int) -> None:
+    path = str(directory / wire.SOCKET_FILE)
+    for number in range(_THREADS):
+        threading.Thread(target=Besieger(path, seed + number).go_on, daemon=True).start()
+    print("besieging", flush=True)
+    sys.stdin.read()
+
+
+# -- the test -------------------------------------------------------------------------------------
 
 
 class Figures(NamedTuple):
@@ -29,8 +161,8 @@ class Figures(NamedTuple):
 
 @contextmanager
 def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Give a process of `siege` once it has said that it has begun; it ends with the block."""
-    command = [sys.executable, "-m", "tests.unit.actors.siege", *arguments]
+    """Give a process once it has said that it has begun; it ends with the block."""
+    command = [sys.executable, "-m", "tests.unit.actors.test_socket_siege", *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as made:
         try:
@@ -51,15 +183,13 @@ def look(shard: "subprocess.Popen[str]") -> Figures:
     "seconds",
     [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
-def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds):
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directory, seconds):
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, parent)
-        shard = stack.enter_context(process("shard", str(parent / "node")))
-        engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "node")))
+        shard = stack.enter_context(process("shard", str(directory)))
+        engine = stack.enter_context(contextlib.closing(ShardSocket(directory)))
         namespace = NAMESPACE.to_wire()
         engine.call("register", timeout_s=WAIT_S, replica="good", rank=0, namespace=namespace)
-        stack.enter_context(process("besiege", str(parent / "node"), "7"))
+        stack.enter_context(process("besiege", str(directory), "7"))
         slowest_s, count, before = 0.0, 0, None
         until = time.monotonic() + seconds
         while time.monotonic() < until or count < 10:
@@ -86,3 +216,10 @@ def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(seconds
     )
     assert growth < _GROWTH_MAX
     assert figures.heartbeat_s < WAIT_S / 2
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "shard":
+        serve(Path(sys.argv[2]))
+    else:
+        besiege(Path(sys.argv[2]), int(sys.argv[3]))

@@ -180,6 +180,17 @@ class Scene:
         )
         self.links.connect(["m"])
 
+    def count_handshakes(self, seconds: float) -> int:
+        """Return how many there are in so many seconds."""
+        before = len(self.answerer.transports)
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            self.links.handshake()
+        return len(self.answerer.transports) - before
+
+    def fail(self, transport: str) -> None:
+        self.links.fail("m", transport, "It broke.")
+
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
@@ -188,36 +199,27 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     arena.close()
 
 
-def count_handshakes(scene: Scene, seconds: float, *, step_s: float = 0.5) -> int:
-    before = len(scene.answerer.transports)
-    for _ in range(round(seconds / step_s)):
-        scene.now += step_s
-        scene.links.handshake()
-    return len(scene.answerer.transports) - before
-
-
 def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene):
     scene.links.handshake()
     scene.links.handshake()
     assert scene.answerer.transports == [["first", "second"]]
-    assert 5 <= count_handshakes(scene, 600) <= 21
+    assert 5 <= scene.count_handshakes(600) <= 21
 
 
 def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left_out(scene):
     scene.answerer.error = ShardUnavailable("It is gone.")
-    assert 5 <= count_handshakes(scene, 120) <= 10
-    assert count_handshakes(scene, 1200) <= 21
+    assert 5 <= scene.count_handshakes(120) <= 10
+    assert scene.count_handshakes(1200) <= 21
     assert scene.links.transports_for("m") == ["first", "second"]
     assert scene.links.status() == []
 
 
 def test_failures_in_a_row_leave_a_transport_out(scene):
-    error = "It broke."
-    scene.links.fail("m", "first", error)
+    scene.fail("first")
     scene.links.succeed("m", "first", 0)
-    scene.links.fail("m", "first", error)
+    scene.fail("first")
     assert scene.links.transports_for("m") == ["first", "second"]
-    scene.links.fail("m", "first", error)
+    scene.fail("first")
     assert scene.links.transports_for("m") == ["second"]
     assert scene.links.transports_for("another") == ["first", "second"]
     scene.links.handshake()
@@ -229,9 +231,8 @@ def test_failures_in_a_row_leave_a_transport_out(scene):
 
 
 def test_if_all_are_left_out_all_may_be_used(scene):
-    for transport in ("first", "second"):
-        for _ in range(module.FAILURES_MAX):
-            scene.links.fail("m", transport, "It broke.")
+    for transport in ("first", "second") * module.FAILURES_MAX:
+        scene.fail(transport)
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
@@ -244,11 +245,11 @@ def test_an_end_that_was_renewed_is_made_known_at_once(scene):
 
 
 def test_nodes_that_are_gone_are_forgotten(scene):
-    scene.links.fail("m", "first", "It broke.")
+    scene.fail("first")
     assert [link["failures"] for link in scene.links.status()] == [1]
     scene.links.connect(["another"])
     assert scene.links.status() == []
-    scene.links.fail("m", "first", "It broke.")
+    scene.fail("first")
     assert scene.links.status() == []
 
 

@@ -64,31 +64,24 @@ def test_what_is_committed_and_evicted_is_announced(announcer, arena, line):
 
 
 def test_what_is_only_reserved_is_not_announced(announcer, arena, line):
-    keys = chain(3)
-    arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=4096)
+    arena.reserve(chain(3), parent=None, depth=0, part=0, block_bytes=4096)
     tell(announcer, arena)
-    assert line.matched(keys) == 0
+    assert line.matched(chain(3)) == 0
 
 
-def test_a_slot_given_to_another_block_between_two_rounds_is_told_right(announcer, arena, line):
-    old, new = chain(4, seed="old"), chain(4, seed="new")
+@pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
+def test_slots_that_are_given_to_other_blocks_between_two_rounds_are_told_right(
+    announcer, arena, line, is_back
+):
+    old, new = chain(4, seed="old"), chain(2 if is_back else 4, seed="new")
     store(arena, old)
     tell(announcer, arena)
     ArenaOwner(arena).clear()
     store(arena, new)
+    if is_back:
+        store(arena, old)
     tell(announcer, arena)
-    assert (line.matched(old), line.matched(new)) == (0, 4)
-
-
-def test_a_block_evicted_and_stored_again_between_two_rounds_stays(announcer, arena, line):
-    keys = chain(4)
-    store(arena, keys)
-    tell(announcer, arena)
-    ArenaOwner(arena).clear()
-    store(arena, chain(2, seed="other"))
-    store(arena, keys)
-    tell(announcer, arena)
-    assert line.matched(keys) == 4
+    assert (line.matched(old), line.matched(new)) == (4 * is_back, len(new))
 
 
 def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
@@ -128,13 +121,20 @@ def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_l
     below.close()
 
 
-def test_an_adopted_arena_is_announced_in_full(arena, line):
-    keys = chain(4)
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_lookup_that_restarts_is_rebuilt_within_two_rounds_and_by_a_shard_that_does_at_once(
+    announcer, arena, line, is_restart
+):
+    keys = chain(6)
     store(arena, keys)
-    tell(Announcer("a", line.announce), arena, epoch=1)
+    tell(announcer, arena)
     line.lookup = Lookup()
-    tell(Announcer("a", line.announce), arena, epoch=2)
-    assert line.matched(keys) == 4
+    if is_restart:
+        tell(Announcer("a", line.announce), arena, epoch=2)
+    else:
+        announcer.send(1)
+        announcer.send(1)
+    assert line.matched(keys) == 6
 
 
 def test_without_changes_a_heartbeat_is_sent(announcer, arena, line):
@@ -153,16 +153,6 @@ def test_a_lookup_that_was_away_gets_everything(announcer, arena, line):
     line.cut = False
     store(arena, keys[4:], parent=keys[3], depth=4)
     tell(announcer, arena)
-    assert line.matched(keys) == 6
-
-
-def test_a_restarted_lookup_is_rebuilt_within_two_rounds(announcer, arena, line):
-    keys = chain(6)
-    store(arena, keys)
-    tell(announcer, arena)
-    line.lookup = Lookup()
-    announcer.send(1)
-    announcer.send(1)
     assert line.matched(keys) == 6
 
 
@@ -206,10 +196,10 @@ def test_a_full_announcement_in_pieces_replaces_what_was_there(announcer, arena,
 
 
 def test_an_absurd_part_keeps_nothing_else_from_being_announced(announcer, arena, line):
-    keys = chain(2)
     absurd = chain(1, seed="absurd")
     made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
+    keys = chain(2)
     store(arena, keys)
     tell(announcer, arena)
     assert line.matched(keys) == 2
@@ -431,9 +421,6 @@ class Partitions:
     def __init__(self) -> None:
         self.lines = [Line(), Line()]
         self.announcer = Announcer("a", *(line.announce for line in self.lines))
-
-    def line_of(self, keys: list[BlockKey]) -> Line:
-        return self.lines[partition_of(keys[0], 2)]
 
     def matched(self, keys: list[BlockKey]) -> list[int]:
         """Return what each partition says of `keys`."""

@@ -28,12 +28,6 @@ class Ray:
         self.num_searches += 1
         return SimpleNamespace(announce=SimpleNamespace(remote=self._call))
 
-    def answer(self, number: int, answer: Answer | Exception) -> None:
-        if isinstance(answer, Exception):
-            self.answers[number].set_exception(answer)
-        else:
-            self.answers[number].set_result(answer)
-
     def _call(self, *announcement: Any) -> Any:
         self.calls.append(unpacked(*announcement))
         self.answers.append(Future())
@@ -64,32 +58,31 @@ def said(sequence: int, *, num_keys: int = 0) -> Announcement:
 def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray):
     line, first = LookupLine(), said(1)
     assert [line.announce(first) for _ in range(3)] == [None] * 3
-    ray.answer(0, ANSWER)
+    ray.answers[0].set_result(ANSWER)
     assert line.announce(first) is ANSWER
     assert ray.calls == [first]
 
 
 def test_the_next_announcement_is_sent_when_the_one_before_is_answered_or_given_up(ray):
-    line, first, third = LookupLine(), said(1), said(3)
+    line, first, second, third = LookupLine(), said(1), said(2), said(3)
     assert line.announce(first) is None
-    ray.answer(0, ANSWER)
+    ray.answers[0].set_result(ANSWER)
     assert line.announce(first) is ANSWER
-    assert line.announce(said(2)) is None
-    assert line.announce(third) is None
-    ray.answer(2, ANSWER)
+    assert [line.announce(each) for each in (second, third)] == [None, None]
+    ray.answers[2].set_result(ANSWER)
     assert line.announce(third) is ANSWER
-    assert [each.sequence for each in ray.calls] == [1, 2, 3]
+    assert ray.calls == [first, second, third]
     assert ray.num_searches == 1
 
 
 def test_a_lookup_that_has_ended_is_looked_for_again(ray):
     line, first = LookupLine(), said(1)
     assert line.announce(first) is None
-    ray.answer(0, ShardUnavailable("It is gone."))
+    ray.answers[0].set_exception(ShardUnavailable("It is gone."))
     with pytest.raises(ShardUnavailable):
         line.announce(first)
     assert line.announce(first) is None
-    ray.answer(1, ANSWER)
+    ray.answers[1].set_result(ANSWER)
     assert line.announce(first) is ANSWER
     assert ray.num_searches == 2
 

@@ -534,22 +534,16 @@ async def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_agai
     assert [span.depth for order in nodes.orders for span in order.spans] == [9]
 
 
-def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it():
+async def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it(monkeypatch):
     class Disk:
         def runs(self, keys: list[int], parts: list[int]) -> list[Run]:
             masks = {part: np.array([one % 7 != 3 for one in keys]) for part in parts}
             return runs_of(NVME, masks) if 100 not in keys else []
 
-    async def find(keys: list[int]) -> list[Run]:
-        return await stager_module._runs_on_disk(Disk(), keys, [0, 2])  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stager_module, "_PIECE", 10)
-        keys = [*range(20), 100, 101, 102, 103, 104, *range(25, 33)]
-        found = asyncio.run(find(keys))
-    held = [False] * len(keys)
-    start = 0
-    for run in found:
+    monkeypatch.setattr(stager_module, "_PIECE", 10)
+    keys = [*range(20), 100, 101, 102, 103, 104, *range(25, 33)]
+    held, start = [False] * len(keys), 0
+    for run in await stager_module._runs_on_disk(Disk(), keys, [0, 2]):
         assert run.holders in ({}, {NVME: 0b101})
         held[start : run.stop] = [bool(run.holders)] * (run.stop - start)
         start = run.stop
