@@ -59,8 +59,8 @@ class KvCacheConnectorManager:
     `attention_dp_rank` is its number under attention data parallelism.
     """
 
-    RequestData: type[Any] = RequestData
-    SchedulerOutput: type[Any] = SchedulerOutput
+    data_class: type[Any] = RequestData
+    output_class: type[Any] = SchedulerOutput
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class KvCacheConnectorManager:
         self, batch: ScheduledRequests, block_ids_of: Callable[[LlmRequest], list[int]]
     ) -> None:
         """Collect the coming pass without an idle owner's dummy."""
-        output = _make(self.SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
+        output = _make(self.output_class, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
             is_new = request.request_id not in self._reported
             data = self._report(request, block_ids_of(request))
@@ -168,7 +168,7 @@ class KvCacheConnectorManager:
         else:
             position, num_scheduled = len(tokens) - 1, 1 + len(request.py_draft_tokens)
         return _make(
-            self.RequestData,
+            self.data_class,
             request_id=request.request_id,
             new_tokens=new_tokens,
             new_block_ids=new_block_ids,

@@ -97,8 +97,7 @@ class Engine:
     ) -> None:
         """Start the engine; `is_flat`: with the first cache manager, where there is a choice."""
         self.version = version
-        self.stand_in = stand_in = version.stand_in
-        has_groups = stand_in.HAS_GROUPS and not is_flat
+        has_groups = version.has_groups and not is_flat
         self.at: dict[str, Callable[[Engine], None]] = {}
         """Called at a point of an iteration: asked, loaded, passed or ended."""
         self.drops_batch = False
@@ -127,11 +126,11 @@ class Engine:
         for worker, memory in zip(self.workers, memories, strict=True):
             warm_up(worker)
             if has_groups:
-                worker.register_kv_cache_layout(memory.layout(stand_in))
+                worker.register_kv_cache_layout(memory.layout(version))
             else:
                 worker.register_kv_caches(memory.pool())
         self.ranks = AllRanks(self.workers, self._happen, num_loads=2 if has_groups else 1)
-        self.manager = stand_in.manager(
+        self.manager = version.manager(
             self.ranks, self.scheduler, owner=owner, is_flat=not has_groups
         )
         self.cache = Cache(
@@ -139,7 +138,7 @@ class Engine:
             [group.window for group in shape.groups],
             num_pages=num_pages,
             has_groups=has_groups,
-            resolves_late=stand_in.RESOLVES_LATE and has_groups,
+            resolves_late=version.resolves_late and has_groups,
             is_reused=(cache or {}).get("enable_block_reuse", True),
             partial_tokens=partial_tokens,
             draft_len=draft_len,
@@ -257,7 +256,7 @@ class Engine:
     def _request(
         self, request_id: int, tokens: list[int], max_new: int, **fields: Any
     ) -> LlmRequest:
-        known = self.stand_in.REQUEST_FIELDS
+        known = self.version.request_fields
         return LlmRequest(request_id, tokens, known=known, max_new_tokens=max_new, **fields)
 
     def _begin(self, batch: ScheduledRequests) -> None:

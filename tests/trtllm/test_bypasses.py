@@ -35,7 +35,7 @@ LLAVA = {"vocab_size": 32_064, "image_token_index": PLACEHOLDERS[0], "vision_con
 @pytest.fixture(params=["first_manager", "second_manager"])
 def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
     """Whether the first cache manager is in use, which asks with copies."""
-    if request.param == "second_manager" and not version.stand_in.HAS_GROUPS:
+    if request.param == "second_manager" and not version.has_groups:
         pytest.skip("this version has one cache manager")
     return bool(request.param == "first_manager")
 
@@ -44,7 +44,7 @@ def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
 def test_what_cannot_be_told_is_neither_saved_nor_loaded(
     make_engine: MakeEngine, version: Version, fields: dict[str, Any], is_flat: bool
 ) -> None:
-    if not set(fields) <= set(version.stand_in.REQUEST_FIELDS):
+    if not set(fields) <= set(version.request_fields):
         pytest.skip("this version's requests have no such attribute")
     for engine in (make_engine(is_flat=is_flat), make_engine(is_flat=is_flat)):
         assert engine.serve(PROMPT, max_new=9, **fields).num_hit == 0
@@ -151,7 +151,7 @@ def test_requests_that_only_generate_are_not_asked_about(
 ) -> None:
     engine = make_engine()
     request = engine.submit(PROMPT, is_generation_only_request=True)
-    if not version.stand_in.HAS_GROUPS:  # the engine itself refuses them
+    if not version.has_groups:  # the engine itself refuses them
         with pytest.raises(RuntimeError):
             engine.run()
         engine.kill(request)

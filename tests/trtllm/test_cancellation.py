@@ -83,8 +83,8 @@ def test_ends_are_announced_twice_and_for_the_unknown(make_engine: MakeEngine) -
 
 def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version: Version) -> None:
     engine = make_engine()
-    unknown = version.stand_in.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
-    engine.manager._scheduler_output = version.stand_in.SchedulerOutput(
+    unknown = version.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
+    engine.manager._scheduler_output = version.SchedulerOutput(
         new_requests=[unknown], cached_requests=[unknown]
     )
     engine.manager.handle_metadata()

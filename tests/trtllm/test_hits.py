@@ -118,7 +118,7 @@ def test_padding_requests_that_nobody_asked_about_are_left_alone(make_engine: Ma
 
 
 def test_salts_keep_requests_apart(make_engine: MakeEngine, version: Version) -> None:
-    name = version.stand_in.SALT_FIELD
+    name = version.salt_field
     salts: list[Any] = [None, 1, 2**63] if name == "cache_salt_id" else [None, "a", "b"]
     for expected in (0, 36):
         engine = make_engine()
@@ -156,9 +156,9 @@ def test_retention_priorities_arrive_with_the_blocks(
     make_engine: MakeEngine, stored: Stored, version: Version, is_flat: bool
 ) -> None:
     """Reports of the second manager have none: a request is like any other there."""
-    is_told = version.stand_in.RETAINS and (is_flat or not version.stand_in.HAS_GROUPS)
+    is_told = version.retains and (is_flat or not version.has_groups)
     config = SimpleNamespace(priority=80)
-    fields = {"kv_cache_retention_config": config} if version.stand_in.RETAINS else {}
+    fields = {"kv_cache_retention_config": config} if version.retains else {}
     stored(fields=fields, is_flat=is_flat)
     warm = make_engine(is_flat=is_flat)
     assert warm.serve(PROMPT, **fields).num_hit == 36

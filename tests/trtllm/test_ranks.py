@@ -4,7 +4,6 @@ Engines of one model with different numbers of ranks answer from what the others
 """
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,7 @@ from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
 from tests.trtllm.engine import Engine
 from tests.trtllm.memory import FLAT, HEADS, MLA, GroupShape, Shape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, Version, on
-from tests.unit.connector.test_several_nodes import nodes, running_nodes
-from tests.unit.connector.two_nodes import TwoNodes
 from tests.waiting import wait_for
-
-__all__ = ["nodes", "running_nodes"]
 
 LONG = list(range(200))
 CONSTANT_BYTES = 700
@@ -154,7 +149,7 @@ def test_loads_are_checked_as_others_are(
 @typed
 def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None:
     cold, warm = make_engine(shape=HEADS), make_engine(shape=HEADS, num_ranks=2)
-    name = cold.stand_in.SALT_FIELD
+    name = cold.version.salt_field
     mine, other = (7, 8) if name == "cache_salt_id" else ("mine", "other")
     cold.serve(PROMPT, **{name: mine})
     assert warm.serve(PROMPT).num_hit == 0
@@ -186,11 +181,12 @@ UNCUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", UNCUT)
-def test_what_cannot_be_cut_by_heads_is_not_shared(make_engine: MakeEngine, what: str) -> None:
-    engine = make_engine(num_ranks=2, **UNCUT[what])
-    if what in ("windowed", "with an index") and not engine.stand_in.HAS_GROUPS:
+def test_what_cannot_be_cut_by_heads_is_not_shared(
+    make_engine: MakeEngine, version: Version, what: str
+) -> None:
+    if what in ("windowed", "with an index") and not version.has_groups:
         pytest.skip("this version has one pool, without windows and indices")
-    engine.serve(PROMPT)
+    make_engine(num_ranks=2, **UNCUT[what]).serve(PROMPT)
     for num_ranks in (1, 4):
         assert make_engine(num_ranks=num_ranks, **UNCUT[what]).serve(PROMPT).num_hit == 0
 
@@ -223,45 +219,3 @@ def test_a_cache_without_a_dtype_is_not_cut(make_engine: MakeEngine) -> None:
     make_engine(shape=HEADS).serve(PROMPT)
     assert make_engine(shape=HEADS).serve(PROMPT).num_hit == HIT
     assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT).num_hit == 0
-
-
-@pytest.fixture
-def engine_on(
-    version: Version,
-    nodes: TwoNodes,
-    patient_saves: None,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Iterator[Callable[..., Engine]]:
-    """Make engines on the node of a number; whatever they did, no row was wrong."""
-    engines: list[Engine] = []
-    # What earlier tests have stored is known of for longer than it is there.
-    monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", request.node.name)
-
-    def make(node: int, **options: Any) -> Engine:
-        monkeypatch.setenv("KVRAY_ARENA__DIR", str(nodes.directories[node]))
-        engines.append(Engine(version, shape=HEADS, **options))
-        wait_for(lambda: engines[-1].arena is not None, "joining the tier")
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-        assert (engine.model.corrupt_rows, engine.totals["errors"]) == (0, 0)
-    wait_for(lambda: nodes.leased() == [0, 0], "the end of every lease")
-
-
-@on("v1_2", "main_line")
-@pytest.mark.parametrize(("stored_by", "read_by", "num_calls"), [(2, 4, 2), (2, 2, 1)])
-def test_another_node_is_asked_for_sizes_that_somebody_has_and_no_others(
-    engine_on: Callable[..., Engine], stored_by: int, read_by: int, num_calls: int
-) -> None:
-    cold, warm = engine_on(0, num_ranks=stored_by), engine_on(1, num_ranks=read_by)
-    cold.serve(PROMPT)
-    pool, theirs = (one.workers[0]._rank.shared.pool for one in (warm, cold))
-    others = [one for one in pool.others if one.digest == theirs.own.digest]
-    assert len(others) == num_calls - 1
-    told = pool.stored_by_others
-    wait_for(lambda: pool.has_peers and all(one in told() for one in others), "the shard's word")
-    assert warm.serve(list(range(40))).num_hit == 0
-    assert warm.totals["stage_calls"] == num_calls

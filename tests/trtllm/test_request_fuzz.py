@@ -16,7 +16,7 @@ import pytest
 from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.version import Copy, Version
+from tests.trtllm.version import Version, copy_of
 
 FUZZ_S = float(os.environ.get("REQUEST_FUZZ_S", "1"))
 HARMLESS = {"py_num_connector_matched_tokens"}
@@ -76,10 +76,9 @@ class Fuzzed:
 
 def fields_of(version: Version, *, is_copy: bool = True, **changes: Any) -> dict[str, Any]:
     """Return those of a well-formed request of text."""
-    stand_in = version.stand_in
-    known = stand_in.REQUEST_FIELDS
+    known = version.request_fields
     request = LlmRequest(1, list(PROMPT), known=known, max_new_tokens=1)
-    return vars(Copy(request, stand_in.BOUND if is_copy else stand_in.SHOWN)) | changes
+    return vars(copy_of(request, version.bound if is_copy else version.shown)) | changes
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def is_well_formed(name: str, value: Any) -> bool:
 def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(
     make_engine: MakeEngine, version: Version, is_flat: bool
 ) -> None:
-    if not (is_flat or version.stand_in.HAS_GROUPS):
+    if not (is_flat or version.has_groups):
         pytest.skip("this version has one cache manager")
     engine = serving(make_engine, is_flat=is_flat)
     scheduler, fields = engine.scheduler, fields_of(version, is_copy=is_flat)

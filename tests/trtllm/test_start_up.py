@@ -22,6 +22,7 @@ SERVE = ROOT / "examples" / "trtllm_serve"
 DISAGGREGATED = ROOT / "examples" / "trtllm_disaggregated"
 TWO = pytest.mark.parametrize("number", ["0", "1"])
 """Replicas or context servers of an example."""
+V2 = "use_kv_cache_manager_v2"
 REUSE = {"enable_block_reuse": True, "enable_partial_reuse": False}
 
 
@@ -37,67 +38,51 @@ DRAFT_LAYERS = (
     *("MTP", "Eagle", "Eagle3", "Draft_Target", "PARD", "SA", "DFlash", "DSpark"),
     *("User_Provided", "SaveState", "Medusa", "Lookahead", "", "a kind of tomorrow"),
 )
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size to 1"),
-    "context parallelism": ({"context_parallel_size": 2}, "context_parallel_size to 1"),
-    "beam search": ({"max_beam_width": 4}, "max_beam_width to 1"),
-    "speculative decoding": ({"speculative_config": object()}, "unset speculative_config"),
-    **{f"drafts by {kind}": (drafts(kind), "unset speculative_config") for kind in DRAFT_LAYERS},
-    "own host cache": ({"cache": {"host_cache_size": 2**30}}, "unset kv_cache_config.host_cache"),
-    "FP4 cache": ({"cache": {"dtype": "nvfp4"}}, "kv_cache_config.dtype to fp8"),
-    "VANILLA attention": ({"attn_backend": "VANILLA"}, "set attn_backend to TRTLLM"),
-    "Ray orchestrator with ranks": (
-        {"orchestrator_type": "ray", "num_ranks": 2},
-        "unset orchestrator_type",
-    ),
-    **{
-        f"a server that only generates, overlap {overlap}": (
-            {"disable_overlap_scheduler": overlap, **sends(backend="DEFAULT")},
+SENDING = {"disable_overlap_scheduler": True}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("pipeline_parallel_size to 1", {"pipeline_parallel_size": 2}),
+    ("context_parallel_size to 1", {"context_parallel_size": 2}),
+    ("max_beam_width to 1", {"max_beam_width": 4}),
+    ("unset speculative_config", {"speculative_config": object()}),
+    *[("unset speculative_config", drafts(kind)) for kind in DRAFT_LAYERS],
+    ("unset kv_cache_config.host_cache", {"cache": {"host_cache_size": 2**30}}),
+    ("kv_cache_config.dtype to fp8", {"cache": {"dtype": "nvfp4"}}),
+    ("set attn_backend to TRTLLM", {"attn_backend": "VANILLA"}),
+    ("unset orchestrator_type", {"orchestrator_type": "ray", "num_ranks": 2}),
+    *[
+        (
             "without kv_connector_config",
+            sends(backend="DEFAULT") | {"disable_overlap_scheduler": no},
         )
-        for overlap in (None, False)
-    },
-    "sending while a pass runs": (
-        {
-            "disable_overlap_scheduler": True,
-            **sends(backend="DEFAULT", enable_pipelined_transfer=True),
-        },
+        for no in (None, False)
+    ],
+    (
         "enable_pipelined_transfer to false",
+        SENDING | sends(backend="DEFAULT", enable_pipelined_transfer=True),
     ),
-}
-REFUSED_BY_LAYER_GROUPS: dict[str, tuple[dict[str, Any], str]] = {
-    "own disk cache": ({"cache": {"disk_cache_size": 2**30}}, "unset kv_cache_config.disk_cache"),
-    "scratch pages": (
-        {"cache": {"enable_swa_scratch_reuse": True}},
-        "kv_cache_config.enable_swa_scratch_reuse to false",
-    ),
-    "compressed cache": (
-        {"kv_cache_compression_config": object()},
-        "unset kv_cache_compression_config",
-    ),
-    **{
-        f"n-grams with a second manager {switch}": (
-            {**drafts("NGram"), "cache": {"use_kv_cache_manager_v2": switch}},
-            "use_kv_cache_manager_v2 to false",
-        )
+]
+REFUSED_BY_LAYER_GROUPS: list[tuple[str, dict[str, Any]]] = [
+    ("unset kv_cache_config.disk_cache", {"cache": {"disk_cache_size": 2**30}}),
+    ("enable_swa_scratch_reuse to false", {"cache": {"enable_swa_scratch_reuse": True}}),
+    ("unset kv_cache_compression_config", {"kv_cache_compression_config": object()}),
+    *[
+        ("use_kv_cache_manager_v2 to false", drafts("NGram") | {"cache": {V2: switch}})
         for switch in (True, "auto")
-    },
-}
-SERVED: dict[str, dict[str, Any]] = {
-    **{
-        f"drafts by {kind}": {**drafts(kind), "cache": {"use_kv_cache_manager_v2": False}}
-        for kind in ("NGram", "AUTO")
-    },
-    "transfers without a backend": sends(backend=None, enable_pipelined_transfer=True),
-}
+    ],
+]
+SERVED = [
+    drafts("NGram") | {"cache": {V2: False}},
+    drafts("AUTO") | {"cache": {V2: False}},
+    sends(backend=None, enable_pipelined_transfer=True),
+]
 
 
 def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
     version: Version, shard: Any
 ) -> None:
     (worker,), scheduler = version.construct()
-    assert isinstance(worker, version.stand_in.KvCacheConnectorWorker)
-    assert isinstance(scheduler, version.stand_in.KvCacheConnectorScheduler)
+    assert isinstance(worker, version.KvCacheConnectorWorker)
+    assert isinstance(scheduler, version.KvCacheConnectorScheduler)
     assert worker._rank.shared is scheduler._shared
     scheduler.shutdown()
     worker.shutdown()
@@ -107,7 +92,7 @@ def check_settings(version: Version, text: str) -> Any:
     """Check that settings pass the version's own check and name our classes; return the path."""
     settings = yaml.safe_load(text)
     assert settings["kv_cache_config"] == REUSE
-    config = version.stand_in.KvCacheConnectorConfig(**settings["kv_connector_config"])
+    config = version.KvCacheConnectorConfig(**settings["kv_connector_config"])
     assert config.connector_module == "kvray.connector"
     worker = getattr(version.connector, config.connector_worker_class)
     scheduler = getattr(version.connector, config.connector_scheduler_class)
@@ -149,7 +134,7 @@ def test_the_tiers_file_and_a_name_make_a_replicas_configuration(
 
 def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version) -> None:
     with pytest.raises(ValidationError):
-        version.stand_in.KvCacheConnectorConfig(
+        version.KvCacheConnectorConfig(
             connector_module="kvray.connector",
             connector_scheduler_class="KvRayScheduler",
             connector_worker_class="KvRayWorker",
@@ -157,24 +142,26 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version
         )
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, what: str) -> None:
-    changes, cure = REFUSED[what]
+@pytest.mark.parametrize(("cure", "changes"), REFUSED)
+def test_set_ups_that_a_connector_serves_wrongly_are_refused(
+    version: Version, cure: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=cure):
         version.construct(**changes)
 
 
 @on(*WITH_GROUPS)
-@pytest.mark.parametrize("what", REFUSED_BY_LAYER_GROUPS)
-def test_set_ups_of_the_second_cache_manager_are_refused(version: Version, what: str) -> None:
-    changes, cure = REFUSED_BY_LAYER_GROUPS[what]
+@pytest.mark.parametrize(("cure", "changes"), REFUSED_BY_LAYER_GROUPS)
+def test_set_ups_of_the_second_cache_manager_are_refused(
+    version: Version, cure: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=cure):
         version.construct(**changes)
 
 
-@pytest.mark.parametrize("what", SERVED)
-def test_set_ups_beside_them_are_served(version: Version, what: str) -> None:
-    version.start(**SERVED[what])
+@pytest.mark.parametrize("changes", SERVED)
+def test_set_ups_beside_them_are_served(version: Version, changes: dict[str, Any]) -> None:
+    version.start(**changes)
 
 
 def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over(
@@ -183,7 +170,7 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
     evicts = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     several = {"max_attention_window": [128, 4096]}
     for changes in ({"cache": several}, {"scheduler_config": evicts}):
-        if version.stand_in.HAS_GROUPS:
+        if version.has_groups:
             version.start(**changes)
             continue
         with pytest.raises(ConfigError, match="first cache manager"):
@@ -191,7 +178,7 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
 
 
 def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -> None:
-    if hasattr(version.stand_in.KvCacheConnectorWorker, "supports_attention_dp"):
+    if hasattr(version.KvCacheConnectorWorker, "supports_attention_dp"):
         assert version.worker_class.supports_attention_dp is True
         assert version.scheduler_class.supports_attention_dp is True
         return
@@ -205,7 +192,7 @@ def test_attention_dp_is_refused_by_candidates_between_two_columns(
 ) -> None:
     """1.3.0rc29 and 1.4.0rc1 are as main without it."""
     for half in ("KvCacheConnectorWorker", "KvCacheConnectorScheduler"):
-        monkeypatch.delattr(version.stand_in.EXPORTS[half], "supports_attention_dp")
+        monkeypatch.delattr(version.exports[half], "supports_attention_dp")
     with pytest.raises(ConfigError, match="unset enable_attention_dp"):
         version.construct(enable_attention_dp=True, num_ranks=2)
 
@@ -252,7 +239,7 @@ def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_star
     written = (DISAGGREGATED / f"context-{number}.yaml").read_text()
     assert written.endswith(render(Path(f"/etc/kvray/kvray-{number}.yaml")))
     settings = yaml.safe_load(written)
-    version.stand_in.KvCacheConnectorConfig(**settings.pop("kv_connector_config"))
+    version.KvCacheConnectorConfig(**settings.pop("kv_connector_config"))
     version.start(**arguments(settings))
 
 

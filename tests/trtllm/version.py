@@ -7,13 +7,14 @@ stands here.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -55,14 +56,43 @@ def on(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("version", names, indirect=True, scope="module")
 
 
-@dataclass(frozen=True)
-class Version:
-    """A stand-in, and kvray's connector as it is where that version is installed."""
+Policy = Enum("Policy", "GUARANTEED_NO_EVICT")
 
-    name: str
-    stand_in: StandIn
+
+class Version:
+    """One version: what `tensorrt_llm` has there, and kvray's connector as it is beside it."""
+
     connector: ModuleType
     utilities: ModuleType
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.table = table = TABLES[name]
+        self.number: str = table["version"]
+        self.module_path: str = table["module"]
+        self.has_groups = "KvCacheLayout" in table["records"]
+        self.resolves_late = "cancel_load" in table["scheduler"]["default"]
+        self.has_hashes = "block_hashes" in table["records"]["RequestData"]
+        """Whether reports have hashes of blocks, and salts are texts."""
+        self.salt_field = "cache_salt" if self.has_hashes else "cache_salt_id"
+        self.bound = tuple(table["request"]["bound"])
+        """What bindings show of a request, of all that kvray reads."""
+        self.shown = (*self.bound, *table["request"]["python"])
+        """What the original shows: Python's subclass has more."""
+        self.retains = "priorities" in table["records"]["RequestData"]
+        """Whether a request's retention config reaches the connector, with one pool."""
+        fields = {*self.shown} - _OWN | ({"kv_cache_retention_config"} if self.retains else set())
+        self.request_fields = dict.fromkeys(fields) | {"is_generation_only_request": False}
+        self.exports = {one: _record(one, fields) for one, fields in table["records"].items()}
+        self.exports["KvCacheConnectorWorker"] = _half(table["worker"])
+        self.exports["KvCacheConnectorScheduler"] = _half(table["scheduler"])
+        setting: Any = (Any, None) if self.has_groups else (str, ...)
+        self.exports["KvCacheConnectorConfig"] = create_model(
+            "KvCacheConnectorConfig",
+            __config__=ConfigDict(extra="forbid"),
+            **dict.fromkeys(table["records"]["KvCacheConnectorConfig"], setting),
+        )
+        vars(self).update(self.exports)
 
     @property
     def worker_class(self) -> Any:
@@ -82,7 +112,7 @@ class Version:
         workers, scheduler = [], None
         cache = changes.pop("cache", {})
         for rank in ranks:
-            args = self.stand_in.llm_args(num_ranks=num_ranks, rank=rank, cache=cache, **changes)
+            args = self.llm_args(num_ranks=num_ranks, rank=rank, cache=cache, **changes)
             with self._rank(rank), ThreadPoolExecutor(2) as threads:
                 worker = threads.submit(self.worker_class, args)
                 if scheduler is None:
@@ -107,84 +137,6 @@ class Version:
             yield
         finally:
             vars(self.utilities)["mpi_rank"] = lambda: 0
-
-
-@contextmanager
-def installed(name: str) -> Iterator[Version]:
-    """Have `import tensorrt_llm` find a stand-in, and a connector that was imported after it.
-
-    The connector takes its base classes when it is imported. The one that other tests have is put
-    aside, and comes back as it was.
-    """
-    stand_in = StandIn(name)
-    before = _take_out(CONNECTOR)
-    modules = _packages(stand_in)
-    sys.modules.update(modules)
-    try:
-        connector = importlib.import_module(CONNECTOR)
-        yield Version(name, stand_in, connector, modules["tensorrt_llm._utils"])
-    finally:
-        _take_out(CONNECTOR)
-        for path in modules:
-            del sys.modules[path]
-        sys.modules.update(before)
-        if CONNECTOR in before:
-            vars(kvray)["connector"] = before[CONNECTOR]
-
-
-def _packages(stand_in: StandIn) -> dict[str, ModuleType]:
-    """Return the package, down to the module that a connector imports."""
-    *parents, _ = parts = stand_in.MODULE.split(".")
-    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    modules = {path: ModuleType(path) for path in (*paths, "tensorrt_llm._utils")}
-    for path in paths[: len(parents)]:
-        modules[path].__path__ = []
-    vars(modules["tensorrt_llm"])["__version__"] = stand_in.VERSION
-    vars(modules["tensorrt_llm._utils"])["mpi_rank"] = lambda: 0
-    vars(modules[stand_in.MODULE]).update(stand_in.EXPORTS)
-    return modules
-
-
-def _take_out(package: str) -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
-    return {name: sys.modules.pop(name) for name in names}
-
-
-class Policy(Enum):
-    GUARANTEED_NO_EVICT = 1
-
-
-class StandIn:
-    """One version: what `tensorrt_llm` has there, and how its requests and arguments look."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.table = table = TABLES[name]
-        self.VERSION: str = table["version"]
-        self.MODULE: str = table["module"]
-        self.HAS_GROUPS = "KvCacheLayout" in table["records"]
-        self.RESOLVES_LATE = "cancel_load" in table["scheduler"]["default"]
-        self.HAS_HASHES = "block_hashes" in table["records"]["RequestData"]
-        """Whether reports have hashes of blocks, and salts are texts."""
-        self.SALT_FIELD = "cache_salt" if self.HAS_HASHES else "cache_salt_id"
-        self.BOUND = tuple(table["request"]["bound"])
-        """What bindings show of a request, of all that kvray reads."""
-        self.SHOWN = (*self.BOUND, *table["request"]["python"])
-        """What the original shows: Python's subclass has more."""
-        self.RETAINS = "priorities" in table["records"]["RequestData"]
-        """Whether a request's retention config reaches the connector, with one pool."""
-        fields = {*self.SHOWN} - _OWN | ({"kv_cache_retention_config"} if self.RETAINS else set())
-        self.REQUEST_FIELDS = dict.fromkeys(fields) | {"is_generation_only_request": False}
-        self.EXPORTS = {one: _record(one, fields) for one, fields in table["records"].items()}
-        self.EXPORTS["KvCacheConnectorWorker"] = _half(table["worker"])
-        self.EXPORTS["KvCacheConnectorScheduler"] = _half(table["scheduler"])
-        setting: Any = (Any, None) if self.HAS_GROUPS else (str, ...)
-        self.EXPORTS["KvCacheConnectorConfig"] = create_model(
-            "KvCacheConnectorConfig",
-            __config__=ConfigDict(extra="forbid"),
-            **dict.fromkeys(table["records"]["KvCacheConnectorConfig"], setting),
-        )
-        vars(self).update(self.EXPORTS)
 
     def llm_args(self, *, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any) -> Any:
         """Return what both halves of a connector are constructed with, on that rank."""
@@ -213,7 +165,7 @@ class StandIn:
             "enable_partial_reuse": False,
             "enable_swa_scratch_reuse": False,
             "tokens_per_block": BLOCK,
-            "use_kv_cache_manager_v2": "auto" if self.HAS_GROUPS else False,
+            "use_kv_cache_manager_v2": "auto" if self.has_groups else False,
         }
         reads = self.table["reads"]
         args = {name: values.get(name) for name in reads["llm_args"]}
@@ -224,18 +176,59 @@ class StandIn:
     def manager(self, worker: Any, scheduler: Any, *, owner: int | None, is_flat: bool) -> Any:
         """Return what is between executor and connector; `is_flat`: the first cache manager is."""
         if owner is not None:  # `main` has attention DP with the second cache manager only
-            assert self.RESOLVES_LATE or not is_flat, "owners need layer groups"
+            assert self.resolves_late or not is_flat, "owners need layer groups"
             halves = (*worker.workers, scheduler)
             assert all(type(one).supports_attention_dp is True for one in halves)
-        if self.HAS_GROUPS:
+        if self.has_groups:
             # Both grouped forms or neither: engines with several groups ask for it at the start.
             for name in ("update_state_after_alloc", "request_finished"):
                 assert f"{name}_by_layer_group" in vars(type(scheduler))
         if "wait_for_initialization" in self.table["scheduler"]["default"]:
             scheduler.wait_for_initialization()
-        if is_flat:
-            return FlatManager(self, worker, FlatScheduler(self, scheduler), owner)
-        return GroupManager(self, worker, GroupScheduler(self, scheduler), owner)
+        manager = FlatManager if is_flat else GroupManager
+        return manager(self, worker, Asked(self, scheduler, is_flat=is_flat), owner)
+
+
+@contextmanager
+def installed(name: str) -> Iterator[Version]:
+    """Have `import tensorrt_llm` find a stand-in, and a connector that was imported after it.
+
+    The connector takes its base classes when it is imported. The one that other tests have is put
+    aside, and comes back as it was.
+    """
+    version = Version(name)
+    before = _take_out(CONNECTOR)
+    modules = _packages(version)
+    sys.modules.update(modules)
+    try:
+        version.connector = importlib.import_module(CONNECTOR)
+        version.utilities = modules["tensorrt_llm._utils"]
+        yield version
+    finally:
+        _take_out(CONNECTOR)
+        for path in modules:
+            del sys.modules[path]
+        sys.modules.update(before)
+        if CONNECTOR in before:
+            vars(kvray)["connector"] = before[CONNECTOR]
+
+
+def _packages(version: Version) -> dict[str, ModuleType]:
+    """Return the package, down to the module that a connector imports."""
+    *parents, _ = parts = version.module_path.split(".")
+    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    modules = {path: ModuleType(path) for path in (*paths, "tensorrt_llm._utils")}
+    for path in paths[: len(parents)]:
+        modules[path].__path__ = []
+    vars(modules["tensorrt_llm"])["__version__"] = version.number
+    vars(modules["tensorrt_llm._utils"])["mpi_rank"] = lambda: 0
+    vars(modules[version.module_path]).update(version.exports)
+    return modules
+
+
+def _take_out(package: str) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _record(name: str, names: list[str]) -> type:
@@ -279,15 +272,14 @@ def _missing(*_: Any) -> None:
     raise NotImplementedError("kvray does this itself")
 
 
-class Copy:
-    """A request as C++ hands it to Python: another object at every call, of the base class.
+def copy_of(request: Any, names: Sequence[str]) -> SimpleNamespace:
+    """Return a request as C++ hands it to Python: another object at every call.
 
-    Source: the first manager's trampoline takes `LlmRequest const&`, which nanobind casts to a
-    copy. It has what the bindings bind; what Python has set on the original it has not.
+    Source: the first manager's trampoline takes `LlmRequest const&`, which nanobind casts to a copy
+    of the base class. It has what the bindings bind; what Python has set on the original it has
+    not.
     """
-
-    def __init__(self, request: Any, names: tuple[str, ...]) -> None:
-        vars(self).update({name: getattr(request, name) for name in names})
+    return SimpleNamespace(**{name: getattr(request, name) for name in names})
 
 
 class Original:
@@ -303,49 +295,45 @@ class Original:
         return getattr(self._request, name)
 
 
-class FlatScheduler:
-    """The scheduler as the first cache manager calls it: with copies, and with one list of ids."""
+class Asked:
+    """The scheduler as this version's engine calls it: with one list of blocks, or one a group."""
 
-    def __init__(self, stand_in: StandIn, scheduler: Any) -> None:
-        self._stand_in = stand_in
+    def __init__(self, version: Version, scheduler: Any, *, is_flat: bool) -> None:
+        self._version = version
         self._scheduler = scheduler
+        self._is_flat = is_flat
         self.build_connector_meta = scheduler.build_connector_meta
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        if request.is_generation_only_request:
-            raise RuntimeError("no connector for requests that only generate")
-        copy = Copy(request, self._stand_in.BOUND)
-        return self._scheduler.get_num_new_matched_tokens(copy, num_computed)
+        """Ask with the original, or from C++ with a copy."""
+        asked = self._original(request)
+        if self._is_flat:
+            if request.is_generation_only_request:
+                raise RuntimeError("no connector for requests that only generate")
+            asked = copy_of(request, self._version.bound)
+        return self._scheduler.get_num_new_matched_tokens(asked, num_computed)
 
     def update_state_after_alloc(self, request: Any, groups: list[list[int]]) -> None:
-        self._scheduler.update_state_after_alloc(self._original(request), groups[0])
+        self._tell("update_state_after_alloc", request, groups)
 
     def request_finished(self, request: Any, groups: list[list[int]]) -> bool:
-        return self._scheduler.request_finished(self._original(request), groups[0])
-
-    def _original(self, request: Any) -> Original:
-        original = Original(request, self._stand_in.SHOWN)
-        return vars(request).setdefault("original", original)
-
-
-class GroupScheduler(FlatScheduler):
-    """The scheduler as the second cache manager calls it."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        return self._scheduler.get_num_new_matched_tokens(self._original(request), num_computed)
-
-    def update_state_after_alloc(self, request: Any, groups: list[list[int]]) -> None:
-        original = self._original(request)
-        self._scheduler.update_state_after_alloc_by_layer_group(original, groups)
-
-    def request_finished(self, request: Any, groups: list[list[int]]) -> bool:
-        return self._scheduler.request_finished_by_layer_group(self._original(request), groups)
+        return self._tell("request_finished", request, groups)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         self._scheduler.cancel_load(self._original(request), start, end)
 
     def request_reset(self, request: Any) -> None:
         self._scheduler.request_reset(self._original(request))
+
+    def _tell(self, name: str, request: Any, groups: list[list[int]]) -> Any:
+        if self._is_flat:
+            return getattr(self._scheduler, name)(self._original(request), groups[0])
+        grouped = getattr(self._scheduler, f"{name}_by_layer_group")
+        return grouped(self._original(request), groups)
+
+    def _original(self, request: Any) -> Any:
+        original = Original(request, self._version.shown)
+        return vars(request).setdefault("original", original)
 
 
 class Leader(SingleRank):
@@ -359,12 +347,12 @@ class FlatManager(KvCacheConnectorManager):
     """The reference engine's manager, with this version's records and habits, for one pool."""
 
     def __init__(
-        self, stand_in: StandIn, worker: Any, scheduler: Any, owner: int | None = None
+        self, version: Version, worker: Any, scheduler: Any, owner: int | None = None
     ) -> None:
         super().__init__(worker, scheduler, ranks=Leader(), attention_dp_rank=owner)
-        self.stand_in = stand_in
-        self.RequestData = stand_in.EXPORTS["RequestData"]
-        self.SchedulerOutput = stand_in.EXPORTS["SchedulerOutput"]
+        self.version = version
+        self.data_class = version.exports["RequestData"]
+        self.output_class = version.exports["SchedulerOutput"]
 
     @property
     def is_owner(self) -> bool:
@@ -372,6 +360,10 @@ class FlatManager(KvCacheConnectorManager):
 
     def unfinished_ids(self) -> set[int]:
         return {*self._saves.new, *self._saves.pending}
+
+    def commit(self, request: LlmRequest, num_tokens: int) -> None:
+        """Note it as the base class does, but on a copy, which nobody sees again."""
+        super().commit(copy.copy(request), num_tokens)
 
     def forget(self, request: LlmRequest) -> None:
         """Keep what is known of ended requests for ever, as all do who do not own them."""
@@ -381,11 +373,11 @@ class FlatManager(KvCacheConnectorManager):
     def _report(self, request: Any, groups: list[Any]) -> Any:
         request.was_reported = True
         data = super()._report(request, groups[0])
-        if self.stand_in.name == "v1_2" and request.state is not LlmRequestState.CONTEXT_INIT:
+        if self.version.name == "v1_2" and request.state is not LlmRequestState.CONTEXT_INIT:
             data.num_scheduled_tokens = 1  # drafts are not counted
         if (config := getattr(request, "kv_cache_retention_config", None)) is not None:
             data.priorities = [config.priority] * len(data.new_block_ids)
-        if self.stand_in.HAS_HASHES:
+        if self.version.has_hashes:
             ends = range(BLOCK - 1, len(request.get_tokens(0)), BLOCK)
             data.block_hashes = [hash(request.digest(end)) for end in ends]
         return data
@@ -394,6 +386,8 @@ class FlatManager(KvCacheConnectorManager):
 class GroupManager(FlatManager):
     """The manager for layer groups: it asks and commits apart, so that less may be taken."""
 
+    commit = KvCacheConnectorManager.commit
+
     def query(self, request: LlmRequest, num_computed: int) -> int:
         """Ask without any effect on what is reported."""
         count, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
@@ -401,14 +395,14 @@ class GroupManager(FlatManager):
         return count
 
     def cancel_load(self, request: LlmRequest, start: int, end: int) -> None:
-        if self.stand_in.RESOLVES_LATE and end > start:
+        if self.version.resolves_late and end > start:
             self.scheduler.cancel_load(request, start, end)
 
     def replay(self, request: LlmRequest) -> None:
         """Report a request whose blocks were taken away as a new one."""
         KvCacheConnectorManager.forget(self, request)
         self._external_loads.pop(request.request_id, None)
-        if self.stand_in.RESOLVES_LATE:
+        if self.version.resolves_late:
             self.scheduler.request_reset(request)
 
     def handle_metadata(self) -> None:
