@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvray.reference.engine_options import (
-    KvCacheConfig,
-    KvConnectorConfig,
-    LlmArgs,
-    NGramDecodingConfig,
-)
+from kvray.reference.engine_options import KvConnectorConfig
 from kvray.reference.output import Call, Output
 from kvray.reference.replica import Replica
 from kvray.reference.weights import find_weights
@@ -22,10 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "KvCacheConfig",
     "KvConnectorConfig",
-    "LlmArgs",
-    "NGramDecodingConfig",
     "Output",
     "ReferenceEngine",
     "Replica",

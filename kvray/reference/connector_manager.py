@@ -59,6 +59,9 @@ class KvCacheConnectorManager:
     `attention_dp_rank` is its number under attention data parallelism.
     """
 
+    data_class: type[Any] = RequestData
+    output_class: type[Any] = SchedulerOutput
+
     def __init__(
         self,
         worker: Any,
@@ -72,8 +75,9 @@ class KvCacheConnectorManager:
         self._ranks: Ranks = ranks or SingleRank()
         self._attention_dp_rank = attention_dp_rank
         self._saves = _Saves()
-        self._scheduler_output: SchedulerOutput | None = None
-        self._reported: dict[int, tuple[int, int]] = {}
+        self._scheduler_output: Any = None
+        self._reported: dict[int, list[int]] = {}
+        """How many tokens and blocks of each request have been reported."""
         self._external_loads: dict[int, int] = {}
 
     @property
@@ -89,9 +93,13 @@ class KvCacheConnectorManager:
         )
         if is_async:
             raise KVRayError("The reference engine has no loads beside its passes.")
+        self.commit(request, num_tokens)
+        return num_tokens
+
+    def commit(self, request: LlmRequest, num_tokens: int) -> None:
+        """Note how many of the offered tokens the coming pass starts behind."""
         self._external_loads[request.request_id] = num_tokens
         request.py_num_connector_matched_tokens = num_tokens
-        return num_tokens
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Tell the leader the blocks of a request that just got them."""
@@ -102,7 +110,7 @@ class KvCacheConnectorManager:
         self, batch: ScheduledRequests, block_ids_of: Callable[[LlmRequest], list[int]]
     ) -> None:
         """Collect the coming pass without an idle owner's dummy."""
-        output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
+        output = _make(self.output_class, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
             is_new = request.request_id not in self._reported
             data = self._report(request, block_ids_of(request))
@@ -151,22 +159,19 @@ class KvCacheConnectorManager:
         value = None if self.scheduler is None else call(self.scheduler)
         return cast("T", self._ranks.broadcast(value))
 
-    def _report(self, request: LlmRequest, block_ids: list[int]) -> RequestData:
+    def _report(self, request: LlmRequest, block_ids: list[Any]) -> Any:
         tokens = request.get_tokens(0)
-        num_tokens, num_blocks = self._reported.get(request.request_id, (0, 0))
-        # As upstream, each place in the list is told once: not again when a rewind has freed the
-        # block there and another one has replaced it.
-        self._reported[request.request_id] = (len(tokens), max(num_blocks, len(block_ids)))
+        new_tokens, new_block_ids = self._take_new(request, tokens, block_ids)
         if request.state is LlmRequestState.CONTEXT_INIT:
             position = request.context_current_position
             num_scheduled = min(request.context_remaining_length, request.context_chunk_size)
         else:
             position, num_scheduled = len(tokens) - 1, 1 + len(request.py_draft_tokens)
         return _make(
-            RequestData,
+            self.data_class,
             request_id=request.request_id,
-            new_tokens=tokens[num_tokens:],
-            new_block_ids=block_ids[num_blocks:],
+            new_tokens=new_tokens,
+            new_block_ids=new_block_ids,
             computed_position=position,
             num_scheduled_tokens=num_scheduled,
             priorities=None,
@@ -174,6 +179,16 @@ class KvCacheConnectorManager:
             cache_salt=request.cache_salt,
             block_hashes=[],
         )
+
+    def _take_new(self, request: LlmRequest, *lists: list[Any]) -> list[list[Any]]:
+        """Return what each list has beyond its longest report.
+
+        As upstream, each place is reported once: not again when a rewind has freed the block there
+        and another one has replaced it.
+        """
+        counts = self._reported.get(request.request_id, [0] * len(lists))
+        self._reported[request.request_id] = list(map(max, counts, map(len, lists)))
+        return [one[count:] for one, count in zip(lists, counts, strict=True)]
 
 
 def _make(kind: type[T], **values: object) -> T:

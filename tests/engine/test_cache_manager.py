@@ -11,8 +11,7 @@ from kvray.errors import CapacityError, ConfigError
 from kvray.events import Batch
 from kvray.events.native import NativePool
 from kvray.events.pool_content import PoolContent, chain_digests
-from kvray.reference.block_pool import BlockPool
-from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.cache_manager import BlockPool, KVCacheManager
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import schedule

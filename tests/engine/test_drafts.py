@@ -12,7 +12,7 @@ import torch
 from kvray.errors import ConfigError
 from kvray.reference.cache_manager import KVCacheManager
 from kvray.reference.engine import ReferenceEngine
-from kvray.reference.engine_options import EngineOptions, NGramDecodingConfig
+from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import find_drafts, schedule
 from kvray.reference.model import KVGeometry, make_tiny_causal_lm
 from kvray.reference.output import Output
@@ -363,7 +363,7 @@ def test_request_waits_until_its_drafts_fit_too() -> None:
 
 def test_connector_is_told_that_and_how_far_the_engine_drafts(models: list[Path]) -> None:
     with start(models[0], 3) as engine:
-        assert engine.llm_args.speculative_config == NGramDecodingConfig(max_draft_len=3)
+        assert engine.llm_args.speculative_config.max_draft_len == 3
         assert engine.llm_args.speculative_config.decoding_type == "NGram"
     with start(models[0]) as engine:
         assert engine.llm_args.speculative_config is None

@@ -1,17 +1,28 @@
-"""The engine's own cache manager: who has which page, and prefixes that it reuses by itself."""
+"""The engine's own cache manager: pages of every layer group, and prefixes that it reuses.
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+With one pool the connector is asked when a request gets its pages, and all of its offer is taken.
+With layer groups it is asked apart from that, some of the offer may be taken, and pages come with
+each chunk; one version asks ahead, for requests that are then left out of the batch.
+"""
 
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvray.errors import KVRayError
+from kvray.reference.cache_manager import BlockPool
+from kvray.reference.request import ScheduledRequests
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.memory import Memory
-from tests.trtllm.shapes import BLOCK
+from tests.trtllm.memory import BLOCK, Memory
 
 NO_PAGE = -1
+SEND_POLLS = 5
+"""Iterations that it takes to send a prompt's blocks to a server that generates."""
+DUMMY_ID = 2**64 - 1
 
 
 class Cache:
-    """Pages of every layer group; the same on all ranks, as each rank counts for itself alike."""
+    """What the executor asks of a cache manager; the same on all ranks, which count alike."""
 
     def __init__(
         self,
@@ -19,140 +30,240 @@ class Cache:
         windows: Sequence[int | None],
         *,
         num_pages: int,
+        has_groups: bool,
+        resolves_late: bool,
         is_reused: bool = True,
         partial_tokens: int = 0,
+        draft_len: int = 0,
     ) -> None:
-        self.memories = memories
+        """`draft_len`: tokens that are drafted after each one that is computed for an answer."""
         self.windows = windows
-        self.num_pages = num_pages
         self.is_reused = is_reused
-        self.partial_tokens = partial_tokens
-        self._free = [deque(range(num_pages)) for _ in windows]
-        self._users = [Counter[int]() for _ in windows]
-        self._tree: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
-        self._in_tree = [set[int]() for _ in windows]
-        self._held: dict[int, list[list[int]]] = {}
+        self.connector: Any = None
+        self.asked: Callable[[ScheduledRequests], None] = lambda _batch: None
+        """Called once the connector was asked about a batch, before it is reported."""
+        self.accept: Callable[[LlmRequest, int], int] = lambda _request, offer: offer
+        """Returns how many tokens of an offer the engine takes."""
+        self.defers: Callable[[LlmRequest], bool] = lambda _request: False
+        """Says whether a request that was asked about ahead is left out of the batch."""
+        self.dummy: LlmRequest | None = None
+        """Pads every batch that generates."""
+        self.sending: dict[LlmRequest, int] = {}
+        """Prompts that are sent to another server -> iterations until it has their blocks."""
+        self._memories = memories
+        self._has_groups = has_groups
+        self._resolves_late = resolves_late
+        self._partial_tokens = partial_tokens
+        self._draft_len = draft_len
+        self._luck = random.Random(draft_len)
+        self._pools = [BlockPool(num_pages, tokens_per_block=BLOCK) for _ in windows]
+        self._held: dict[LlmRequest, list[list[int]]] = {}
+        self._pinned: dict[LlmRequest, list[list[int]]] = {}
 
     def pages_of(self, request: LlmRequest) -> list[list[int]]:
-        """Return a request's pages, one list a layer group.
-
-        Raises:
-            KeyError: it has none (any more).
-        """
-        return self._held[request.request_id]
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._held
-
-    def add(self, request: LlmRequest) -> int:
-        """Open a sequence with what is reused of its prefix; return how many tokens that are."""
-        held: list[list[int]] = [[] for _ in self.windows]
-        self._held[request.request_id] = held
-        if not self.is_reused:
-            return 0
-        blocks = self._match(request)
-        for block in range(blocks):
-            pages = self._tree[_key(request, block)]
-            self._tree.move_to_end(_key(request, block))
-            for group, page in enumerate(pages):
-                is_live = block >= self.first_live(group, blocks * BLOCK)
-                held[group].append(page if is_live else NO_PAGE)
-                self._users[group][page] += is_live
-        return blocks * BLOCK + self._reuse_partly(request, blocks)
-
-    def extend(self, request: LlmRequest, num_tokens: int, *, history: int) -> None:
-        """Have pages for the first `num_tokens` tokens; none for blocks that `history` is past."""
-        for group, pages in enumerate(self.pages_of(request)):
-            for block in range(len(pages), -(-num_tokens // BLOCK)):
-                is_live = block >= self.first_live(group, history)
-                pages.append(self._take(group) if is_live else NO_PAGE)
-
-    def pass_windows(self, request: LlmRequest, history: int) -> None:
-        """Give back pages that no window reaches any more; their places stay."""
-        for group, pages in enumerate(self.pages_of(request)):
-            for block in range(min(len(pages), self.first_live(group, history))):
-                if pages[block] != NO_PAGE:
-                    self._drop(group, pages[block])
-                    pages[block] = NO_PAGE
-
-    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
-        """Give back the pages behind the first `num_tokens` tokens, but none of the prompt's."""
-        kept = -(-max(num_tokens, request.orig_prompt_len) // BLOCK)
-        for group, pages in enumerate(self.pages_of(request)):
-            while len(pages) > kept:
-                self._drop(group, pages.pop())
-
-    def free(self, request: LlmRequest, *, computed: int) -> None:
-        """End a sequence, and keep what it computed for others. Twice is fine."""
-        held = self._held.pop(request.request_id, None)
-        if held is None:
-            return
-        if self.is_reused:
-            for block in range(min(computed // BLOCK, *map(len, held))):
-                pages = tuple(group[block] for group in held)
-                key = _key(request, block)
-                if key not in self._tree and NO_PAGE not in pages:
-                    self._tree[key] = pages
-                    for group, page in enumerate(pages):
-                        self._in_tree[group].add(page)
-        for group, pages in enumerate(held):
-            for page in pages:
-                if page != NO_PAGE:
-                    self._drop(group, page)
-
-    def _match(self, request: LlmRequest) -> int:
-        run = 0
-        while run < (request.prompt_len - 1) // BLOCK and _key(request, run) in self._tree:
-            run += 1
-        return run
-
-    def _reuse_partly(self, request: LlmRequest, blocks: int) -> int:
-        """Have a copy of some tokens of the next block; return how many."""
-        if not 0 < self.partial_tokens < request.prompt_len - blocks * BLOCK:
-            return 0
-        start = blocks * BLOCK
-        for group, pages in enumerate(self.pages_of(request)):
-            pages.append(self._take(group))
-            for memory in self.memories:
-                end = start + self.partial_tokens
-                memory.compute(request, group, blocks, pages[blocks], start, end)
-        return self.partial_tokens
+        """Return a request's pages, one list a layer group."""
+        return self._held[request]
 
     def first_live(self, group: int, history: int) -> int:
         """Return the first block that the next token still looks back to."""
         window = self.windows[group]
         return 0 if window is None else max(0, (history - window + 1) // BLOCK)
 
+    def get_num_free_blocks(self) -> int:
+        return min(pool.num_free for pool in self._pools)
+
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
+        """Return the pages that it takes if it shares none and is drafted for to its end."""
+        most = request.prompt_len + request.max_new_tokens + 1 + 2 * self._draft_len
+        return -(-most // BLOCK)
+
+    def get_needed_beyond_held(self, request: LlmRequest) -> int:
+        held = self._held.get(request, [[]])
+        return max(self.get_needed_resource_to_completion(request) - len(held[0]), 0)
+
+    def get_cache_indices(self, request: LlmRequest) -> list[list[int]]:
+        """Return copies of a request's pages; none for one that has ended, and is asked for again.
+
+        So its end is announced twice if it came early, while the next batch ran. KVRayError: the
+        engine knows better, as it was cancelled or is being saved.
+        """
+        if request in self._held:
+            return [list(pages) for pages in self._held[request]]
+        if request in self._pinned or request.finish_reason == "cancelled":
+            raise KVRayError(f"Request {request.request_id} holds no pages.")
+        return [[] for _ in self.windows]
+
+    def prepare_resources(self, batch: ScheduledRequests) -> None:
+        """Give the batch its pages, and ask what can be loaded into them."""
+        if self._resolves_late:
+            batch.context_requests[:] = [
+                one for one in batch.context_requests if self._ask_ahead(one)
+            ]
+        for request in batch.context_requests:
+            if not request.has_pages:
+                self._add(request)
+            elif self._has_groups:
+                start = request.context_current_position
+                self.extend(request, start + request.context_chunk_size, history=start)
+        for request in batch.generation_requests:
+            if self._draft_len:
+                request.draft(self._draft_len, self._luck.randint(0, self._draft_len))
+            start = request.num_computed_tokens
+            self.extend(request, start + 1 + self._draft_len, history=start)
+        if self.dummy is not None and batch.generation_requests:
+            if self.dummy not in self._held:
+                self._held[self.dummy] = [[] for _ in self.windows]
+                self.extend(self.dummy, 1, history=0)
+            batch.generation_requests.append(self.dummy)
+        self.asked(batch)
+        if batch.batch_size:
+            self.connector.build_scheduler_output(batch, self.get_cache_indices)
+
+    def update_resources(self, batch: ScheduledRequests) -> None:
+        """Give back the pages that only rejected drafts have used."""
+        for request in batch.generation_requests:
+            if self._draft_len and request in self._held:
+                kept = -(-request.num_computed_tokens // BLOCK)
+                for group, pages in enumerate(self._held[request]):
+                    self._release(group, pages[kept:])
+                    del pages[kept:]
+
+    def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool) -> None:
+        """Hold the pages of a request until `unpin`, too."""
+        assert pin, "asked for when a save has begun, and nowhere else"
+        self._pinned[request] = self.get_cache_indices(request)
+        for pool, pages in zip(self._pools, self._pinned[request], strict=True):
+            pool.reference(_live(pages))
+
+    def unpin(self, request: LlmRequest) -> None:
+        for group, pages in enumerate(self._pinned.pop(request)):
+            self._release(group, pages)
+
+    def free_resources(self, request: LlmRequest) -> None:
+        """End a sequence, and keep what it computed for others. Twice is fine."""
+        is_sent = request.is_only_prefilled and request.finish_reason in {"length", "stop"}
+        if is_sent and self.sending.setdefault(request, SEND_POLLS):
+            return
+        held = self._held.pop(request, None)
+        if held is None:
+            return
+        if self.is_reused and request.request_id != DUMMY_ID:
+            self._remember(request, held)
+        for group, pages in enumerate(held):
+            self._release(group, pages)
+
+    def extend(self, request: LlmRequest, num_tokens: int, *, history: int) -> None:
+        """Have pages for the first `num_tokens` tokens; none for blocks that `history` is past."""
+        for group, pages in enumerate(self._held[request]):
+            for block in range(len(pages), -(-num_tokens // BLOCK)):
+                is_live = block >= self.first_live(group, history)
+                pages.append(self._take(group) if is_live else NO_PAGE)
+
+    def pass_windows(self, request: LlmRequest, history: int) -> None:
+        """Give back pages that no window reaches any more; their places stay."""
+        for group, pages in enumerate(self._held[request]):
+            for block in range(min(len(pages), self.first_live(group, history))):
+                self._release(group, pages[block : block + 1])
+                pages[block] = NO_PAGE
+
+    def _ask_ahead(self, request: LlmRequest) -> bool:
+        """Ask once, and perhaps leave the request out; what was offered waits meanwhile."""
+        if request.has_pages:
+            return True
+        if request.offer is None and not request.is_generation_only_request:
+            local = self._open(request)
+            request.offer = (local, local + self.connector.query(request, local))
+        return not self.defers(request)
+
+    def _add(self, request: LlmRequest) -> None:
+        """Give a request its first pages, with what is taken of an offer."""
+        take = self._take_some if self._has_groups else self._take_all
+        local, taken = take(request)
+        request.set_prepopulated_prompt_len(local + taken, BLOCK)
+        if self._has_groups:
+            start = request.context_current_position
+            self.extend(request, start + request.context_chunk_size, history=start)
+        request.has_pages, request.num_hit = True, taken
+        self.connector.update_state_after_alloc(request, self.get_cache_indices(request))
+
+    def _take_all(self, request: LlmRequest) -> tuple[int, int]:
+        """Return how many tokens the engine has itself, and how many of the offer it takes."""
+        local = self._open(request)
+        self.extend(request, request.prompt_len, history=0)
+        taken = self.connector.get_num_new_matched_tokens(request, local)
+        return local, taken if self.is_reused else 0  # asked, and then not heard
+
+    def _take_some(self, request: LlmRequest) -> tuple[int, int]:
+        """As `_take_all`, with an offer of which the engine may take less."""
+        local = self._open(request) if request.offer is None else request.offer[0]
+        if request.is_generation_only_request:
+            return local, 0
+        if request.offer is None:
+            request.offer = (local, local + self.connector.query(request, local))
+        _, end = request.offer
+        taken = self.accept(request, end - local) if self.is_reused else 0
+        self.connector.cancel_load(request, local + taken, end)
+        self.connector.commit(request, taken)
+        return local, taken
+
+    def _open(self, request: LlmRequest) -> int:
+        """Open a sequence with what is reused of its prefix; return how many tokens that are."""
+        held: list[list[int]] = [[] for _ in self.windows]
+        self._held[request] = held
+        if not self.is_reused:
+            return 0
+        matches = self._match(request, request.prompt_len - 1)
+        num_blocks = min(map(len, matches))
+        for group, pages in enumerate(matches):
+            first = self.first_live(group, num_blocks * BLOCK)
+            held[group] += [NO_PAGE] * min(first, num_blocks) + pages[first:num_blocks]
+            self._pools[group].reference(_live(held[group]))
+        return num_blocks * BLOCK + self._reuse_partly(request, num_blocks)
+
+    def _reuse_partly(self, request: LlmRequest, num_blocks: int) -> int:
+        """Have a copy of some tokens of the next block; return how many."""
+        start = num_blocks * BLOCK
+        if not 0 < self._partial_tokens < request.prompt_len - start:
+            return 0
+        end = start + self._partial_tokens
+        self.extend(request, end, history=start)
+        for group, pages in enumerate(self._held[request]):
+            for memory in self._memories:
+                memory.compute(request, group, num_blocks, pages[num_blocks], start, end)
+        return self._partial_tokens
+
+    def _match(self, request: LlmRequest, num_tokens: int) -> list[list[int]]:
+        """Return the pages of each group's pool that hold the first tokens."""
+        digests: Any = [request.digest(position) for position in range(num_tokens)]
+        matches = [pool.match(digests, namespace=None, allow_partial=False) for pool in self._pools]
+        return [list(match.block_ids) for match in matches]
+
+    def _remember(self, request: LlmRequest, held: list[list[int]]) -> None:
+        """Let others find what is computed, as far as every block of it has a page somewhere."""
+        computed = min(request.num_computed_tokens, len(request.get_tokens(0)) - 1)
+        if request.num_hit and request.is_in_context:
+            computed = 0  # nothing of it is sure to be there
+        matches = self._match(request, computed)
+        for pool, pages, match in zip(self._pools, held, matches, strict=True):
+            count = len(match)
+            while count < min(computed // BLOCK, len(pages)) and pages[count] != NO_PAGE:
+                count += 1
+            digests: Any = [request.digest(position) for position in range(count * BLOCK)]
+            pool.remember(digests, pages, namespace=None, keep_tail=False)
+
     def _take(self, group: int) -> int:
-        if not self._free[group]:
-            self._evict()
-        page = self._free[group].popleft()
-        self._users[group][page] = 1
-        for memory in self.memories:
-            memory.poison(group, page)
+        (page,) = self._pools[group].allocate(1)
+        self._poison(group, [page])
         return page
 
-    def _drop(self, group: int, page: int) -> None:
-        self._users[group][page] -= 1
-        if not self._users[group][page] and page not in self._in_tree[group]:
-            self._put_back(group, page)
+    def _release(self, group: int, pages: Sequence[int]) -> None:
+        self._poison(group, self._pools[group].release(_live(pages)))
 
-    def _evict(self) -> None:
-        """Give back the block of the tree that nobody has used for longest."""
-        for key, pages in self._tree.items():
-            if not any(self._users[group][page] for group, page in enumerate(pages)):
-                del self._tree[key]
-                for group, page in enumerate(pages):
-                    self._in_tree[group].discard(page)
-                    self._put_back(group, page)
-                return
-        raise AssertionError("the stand-in admitted more than it has pages for")
-
-    def _put_back(self, group: int, page: int) -> None:
-        self._free[group].append(page)
-        for memory in self.memories:
-            memory.poison(group, page)
+    def _poison(self, group: int, pages: Sequence[int]) -> None:
+        for memory in self._memories:
+            for page in pages:
+                memory.poison(group, page)
 
 
-def _key(request: LlmRequest, block: int) -> bytes:
-    return request.digest((block + 1) * BLOCK - 1)
+def _live(pages: Sequence[int]) -> list[int]:
+    return [page for page in pages if page != NO_PAGE]

@@ -10,17 +10,20 @@ from kvray.actors.shard.shard import Shard
 from kvray.engine import saver
 from tests.kit.devices import HostDevice
 from tests.trtllm.engine import Engine
-from tests.trtllm.shapes import FLAT
-from tests.trtllm.version import STAND_INS, Version, installed
+from tests.trtllm.llm_request import LlmRequest
+from tests.trtllm.memory import FLAT
+from tests.trtllm.version import NAMES, Version, installed
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.waiting import wait_for
 
 __all__ = ["environment", "running_shard", "shard"]
 
+PROMPT = list(range(100, 140))
 MakeEngine = Callable[..., Engine]
+Stored = Callable[..., LlmRequest]
 
 
-@pytest.fixture(scope="module", params=STAND_INS)
+@pytest.fixture(scope="module", params=NAMES)
 def version(request: pytest.FixtureRequest) -> Iterator[Version]:
     """Each version in turn."""
     with installed(request.param) as one:
@@ -71,6 +74,36 @@ def make_engine(
     wait_for(lambda: leased(shard) == 0, "the end of every lease with its engine")
     for _ in range(3):
         shard.clear(10)  # rounds of its loop, in which it closes the connections that ended
+
+
+@pytest.fixture
+def stored(make_engine: MakeEngine) -> Stored:
+    """Have an engine of some kind compute a prompt, and its answer, and end; return the request."""
+
+    def store(
+        prompt: list[int] = PROMPT,
+        *,
+        max_new: int = 9,
+        fields: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> LlmRequest:
+        cold = make_engine(**options)
+        request = cold.serve(prompt, max_new=max_new, **(fields or {}))
+        cold.close()
+        return request
+
+    return store
+
+
+@pytest.fixture
+def make_warm(make_engine: MakeEngine, stored: Stored) -> MakeEngine:
+    """Make engines whose tier has PROMPT, of another engine of the kind."""
+
+    def make(**options: Any) -> Engine:
+        stored(**options)
+        return make_engine(**options)
+
+    return make
 
 
 def leased(shard: Shard) -> int:

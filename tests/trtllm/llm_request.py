@@ -1,27 +1,20 @@
-"""An engine's request, with the attributes of one version and no others; and C++'s copies of it."""
+"""A request of the reference engine's, with the attributes of one version beside its own."""
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
+from kvray.reference import request as reference
+
 VOCABULARY = 997
 PLACEHOLDERS = range(900, 910)
 """Tokens in whose place a model puts what it sees, if it was given something to see."""
+ENDS = frozenset(range(0, VOCABULARY, 16))
+"""Tokens that end an answer early."""
 
 
-class BoundRequest:
-    """A request as C++ hands it to Python: another object at every call, of the base class.
-
-    Source: the trampoline of `KvCacheConnectorManager` takes `LlmRequest const&`, which nanobind
-    casts to a copy. It has what the bindings bind; what Python has set on the original it has not.
-    """
-
-    def __init__(self, request: "LlmRequest", bound: tuple[str, ...]) -> None:
-        vars(self).update({name: getattr(request, name) for name in bound})
-
-
-class LlmRequest:
-    """Tokens that are seen, and those that the device has sampled but nobody has read yet."""
+class LlmRequest(reference.LlmRequest):
+    """Its answer follows from what it depends on, so its future tokens can be told."""
 
     def __init__(
         self,
@@ -35,75 +28,72 @@ class LlmRequest:
     ) -> None:
         """`is_only_prefilled`: another server gets its blocks, and generates."""
         assert set(fields) <= set(known), f"this version has no {set(fields) - set(known)}"
+        max_new_tokens = 1 if is_only_prefilled else max_new_tokens
+        super().__init__(request_id, tokens, max_new_tokens=max_new_tokens, end_ids=ENDS)
         vars(self).update(known | fields)
-        self.request_id = request_id
-        self.prompt_len = len(tokens)
-        self.max_new_tokens = max_new_tokens
         self.is_only_prefilled = is_only_prefilled
-        self.state = "CONTEXT_INIT"
-        self.context_current_position = 0
-        self.context_chunk_size = len(tokens)
-        self.orig_prompt_len = len(tokens)
-        self.salt = fields.get("cache_salt", fields.get("cache_salt_id"))
-        self.tokens = list(tokens)
-        """With those that were sampled and not read."""
-        self.num_read = len(tokens)
         self.num_hit = 0
-        self.offer: tuple[int, int, bool] | None = None
-        """(start, end, whether it loads later) of what was asked ahead of time."""
+        self.offer: tuple[int, int] | None = None
+        """(start, end) of what was asked about ahead of time."""
         self.has_pages = False
         self.was_reported = False
-        self.is_ended = False
-        self.error: Exception | None = None
-        if "encoder_tokens" in known:
-            self.try_get_encoder_output_len = self._encoder_output_len
-        self._digests = [hashlib.blake2b(repr(self._scope()).encode(), digest_size=16).digest()]
-
-    def get_tokens(self, beam: int) -> list[int]:
-        return self.tokens[: self.num_read]
+        self._all_tokens = list(tokens)
+        self._digests = [hashlib.blake2b(repr(self._scope(fields)).encode()).digest()]
 
     @property
-    def is_parked(self) -> bool:
-        return self.state == "DISAGG_GENERATION_TRANS_IN_PROGRESS"
+    def is_ended(self) -> bool:
+        return self.is_finished
 
     @property
-    def is_generating(self) -> bool:
-        return self.state == "GENERATION_IN_PROGRESS"
+    def is_in_context(self) -> bool:
+        return self.state is reference.LlmRequestState.CONTEXT_INIT
 
     @property
     def answer(self) -> list[int]:
-        return self.tokens[self.prompt_len : self.num_read]
+        return self.generated_tokens
+
+    def token_at(self, position: int) -> int:
+        """Return a token, also one that has not been sampled yet."""
+        while len(self._all_tokens) <= position:
+            digest = self.digest(len(self._all_tokens) - 1)
+            self._all_tokens.append(int.from_bytes(digest[:2], "little") % VOCABULARY)
+        return self._all_tokens[position]
 
     def digest(self, position: int) -> bytes:
         """Return what a token's keys and values depend on: scope, tokens and media up to it."""
         while len(self._digests) <= position + 1:
             at = len(self._digests) - 1
-            text = self._digests[-1] + self.tokens[at].to_bytes(4, "little")
-            if at in (self.multimodal_positions or ()):
+            text = self._digests[-1] + self.token_at(at).to_bytes(4, "little")
+            if at in (getattr(self, "multimodal_positions", None) or ()):
                 text += repr(self.multimodal_hashes).encode()
-            if self.tokens[at] in PLACEHOLDERS:
+            if self.token_at(at) in PLACEHOLDERS:
                 text += repr(self.py_multimodal_data).encode()
             self._digests.append(hashlib.blake2b(text, digest_size=16).digest())
         return self._digests[position + 1]
 
-    def sample(self) -> None:
-        """Append the next token, which nobody has read yet."""
-        digest = self.digest(len(self.tokens) - 1)
-        self.tokens.append(int.from_bytes(digest[:2], "little") % VOCABULARY)
+    def draft(self, count: int, num_right: int) -> None:
+        """Have the coming pass try `count` tokens, the first `num_right` of them right."""
+        first = len(self.get_tokens(0))
+        right = [self.token_at(first + index) for index in range(num_right)]
+        wrong = (self.token_at(first + num_right) + 1) % VOCABULARY
+        self.py_draft_tokens = right + [wrong] * (count - num_right)
 
     def restart(self) -> None:
         """Begin again with all tokens as the prompt: its blocks were taken away."""
-        del self.tokens[self.num_read :]
-        self.max_new_tokens -= self.num_read - self.prompt_len
-        self.prompt_len = self.num_read
-        self.state, self.context_current_position, self.has_pages = "CONTEXT_INIT", 0, False
-        self.offer, self.was_reported = None, False
+        self.max_new_tokens -= len(self.answer)
+        self.prompt_len += len(self.answer)
+        self.state = reference.LlmRequestState.CONTEXT_INIT
+        self._context_position = self.num_computed_tokens = 0
+        self.has_pages = self.was_reported = self.is_admitted = False
+        self.offer = None
 
-    def _encoder_output_len(self) -> int | None:
-        return None if self.encoder_tokens is None else len(self.encoder_tokens)
+    def try_get_encoder_output_len(self) -> int | None:
+        tokens = getattr(self, "encoder_tokens", None)
+        return None if tokens is None else len(tokens)
 
-    def _scope(self) -> tuple[Any, ...]:
+    def _scope(self, fields: dict[str, Any]) -> tuple[Any, ...]:
         """Return what all its keys and values depend on: salt, the adapter's bytes, embeddings."""
         path = self.py_lora_path
         adapter = Path(path, "adapter_model.safetensors").read_bytes() if path else None
-        return (self.salt, adapter, self.prompt_embedding_table)
+        salt = fields.get("cache_salt", fields.get("cache_salt_id"))
+        return (salt, adapter, self.prompt_embedding_table)

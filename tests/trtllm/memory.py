@@ -1,4 +1,4 @@
-"""One rank's pages, each byte a function of the tokens up to it; and what they should hold.
+"""Shapes of KV caches, and one rank's pages, each byte a function of the tokens up to it.
 
 Whatever nobody has loaded or computed is poison, in the pages and in what they are compared with:
 a byte that the connector writes anywhere else, or does not write where it must, is found.
@@ -7,6 +7,7 @@ a byte that the connector writes anywhere else, or does not write where it must,
 import dataclasses
 import hashlib
 import itertools
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,73 @@ import numpy as np
 import torch
 
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.shapes import BLOCK, GroupShape, Shape
 
+BLOCK = 4
+"""Tokens in a block."""
 POISON = 0xFF
 """NaN in every floating-point format that is used here."""
 SCRIBBLE = 0x5A
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShape:
+    """Layers whose pages are counted together; one region of own bytes, perhaps one of shared."""
+
+    layers: tuple[int, ...]
+    own: tuple[str, ...] = ("key", "value")
+    """Roles of each layer's buffers that differ from rank to rank."""
+    shared: tuple[str, ...] = ()
+    window: int | None = None
+    gap: int = 0
+    """Bytes between two pages of a region."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    name: str
+    groups: tuple[GroupShape, ...]
+    dtype: torch.dtype = torch.float16
+    token_bytes: int = 16
+    """Of one token, layer and role; with `num_heads` of one head, too."""
+    num_heads: int | None = None
+    """KV heads that ranks share out, one after the other in a buffer; None: a rank's bytes are its
+    own, however many ranks there are."""
+
+    def heads_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Return a rank's heads; ranks share one if there are more ranks than heads."""
+        assert self.num_heads is not None, "only shapes with heads have some"
+        first, count = rank * self.num_heads // num_ranks, max(1, self.num_heads // num_ranks)
+        return tuple(range(first, first + count))
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether all bytes of the first group are the same on all ranks: one role, the key."""
+        return self.groups[0].own == ("key",)
+
+
+FLAT = Shape(name="flat", groups=(GroupShape(layers=(0, 1)),))
+HEADS = Shape(name="heads", groups=(GroupShape(layers=(0, 1, 2)),), num_heads=8)
+MLA = Shape(name="mla", groups=(GroupShape(layers=(0, 1, 2), own=("key",)),))
+WINDOWED = Shape(
+    name="windowed",
+    groups=(
+        GroupShape(layers=(0, 2), gap=16),
+        GroupShape(layers=(1, 3), window=8),
+    ),
+)
+ALL_WINDOWS = Shape(
+    name="all-windows",
+    groups=(GroupShape(layers=(0,), window=6), GroupShape(layers=(1,), window=16)),
+)
+REPLICATED = Shape(
+    name="replicated",
+    groups=(GroupShape(layers=(0, 1), shared=("index_key",)),),
+)
+
+
+def with_dtype(dtype: torch.dtype) -> Shape:
+    name = f"flat-{dtype}"
+    return Shape(name=name, groups=FLAT.groups, dtype=dtype)
 
 
 class Region:
@@ -76,13 +139,6 @@ class Memory:
         """Have a page hold nothing: it was taken, or given back."""
         for region in self.groups[group]:
             region.pages[page] = region.expected[page] = POISON
-
-    def copy(self, group: int, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of a page, as the engine does to reuse a part of a block."""
-        for region in self.groups[group]:
-            for pages in (region.pages, region.expected):
-                rows = region.tokens_of(pages, source)[:, :num_tokens]
-                region.tokens_of(pages, target)[:, :num_tokens] = rows
 
     def expect(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> None:
         """Note that a page should hold the tokens of a block before `end`."""

@@ -10,13 +10,12 @@ import torch
 
 from kvray.engine.model import adapters
 from kvray.errors import ConfigError
-from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import PLACEHOLDERS
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
 READ_S = 30.0
-PROMPT = list(range(100, 140))
 SEEN = [*PROMPT[:6], *PLACEHOLDERS, *PROMPT[16:]]
 """A prompt with a picture at token 6; one block lies before it."""
 UNTOLD: dict[str, dict[str, Any]] = {
@@ -36,7 +35,7 @@ LLAVA = {"vocab_size": 32_064, "image_token_index": PLACEHOLDERS[0], "vision_con
 @pytest.fixture(params=["first_manager", "second_manager"])
 def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
     """Whether the first cache manager is in use, which asks with copies."""
-    if request.param == "second_manager" and not version.stand_in.HAS_GROUPS:
+    if request.param == "second_manager" and not version.has_groups:
         pytest.skip("this version has one cache manager")
     return bool(request.param == "first_manager")
 
@@ -45,57 +44,49 @@ def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
 def test_what_cannot_be_told_is_neither_saved_nor_loaded(
     make_engine: MakeEngine, version: Version, fields: dict[str, Any], is_flat: bool
 ) -> None:
-    if not set(fields) <= set(version.stand_in.REQUEST_FIELDS):
+    if not set(fields) <= set(version.request_fields):
         pytest.skip("this version's requests have no such attribute")
-    engine = make_engine(is_flat=is_flat)
-    engine.serve(PROMPT, max_new=9, **fields)
-    engine.close()
-    warm = make_engine(is_flat=is_flat)
-    assert warm.serve(PROMPT, **fields).num_hit == 0
-    assert engine.totals["stored_blocks"] == warm.totals["loaded_blocks"] == 0
+    for engine in (make_engine(is_flat=is_flat), make_engine(is_flat=is_flat)):
+        assert engine.serve(PROMPT, max_new=9, **fields).num_hit == 0
+        engine.close()
+        assert engine.totals["stored_blocks"] == engine.totals["loaded_blocks"] == 0
     if fields in UNTOLD.values() or not is_flat:
-        assert warm.totals["bypassed_requests"] == 1
+        assert engine.totals["bypassed_requests"] == 1
 
 
 def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, llava: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
-    cold = make_engine(is_flat=True, model=str(tmp_path))
+    cold = make_engine(is_flat=True, model=llava)
     for fields in ({}, seen(1)):
         cold.serve(SEEN, **fields)
     cold.serve(PROMPT)
     cold.close()
     assert cold.totals["bypassed_requests"] == 2
-    warm = make_engine(is_flat=True, model=str(tmp_path))
+    warm = make_engine(is_flat=True, model=llava)
     assert warm.serve(PROMPT).num_hit == 36
     assert warm.serve(SEEN, **seen(2)).num_hit == 0
 
 
 @on(*WITH_GROUPS)
 def test_text_is_told_by_the_request_itself_where_the_engine_asks_with_it(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, stored: Stored, llava: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
-    cold = make_engine(model=str(tmp_path))
-    cold.serve(SEEN)
-    cold.close()
-    assert make_engine(model=str(tmp_path)).serve(SEEN).num_hit == 36
+    stored(SEEN, model=llava)
+    assert make_engine(model=llava).serve(SEEN).num_hit == 36
 
 
-def test_a_promise_that_ends_before_what_was_not_shown_is_kept(make_engine: MakeEngine) -> None:
-    cold = make_engine(is_flat=True)
-    cold.serve(SEEN[:6])
-    cold.close()
+def test_a_promise_that_ends_before_what_was_not_shown_is_kept(
+    make_engine: MakeEngine, stored: Stored
+) -> None:
+    stored(SEEN[:6], max_new=1, is_flat=True)
     assert make_engine(is_flat=True).serve(SEEN, **picture(1), **turned(3)).num_hit == 4
 
 
 def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_text(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, stored: Stored
 ) -> None:
-    cold = make_engine(is_flat=True)
-    cold.serve(SEEN)
-    cold.close()
+    stored(SEEN, is_flat=True)
     warm = make_engine(is_flat=True)
     warm.submit(SEEN, **seen(1))
     with pytest.raises(ConfigError, match="more than text"):
@@ -104,53 +95,40 @@ def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_tex
 
 
 def test_an_engine_that_hides_media_is_promised_nothing_from_then_on(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, stored: Stored
 ) -> None:
-    cold = make_engine(is_flat=True)
-    cold.serve(SEEN)
-    cold.close()
+    stored(SEEN, is_flat=True)
     warm = make_engine(is_flat=True)
     warm.serve([7, *SEEN], **seen(1))
     assert warm.serve(SEEN, **seen(2)).num_hit == warm.serve(SEEN).num_hit == 0
 
 
 def test_pictures_of_one_digest_whose_keys_are_turned_unlike_are_not_shared(
-    make_engine: MakeEngine, is_flat: bool
+    make_engine: MakeEngine, stored: Stored, is_flat: bool
 ) -> None:
-    cold = make_engine(is_flat=is_flat)
-    cold.serve(SEEN, **picture(1), **turned(3))
-    cold.close()
+    stored(SEEN, fields=picture(1) | turned(3), is_flat=is_flat)
     warm = make_engine(is_flat=is_flat)
     assert warm.serve(SEEN, **picture(1), **turned(4)).num_hit == (0 if is_flat else 4)
 
 
+@pytest.mark.parametrize(("digest", "hit"), [(1, 36), (2, 4)], ids=["same", "other"])
 def test_media_with_digests_are_shared_by_their_digests(
-    make_engine: MakeEngine, is_flat: bool
+    make_engine: MakeEngine, stored: Stored, is_flat: bool, digest: int, hit: int
 ) -> None:
-    cold = make_engine(is_flat=is_flat)
-    cold.serve(PROMPT, **picture(1))
-    cold.close()
-    assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(1)).num_hit == 36
-
-
-def test_what_follows_other_media_is_not_shared(make_engine: MakeEngine) -> None:
-    cold = make_engine()
-    cold.serve(PROMPT, **picture(1))
-    cold.close()
-    # The picture begins at token 6: one block lies before it.
-    assert make_engine().serve(PROMPT, **picture(2)).num_hit == 4
+    """The picture begins at token 6: one block lies before it."""
+    stored(fields=picture(1), is_flat=is_flat)
+    assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(digest)).num_hit == hit
 
 
 def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     fields = {"lora_task_id": 1, "py_lora_path": str(adapter(tmp_path, "a"))}
-    engine = make_engine(is_flat=True)
-    engine.serve(PROMPT, **fields)
-    engine.close()
-    warm = make_engine(is_flat=True)
-    assert warm.serve(PROMPT, **fields).num_hit == engine.totals["stored_blocks"] == 0
-    assert warm.totals["bypassed_requests"] == 1
+    for engine in (make_engine(is_flat=True), make_engine(is_flat=True)):
+        assert engine.serve(PROMPT, **fields).num_hit == 0
+        engine.close()
+        assert engine.totals["stored_blocks"] == 0
+    assert engine.totals["bypassed_requests"] == 1
 
 
 @on(*WITH_GROUPS)
@@ -173,13 +151,20 @@ def test_requests_that_only_generate_are_not_asked_about(
 ) -> None:
     engine = make_engine()
     request = engine.submit(PROMPT, is_generation_only_request=True)
-    if not version.stand_in.HAS_GROUPS:  # the engine itself refuses them
+    if not version.has_groups:  # the engine itself refuses them
         with pytest.raises(RuntimeError):
             engine.run()
         engine.kill(request)
         engine.failure = None
     engine.run()
     assert engine.totals["requests"] == engine.totals["stored_blocks"] == 0
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> str:
+    """Return the path of a checkpoint that says which tokens stand for pictures."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
+    return str(tmp_path)
 
 
 def picture(digest: int) -> dict[str, Any]:

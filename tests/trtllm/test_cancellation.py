@@ -5,29 +5,22 @@ Whatever was promised is released.
 
 import pytest
 
-from tests.trtllm.conftest import MakeEngine, leased
+from kvray.actors.shard.shard import Shard
+from tests.trtllm.conftest import PROMPT, MakeEngine, leased
 from tests.trtllm.engine import Engine
-from tests.trtllm.shapes import BLOCK, FLAT, WINDOWED, Shape
+from tests.trtllm.llm_request import LlmRequest
+from tests.trtllm.memory import BLOCK, FLAT, WINDOWED, Shape
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
-PROMPT = list(range(100, 140))
 POINTS = ["asked", "loaded", "passed", "ended"]
-
-
-def warm_engine(make_engine: MakeEngine, **options: object) -> Engine:
-    """Return a new engine whose tier has PROMPT."""
-    cold = make_engine()
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    return make_engine(**options)
 
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside_another"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_request_may_be_gone_at_any_point_of_its_first_pass(
-    make_engine: MakeEngine, point: str, is_alone: bool
+    make_warm: MakeEngine, point: str, is_alone: bool
 ) -> None:
-    warm = warm_engine(make_engine)
+    warm = make_warm()
     other = None if is_alone else warm.submit([*PROMPT[:20], *range(9)], max_new=4)
     victim = warm.submit(PROMPT, max_new=4)
 
@@ -45,9 +38,9 @@ def test_a_request_may_be_gone_at_any_point_of_its_first_pass(
 @pytest.mark.parametrize("num_passes", range(1, 7))
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["in_turn", "overlapped"])
 def test_a_request_may_be_gone_after_any_pass(
-    make_engine: MakeEngine, num_passes: int, is_overlapped: bool
+    make_warm: MakeEngine, num_passes: int, is_overlapped: bool
 ) -> None:
-    warm = warm_engine(make_engine, chunk=BLOCK, is_overlapped=is_overlapped)
+    warm = make_warm(chunk=BLOCK, is_overlapped=is_overlapped)
     victim = warm.submit([*PROMPT[:20], *range(12)], max_new=9)
     for _ in range(num_passes):
         warm.step()
@@ -72,9 +65,9 @@ def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(
 
 
 def test_a_batch_that_was_loaded_for_and_put_off_comes_back(
-    make_engine: MakeEngine,
+    make_warm: MakeEngine,
 ) -> None:
-    warm = warm_engine(make_engine)
+    warm = make_warm()
     warm.drops_batch = True
     assert warm.serve(PROMPT, max_new=4).num_hit == 36
 
@@ -90,12 +83,12 @@ def test_ends_are_announced_twice_and_for_the_unknown(make_engine: MakeEngine) -
 
 def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version: Version) -> None:
     engine = make_engine()
-    unknown = version.stand_in.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
-    engine.manager.output = version.stand_in.SchedulerOutput(
+    unknown = version.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
+    engine.manager._scheduler_output = version.SchedulerOutput(
         new_requests=[unknown], cached_requests=[unknown]
     )
     engine.manager.handle_metadata()
-    engine.manager.start_load()
+    engine.ranks.start_load_kv(None)
     assert engine.serve(PROMPT).num_hit == 0
 
 
@@ -105,30 +98,22 @@ def test_ids_are_returned_once_each_also_unknown_ones(make_engine: MakeEngine) -
     assert worker.get_finished([], []) == ([], [])
 
 
-def test_an_idle_engine_may_poll_for_ever(make_engine: MakeEngine) -> None:
-    engine = warm_engine(make_engine)
+def test_an_idle_engine_may_poll_for_ever(make_warm: MakeEngine) -> None:
+    engine = make_warm()
     assert engine.serve(PROMPT, max_new=2).num_hit == 36
     for _ in range(50):
-        engine.poll()
+        engine.step()
 
 
 SHAPES = pytest.mark.parametrize("shape", [FLAT, WINDOWED], ids=lambda shape: shape.name)
 
 
-def late_offers_warm_engine(make_engine: MakeEngine, shape: Shape = FLAT) -> Engine:
-    """Return a new engine whose tier has PROMPT."""
-    cold = make_engine(shape=shape)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    return make_engine(shape=shape, num_pages=96)
-
-
 @on(*WITH_GROUPS)
 @SHAPES
 def test_a_request_whose_blocks_were_taken_away_starts_over(
-    make_engine: MakeEngine, shape: Shape
+    make_warm: MakeEngine, shape: Shape
 ) -> None:
-    warm = late_offers_warm_engine(make_engine, shape)
+    warm = make_warm(shape=shape, num_pages=96)
     request = warm.submit(PROMPT, max_new=12)
     for num_passes in range(4):
         for _ in range(num_passes):
@@ -141,9 +126,9 @@ def test_a_request_whose_blocks_were_taken_away_starts_over(
 
 @on(*WITH_GROUPS)
 def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_again(
-    make_engine: MakeEngine,
+    make_warm: MakeEngine,
 ) -> None:
-    warm = late_offers_warm_engine(make_engine)
+    warm = make_warm(num_pages=96)
     request = warm.submit(PROMPT, max_new=4)
 
     def take_away(engine: Engine) -> None:
@@ -155,30 +140,39 @@ def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_again(
     assert request.num_hit == 36
 
 
+def submit_late(warm: Engine) -> LlmRequest:
+    """Have the engine ask about a request, and leave it out of its batches."""
+    late = warm.submit(PROMPT, max_new=4)
+    warm.cache.defers = lambda request: request is late
+    warm.step()
+    return late
+
+
+def run_all(warm: Engine) -> None:
+    warm.cache.defers = lambda _request: False
+    warm.run()
+
+
 @on("feature_branch")
 @SHAPES
 def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
-    make_engine: MakeEngine, shape: Shape
+    make_warm: MakeEngine, shape: Shape
 ) -> None:
-    warm = late_offers_warm_engine(make_engine, shape)
-    late = warm.submit(PROMPT, max_new=4)
+    warm = make_warm(shape=shape, num_pages=96)
+    late = submit_late(warm)
     warm.submit(list(range(20)), max_new=8)
-    warm.admission.defers = lambda request: request is late
     for _ in range(5):
         warm.step()
-    warm.admission.defers = lambda _request: False
-    warm.run()
+    run_all(warm)
     assert late.num_hit == 36
 
 
 @on("feature_branch")
 def test_an_offer_that_nobody_comes_back_for_is_released(
-    make_engine: MakeEngine, shard: object
+    make_warm: MakeEngine, shard: Shard
 ) -> None:
-    warm = late_offers_warm_engine(make_engine)
-    late = warm.submit(PROMPT, max_new=4)
-    warm.admission.defers = lambda request: request is late
-    warm.step()
+    warm = make_warm()
+    late = submit_late(warm)
     assert leased(shard) > 0
     warm.kill(late)
     assert leased(shard) == 0
@@ -188,16 +182,13 @@ def test_an_offer_that_nobody_comes_back_for_is_released(
 @pytest.mark.parametrize("end", [8, 6, 5])
 @SHAPES
 def test_the_head_of_an_offer_may_be_handed_back(
-    make_engine: MakeEngine, shape: Shape, end: int
+    make_warm: MakeEngine, shape: Shape, end: int
 ) -> None:
     """Another request has computed it meanwhile; the tail is loaded."""
-    warm = late_offers_warm_engine(make_engine, shape)
-    late = warm.submit(PROMPT, max_new=4)
-    warm.admission.defers = lambda request: request is late
-    warm.step()
+    warm = make_warm(shape=shape, num_pages=96)
+    late = submit_late(warm)
     warm.overtake(late, end)
-    warm.admission.defers = lambda _request: False
-    warm.run()
+    run_all(warm)
     assert late.num_hit == 36 - end
 
 
@@ -205,13 +196,10 @@ def test_the_head_of_an_offer_may_be_handed_back(
 @pytest.mark.parametrize("taken", [0, 1, 3])
 @SHAPES
 def test_the_tail_of_a_late_offer_may_be_handed_back(
-    make_engine: MakeEngine, shape: Shape, taken: int
+    make_warm: MakeEngine, shape: Shape, taken: int
 ) -> None:
-    warm = late_offers_warm_engine(make_engine, shape)
-    late = warm.submit(PROMPT, max_new=4)
-    warm.admission.defers = lambda request: request is late
-    warm.admission.accept = lambda _request, offer: min(offer, taken * BLOCK)
-    warm.step()
-    warm.admission.defers = lambda _request: False
-    warm.run()
+    warm = make_warm(shape=shape, num_pages=96)
+    warm.cache.accept = lambda _request, offer: min(offer, taken * BLOCK)
+    late = submit_late(warm)
+    run_all(warm)
     assert late.num_hit == taken * BLOCK

@@ -1,41 +1,66 @@
-"""kvray, the stand-ins and the page agree with what is known of each version: `facts/*.toml`.
+"""kvray, the page and the facts of `facts/*.toml` agree on each version.
 
-A table has facts only: names, fields, orders of calls, checks at the start. A new version is one
-more file, with a stand-in and a column on the page.
+A table has facts only: names, fields, orders of calls, checks at the start. Stand-ins are made of
+it; which names kvray reads of TensorRT-LLM's objects is found in its source. A new version is one
+more table, and a column on the page, whose rows name tests that exist.
 """
 
 import ast
-import dataclasses
+import functools
+import importlib
 import inspect
 import itertools
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import kvray
-from kvray.errors import ConfigError
+import kvray.connector
 from tests.trtllm.conftest import MakeEngine
-from tests.trtllm.halves import construct
-from tests.trtllm.llm_request import BoundRequest, LlmRequest
-from tests.trtllm.reads import all_reads
-from tests.trtllm.shapes import BLOCK
-from tests.trtllm.version import STAND_INS, Version, on
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings it along
-    import tomli as tomllib
+from tests.trtllm.memory import BLOCK
+from tests.trtllm.version import NAMES, NOWHERE, TABLES, Version
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "tensorrt_llm.md").read_text()
-TABLES = {path.stem: tomllib.loads(path.read_text()) for path in (HERE / "facts").glob("*.toml")}
-NOWHERE = TABLES.pop("nowhere")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and "`test_" in line
+]
+NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 HALVES = ("worker", "scheduler")
 METHODS = ("default", "abstract", "looked_for")
 REQUEST = ("bound", "python", "with_encoder")
+ENGINE = Path(kvray.__file__).parent / "engine"
+HELPERS = {"field_of", "number_of", "text_of", "canonical_text", "getattr", "hasattr"}
+KNOWN_AS = {
+    "llm_args": "llm_args",
+    "cache": "kv_cache_config",
+    "mapping": "mapping",
+    "request": "request",
+    "report": "RequestData",
+    "scheduler_output": "SchedulerOutput",
+    "described": "KvCacheLayout",
+    "group": "KvCacheLayerGroupLayout",
+    "region": "KvCacheRegion",
+    "buffer": "KvCacheBufferRef",
+    "one": "KvCacheBufferRef",
+    "half": "classes",
+    "KvCacheConnectorScheduler": "classes",
+    "KvCacheConnectorWorker": "classes",
+    "utilities": "tensorrt_llm._utils",
+    "tensorrt_llm": "tensorrt_llm",
+}
+"""The variables of kvray's connector that hold such an object, and which."""
+TENSORS = ("positions", "device")
+Reads = Iterator[tuple[str, str]]
+"""Pairs of an object and a name that is read of it."""
+Scope = dict[str, Any]
+"""The object that a variable holds, or the texts that a loop gives it."""
 
 
 def facts_of(table: dict[str, Any]) -> dict[str, set[str]]:
@@ -50,10 +75,6 @@ def facts_of(table: dict[str, Any]) -> dict[str, set[str]]:
     return found
 
 
-def names_read(known: str) -> set[str]:
-    return {name for one, name in all_reads() if one == known}
-
-
 def methods_of(half: dict[str, Any]) -> dict[str, list[str]]:
     return {name: one for kind in METHODS for name, one in half.get(kind, {}).items()}
 
@@ -62,18 +83,8 @@ def parameters_of(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def functions_of(half: type) -> dict[str, Any]:
-    """Return what a class and its bases define, without the special methods but `__init__`."""
-    found = {name: one for base in half.__mro__[:-2] for name, one in vars(base).items()}
-    return {
-        name: one
-        for name, one in found.items()
-        if inspect.isfunction(one) and (name == "__init__" or not name.startswith("__"))
-    }
-
-
-def test_every_version_has_a_table_a_stand_in_and_known_sources() -> None:
-    assert set(TABLES) == set(STAND_INS)
+def test_every_version_has_a_table_with_known_sources() -> None:
+    assert set(TABLES) == set(NAMES)
     for table in TABLES.values():
         assert all(re.match("(read|inferred): ", how) for how in table["sources"].values())
 
@@ -87,6 +98,11 @@ def test_both_halves_take_every_call_by_its_position(version: Version) -> None:
             assert name not in vars(own)
         for name in methods.keys() - set(table["inherited"]):
             assert parameters_of(vars(own)[name]) == methods[name]
+
+
+def test_kvray_finds_the_metadata_where_the_version_keeps_it(version: Version) -> None:
+    name = TABLES[version.name]["worker"]["kept_metadata"]
+    assert f"self.{name}" in inspect.getsource(version.worker_class.start_load_kv)
 
 
 def test_no_half_has_a_method_that_no_version_calls(version: Version) -> None:
@@ -112,57 +128,7 @@ def test_no_table_has_a_name_that_nobody_reads() -> None:
         assert named | {("request", name) for name in requests} <= all_reads()
 
 
-def test_stand_ins_have_the_version_s_methods(version: Version) -> None:
-    for half, name in zip(
-        HALVES, ("KvCacheConnectorWorker", "KvCacheConnectorScheduler"), strict=True
-    ):
-        base, table = vars(version.stand_in)[name], TABLES[version.name][half]
-        functions = functions_of(base)
-        assert {name: parameters_of(one) for name, one in functions.items()} == (
-            table["default"] | table["abstract"]
-        )
-        assert base.__abstractmethods__ == set(table["abstract"])
-        public = {name for one in base.__mro__[:-2] for name in vars(one) if name[0] != "_"}
-        assert public - set(functions) == set(table["attributes"])
-    kept = SimpleNamespace()
-    version.stand_in.KvCacheConnectorWorker.bind_connector_meta(kept, "metadata")
-    name = TABLES[version.name]["worker"]["kept_metadata"]
-    assert vars(kept) == {name: "metadata"}
-    assert f"self.{name}" in inspect.getsource(version.worker_class.start_load_kv)
-
-
-def test_stand_ins_have_the_version_s_records(version: Version) -> None:
-    records = dict(TABLES[version.name]["records"])
-    settings = version.stand_in.KvCacheConnectorConfig.model_fields
-    assert set(settings) == set(records.pop("KvCacheConnectorConfig"))
-    every = {name for table in TABLES.values() for name in table["records"]}
-    assert {name for name in every if hasattr(version.stand_in, name)} - set(records) == {
-        "KvCacheConnectorConfig"
-    }
-    for name, fields in records.items():
-        found = dataclasses.fields(vars(version.stand_in)[name])
-        assert [field.name for field in found] == fields
-
-
-def test_stand_ins_show_what_the_version_shows_of_requests(version: Version) -> None:
-    stand_in, table = version.stand_in, TABLES[version.name]["request"]
-    request = LlmRequest(1, [1], known=stand_in.REQUEST_FIELDS, max_new_tokens=1)
-    copy = BoundRequest(request, stand_in.Manager.bound)
-    for one, names in ((copy, table["bound"]), (request, table["bound"] + table["python"])):
-        assert {name for name in names_read("request") if hasattr(one, name)} == set(names)
-
-
-def test_stand_ins_have_the_version_s_arguments(version: Version) -> None:
-    table = TABLES[version.name]
-    args = version.stand_in.llm_args(num_ranks=1, rank=0, cache={"tokens_per_block": BLOCK})
-    for known, one in (("llm_args", args), ("kv_cache_config", args.kv_cache_config)):
-        has = {name for name in names_read(known) if hasattr(one, name)}
-        assert has - set(table["unsure"].get(known, ())) == set(table["reads"][known])
-    assert table["version"] == version.stand_in.VERSION
-    assert table["module"] == version.stand_in.MODULE
-
-
-def test_stand_ins_call_in_the_version_s_order(
+def test_the_engine_calls_in_the_version_s_order(
     version: Version, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = record_calls(version, monkeypatch)
@@ -206,24 +172,10 @@ def test_kvray_looks_at_every_setting_that_a_version_rejects(version: Version) -
         assert (known, name) in all_reads()
 
 
-@on("main_line")
-def test_attention_dp_is_refused_by_candidates_between_two_columns(
-    version: Version, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1.3.0rc29 and 1.4.0rc1 are as main without it."""
-    for base in (
-        version.stand_in.KvCacheConnectorWorker,
-        version.stand_in.KvCacheConnectorScheduler,
-    ):
-        monkeypatch.delattr(base, "supports_attention_dp")
-    with pytest.raises(ConfigError, match="unset enable_attention_dp"):
-        construct(version, [0], num_ranks=2, cache={}, enable_attention_dp=True)
-
-
 def test_the_page_says_until_when_each_version_was_looked_at() -> None:
     header = next(line for line in PAGE.splitlines() if line.startswith("| |"))
     columns = [cell.strip() for cell in header.strip("|").split("|")[1:-1]]
-    assert columns == [TABLES[name]["column"] for name in STAND_INS]
+    assert columns == [TABLES[name]["column"] for name in NAMES]
     page = " ".join(PAGE.split())
     for table in TABLES.values():
         assert (
@@ -240,3 +192,116 @@ def test_without_tensorrt_llm_the_reports_are_those_of_main() -> None:
                 ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)
             ]
             assert fields == TABLES["main_line"]["records"][node.name]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_every_row_names_tests_that_exist(row: list[str]) -> None:
+    feature, *versions, shown_by = row
+    assert feature
+    assert len(versions) == len(NAMES)
+    assert set(versions) <= {"yes", "refused", "not there"}
+    names = NAMED.findall(shown_by)
+    assert names
+    for file, test in names:
+        assert test in _tests_of(file)
+
+
+def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version: Version) -> None:
+    refusals = version.module("model.refusals")
+    policy = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
+    transfers = SimpleNamespace(backend="DEFAULT")
+    llm_args = SimpleNamespace(scheduler_config=policy, cache_transceiver_config=transfers)
+    checkpoint = SimpleNamespace(recurrent="mamba", is_encoder_decoder=True, has_fp4_cache=False)
+    page = " ".join(PAGE.split())
+    for reasons in (
+        refusals._parallelism(llm_args, asks_every_rank=True),
+        refusals._decoding(llm_args, None),
+        refusals._speculation(llm_args, None),
+        refusals._transfers(llm_args),
+        refusals._cache(llm_args, None, checkpoint),
+        refusals._model(checkpoint),
+    ):
+        for _, sentence in reasons:
+            assert f"- {sentence}" in page
+
+
+def _tests_of(file: str) -> set[str]:
+    tree = ast.parse((HERE / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def all_reads() -> frozenset[tuple[str, str]]:
+    """Return (object, name) of all reads; kvray's engine side is given reports and nothing else."""
+    found: set[tuple[str, str]] = set()
+    for one in pkgutil.walk_packages(kvray.connector.__path__, "kvray.connector."):
+        module = importlib.import_module(one.name)
+        found |= set(_reads(ast.parse(inspect.getsource(module)), vars(module), KNOWN_AS))
+    for path in ENGINE.rglob("*.py"):
+        named = re.findall(r"\breport\.(\w+)|\w+\(report, \"(\w+)\"", path.read_text())
+        found |= {("RequestData", name or asked) for name, asked in named}
+    return frozenset(found)
+
+
+def _reads(node: ast.AST, space: dict[str, Any], scope: Scope) -> Reads:
+    """Yield what the code under a node reads."""
+    if isinstance(node, ast.FunctionDef):
+        scope = scope | dict(_assigned(node, scope))
+    for loop in [node] if isinstance(node, ast.For) else getattr(node, "generators", ()):
+        scope = scope | _texts_of(loop.target, loop.iter, space)
+    if isinstance(node, ast.Call):
+        yield from _reads_of_call(node, space, scope)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        known = scope.get(node.value.id)
+        if isinstance(known, str) and not hasattr(str, node.attr):
+            yield known, node.attr
+    for child in ast.iter_child_nodes(node):
+        yield from _reads(child, space, scope)
+
+
+def _reads_of_call(call: ast.Call, space: dict[str, Any], scope: Scope) -> Reads:
+    args: list[Any] = call.args
+    if ast.unparse(call).startswith("map(hasattr, repeat("):  # many names at once
+        args = [args[1].args[0], args[2]]
+    elif ast.unparse(call.func) not in HELPERS:
+        return
+    known, names = _object_of(args[0], scope), _values_of(args[1], space, scope)
+    assert known, f"of what does this read: {ast.unparse(call)}"
+    assert names, f"what does this read: {ast.unparse(call)}"
+    if known not in TENSORS:
+        yield from ((known, name) for name in ([names] if isinstance(names, str) else names))
+
+
+def _assigned(function: ast.FunctionDef, scope: Scope) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            known, (target, *_) = _object_of(node.value, scope), node.targets
+            if known is not None and isinstance(target, ast.Name):
+                yield target.id, known
+
+
+def _object_of(node: Any, scope: Scope) -> str | None:
+    """Return what an expression stands for: a known object, or the field that it reads of one."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id, node.id if node.id in TENSORS else None)
+    is_read = isinstance(node, ast.Call) and ast.unparse(node.func) in HELPERS
+    return getattr(node.args[1], "value", None) if is_read else None
+
+
+def _texts_of(target: Any, source: ast.AST, space: dict[str, Any]) -> Scope:
+    values = _values_of(source, space, {})
+    if not values:
+        return {}
+    if isinstance(target, ast.Tuple):
+        return {one.id: column for one, *column in zip(target.elts, *values, strict=True)}
+    return {target.id: values}
+
+
+def _values_of(node: ast.AST, space: dict[str, Any], scope: Scope) -> Any:
+    """Return the value of constants and tuples of them; None for anything else."""
+    if isinstance(node, ast.Name) and node.id in scope:
+        return scope[node.id]
+    kinds = (ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.Name, ast.Load)
+    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    is_constant = all(isinstance(one, kinds) for one in ast.walk(node))
+    return eval(ast.unparse(node), space) if is_constant and set(names) <= set(space) else None

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
-from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
-from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.trtllm.memory import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
+from tests.trtllm.version import WITH_GROUPS, on
 
-PROMPT = list(range(100, 140))
 SEVERAL = Shape(
     name="several",
     groups=(
@@ -19,21 +18,20 @@ SEVERAL = Shape(
         GroupShape(layers=(2,), own=("key",)),
     ),
 )
+SHAPES = pytest.mark.parametrize(
+    "shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name
+)
 
 
-@pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
+@SHAPES
 @pytest.mark.parametrize(
     "settings", [{}, {"chunk": 8}, {"is_overlapped": True, "chunk": 12}], ids=str
 )
 @on(*WITH_GROUPS)
 def test_every_group_is_loaded_where_its_window_reaches(
-    make_engine: MakeEngine, shape: Shape, settings: dict[str, Any]
+    make_warm: MakeEngine, shape: Shape, settings: dict[str, Any]
 ) -> None:
-    cold = make_engine(shape=shape, **settings)
-    cold.serve(PROMPT, max_new=12)
-    cold.close()
-    warm = make_engine(shape=shape, **settings)
-    assert warm.serve(PROMPT, max_new=12).num_hit == 36
+    assert make_warm(shape=shape, **settings).serve(PROMPT, max_new=12).num_hit == 36
 
 
 @on(*WITH_GROUPS)
@@ -41,12 +39,11 @@ def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
     make_engine: MakeEngine,
 ) -> None:
     prompts = [[seed, *range(50)] for seed in range(6)]
-    cold = make_engine(shape=WINDOWED, num_pages=50, chunk=8)
+    cold, warm = [make_engine(shape=WINDOWED, num_pages=50, chunk=8) for _ in range(2)]
     for prompt in prompts:
         cold.submit(prompt, max_new=9)
     cold.run()
     cold.close()
-    warm = make_engine(shape=WINDOWED, num_pages=50, chunk=8)
     assert [warm.serve(prompt, max_new=9).num_hit for prompt in prompts] == [48] * 6
 
 
@@ -69,29 +66,23 @@ def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
 
 
 @on(*WITH_GROUPS)
-@pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
+@SHAPES
 @pytest.mark.parametrize("taken", [0, 1, 3, 8])
 def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
-    make_engine: MakeEngine, shape: Shape, taken: int
+    make_warm: MakeEngine, shape: Shape, taken: int
 ) -> None:
-    cold = make_engine(shape=shape)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    warm = make_engine(shape=shape)
-    warm.admission.accept = lambda _request, offer: min(offer, taken * BLOCK)
+    warm = make_warm(shape=shape)
+    warm.cache.accept = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
 
 
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("trouble", ["busy", "retired"])
 def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
+    make_warm: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    cold = make_engine(shape=WINDOWED)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    warm = make_engine(shape=WINDOWED)
-    warm.admission.accept = lambda _request, offer: min(offer, 3 * BLOCK)
+    warm = make_warm(shape=WINDOWED)
+    warm.cache.accept = lambda _request, offer: min(offer, 3 * BLOCK)
 
     def make_trouble(_engine: Engine) -> None:
         warm.at.clear()
@@ -117,21 +108,22 @@ def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
 
 @on(*WITH_GROUPS)
 def test_new_pages_may_come_as_a_mapping(
-    make_engine: MakeEngine, version: Version, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some branches report pages as group -> pages."""
-    report = version.stand_in.Manager.report
+    engines = [make_engine(shape=WINDOWED, chunk=8) for _ in range(2)]
+    for engine in engines:
+        report = engine.manager._report
 
-    def as_mapping(manager: Any, request: Any, cache: Any) -> Any:
-        data = report(manager, request, cache)
-        data.new_block_ids_by_layer_group = dict(enumerate(data.new_block_ids_by_layer_group))
-        return data
+        def as_mapping(*args: Any, report: Any = report) -> Any:
+            data = report(*args)
+            data.new_block_ids_by_layer_group = dict(enumerate(data.new_block_ids_by_layer_group))
+            return data
 
-    monkeypatch.setattr(version.stand_in.Manager, "report", as_mapping)
-    cold = make_engine(shape=WINDOWED, chunk=8)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    assert make_engine(shape=WINDOWED, chunk=8).serve(PROMPT, max_new=9).num_hit == 36
+        monkeypatch.setattr(engine.manager, "_report", as_mapping)
+    engines[0].serve(PROMPT, max_new=9)
+    engines[0].close()
+    assert engines[1].serve(PROMPT, max_new=9).num_hit == 36
 
 
 @on("feature_branch")
@@ -139,6 +131,6 @@ def test_bytes_that_all_ranks_share_are_stored_once(make_engine: MakeEngine) -> 
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    stored = [worker._rank.shared.figures.totals["stored_blocks"] for worker in cold.workers]
-    assert stored == [2 * 10, 10]
+    figures = [worker._rank.shared.figures.totals["stored_blocks"] for worker in cold.workers]
+    assert figures == [2 * 10, 10]
     assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

@@ -4,21 +4,20 @@ Engines of one model with different numbers of ranks answer from what the others
 """
 
 import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvray.store.arena.layout import READY
-from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
 from tests.trtllm.engine import Engine
-from tests.trtllm.shapes import FLAT, HEADS, MLA, GroupShape, Shape, with_dtype
+from tests.trtllm.memory import FLAT, HEADS, MLA, GroupShape, Shape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, Version, on
 from tests.waiting import wait_for
 
-PROMPT = list(range(100, 140))
 LONG = list(range(200))
 CONSTANT_BYTES = 700
 """The most bytes of metadata beside the blocks of a load and a save."""
@@ -27,12 +26,9 @@ CONSTANT_BYTES = 700
 @pytest.mark.parametrize("shape", [FLAT, MLA], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_rank_loads_its_own_bytes(
-    make_engine: MakeEngine, shape: Shape, num_ranks: int
+    make_warm: MakeEngine, shape: Shape, num_ranks: int
 ) -> None:
-    cold = make_engine(shape=shape, num_ranks=num_ranks, chunk=12)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
-    warm = make_engine(shape=shape, num_ranks=num_ranks, chunk=12)
+    warm = make_warm(shape=shape, num_ranks=num_ranks, chunk=12)
     assert warm.serve(PROMPT, max_new=9).num_hit == 36
 
 
@@ -61,7 +57,7 @@ def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
     for _ in range(2):
         engine = make_engine(num_ranks=num_ranks, num_pages=256)
         engine.serve(LONG)
-        sizes.append(max(size for size, _ in engine.manager.sent))
+        sizes.append(max(size for size, _ in engine.ranks.sent))
         engine.close()
     blocks = len(LONG) // 4
     assert engine.totals["loaded_blocks"] == blocks - 1
@@ -71,7 +67,7 @@ def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
     # Without the constant: what a longer prompt adds.
     half = make_engine(num_ranks=num_ranks, num_pages=256)
     half.serve(LONG[: len(LONG) // 2])
-    smaller = max(size for size, _ in half.manager.sent)
+    smaller = max(size for size, _ in half.ranks.sent)
     assert (loaded - smaller) / (blocks / 2) <= 8 * num_ranks
 
 
@@ -85,44 +81,29 @@ def test_owners_under_attention_dp_share_what_each_has_computed(make_engine: Mak
     assert owners[1].serve(PROMPT, max_new=9).num_hit == 36
 
 
-def test_metadata_survives_pickling_as_it_is(make_engine: MakeEngine) -> None:
-    engine: Engine = make_engine()
-    engine.serve(PROMPT)
-    for _, metadata in engine.manager.sent:
-        assert pickle.loads(pickle.dumps(metadata)) == metadata  # noqa: S301
-
-
 HIT = 36
 SIZES = [1, 2, 4]
 PAIRS = [(one, other) for one in SIZES for other in SIZES if one != other]
-
-
-@pytest.fixture
-def is_typed(version: Version) -> None:
-    """Leave out versions whose layout does not say of which type its elements are."""
-    layout = getattr(version.stand_in, "KvCacheLayout", None)
-    if layout is not None and "dtype" not in layout.__dataclass_fields__:
-        pytest.skip("this version's layout has no dtype")
+typed = on("v1_2", "v1_3rc", "main_line")
+"""Versions whose layout says of which type its elements are, or that hand over a tensor."""
 
 
 def resliced(engine: Engine) -> int:
     return int(engine.totals["resliced_tokens"])
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 @pytest.mark.parametrize(("stored_by", "read_by"), PAIRS)
 def test_what_one_size_has_stored_another_loads(
-    on_device: None, make_engine: MakeEngine, stored_by: int, read_by: int
+    on_device: None, make_engine: MakeEngine, stored: Stored, stored_by: int, read_by: int
 ) -> None:
-    cold = make_engine(shape=HEADS, num_ranks=stored_by, chunk=12)
-    cold.serve(PROMPT, max_new=9)
-    cold.close()
+    stored(shape=HEADS, num_ranks=stored_by, chunk=12)
     warm = make_engine(shape=HEADS, num_ranks=read_by, chunk=12)
     assert warm.serve(PROMPT, max_new=9).num_hit == HIT
     assert resliced(warm) == HIT
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine: MakeEngine) -> None:
     make_engine(shape=HEADS).serve(PROMPT)
     middle = make_engine(shape=HEADS, num_ranks=2)
@@ -134,7 +115,7 @@ def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine: MakeEngi
     assert resliced(last) == 0
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine: MakeEngine) -> None:
     narrow, wide = make_engine(shape=HEADS, num_ranks=4), make_engine(shape=HEADS)
     narrow.serve(PROMPT[:17])
@@ -147,7 +128,7 @@ def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine: MakeEngine
     assert (resliced(reader), resliced(own)) == (28, 0)
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> None:
     make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
     engine = make_engine(shape=HEADS, num_ranks=4)
@@ -155,20 +136,20 @@ def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> No
     assert engine.serve(PROMPT).num_hit == HIT - 8
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_loads_are_checked_as_others_are(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, verify: str
+    make_engine: MakeEngine, stored: Stored, monkeypatch: pytest.MonkeyPatch, verify: str
 ) -> None:
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
+    stored(shape=HEADS, num_ranks=2)
     assert make_engine(shape=HEADS, num_ranks=4).serve(PROMPT).num_hit == HIT
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None:
     cold, warm = make_engine(shape=HEADS), make_engine(shape=HEADS, num_ranks=2)
-    name = cold.stand_in.SALT_FIELD
+    name = cold.version.salt_field
     mine, other = (7, 8) if name == "cache_salt_id" else ("mine", "other")
     cold.serve(PROMPT, **{name: mine})
     assert warm.serve(PROMPT).num_hit == 0
@@ -176,7 +157,7 @@ def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None
     assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT, **{name: mine}).num_hit == HIT
 
 
-@pytest.mark.usefixtures("is_typed")
+@typed
 def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine: MakeEngine) -> None:
     cold, warm = make_engine(shape=HEADS, num_ranks=2), make_engine(shape=HEADS)
     cold.serve(PROMPT)
@@ -187,31 +168,30 @@ def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine: MakeEngin
     assert warm.serve(PROMPT).num_hit == 20
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        replace(HEADS, name="one head", num_heads=1),
-        replace(with_dtype(torch.float8_e4m3fn), name="scaled", num_heads=8),
-        replace(HEADS, name="windowed", groups=(GroupShape(layers=(0, 1), window=16),)),
-    ],
-    ids=lambda shape: shape.name,
-)
-def test_what_cannot_be_cut_by_heads_is_not_shared(make_engine: MakeEngine, shape: Shape) -> None:
-    engine = make_engine(shape=shape, num_ranks=2)
-    if shape.groups[0].window is not None and not engine.stand_in.HAS_GROUPS:
-        pytest.skip("this version has one pool, without windows")
-    engine.serve(PROMPT)
+INDEXED = GroupShape(layers=(0, 1), own=("key", "value", "index_key"))
+UNCUT: dict[str, dict[str, Any]] = {
+    "one head": {"shape": replace(HEADS, name="one head", num_heads=1)},
+    "scaled": {"shape": replace(with_dtype(torch.float8_e4m3fn), name="scaled", num_heads=8)},
+    "tokens first": {"shape": HEADS, "attn_backend": "FLASHINFER"},
+    "windowed": {
+        "shape": replace(HEADS, name="windowed", groups=(GroupShape(layers=(0, 1), window=16),))
+    },
+    "with an index": {"shape": replace(HEADS, name="indexed", groups=(INDEXED,))},
+}
+
+
+@pytest.mark.parametrize("what", UNCUT)
+def test_what_cannot_be_cut_by_heads_is_not_shared(
+    make_engine: MakeEngine, version: Version, what: str
+) -> None:
+    if what in ("windowed", "with an index") and not version.has_groups:
+        pytest.skip("this version has one pool, without windows and indices")
+    make_engine(num_ranks=2, **UNCUT[what]).serve(PROMPT)
     for num_ranks in (1, 4):
-        assert make_engine(shape=shape, num_ranks=num_ranks).serve(PROMPT).num_hit == 0
+        assert make_engine(num_ranks=num_ranks, **UNCUT[what]).serve(PROMPT).num_hit == 0
 
 
-def test_a_backend_with_the_tokens_first_shares_nothing(make_engine: MakeEngine) -> None:
-    make_engine(shape=HEADS, attn_backend="FLASHINFER").serve(PROMPT)
-    other = make_engine(shape=HEADS, num_ranks=2, attn_backend="FLASHINFER")
-    assert other.serve(PROMPT).num_hit == 0
-
-
-@pytest.mark.usefixtures("is_typed")
+@typed
 @pytest.mark.parametrize(
     ("num_heads", "hits"), [(None, [HIT, HIT]), (6, [HIT, 0]), ([8, 8, 4], [0, 0])]
 )
@@ -232,14 +212,6 @@ def test_a_latent_cache_is_shared_by_all_sizes(make_engine: MakeEngine) -> None:
     warm = make_engine(shape=MLA, num_ranks=4)
     assert warm.serve(PROMPT).num_hit == HIT
     assert resliced(warm) == 0
-
-
-@on(*WITH_GROUPS)
-def test_a_group_with_an_index_is_not_cut(make_engine: MakeEngine) -> None:
-    roles = ("key", "value", "index_key")
-    shape = replace(HEADS, name="indexed", groups=(GroupShape(layers=(0, 1), own=roles),))
-    make_engine(shape=shape).serve(PROMPT)
-    assert make_engine(shape=shape, num_ranks=2).serve(PROMPT).num_hit == 0
 
 
 @on("feature_branch")

@@ -3,7 +3,6 @@
 `REQUEST_FUZZ_S` says for how many seconds a version is tried.
 """
 
-import itertools
 import os
 import random
 import time
@@ -14,26 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trtllm.conftest import MakeEngine
-from tests.trtllm.llm_request import BoundRequest, LlmRequest
-from tests.trtllm.version import Version
+from tests.trtllm.conftest import PROMPT, MakeEngine
+from tests.trtllm.engine import Engine
+from tests.trtllm.llm_request import LlmRequest
+from tests.trtllm.version import Version, copy_of
 
-PROMPT = list(range(100, 140))
 FUZZ_S = float(os.environ.get("REQUEST_FUZZ_S", "1"))
-HARMLESS = {
-    "orig_prompt_len",
-    "max_new_tokens",
-    "state",
-    "context_current_position",
-    "context_chunk_size",
-    "is_dummy_request",
-    "kv_cache_retention_config",
-    "py_num_connector_matched_tokens",
-    "py_connector_prefix_end",
-}
-"""Attributes without influence on a request's keys and values."""
-OPTIONAL = {"multimodal_item_runs", "py_prompt_embedding_table"}
-"""Attributes that some versions lack; without them nothing is meant."""
+HARMLESS = {"py_num_connector_matched_tokens"}
+"""Without influence on a request's keys and values."""
+OPTIONAL = {"multimodal_item_runs"}
+"""Some versions lack it; without it nothing is meant."""
 
 
 class Weird:
@@ -60,20 +49,8 @@ ERRORS = [RuntimeError("no"), TypeError("no"), ValueError("no"), MemoryError(), 
 VALUES: list[Any] = [
     *(True, False, 0.5, float("nan"), b"", b"x", object(), Weird(), int, ..., {1}, {"a": 1}),
     *(np.int64(3), np.float32(1), np.zeros(0), np.ones(3, np.int64), (), ((),), [[]], [None]),
-    *(
-        [[1, 2], [3]],
-        [[[[]]]],
-        ["a"],
-        [2**70],
-        [-1],
-        [True],
-        -1,
-        2**31,
-        2**63,
-        2**200,
-        "",
-        "\ud800",
-    ),
+    *([[1, 2], [3]], [[[[]]]], ["a"], [2**70], [-1], [True], -1, 2**31, 2**63, 2**200),
+    *("", "\ud800"),
 ]
 TOKENS: list[Any] = [
     *(None, (), [], "tokens", b"tokens", {1: 2}, set(PROMPT), tuple(PROMPT), iter(PROMPT), 3),
@@ -97,14 +74,24 @@ class Fuzzed:
         return value
 
 
-def fields_of(version: Version, *, is_copy: bool) -> dict[str, Any]:
+def fields_of(version: Version, *, is_copy: bool = True, **changes: Any) -> dict[str, Any]:
     """Return those of a well-formed request of text."""
-    known = version.stand_in.REQUEST_FIELDS
+    known = version.request_fields
     request = LlmRequest(1, list(PROMPT), known=known, max_new_tokens=1)
-    if is_copy:
-        return vars(BoundRequest(request, version.stand_in.BOUND))
-    names = {*known, *version.stand_in.BOUND}
-    return {name: getattr(request, name) for name in names}
+    return vars(copy_of(request, version.bound if is_copy else version.shown)) | changes
+
+
+@pytest.fixture
+def scheduler(make_engine: MakeEngine) -> Any:
+    """The scheduler of an engine that has saved PROMPT, by the first cache manager."""
+    return serving(make_engine, is_flat=True).scheduler
+
+
+def serving(make_engine: MakeEngine, *, is_flat: bool) -> Engine:
+    engine = make_engine(is_flat=is_flat)
+    assert engine.serve(PROMPT).num_hit == 0
+    engine.workers[0]._rank.saver.drain()
+    return engine
 
 
 def damaged(fields: dict[str, Any], chance: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -150,26 +137,20 @@ def is_well_formed(name: str, value: Any) -> bool:
 def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(
     make_engine: MakeEngine, version: Version, is_flat: bool
 ) -> None:
-    if not (is_flat or version.stand_in.HAS_GROUPS):
+    if not (is_flat or version.has_groups):
         pytest.skip("this version has one cache manager")
-    engine = make_engine(is_flat=is_flat)
-    assert engine.serve(PROMPT).num_hit == 0
-    engine.workers[0]._rank.saver.drain()
+    engine = serving(make_engine, is_flat=is_flat)
     scheduler, fields = engine.scheduler, fields_of(version, is_copy=is_flat)
-    promised, later = scheduler.get_num_new_matched_tokens(Fuzzed({**fields, "request_id": 9}), 0)
-    assert (promised, later) == (36, False)
+    assert scheduler.get_num_new_matched_tokens(Fuzzed({**fields, "request_id": 9}), 0)[0] == 36
     scheduler.request_finished(Fuzzed({**fields, "request_id": 9}), [])
     until = time.monotonic() + FUZZ_S
-    tries = 0
     for what, broken in damaged(fields, random.Random(version.name)):
         request = Fuzzed(broken)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False), what
         scheduler.update_state_after_alloc(request, [1])
         scheduler.request_finished(request, [1])
-        tries += 1
         if time.monotonic() > until:
             break
-    print(f"{version.name}, {'first' if is_flat else 'second'} manager: {tries} tries")
     engine.totals["errors"] = 0  # digests of unknown form are said in the log
 
 
@@ -177,66 +158,21 @@ def test_a_field_that_raises_is_no_defect_of_ours(
     make_engine: MakeEngine, version: Version
 ) -> None:
     engine = make_engine(is_flat=True)
-    fields = fields_of(version, is_copy=True)
-    request = Fuzzed({**fields, "lora_task_id": Raising(RuntimeError("no"))})
+    request = Fuzzed(fields_of(version, lora_task_id=Raising(RuntimeError("no"))))
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert (engine.totals["bypassed_requests"], engine.totals["errors"]) == (1, 0)
 
 
 @pytest.mark.parametrize("computed", [-1, -4, None, 0.0, True, "4", 44, 2**70, [4], np.int64(4)])
 def test_a_start_that_is_no_number_of_tokens_is_promised_nothing(
-    make_engine: MakeEngine, version: Version, computed: Any
+    scheduler: Any, version: Version, computed: Any
 ) -> None:
-    engine = make_engine(is_flat=True)
-    engine.serve(PROMPT)
-    engine.workers[0]._rank.saver.drain()
-    request = Fuzzed({**fields_of(version, is_copy=True), "request_id": 9})
-    assert engine.scheduler.get_num_new_matched_tokens(request, computed) == (0, False)
+    request = Fuzzed(fields_of(version, request_id=9))
+    assert scheduler.get_num_new_matched_tokens(request, computed) == (0, False)
 
 
-def test_no_more_is_promised_than_the_prompt_has(make_engine: MakeEngine, version: Version) -> None:
-    engine = make_engine(is_flat=True)
-    engine.serve(PROMPT)
-    engine.workers[0]._rank.saver.drain()
-    fields = fields_of(version, is_copy=True)
+def test_no_more_is_promised_than_the_prompt_has(scheduler: Any, version: Version) -> None:
     for request_id, (length, expected) in enumerate(((40, 36), (13, 12), (12, 8), (1, 0)), 9):
-        request = Fuzzed({**fields, "request_id": request_id, "prompt_len": length})
-        assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (expected, False)
-        engine.scheduler.request_finished(request, [])
-
-
-def test_whatever_is_asked_of_requests_is_in_the_lists(
-    make_engine: MakeEngine, version: Version
-) -> None:
-    asked: set[str] = set()
-
-    class Listening(Fuzzed):
-        def __getattr__(self, name: str) -> Any:
-            asked.add(name)
-            return super().__getattr__(name)
-
-    engine = make_engine(is_flat=True)
-    request = Listening(fields_of(version, is_copy=True))
-    engine.scheduler.get_num_new_matched_tokens(request, 0)
-    engine.scheduler.request_finished(request, [])
-    unbound = {name for name in asked if not name.startswith("__")} - {*version.stand_in.BOUND}
-    python = {name for name in unbound if name.startswith("py_")}
-    others = set(itertools.chain(("cache_salt", "cache_salt_id"), NOWHERE))
-    assert unbound - python <= others
-
-
-NOWHERE = (
-    "input_token_extra_ids",
-    "language_adapter_uid",
-    "token_type_ids",
-    "multimodal_uuids",
-    "multimodal_item_runs",
-    "multimodal_item_run_cu_offsets",
-    "multimodal_run_positions",
-    "multimodal_run_lengths",
-    "encoder_tokens",
-    "encoder_input_features",
-    "cross_attention_mask",
-    "try_get_encoder_output_len",
-)
-"""Attributes that decide where they are there; some version's bindings lack them."""
+        request = Fuzzed(fields_of(version, request_id=request_id, prompt_len=length))
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (expected, False)
+        scheduler.request_finished(request, [])

@@ -1,7 +1,6 @@
 """How each version finds, constructs and configures a connector, and what is refused then."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,82 +9,132 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from kvray.cli.config import render
+from kvray.config import load_config
 from kvray.errors import ConfigError
 from tests.trtllm.conftest import MakeEngine
-from tests.trtllm.shapes import BLOCK, MLA
+from tests.trtllm.memory import MLA
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensorrt_llm.md"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size to 1"),
-    "context parallelism": ({"context_parallel_size": 2}, "context_parallel_size to 1"),
-    "beam search": ({"max_beam_width": 4}, "max_beam_width to 1"),
-    "speculative decoding": ({"speculative_config": object()}, "unset speculative_config"),
-    "own host cache": ({"cache": {"host_cache_size": 2**30}}, "unset kv_cache_config.host_cache"),
-    "FP4 cache": ({"cache": {"dtype": "nvfp4"}}, "kv_cache_config.dtype to fp8"),
-    "VANILLA attention": ({"attn_backend": "VANILLA"}, "set attn_backend to TRTLLM"),
-    "Ray orchestrator with ranks": (
-        {"orchestrator_type": "ray", "num_ranks": 2},
-        "unset orchestrator_type",
-    ),
-}
-REFUSED_BY_LAYER_GROUPS: dict[str, tuple[dict[str, Any], str]] = {
-    "own disk cache": ({"cache": {"disk_cache_size": 2**30}}, "unset kv_cache_config.disk_cache"),
-    "scratch pages": (
-        {"cache": {"enable_swa_scratch_reuse": True}},
-        "kv_cache_config.enable_swa_scratch_reuse to false",
-    ),
-    "compressed cache": (
-        {"kv_cache_compression_config": object()},
-        "unset kv_cache_compression_config",
-    ),
-}
-EVICTS = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tensorrt_llm.md"
+SERVE = ROOT / "examples" / "trtllm_serve"
+DISAGGREGATED = ROOT / "examples" / "trtllm_disaggregated"
+TWO = pytest.mark.parametrize("number", ["0", "1"])
+"""Replicas or context servers of an example."""
+V2 = "use_kv_cache_manager_v2"
+REUSE = {"enable_block_reuse": True, "enable_partial_reuse": False}
 
 
-def make_halves(version: Version, *, num_ranks: int = 1, **changes: Any) -> tuple[Any, Any]:
-    """Construct both halves as an executor does: at once, each in a thread of its own."""
-    cache = {"tokens_per_block": BLOCK, **changes.pop("cache", {})}
-    args = version.stand_in.llm_args(num_ranks=num_ranks, rank=0, cache=cache, **changes)
-    with version.rank(0), ThreadPoolExecutor(2) as threads:
-        halves = [version.worker_class, version.scheduler_class]
-        worker, scheduler = [threads.submit(half, args) for half in halves]
-        return worker.result(), scheduler.result()
+def drafts(kind: str) -> dict[str, Any]:
+    return {"speculative_config": SimpleNamespace(decoding_type=kind, max_draft_len=3)}
+
+
+def sends(**transfers: Any) -> dict[str, Any]:
+    return {"cache_transceiver_config": SimpleNamespace(**transfers)}
+
+
+DRAFT_LAYERS = (
+    *("MTP", "Eagle", "Eagle3", "Draft_Target", "PARD", "SA", "DFlash", "DSpark"),
+    *("User_Provided", "SaveState", "Medusa", "Lookahead", "", "a kind of tomorrow"),
+)
+SENDING = {"disable_overlap_scheduler": True}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("pipeline_parallel_size to 1", {"pipeline_parallel_size": 2}),
+    ("context_parallel_size to 1", {"context_parallel_size": 2}),
+    ("max_beam_width to 1", {"max_beam_width": 4}),
+    ("unset speculative_config", {"speculative_config": object()}),
+    *[("unset speculative_config", drafts(kind)) for kind in DRAFT_LAYERS],
+    ("unset kv_cache_config.host_cache", {"cache": {"host_cache_size": 2**30}}),
+    ("kv_cache_config.dtype to fp8", {"cache": {"dtype": "nvfp4"}}),
+    ("set attn_backend to TRTLLM", {"attn_backend": "VANILLA"}),
+    ("unset orchestrator_type", {"orchestrator_type": "ray", "num_ranks": 2}),
+    *[
+        (
+            "without kv_connector_config",
+            sends(backend="DEFAULT") | {"disable_overlap_scheduler": no},
+        )
+        for no in (None, False)
+    ],
+    (
+        "enable_pipelined_transfer to false",
+        SENDING | sends(backend="DEFAULT", enable_pipelined_transfer=True),
+    ),
+]
+REFUSED_BY_LAYER_GROUPS: list[tuple[str, dict[str, Any]]] = [
+    ("unset kv_cache_config.disk_cache", {"cache": {"disk_cache_size": 2**30}}),
+    ("enable_swa_scratch_reuse to false", {"cache": {"enable_swa_scratch_reuse": True}}),
+    ("unset kv_cache_compression_config", {"kv_cache_compression_config": object()}),
+    *[
+        ("use_kv_cache_manager_v2 to false", drafts("NGram") | {"cache": {V2: switch}})
+        for switch in (True, "auto")
+    ],
+]
+SERVED = [
+    drafts("NGram") | {"cache": {V2: False}},
+    drafts("AUTO") | {"cache": {V2: False}},
+    sends(backend=None, enable_pipelined_transfer=True),
+]
 
 
 def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
     version: Version, shard: Any
 ) -> None:
-    worker, scheduler = make_halves(version)
-    assert isinstance(worker, version.stand_in.KvCacheConnectorWorker)
-    assert isinstance(scheduler, version.stand_in.KvCacheConnectorScheduler)
+    (worker,), scheduler = version.construct()
+    assert isinstance(worker, version.KvCacheConnectorWorker)
+    assert isinstance(scheduler, version.KvCacheConnectorScheduler)
     assert worker._rank.shared is scheduler._shared
     scheduler.shutdown()
     worker.shutdown()
 
 
+def check_settings(version: Version, text: str) -> Any:
+    """Check that settings pass the version's own check and name our classes; return the path."""
+    settings = yaml.safe_load(text)
+    assert settings["kv_cache_config"] == REUSE
+    config = version.KvCacheConnectorConfig(**settings["kv_connector_config"])
+    assert config.connector_module == "kvray.connector"
+    worker = getattr(version.connector, config.connector_worker_class)
+    scheduler = getattr(version.connector, config.connector_scheduler_class)
+    assert issubclass(worker, version.worker_class)
+    assert issubclass(scheduler, version.scheduler_class)
+    _, _, path = config.connector_worker_class.partition("@")
+    assert worker.config_path == scheduler.config_path == (path or None)
+    return worker.config_path
+
+
 def test_classes_are_found_by_the_names_of_the_page(version: Version) -> None:
-    """The page's settings pass the version's own check, and its names lead to our classes."""
     for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        settings = yaml.safe_load(block)
-        config = version.stand_in.KvCacheConnectorConfig(**settings["kv_connector_config"])
-        assert config.connector_module == "kvray.connector"
-        found = getattr(version.connector, config.connector_worker_class)
-        assert issubclass(found, version.worker_class)
-        assert issubclass(
-            getattr(version.connector, config.connector_scheduler_class), version.scheduler_class
-        )
-        assert settings["kv_cache_config"] == {
-            "enable_block_reuse": True,
-            "enable_partial_reuse": False,
-        }
-        _, _, path = config.connector_worker_class.partition("@")
-        assert found.config_path == (path or None)
+        check_settings(version, block)
+
+
+@TWO
+def test_a_replicas_file_is_what_connector_config_writes_and_names_the_connector(
+    version: Version, number: str
+) -> None:
+    written, path = (
+        (SERVE / f"replica-{number}.yaml").read_text(),
+        f"/etc/kvray/kvray-{number}.yaml",
+    )
+    assert written == render(Path(path))
+    assert check_settings(version, written) == path
+
+
+@TWO
+def test_the_tiers_file_and_a_name_make_a_replicas_configuration(
+    tmp_path: Path, number: str
+) -> None:
+    tier = (SERVE / "kvray.yaml").read_text()
+    path = tmp_path / "kvray.yaml"
+    path.write_text(f"{tier}connector:\n  replica: replica-{number}\n")  # as the README does it
+    config = load_config(path, environ={})
+    assert config.connector.replica == f"replica-{number}"
+    assert config.node_dir == load_config(SERVE / "kvray.yaml", environ={}).node_dir
 
 
 def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version) -> None:
     with pytest.raises(ValidationError):
-        version.stand_in.KvCacheConnectorConfig(
+        version.KvCacheConnectorConfig(
             connector_module="kvray.connector",
             connector_scheduler_class="KvRayScheduler",
             connector_worker_class="KvRayWorker",
@@ -93,50 +142,66 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version
         )
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, what: str) -> None:
-    changes, cure = REFUSED[what]
+@pytest.mark.parametrize(("cure", "changes"), REFUSED)
+def test_set_ups_that_a_connector_serves_wrongly_are_refused(
+    version: Version, cure: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=cure):
-        make_halves(version, **changes)
+        version.construct(**changes)
 
 
 @on(*WITH_GROUPS)
-@pytest.mark.parametrize("what", REFUSED_BY_LAYER_GROUPS)
-def test_set_ups_of_the_second_cache_manager_are_refused(version: Version, what: str) -> None:
-    changes, cure = REFUSED_BY_LAYER_GROUPS[what]
+@pytest.mark.parametrize(("cure", "changes"), REFUSED_BY_LAYER_GROUPS)
+def test_set_ups_of_the_second_cache_manager_are_refused(
+    version: Version, cure: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=cure):
-        make_halves(version, **changes)
+        version.construct(**changes)
+
+
+@pytest.mark.parametrize("changes", SERVED)
+def test_set_ups_beside_them_are_served(version: Version, changes: dict[str, Any]) -> None:
+    version.start(**changes)
 
 
 def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over(
     version: Version,
 ) -> None:
+    evicts = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     several = {"max_attention_window": [128, 4096]}
-    for changes in ({"cache": several}, {"scheduler_config": EVICTS}):
-        if version.stand_in.HAS_GROUPS:
-            worker, scheduler = make_halves(version, **changes)
-            scheduler.shutdown()
-            worker.shutdown()
+    for changes in ({"cache": several}, {"scheduler_config": evicts}):
+        if version.has_groups:
+            version.start(**changes)
             continue
         with pytest.raises(ConfigError, match="first cache manager"):
-            make_halves(version, **changes)
+            version.construct(**changes)
 
 
 def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -> None:
-    changes = {"enable_attention_dp": True, "num_ranks": 2}
-    if hasattr(version.stand_in.KvCacheConnectorWorker, "supports_attention_dp"):
+    if hasattr(version.KvCacheConnectorWorker, "supports_attention_dp"):
         assert version.worker_class.supports_attention_dp is True
         assert version.scheduler_class.supports_attention_dp is True
         return
     with pytest.raises(ConfigError, match="unset enable_attention_dp"):
-        make_halves(version, **changes)
+        version.construct(enable_attention_dp=True, num_ranks=2)
+
+
+@on("main_line")
+def test_attention_dp_is_refused_by_candidates_between_two_columns(
+    version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.3.0rc29 and 1.4.0rc1 are as main without it."""
+    for half in ("KvCacheConnectorWorker", "KvCacheConnectorScheduler"):
+        monkeypatch.delattr(version.exports[half], "supports_attention_dp")
+    with pytest.raises(ConfigError, match="unset enable_attention_dp"):
+        version.construct(enable_attention_dp=True, num_ranks=2)
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64), (8, 2, 3, 64)], ids=str)
 def test_a_pool_that_is_not_the_whole_cache_is_refused(
     version: Version, shard: Any, shape: tuple[int, ...]
 ) -> None:
-    worker, scheduler = make_halves(version)
+    (worker,), scheduler = version.construct()
     pool = version.module("model.read_layout").torch.zeros(shape)
     try:
         with pytest.raises(ConfigError, match="kvray serves pools"):
@@ -165,3 +230,43 @@ def test_prefix_reservations_are_offered_by_neither_half(version: Version) -> No
     for half in (version.scheduler_class, version.worker_class):
         for name in ("reserve_prefix", "release_prefix_reservation", "get_finished_prefix_loads"):
             assert name not in vars(half)
+
+
+@TWO
+def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_starts(
+    version: Version, number: str
+) -> None:
+    written = (DISAGGREGATED / f"context-{number}.yaml").read_text()
+    assert written.endswith(render(Path(f"/etc/kvray/kvray-{number}.yaml")))
+    settings = yaml.safe_load(written)
+    version.KvCacheConnectorConfig(**settings.pop("kv_connector_config"))
+    version.start(**arguments(settings))
+
+
+def test_the_generation_server_has_no_connector_and_would_not_start_with_one(
+    version: Version,
+) -> None:
+    settings = read("generation")
+    assert "kv_connector_config" not in settings
+    with pytest.raises(ConfigError, match="without kv_connector_config"):
+        version.construct(**arguments(settings))
+
+
+def test_all_servers_have_an_address() -> None:
+    servers = read("disaggregated")
+    kinds = [servers["context_servers"], servers["generation_servers"]]
+    assert [len(each["urls"]) for each in kinds] == [each["num_instances"] for each in kinds]
+    assert [each["num_instances"] for each in kinds] == [2, 1]
+    settings = [read(name) for name in ("context-0", "context-1", "generation")]
+    assert len({each["cache_transceiver_config"]["backend"] for each in settings}) == 1
+
+
+def read(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load((DISAGGREGATED / f"{name}.yaml").read_text())
+    return settings
+
+
+def arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's settings as the arguments that TensorRT-LLM makes of them."""
+    settings["cache"] = settings.pop("kv_cache_config", {})
+    return {**settings, **sends(**settings["cache_transceiver_config"])}
