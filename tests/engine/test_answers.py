@@ -8,8 +8,8 @@ import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
-from tests.engine.conftest import BLOCK, Expected, MakeEngine, check, make_prompt
-from tests.engine.fake_connector import CONFIG, State
+from tests.engine.conftest import BLOCK, check, make_prompt
+from tests.engine.fake_connector import CONFIG
 
 PROMPT = make_prompt(100)
 
@@ -28,12 +28,8 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("with_connector", [False, True], ids=["alone", "connector"])
 def test_answer_does_not_depend_on_how_it_was_made(
-    make_engine: MakeEngine,
-    expected: Expected,
-    fake: State,
-    options: dict[str, Any],
-    with_connector: bool,
-) -> None:
+    make_engine, expected, fake, options, with_connector
+):
     prompts = [PROMPT, PROMPT[:96], PROMPT[:50], make_prompt(70, seed=1), PROMPT[:97], [7]]
     engine = make_engine(connector=CONFIG if with_connector else None, **options)
     for _ in range(2):
@@ -46,8 +42,8 @@ def test_answer_does_not_depend_on_how_it_was_made(
 @pytest.mark.parametrize("num_tokens", [33, 48, 49, 100])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_second_engine_loads_all_full_blocks_but_the_last_token(
-    make_faked: MakeEngine, expected: Expected, num_tokens: int, overlap: bool
-) -> None:
+    make_faked, expected, num_tokens, overlap
+):
     prompt = make_prompt(num_tokens, seed=3)
     make_faked(overlap=overlap).generate(prompt, max_tokens=30)
     output = make_faked(overlap=overlap).generate(prompt, max_tokens=30)
@@ -56,9 +52,7 @@ def test_second_engine_loads_all_full_blocks_but_the_last_token(
     assert output.token_ids == expected(prompt, 30)
 
 
-def test_generated_blocks_are_hits_for_a_prompt_that_continues_the_answer(
-    make_faked: MakeEngine, expected: Expected
-) -> None:
+def test_generated_blocks_are_hits_for_a_prompt_that_continues_the_answer(make_faked, expected):
     first = make_faked().generate(PROMPT, max_tokens=60)
     longer = [*PROMPT, *first.token_ids, 5, 6]
     output = make_faked().generate(longer, max_tokens=8)
@@ -66,14 +60,14 @@ def test_generated_blocks_are_hits_for_a_prompt_that_continues_the_answer(
     assert output.token_ids == expected(longer, 8)
 
 
-def test_local_reuse_comes_before_the_connector(make_faked: MakeEngine) -> None:
+def test_local_reuse_comes_before_the_connector(make_faked):
     engine = make_faked()
     engine.generate(PROMPT, max_tokens=1)
     output = engine.generate(PROMPT, max_tokens=1)
     assert (output.reused_tokens, output.hit_tokens) == (96, 0)
 
 
-def test_salts_do_not_share_blocks(make_faked: MakeEngine, expected: Expected) -> None:
+def test_salts_do_not_share_blocks(make_faked, expected):
     engine = make_faked()
     engine.generate(PROMPT, salt="a")
     output = engine.generate(PROMPT, salt="b")
@@ -82,9 +76,7 @@ def test_salts_do_not_share_blocks(make_faked: MakeEngine, expected: Expected) -
     assert engine.generate(PROMPT, salt="a").reused_tokens == 96
 
 
-def test_partial_reuse_reports_tokens_inside_a_block(
-    make_faked: MakeEngine, expected: Expected, fake: State
-) -> None:
+def test_partial_reuse_reports_tokens_inside_a_block(make_faked, expected, fake):
     engine = make_faked(enable_partial_reuse=True)
     engine.generate(PROMPT, max_tokens=1)
     prompt = PROMPT[:39] + make_prompt(30, seed=5)
@@ -96,8 +88,8 @@ def test_partial_reuse_reports_tokens_inside_a_block(
 
 
 def test_pool_for_one_prompt_forgets_the_other_and_the_connector_does_not(
-    make_engine: MakeEngine, expected: Expected, fake: State
-) -> None:
+    make_engine, expected, fake
+):
     prompts = [make_prompt(100, seed=seed) for seed in (1, 2)]
     alone = make_engine(num_blocks=8)
     assert [alone.generate(prompts[turn % 2]).reused_tokens for turn in range(4)] == [0] * 4
@@ -108,9 +100,7 @@ def test_pool_for_one_prompt_forgets_the_other_and_the_connector_does_not(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic_under_pressure_has_the_expected_answers(
-    make_faked: MakeEngine, expected: Expected, fake: State, seed: int
-) -> None:
+def test_random_traffic_under_pressure_has_the_expected_answers(make_faked, expected, fake, seed):
     chance = random.Random(seed)
     fake.is_async_save = chance.random() < 0.5
     chunked = chance.random() < 0.5
@@ -143,19 +133,17 @@ def test_random_traffic_under_pressure_has_the_expected_answers(
         ([1] * 1000, 100, "do not fit"),
     ],
 )
-def test_unusable_prompts_are_refused(
-    make_engine: MakeEngine, prompt: list[int], max_tokens: int, message: str
-) -> None:
+def test_unusable_prompts_are_refused(make_engine, prompt, max_tokens, message):
     with pytest.raises(ConfigError, match=message):
         make_engine().submit(prompt, max_tokens=max_tokens)
 
 
-def test_list_that_is_neither_a_prompt_nor_prompts_is_refused(make_engine: MakeEngine) -> None:
+def test_list_that_is_neither_a_prompt_nor_prompts_is_refused(make_engine):
     with pytest.raises(ConfigError, match=r"2\.5 is no token id"):
         make_engine().generate([1, 2.5])  # type: ignore[list-item]
 
 
-def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEngine) -> None:
+def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine):
     engine = make_engine()
     pending = engine.submit(PROMPT, max_tokens=900)
     engine.close()
@@ -174,9 +162,7 @@ def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEn
         ({"connector": replace(CONFIG, connector_module="no.such.module")}, "no.such.module"),
     ],
 )
-def test_unusable_options_are_refused(
-    make_engine: MakeEngine, options: dict[str, Any], message: str
-) -> None:
+def test_unusable_options_are_refused(make_engine, options, message):
     with pytest.raises(ConfigError, match=message):
         make_engine(**options)
 
@@ -189,7 +175,7 @@ of its arrival and the goods that it carries. """
 
 @pytest.mark.long
 @pytest.mark.smollm2
-def test_real_model_gives_the_same_text_from_loaded_blocks(fake: State) -> None:
+def test_real_model_gives_the_same_text_from_loaded_blocks(fake):
     def engine(connector: object = None) -> ReferenceEngine:
         return ReferenceEngine("smollm2", num_blocks=32, connector=connector, poison=True)
 

@@ -12,7 +12,7 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import Expected, check, make_prompt
+from tests.engine.conftest import check, make_prompt
 from tests.engine.fake_connector import DIRECTORY_VARIABLE, State, journal_path
 from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start
 from tests.waiting import wait_for
@@ -40,22 +40,20 @@ def state(engine: ReferenceEngine) -> State:
     return fake_connector.state
 
 
-def test_owners_answer_as_one_engine_does(engine: ReferenceEngine, expected: Expected) -> None:
+def test_owners_answer_as_one_engine_does(engine, expected):
     for _ in range(2):
         check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert engine.cache.get_num_free_blocks() == 16
 
 
-def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(
-    engine: ReferenceEngine, directory: Path
-) -> None:
+def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(engine, directory):
     assert engine.cache.geometry.num_kv_heads == 2
     for rank in (0, 1):
         calls = journal_path(directory, rank).read_text().split()
         assert {"scheduler", "worker", "wait_for_initialization"} <= set(calls)
 
 
-def test_what_one_owner_stored_the_other_hits(engine: ReferenceEngine, expected: Expected) -> None:
+def test_what_one_owner_stored_the_other_hits(engine, expected):
     prompt = make_prompt(100, seed=2)
     first, second = (engine.generate(prompt, max_tokens=10) for _ in range(2))
     assert (first.hit_tokens, first.reused_tokens) == (0, 0)
@@ -63,9 +61,7 @@ def test_what_one_owner_stored_the_other_hits(engine: ReferenceEngine, expected:
     assert first.token_ids == second.token_ids == expected(prompt, 10)
 
 
-def test_each_owner_is_told_its_number_and_of_its_own_requests_only(
-    engine: ReferenceEngine, state: State
-) -> None:
+def test_each_owner_is_told_its_number_and_of_its_own_requests_only(engine, state):
     """Rank 0 runs dummies beside the others' requests, and its connector hears of none."""
     state.outputs.clear()
     pending = [engine.submit(make_prompt(40, seed=seed), max_tokens=4) for seed in (3, 4, 5)]
@@ -81,9 +77,7 @@ def test_each_owner_is_told_its_number_and_of_its_own_requests_only(
     assert {output.attention_dp_rank for output in state.outputs} == {0}
 
 
-def test_idle_owner_passes_dummies_that_reach_no_connector(
-    engine: ReferenceEngine, state: State
-) -> None:
+def test_idle_owner_passes_dummies_that_reach_no_connector(engine, state):
     def submit() -> int:
         pending = engine.submit(make_prompt(20, seed=6), max_tokens=6)
         pending.result(SOON_S)
@@ -100,14 +94,14 @@ def test_idle_owner_passes_dummies_that_reach_no_connector(
     assert engine.cache.get_num_free_blocks() == 16
 
 
-def test_request_is_cancelled_at_its_owner(engine: ReferenceEngine) -> None:
+def test_request_is_cancelled_at_its_owner(engine):
     doomed = [engine.submit(make_prompt(60, seed=7), max_tokens=190) for _ in range(2)]
     for one in doomed:
         engine.cancel(one)
     assert [one.result(SOON_S).finish_reason for one in doomed] == ["cancelled"] * 2
 
 
-def test_idle_engine_notices_that_an_owner_was_killed(directory: Path) -> None:
+def test_idle_engine_notices_that_an_owner_was_killed(directory):
     with start(2, enable_attention_dp=True) as engine:
         time.sleep(0.1)
         os.kill(engine.rank_pids[0], signal.SIGKILL)
@@ -117,12 +111,12 @@ def test_idle_engine_notices_that_an_owner_was_killed(directory: Path) -> None:
     assert not psutil.pid_exists(engine.rank_pids[0])
 
 
-def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory: Path) -> None:
+def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory):
     with pytest.raises(ConfigError, match="supports_attention_dp = True"):
         start(1, enable_attention_dp=True, connector=fake_connector.CONFIG)
 
 
-def test_one_owner_is_an_engine_of_one_rank(expected: Expected, directory: Path) -> None:
+def test_one_owner_is_an_engine_of_one_rank(expected, directory):
     with start(1, enable_attention_dp=True) as engine:
         assert engine.generate(PROMPTS[0], max_tokens=5).token_ids == expected(PROMPTS[0], 5)
     assert {output.attention_dp_rank for output in fake_connector.state.outputs} == {0}

@@ -17,7 +17,7 @@ from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import schedule
 from kvray.reference.model import KVGeometry
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
-from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.conftest import BLOCK, make_prompt
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
@@ -27,7 +27,7 @@ def make_cache(num_blocks: int = 8, **options: bool) -> KVCacheManager:
     return KVCacheManager(GEOMETRY, EngineOptions(**chosen))
 
 
-def test_pool_has_the_layout_of_the_contract() -> None:
+def test_pool_has_the_layout_of_the_contract():
     cache = make_cache()
     pool = cache.get_unique_primary_pool()
     assert pool.shape == (8, 3, 2, 2 * BLOCK * 4)
@@ -38,7 +38,7 @@ def test_pool_has_the_layout_of_the_contract() -> None:
     assert pool[5, 1, 1, 3 * 4 + 2] == 42.0
 
 
-def test_request_gets_its_blocks_and_gives_them_back() -> None:
+def test_request_gets_its_blocks_and_gives_them_back():
     cache = make_cache()
     request = LlmRequest(1, make_prompt(20), max_new_tokens=30)
     assert cache.get_max_resource_count() == 8
@@ -55,7 +55,7 @@ def test_request_gets_its_blocks_and_gives_them_back() -> None:
     assert cache.get_num_free_blocks() == 8
 
 
-def test_freed_blocks_without_reusable_content_are_poisoned() -> None:
+def test_freed_blocks_without_reusable_content_are_poisoned():
     cache = make_cache()
     request = LlmRequest(1, make_prompt(20))
     cache.prepare_resources(ScheduledRequests(context_requests=[request]))
@@ -66,7 +66,7 @@ def test_freed_blocks_without_reusable_content_are_poisoned() -> None:
     assert cache.get_unique_primary_pool()[freed].isnan().all()
 
 
-def test_partial_match_copies_the_shared_rows_alone() -> None:
+def test_partial_match_copies_the_shared_rows_alone():
     cache = make_cache(enable_partial_reuse=True)
     first = LlmRequest(1, make_prompt(2 * BLOCK + 1))
     cache.prepare_resources(ScheduledRequests(context_requests=[first]))
@@ -85,7 +85,7 @@ def test_partial_match_copies_the_shared_rows_alone() -> None:
         assert rows[target[1], :, :, 5:].isnan().all()
 
 
-def test_partial_match_is_given_up_when_its_block_is_needed() -> None:
+def test_partial_match_is_given_up_when_its_block_is_needed():
     cache = make_cache(num_blocks=3, enable_partial_reuse=True)
     first = LlmRequest(1, make_prompt(2 * BLOCK + 1))
     cache.prepare_resources(ScheduledRequests(context_requests=[first]))
@@ -98,7 +98,7 @@ def test_partial_match_is_given_up_when_its_block_is_needed() -> None:
     assert cache.get_num_free_blocks() == 0
 
 
-def test_padding_request_takes_a_block_and_runs_out_quietly() -> None:
+def test_padding_request_takes_a_block_and_runs_out_quietly():
     cache = make_cache(num_blocks=1)
     padding = cache.add_padding_request()
     assert padding is not None
@@ -109,7 +109,7 @@ def test_padding_request_takes_a_block_and_runs_out_quietly() -> None:
     assert cache.get_num_free_blocks() == 1
 
 
-def test_request_waits_until_its_longest_answer_fits_beside_the_others() -> None:
+def test_request_waits_until_its_longest_answer_fits_beside_the_others():
     cache = make_cache(num_blocks=4)
     first = LlmRequest(1, make_prompt(10), max_new_tokens=2 * BLOCK)
     second = LlmRequest(2, make_prompt(10, seed=1), max_new_tokens=BLOCK)
@@ -187,7 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
 TestPool = PoolMachine.TestCase
 
 
-def test_least_recently_used_tail_goes_first() -> None:
+def test_least_recently_used_tail_goes_first():
     pool = BlockPool(4, tokens_per_block=SIZE)
     for tokens in ([1, 1, 1, 1], [2, 2, 2, 2]):
         block_ids = pool.allocate(2)
@@ -201,7 +201,7 @@ def test_least_recently_used_tail_goes_first() -> None:
     assert lengths == [1, 2]
 
 
-def test_allocation_beyond_the_free_blocks_changes_nothing() -> None:
+def test_allocation_beyond_the_free_blocks_changes_nothing():
     pool = BlockPool(2, tokens_per_block=SIZE)
     with pytest.raises(CapacityError, match="2 free blocks of 2, 3 are needed"):
         pool.allocate(3)
@@ -227,9 +227,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_partial_reuse": True}, {"overlap": True}])
-def test_what_events_tell_is_what_the_engine_reuses(
-    make_engine: MakeEngine, options: dict[str, Any]
-) -> None:
+def test_what_events_tell_is_what_the_engine_reuses(make_engine, options):
     engine = make_engine(num_blocks=16, event_buffer_max_size=1000, **options)
     heard = Heard(engine)
     for number in [0, 1, 2, 3, 4, 0, 1, 1, 5, 2, 0, 6, 6, 3]:
@@ -241,7 +239,7 @@ def test_what_events_tell_is_what_the_engine_reuses(
     assert heard.pool.num_gaps == heard.pool.num_unread == 0
 
 
-def test_a_buffer_that_is_too_small_shows_as_a_gap(make_engine: MakeEngine) -> None:
+def test_a_buffer_that_is_too_small_shows_as_a_gap(make_engine):
     engine = make_engine(num_blocks=16, event_buffer_max_size=2)
     heard = Heard(engine)
     heard.leading([])
@@ -251,7 +249,7 @@ def test_a_buffer_that_is_too_small_shows_as_a_gap(make_engine: MakeEngine) -> N
     assert heard.pool.num_gaps == 1
 
 
-def test_salted_prompts_stay_inside(make_engine: MakeEngine) -> None:
+def test_salted_prompts_stay_inside(make_engine):
     engine = make_engine(event_buffer_max_size=1000)
     heard, prompt = Heard(engine), make_prompt(2 * BLOCK + 1)
     engine.generate(prompt, max_tokens=2, salt="a")
@@ -260,13 +258,13 @@ def test_salted_prompts_stay_inside(make_engine: MakeEngine) -> None:
     assert heard.leading(prompt) == 2
 
 
-def test_without_a_buffer_nothing_is_told(make_engine: MakeEngine) -> None:
+def test_without_a_buffer_nothing_is_told(make_engine):
     engine = make_engine()
     engine.generate(make_prompt(2 * BLOCK), max_tokens=2)
     assert engine.get_kv_cache_events() == []
 
 
-def test_ranks_with_pools_of_their_own_are_refused() -> None:
+def test_ranks_with_pools_of_their_own_are_refused():
     with pytest.raises(ConfigError, match="are not gathered"):
         ReferenceEngine(
             "tiny", tensor_parallel_size=2, enable_attention_dp=True, event_buffer_max_size=8

@@ -3,7 +3,6 @@
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +40,7 @@ def settle(engine: ReferenceEngine) -> list[str]:
     return fake_connector.state.names()
 
 
-def test_start_up_warms_up_before_the_pool_is_registered(
-    make_faked: MakeEngine, fake: State
-) -> None:
+def test_start_up_warms_up_before_the_pool_is_registered(make_faked, fake):
     make_faked()
     names = fake.names()
     assert sorted(names[:2]) == ["scheduler", "worker"]
@@ -59,7 +56,7 @@ def test_start_up_warms_up_before_the_pool_is_registered(
     assert fake.calls[3] == ("forward_callable", False, None)
 
 
-def test_one_request_without_overlap(bring_up: MakeEngine, fake: State) -> None:
+def test_one_request_without_overlap(bring_up, fake):
     engine = bring_up()
     output = engine.generate(make_prompt(40), max_tokens=3)
     assert settle(engine) == [*MATCH, *ITERATION, *ITERATION, *LAST]
@@ -72,7 +69,7 @@ def test_one_request_without_overlap(bring_up: MakeEngine, fake: State) -> None:
     assert third is not None
 
 
-def test_one_request_with_overlap_lags_by_one_token(bring_up: MakeEngine, fake: State) -> None:
+def test_one_request_with_overlap_lags_by_one_token(bring_up, fake):
     engine = bring_up(overlap=True)
     output = engine.generate(make_prompt(40), max_tokens=3)
     settled = ["request_finished", "get_finished"]
@@ -84,7 +81,7 @@ def test_one_request_with_overlap_lags_by_one_token(bring_up: MakeEngine, fake: 
     ]
 
 
-def test_early_end_with_overlap_runs_one_pass_too_many(bring_up: MakeEngine, fake: State) -> None:
+def test_early_end_with_overlap_runs_one_pass_too_many(bring_up, fake):
     engine = bring_up(overlap=True)
     tokens = engine.generate(make_prompt(40), max_tokens=8).token_ids
     fake.calls.clear()
@@ -97,9 +94,7 @@ def test_early_end_with_overlap_runs_one_pass_too_many(bring_up: MakeEngine, fak
     assert names.count("request_finished") == 1
 
 
-def test_chunked_prefill_reports_everything_first_and_then_moves_on(
-    bring_up: MakeEngine, fake: State
-) -> None:
+def test_chunked_prefill_reports_everything_first_and_then_moves_on(bring_up, fake):
     engine = bring_up(enable_chunked_prefill=True, chunk_tokens=2 * BLOCK)
     engine.generate(make_prompt(70), max_tokens=1)
     names = settle(engine)
@@ -112,9 +107,7 @@ def test_chunked_prefill_reports_everything_first_and_then_moves_on(
     ]
 
 
-def test_report_leaves_out_what_is_loaded_for_this_pass(
-    make_faked: MakeEngine, bring_up: MakeEngine, fake: State
-) -> None:
+def test_report_leaves_out_what_is_loaded_for_this_pass(make_faked, bring_up, fake):
     make_faked().generate(make_prompt(40), max_tokens=1)
     engine = bring_up()
     fake.outputs.clear()
@@ -123,9 +116,7 @@ def test_report_leaves_out_what_is_loaded_for_this_pass(
     assert (data.computed_position, data.num_scheduled_tokens) == (0, 8)
 
 
-def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
-    bring_up: MakeEngine, fake: State
-) -> None:
+def test_asynchronous_save_holds_the_blocks_until_it_is_reported(bring_up, fake):
     fake.is_async_save, fake.hold = True, threading.Event()
     engine = bring_up(num_blocks=8)
     engine.generate(make_prompt(60), max_tokens=1)
@@ -139,9 +130,7 @@ def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
     assert handed == [[1], [2], [3]]
 
 
-def test_cancelled_request_is_freed_and_never_reported_finished(
-    bring_up: MakeEngine, fake: State
-) -> None:
+def test_cancelled_request_is_freed_and_never_reported_finished(bring_up, fake):
     engine = bring_up()
     pending = engine.submit(make_prompt(40), max_tokens=900)
     engine.cancel(pending)
@@ -154,7 +143,7 @@ def test_cancelled_request_is_freed_and_never_reported_finished(
     assert engine.cache.get_num_free_blocks() == 64
 
 
-def test_main_line_polls_for_a_save_while_it_is_idle(make_faked: MakeEngine, fake: State) -> None:
+def test_main_line_polls_for_a_save_while_it_is_idle(make_faked, fake):
     fake.is_async_save, fake.hold = True, threading.Event()
     engine = make_faked(num_blocks=8, runtime="main")
     engine.generate(make_prompt(60), max_tokens=1)
@@ -162,7 +151,7 @@ def test_main_line_polls_for_a_save_while_it_is_idle(make_faked: MakeEngine, fak
     wait_for(lambda: engine.cache.get_num_free_blocks() == 8)
 
 
-def test_offer_of_the_whole_prompt_ends_the_engine(make_faked: MakeEngine, fake: State) -> None:
+def test_offer_of_the_whole_prompt_ends_the_engine(make_faked, fake):
     fake.offer = (2 * BLOCK, False)
     engine = make_faked()
     with pytest.raises(KVRayError, match="at least one uncomputed token"):
@@ -174,16 +163,14 @@ def test_offer_of_the_whole_prompt_ends_the_engine(make_faked: MakeEngine, fake:
         engine.submit([1])
 
 
-def test_loading_beside_the_passes_ends_the_engine(make_faked: MakeEngine, fake: State) -> None:
+def test_loading_beside_the_passes_ends_the_engine(make_faked, fake):
     fake.offer = (BLOCK, True)
     with pytest.raises(KVRayError, match="no loads beside its passes"):
         make_faked().generate(make_prompt(40))
 
 
 @pytest.mark.parametrize("num_tokens", [2 * BLOCK, 40])
-def test_offer_is_asked_for_and_ignored_without_block_reuse(
-    make_faked: MakeEngine, bring_up: MakeEngine, fake: State, num_tokens: int
-) -> None:
+def test_offer_is_asked_for_and_ignored_without_block_reuse(make_faked, bring_up, fake, num_tokens):
     make_faked().generate(make_prompt(num_tokens), max_tokens=1)
     engine = bring_up(enable_block_reuse=False)
     output = engine.generate(make_prompt(num_tokens), max_tokens=1)
@@ -195,9 +182,7 @@ def test_offer_is_asked_for_and_ignored_without_block_reuse(
     "name",
     ["build_connector_meta", "bind_connector_meta", "start_load_kv", "get_finished"],
 )
-def test_error_outside_a_pass_ends_the_engine(
-    make_faked: MakeEngine, fake: State, name: str
-) -> None:
+def test_error_outside_a_pass_ends_the_engine(make_faked, fake, name):
     engine = make_faked()
     pending = [engine.submit(make_prompt(20, seed=seed), max_tokens=500) for seed in (1, 2)]
     fake.raise_in = name
@@ -209,8 +194,8 @@ def test_error_outside_a_pass_ends_the_engine(
 @pytest.mark.parametrize("name", ["wait_for_layer_load", "save_kv_layer", "wait_for_save"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_error_inside_a_pass_fails_its_requests_and_the_engine_lives(
-    make_faked: MakeEngine, fake: State, name: str, overlap: bool
-) -> None:
+    make_faked, fake, name, overlap
+):
     engine = make_faked(overlap=overlap)
     before = engine.generate(make_prompt(40)).token_ids
     fake.raise_in = name
@@ -221,9 +206,7 @@ def test_error_inside_a_pass_fails_its_requests_and_the_engine_lives(
     assert engine.cache.get_num_free_blocks() == 64
 
 
-def test_id_that_was_never_handed_over_ends_the_engine(
-    make_faked: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_id_that_was_never_handed_over_ends_the_engine(make_faked, monkeypatch):
     engine = make_faked()
     assert engine.connector is not None
     monkeypatch.setattr(engine.connector.worker, "get_finished", lambda *_: ([77], []))
@@ -231,7 +214,7 @@ def test_id_that_was_never_handed_over_ends_the_engine(
         engine.submit([1, 2, 3], max_tokens=500).result(10)
 
 
-def test_connector_never_sees_padding(bring_up: MakeEngine, fake: State) -> None:
+def test_connector_never_sees_padding(bring_up, fake):
     engine = bring_up(pad_batch_size=4)
     engine.generate([make_prompt(20), make_prompt(30, seed=1)], max_tokens=4)
     seen = {
@@ -243,13 +226,13 @@ def test_connector_never_sees_padding(bring_up: MakeEngine, fake: State) -> None
     assert {call[1] for call in fake.calls if call[0] in MATCH} == {1, 2}
 
 
-def test_failing_constructor_fails_the_start(make_faked: MakeEngine, fake: State) -> None:
+def test_failing_constructor_fails_the_start(make_faked, fake):
     fake.raise_in = "worker"
     with pytest.raises(RuntimeError, match="told to fail in worker"):
         make_faked()
 
 
-def test_worker_keeps_the_metadata_of_its_pass() -> None:
+def test_worker_keeps_the_metadata_of_its_pass():
     worker = base.KvCacheConnectorWorker("args")
     assert worker._llm_args == "args"
     assert worker.get_connector_meta() is None
@@ -258,11 +241,11 @@ def test_worker_keeps_the_metadata_of_its_pass() -> None:
     assert worker.register_forward_pass_callable() is None
 
 
-def test_absent_package_is_none() -> None:
+def test_absent_package_is_none():
     assert base.find_upstream(["no_such_package.inner.connector"]) is None
 
 
-def test_second_path_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_path_is_tried(tmp_path, monkeypatch):
     package = tmp_path / "fake_trtllm"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -20,7 +20,6 @@ from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledReques
 from tests.engine import fake_connector
 from tests.engine.conftest import KVRAY, make_prompt
 from tests.engine.fake_connector import CONFIG, State
-from tests.kit.tier import Tier
 
 BLOCK = 8  # so small that drafts often cross into the next block
 MAX_TOKENS = 40
@@ -156,14 +155,12 @@ def answers(outputs: list[Output]) -> list[tuple[tuple[int, ...], str]]:
         ([1], []),
     ],
 )
-def test_drafts_go_on_as_the_last_tokens_did_before(tokens: list[int], drafts: list[int]) -> None:
+def test_drafts_go_on_as_the_last_tokens_did_before(tokens, drafts):
     assert find_drafts(tokens, max_draft_len=4) == drafts
 
 
 @pytest.mark.parametrize("max_draft_len", [1, 2, 3, 4, 5])
-def test_answers_are_those_without_drafts(
-    models: list[Path], plain: list[Plain], max_draft_len: int
-) -> None:
+def test_answers_are_those_without_drafts(models, plain, max_draft_len):
     seed = max_draft_len % len(SEEDS)
     with start(models[seed], max_draft_len) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
@@ -185,12 +182,8 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
 def test_rewinds_change_neither_answers_nor_full_blocks_and_leave_ids_untold(
-    models: list[Path],
-    plain: list[Plain],
-    fake: State,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:
+    models, plain, fake, monkeypatch, options
+):
     seed = VARIANTS.index(options) % len(SEEDS)
     draft_from(monkeypatch, plain[seed].texts, choose_at_random)
     with start(models[seed], **{"connector": CONFIG, "max_draft_len": 5, **options}) as engine:
@@ -221,8 +214,8 @@ def _check_untold(fake: State, ends: dict[int, Ended]) -> None:
 
 
 def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
-    models: list[Path], plain: list[Plain], fake: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    models, plain, fake, monkeypatch
+):
     choices = iter([(5, 0), (0, 0), (5, 5)])
     draft_from(monkeypatch, plain[0].texts, lambda *_: next(choices))
     with start(models[0], 5, connector=CONFIG) as engine:
@@ -245,8 +238,8 @@ def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
 
 @pytest.mark.parametrize("num_tokens", [2, 4, 6, 7])
 def test_answer_ends_inside_an_accepted_run_where_it_ends_without_drafts(
-    models: list[Path], plain: list[Plain], monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
+    models, plain, monkeypatch, num_tokens
+):
     draft_from(monkeypatch, plain[0].texts, lambda longest, _: (longest, longest))
     tokens = plain[0].outputs[0].token_ids
     assert tokens[num_tokens - 1] not in tokens[: num_tokens - 1]
@@ -261,9 +254,7 @@ def test_answer_ends_inside_an_accepted_run_where_it_ends_without_drafts(
         assert engine.cache.get_num_free_blocks() == 3 * FEWEST_BLOCKS
 
 
-def test_prompt_that_continues_an_answer_reuses_its_blocks(
-    models: list[Path], plain: list[Plain], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_that_continues_an_answer_reuses_its_blocks(models, plain, monkeypatch):
     draft_from(monkeypatch, plain[0].texts, choose_at_random)
     text = plain[0].texts[0]
     with start(models[0], 5) as engine:
@@ -273,7 +264,7 @@ def test_prompt_that_continues_an_answer_reuses_its_blocks(
     assert list(output.token_ids) == text[50:70]
 
 
-def test_ranks_that_share_the_model_draft_alike(models: list[Path], plain: list[Plain]) -> None:
+def test_ranks_that_share_the_model_draft_alike(models, plain):
     with start(models[0], 3, tensor_parallel_size=2) as engine:
         outputs = engine.generate(PROMPTS[3:5], max_tokens=MAX_TOKENS)
     assert answers(outputs) == answers(plain[0].outputs[3:5])
@@ -289,8 +280,8 @@ def repeating() -> list[list[int]]:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_answers_and_what_others_load_of_them_are_those_of_plain_decoding(
-    models: list[Path], tier: Tier, monkeypatch: pytest.MonkeyPatch, chunked: bool
-) -> None:
+    models, tier, monkeypatch, chunked
+):
     """Pages of rejected drafts go to other requests, and hold NaN in between."""
     asked = repeating()
     with start(models[0], enable_block_reuse=False, num_blocks=64) as alone:
@@ -321,7 +312,7 @@ def make_cache(num_blocks: int, max_draft_len: int) -> KVCacheManager:
     return KVCacheManager(KVGeometry(num_layers=1, num_kv_heads=1, head_dim=2), options)
 
 
-def test_rewound_blocks_are_poisoned_and_go_to_others() -> None:
+def test_rewound_blocks_are_poisoned_and_go_to_others():
     cache = make_cache(4, max_draft_len=9)
     request = LlmRequest(1, make_prompt(2 * BLOCK - 1), max_new_tokens=4)
     batch = ScheduledRequests(context_requests=[request])
@@ -345,7 +336,7 @@ def test_rewound_blocks_are_poisoned_and_go_to_others() -> None:
     assert sorted(cache.get_cache_indices(other)) == sorted(rewound)
 
 
-def test_request_waits_until_its_drafts_fit_too() -> None:
+def test_request_waits_until_its_drafts_fit_too():
     cache = make_cache(4, max_draft_len=5)
     requests = [
         LlmRequest(1 + seed, make_prompt(8, seed=seed), max_new_tokens=4) for seed in (0, 1)
@@ -361,7 +352,7 @@ def test_request_waits_until_its_drafts_fit_too() -> None:
     assert batch.all_requests() == requests[:1]
 
 
-def test_connector_is_told_that_and_how_far_the_engine_drafts(models: list[Path]) -> None:
+def test_connector_is_told_that_and_how_far_the_engine_drafts(models):
     with start(models[0], 3) as engine:
         assert engine.llm_args.speculative_config.max_draft_len == 3
         assert engine.llm_args.speculative_config.decoding_type == "NGram"
@@ -369,7 +360,7 @@ def test_connector_is_told_that_and_how_far_the_engine_drafts(models: list[Path]
         assert engine.llm_args.speculative_config is None
 
 
-def test_prompt_must_leave_room_for_drafts(models: list[Path]) -> None:
+def test_prompt_must_leave_room_for_drafts(models):
     with start(models[0], 5, num_blocks=2) as engine:
         engine.generate([1] * 8, max_tokens=3)
         with pytest.raises(ConfigError, match="8 tokens and 9 more, 5 of them drafts, do not fit"):
@@ -383,6 +374,6 @@ def test_prompt_must_leave_room_for_drafts(models: list[Path]) -> None:
         ({"max_draft_len": 2, "overlap": True}, "max_draft_len and overlap exclude each other"),
     ],
 )
-def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unusable_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineOptions(**options)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvray.reference import Replica
-from tests.engine.conftest import BLOCK, KVRAY, Expected, MakeEngine, check, make_prompt
+from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.kit.connector import flip_a_byte
 from tests.kit.tier import Tier
 from tests.waiting import wait_for
@@ -23,9 +23,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
-def test_answers_are_those_of_an_engine_alone(
-    make_joined: MakeEngine, expected: Expected, options: dict[str, Any]
-) -> None:
+def test_answers_are_those_of_an_engine_alone(make_joined, expected, options):
     for _ in range(2):
         engine = make_joined(**options)
         check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
@@ -34,8 +32,8 @@ def test_answers_are_those_of_an_engine_alone(
 
 @pytest.mark.parametrize("num_tokens", [96, 100])
 def test_a_fresh_engine_loads_all_full_blocks_but_the_last_token(
-    tier: Tier, make_joined: MakeEngine, expected: Expected, num_tokens: int
-) -> None:
+    tier, make_joined, expected, num_tokens
+):
     prompt = make_prompt(num_tokens, seed=7)
     make_joined().generate(prompt, max_tokens=1)
     tier.wait_for_stored(num_tokens // BLOCK)
@@ -44,9 +42,7 @@ def test_a_fresh_engine_loads_all_full_blocks_but_the_last_token(
     assert output.token_ids == expected(prompt, 20)
 
 
-def test_what_was_generated_is_a_hit_for_the_next_turn(
-    tier: Tier, make_joined: MakeEngine, expected: Expected
-) -> None:
+def test_what_was_generated_is_a_hit_for_the_next_turn(tier, make_joined, expected):
     prompt = make_prompt(40, seed=8)
     answer = make_joined().generate(prompt, max_tokens=60)
     follow_up = [*prompt, *answer.token_ids, *make_prompt(9, seed=9)]
@@ -57,11 +53,8 @@ def test_what_was_generated_is_a_hit_for_the_next_turn(
 
 
 def test_a_small_arena_that_evicts_all_the_time_never_changes_an_answer(
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    make_engine: MakeEngine,
-    expected: Expected,
-) -> None:
+    environment, monkeypatch, make_engine, expected
+):
     monkeypatch.setenv("KVRAY_ARENA__CAPACITY", "1MiB")
     tier = Tier()
     for turn in range(3):
@@ -74,9 +67,7 @@ def test_a_small_arena_that_evicts_all_the_time_never_changes_an_answer(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_cancelled_requests_leave_no_wrong_block(
-    make_joined: MakeEngine, expected: Expected, overlap: bool
-) -> None:
+def test_cancelled_requests_leave_no_wrong_block(make_joined, expected, overlap):
     """Their blocks are made NaN at once, and given to the next request."""
     engine = make_joined(num_blocks=24, overlap=overlap)
     prompts = [make_prompt(100, seed=40 + number) for number in range(12)]
@@ -91,9 +82,7 @@ def test_cancelled_requests_leave_no_wrong_block(
     assert sum(output.hit_tokens for output in outputs) > 0
 
 
-def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
-    tier: Tier, make_joined: MakeEngine, expected: Expected
-) -> None:
+def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(tier, make_joined, expected):
     prompt = make_prompt(100, seed=11)
     make_joined().generate(prompt, max_tokens=1)
     tier.wait_for_stored(6)
@@ -105,9 +94,7 @@ def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
     assert tier.shard.status()["arena"]["corrupt"] == 1
 
 
-def test_an_engine_outlives_its_tier_and_joins_the_next(
-    tier: Tier, make_joined: MakeEngine, expected: Expected
-) -> None:
+def test_an_engine_outlives_its_tier_and_joins_the_next(tier, make_joined, expected):
     engine = make_joined(num_blocks=12)
     prompts = [make_prompt(100, seed=30 + number) for number in range(3)]
     for prompt in prompts:
@@ -123,9 +110,7 @@ def test_an_engine_outlives_its_tier_and_joins_the_next(
     tier.wait_for_stored(1)
 
 
-def test_two_replicas_in_processes_of_their_own_share_a_prompt(
-    tier: Tier, expected: Expected, environment: dict[str, str]
-) -> None:
+def test_two_replicas_in_processes_of_their_own_share_a_prompt(tier, expected, environment):
     prompt = make_prompt(100, seed=14)
     options: dict[str, Any] = {
         "model": "tiny",

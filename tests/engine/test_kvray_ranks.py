@@ -10,9 +10,9 @@ from kvray.errors import ConfigError
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.model import TINY_CONFIG
 from kvray.reference.tokenizer import import_transformers
-from tests.engine.conftest import BLOCK, KVRAY, Expected, check, make_prompt
+from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.test_tensor_parallel import start
-from tests.kit.tier import Tier, tier_environment
+from tests.kit.tier import tier_environment
 from tests.kit.two_nodes import TwoNodes
 from tests.waiting import wait_for
 
@@ -29,7 +29,7 @@ ON_TWO_NODES = [PROMPTS[name] for name in ("aligned", "unaligned", "one block")]
 CHUNKED = {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK, "connector": KVRAY}
 
 
-def test_fresh_ranks_load_what_cold_ranks_stored(tier: Tier, expected: Expected) -> None:
+def test_fresh_ranks_load_what_cold_ranks_stored(tier, expected):
     """Pools full of NaN: a byte of the wrong rank, or of none, would show in the answer."""
     with start(2, **CHUNKED) as cold:
         for prompt in [*PROMPTS.values(), TRUNK]:
@@ -44,7 +44,7 @@ def test_fresh_ranks_load_what_cold_ranks_stored(tier: Tier, expected: Expected)
 
 
 @pytest.mark.long
-def test_four_ranks_load_what_their_pools_forgot(tier: Tier, expected: Expected) -> None:
+def test_four_ranks_load_what_their_pools_forgot(tier, expected):
     """The model has two KV heads, so two ranks hold the same bytes, each as a part of its own."""
     with start(4, **CHUNKED, overlap=True) as engine:
         engine.generate([PROMPTS["aligned"], TRUNK], max_tokens=1)
@@ -56,7 +56,7 @@ def test_four_ranks_load_what_their_pools_forgot(tier: Tier, expected: Expected)
             assert output.token_ids == expected(prompt, 8)
 
 
-def test_what_one_owner_stored_the_other_hits(tier: Tier, expected: Expected) -> None:
+def test_what_one_owner_stored_the_other_hits(tier, expected):
     with start(2, enable_attention_dp=True, runtime="main", connector=KVRAY) as owners:
         for prompt in PROMPTS.values():
             stored = tier.stored()
@@ -94,9 +94,7 @@ def spread(
     return engine
 
 
-def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
-    nodes: TwoNodes, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(nodes, expected, monkeypatch):
     """Pools full of NaN: a byte of the wrong rank, or of none, would show in the answer."""
     with spread(nodes, "cold", monkeypatch) as cold:
         for prompt in ON_TWO_NODES:
@@ -111,7 +109,7 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
     wait_for(lambda: nodes.leased() == [0, 0])
 
 
-def test_variables_are_given_for_every_further_rank_or_for_none() -> None:
+def test_variables_are_given_for_every_further_rank_or_for_none():
     with pytest.raises(ConfigError, match="rank_env has variables for 2 ranks"):
         start(2, rank_env=[{}, {}])
     with pytest.raises(ConfigError, match="ranks_per_node is 0"):
@@ -145,9 +143,7 @@ def heads_of(engine: ReferenceEngine, size: int) -> torch.Tensor:
 
 
 @pytest.mark.long
-def test_ranks_load_their_heads_of_what_any_number_of_ranks_has_stored(
-    tier: Tier, model: Path
-) -> None:
+def test_ranks_load_their_heads_of_what_any_number_of_ranks_has_stored(tier, model):
     """What rank 0 has loaded is held, byte for byte, against the same heads of what was stored."""
     answers, stored = [], {}
     for stored_by in (1, 2, 4):

@@ -53,7 +53,7 @@ def prefill(model: BlockModel, tokens: list[int]) -> tuple[torch.Tensor, list]:
     return logits, pasts
 
 
-def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model: BlockModel) -> None:
+def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model):
     _, whole = prefill(model, TOKENS)
     pasts = None
     for index in range(5):
@@ -70,7 +70,7 @@ def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model: 
         pasts = rows[-1]
 
 
-def test_rows_without_a_token_change_nothing(model: BlockModel) -> None:
+def test_rows_without_a_token_change_nothing(model):
     _, pasts = prefill(model, TOKENS[:BLOCK])
     short = TOKENS[BLOCK : BLOCK + 5]
     one, _ = forward_block(model, pasts, short, 1)
@@ -82,20 +82,20 @@ def test_rows_without_a_token_change_nothing(model: BlockModel) -> None:
     assert torch.equal(model.logits(step), one)
 
 
-def test_steps_agree_with_the_model_run_at_once(model: BlockModel) -> None:
+def test_steps_agree_with_the_model_run_at_once(model):
     with torch.inference_mode():
         reference = make_tiny_causal_lm()(torch.tensor([TOKENS]), use_cache=False).logits[0, -1]
     logits, _ = prefill(model, TOKENS)
     torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_seeds_make_different_models_and_equal_seeds_equal_ones() -> None:
+def test_seeds_make_different_models_and_equal_seeds_equal_ones():
     first, same, other = (make_tiny_causal_lm(seed).model.embed_tokens.weight for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
 
-def test_checkpoint_on_disk_is_the_model_in_memory(tmp_path: Path) -> None:
+def test_checkpoint_on_disk_is_the_model_in_memory(tmp_path):
     path = write_tiny_checkpoint(tmp_path / "tiny", seed=4)
     on_disk = load_checkpoint(path, tokens_per_block=BLOCK)
     in_memory = load_checkpoint("tiny:4", tokens_per_block=BLOCK)
@@ -109,14 +109,12 @@ def test_checkpoint_on_disk_is_the_model_in_memory(tmp_path: Path) -> None:
     ("name", "message"),
     [("tiny:x", "seed"), ("/no/such/model", "no model at /no/such/model"), ("", "no checkpoint")],
 )
-def test_unknown_models_are_named_in_one_sentence(name: str, message: str, tmp_path: Path) -> None:
+def test_unknown_models_are_named_in_one_sentence(name, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         load_checkpoint(name or tmp_path, tokens_per_block=BLOCK)
 
 
-def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(tmp_path, monkeypatch, capfd):
     import transformers
     from transformers import modeling_gguf_pytorch_utils as gguf
 
@@ -157,7 +155,7 @@ def on_ranks(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("length", [0, 1000, 1008, 1009, 50_000])
-def test_objects_of_any_length_arrive_on_every_rank(tmp_path: Path, size: int, length: int) -> None:
+def test_objects_of_any_length_arrive_on_every_rank(tmp_path, size, length):
     def act(ranks: GlooRanks) -> Any:
         told = ranks.broadcast({"from": ranks.rank, "data": "x" * length})
         return told, ranks.allgather((ranks.rank, "y" * (length if ranks.rank == 1 else 1)))
@@ -168,7 +166,7 @@ def test_objects_of_any_length_arrive_on_every_rank(tmp_path: Path, size: int, l
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path: Path, size: int) -> None:
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path, size):
     parts = [
         torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(seed)) * 10.0**seed
         for seed in range(size)
@@ -183,7 +181,7 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path: Path, 
             assert torch.equal(total, in_order)
 
 
-def test_rank_that_leaves_fails_the_others_at_once(tmp_path: Path) -> None:
+def test_rank_that_leaves_fails_the_others_at_once(tmp_path):
     def act(ranks: GlooRanks) -> Any:
         ranks.meet(timeout_s=TIMEOUT_S)
         return None if ranks.rank == 1 else ranks.allgather(1)
@@ -196,7 +194,7 @@ def test_rank_that_leaves_fails_the_others_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_rank_that_does_nothing_fails_the_others_in_time(tmp_path: Path) -> None:
+def test_rank_that_does_nothing_fails_the_others_in_time(tmp_path):
     has_failed = threading.Event()
 
     def act(ranks: GlooRanks) -> Any:
@@ -213,13 +211,13 @@ def test_rank_that_does_nothing_fails_the_others_in_time(tmp_path: Path) -> None
     assert second
 
 
-def test_diagnosis_takes_the_place_of_what_gloo_says(tmp_path: Path) -> None:
+def test_diagnosis_takes_the_place_of_what_gloo_says(tmp_path):
     with pytest.raises(KVRayError, match="the other is ill"):
         GlooRanks(0, 2, tmp_path, timeout_s=0.2, diagnose=lambda: KVRayError("the other is ill"))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path: Path, size: int) -> None:
+def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path, size):
     """Two KV heads: with four ranks, two hold the same one."""
     tokens = make_prompt(BLOCK)
     one = BlockModel(make_tiny_causal_lm(), tokens_per_block=BLOCK)
@@ -243,7 +241,7 @@ def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path: Path, 
             torch.testing.assert_close(values[0, 0], all_values[0, head], rtol=1e-4, atol=1e-4)
 
 
-def test_ranks_that_cannot_share_a_model_evenly_are_refused() -> None:
+def test_ranks_that_cannot_share_a_model_evenly_are_refused():
     ranks = SingleRank()
     ranks.size = 3
     with pytest.raises(ConfigError, match="3 ranks cannot share 4 attention heads"):

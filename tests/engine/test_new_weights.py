@@ -41,9 +41,7 @@ def trained(make_joined: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEng
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"tensor_parallel_size": 2}], ids=str)
-def test_old_weights_never_answer(
-    tier: Tier, trained: MakeEngine, truth: Truth, options: dict[str, object]
-) -> None:
+def test_old_weights_never_answer(tier, trained, truth, options):
     engine = trained(**options)
     assert answers(engine) == (truth["tiny:0"], [0] * len(PROMPTS))
     tier.wait_for_stored(NUM_BLOCKS)
@@ -71,9 +69,7 @@ def test_old_weights_never_answer(
     assert min(hits) > 0
 
 
-def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(
-    tier: Tier, trained: MakeEngine, truth: Truth
-) -> None:
+def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(tier, trained, truth):
     engine = trained()
     name(tier, None)
     old = [engine.submit(prompt, max_tokens=8) for prompt in PROMPTS]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,14 +13,14 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.child_process import JsonPipe, PipeClosed
 from kvray.reference.replica import Replica
-from tests.engine.conftest import BLOCK, Expected, make_prompt
+from tests.engine.conftest import BLOCK, make_prompt
 from tests.waiting import wait_for
 
 OPTIONS = {"model": "tiny", "tokens_per_block": BLOCK, "num_blocks": 64}
 DEADLINE_S = 20.0
 
 
-def test_replica_answers_bit_for_bit_like_this_process(expected: Expected, tmp_path: Path) -> None:
+def test_replica_answers_bit_for_bit_like_this_process(expected, tmp_path):
     prompts = [make_prompt(100), make_prompt(40, seed=1)]
     log_path = tmp_path / "log"
     with Replica.start("one", log_path=log_path, **OPTIONS) as replica:
@@ -38,9 +37,7 @@ def test_replica_answers_bit_for_bit_like_this_process(expected: Expected, tmp_p
         replica.generate([1])
 
 
-def test_tokens_are_heard_of_as_they_come_and_calls_are_in_flight_at_once(
-    expected: Expected,
-) -> None:
+def test_tokens_are_heard_of_as_they_come_and_calls_are_in_flight_at_once(expected):
     heard: list[int] = []
     first = threading.Event()
 
@@ -64,7 +61,7 @@ def test_tokens_are_heard_of_as_they_come_and_calls_are_in_flight_at_once(
             replica.submit(prompt, max_tokens=0).future.result(DEADLINE_S)
 
 
-def test_a_call_that_is_late_is_given_up() -> None:
+def test_a_call_that_is_late_is_given_up():
     with Replica.start("five", **OPTIONS) as replica:
         with pytest.raises(KVRayError, match=r"Replica five: .*has not ended within 0 s"):
             replica.generate(make_prompt(10), max_tokens=900, timeout_s=0.2)
@@ -72,19 +69,19 @@ def test_a_call_that_is_late_is_given_up() -> None:
         assert replica.generate(make_prompt(10), max_tokens=2).finish_reason == "length"
 
 
-def test_error_of_the_start_is_the_childs_own_sentence() -> None:
+def test_error_of_the_start_is_the_childs_own_sentence():
     with pytest.raises(ConfigError, match="Replica bad: There is no model at /none"):
         Replica.start("bad", **{**OPTIONS, "model": "/none"})
 
 
-def test_crash_is_told_with_the_exit_status() -> None:
+def test_crash_is_told_with_the_exit_status():
     with Replica.start("two", **OPTIONS) as replica:
         os.kill(replica.pid, signal.SIGKILL)
         with pytest.raises(KVRayError, match=r"Replica two is gone.*-9"):
             replica.generate([1, 2])
 
 
-def test_closing_ends_a_call_of_another_thread() -> None:
+def test_closing_ends_a_call_of_another_thread():
     replica = Replica.start("three", **OPTIONS)
     errors: list[Exception] = []
 
@@ -103,7 +100,7 @@ def test_closing_ends_a_call_of_another_thread() -> None:
 
 
 @pytest.mark.parametrize("is_thread", [False, True], ids=["main", "thread"])
-def test_replica_ends_with_its_parent(is_thread: bool) -> None:
+def test_replica_ends_with_its_parent(is_thread):
     code = f"""
 import threading, time
 from kvray.reference.replica import Replica
@@ -131,7 +128,7 @@ time.sleep(60)
     wait_for(lambda: not psutil.pid_exists(pid))
 
 
-def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_bounds_time_and_length(monkeypatch):
     near_read, far_write = os.pipe()
     far_read, near_write = os.pipe()
     near, far = JsonPipe(near_read, near_write), JsonPipe(far_read, far_write)
@@ -166,7 +163,7 @@ NEEDLESS = {
 
 
 @pytest.mark.parametrize(("code", "said"), NEEDLESS.values(), ids=NEEDLESS)
-def test_what_is_not_needed_is_not_imported(code: str, said: str) -> None:
+def test_what_is_not_needed_is_not_imported(code, said):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"{said}\n"

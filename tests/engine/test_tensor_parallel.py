@@ -14,7 +14,7 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import BLOCK, Expected, check, make_prompt
+from tests.engine.conftest import BLOCK, check, make_prompt
 from tests.engine.fake_connector import DIRECTORY_VARIABLE, RANK_CONFIG, State, journal_path
 from tests.waiting import wait_for
 
@@ -66,15 +66,13 @@ def state(engine: ReferenceEngine) -> Iterator[State]:
     fake_connector.state.is_async_save = False
 
 
-def test_ranks_answer_as_one_does(
-    engine: ReferenceEngine, state: State, expected: Expected
-) -> None:
+def test_ranks_answer_as_one_does(engine, state, expected):
     for _ in range(2):
         check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert engine.cache.get_num_free_blocks() == 16
 
 
-def test_each_rank_holds_its_heads_in_a_pool_of_its_own(engine: ReferenceEngine) -> None:
+def test_each_rank_holds_its_heads_in_a_pool_of_its_own(engine):
     assert engine.cache.geometry.num_kv_heads == 1
     assert engine.llm_args.tensor_parallel_size == 2
     assert engine.llm_args.parallel_config.to_mapping().rank == 0
@@ -82,8 +80,8 @@ def test_each_rank_holds_its_heads_in_a_pool_of_its_own(engine: ReferenceEngine)
 
 
 def test_all_workers_are_called_alike_and_the_scheduler_on_the_leader_alone(
-    engine: ReferenceEngine, state: State, directory: Path
-) -> None:
+    engine, state, directory
+):
     engine.generate(make_prompt(40, seed=2), max_tokens=5)
 
     def calls(rank: int) -> list[str]:
@@ -94,9 +92,7 @@ def test_all_workers_are_called_alike_and_the_scheduler_on_the_leader_alone(
     assert "get_finished" in calls(1)
 
 
-def test_save_holds_the_blocks_on_every_rank_until_it_has_ended_on_all(
-    engine: ReferenceEngine, state: State, expected: Expected
-) -> None:
+def test_save_holds_the_blocks_on_every_rank_until_it_has_ended_on_all(engine, state, expected):
     state.is_async_save = True
     prompts = [make_prompt(100, seed=seed) for seed in (6, 7, 6)]
     for prompt in prompts:
@@ -104,9 +100,7 @@ def test_save_holds_the_blocks_on_every_rank_until_it_has_ended_on_all(
     assert engine.cache.get_num_free_blocks() >= 16 - 7
 
 
-def test_cancelled_request_ends_on_every_rank(
-    engine: ReferenceEngine, state: State, expected: Expected
-) -> None:
+def test_cancelled_request_ends_on_every_rank(engine, state, expected):
     doomed = engine.submit(make_prompt(60, seed=2), max_tokens=100)
     assert engine.generate(make_prompt(20), max_tokens=3).token_ids == expected(make_prompt(20), 3)
     engine.cancel(doomed)
@@ -115,9 +109,7 @@ def test_cancelled_request_ends_on_every_rank(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
-    directory: Path, signum: signal.Signals
-) -> None:
+def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(directory, signum):
     with start(2, collective_timeout_s=4.0) as engine:
         engine.generate(make_prompt(20), max_tokens=1)
         pending = engine.submit(make_prompt(60), max_tokens=190)
@@ -131,7 +123,7 @@ def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
 
 
 @pytest.mark.parametrize("name", ["register_kv_caches", "wait_for_save"])
-def test_error_of_one_rank_is_told_by_all(directory: Path, name: str) -> None:
+def test_error_of_one_rank_is_told_by_all(directory, name):
     (directory / "fail-1").write_text(name)
     try:
         with pytest.raises(KVRayError, match=rf"Rank 1 .*told to fail in {name}"):
@@ -141,7 +133,7 @@ def test_error_of_one_rank_is_told_by_all(directory: Path, name: str) -> None:
         (directory / "fail-1").unlink()
 
 
-def test_ranks_end_with_their_leader() -> None:
+def test_ranks_end_with_their_leader():
     code = f"""
 import time
 from kvray.reference.engine import ReferenceEngine
@@ -167,6 +159,6 @@ time.sleep(60)
         ({"runtime": "0.9"}, "give one of 1.2, main"),
     ],
 )
-def test_unusable_numbers_of_ranks_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unusable_numbers_of_ranks_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ReferenceEngine("tiny", **options)

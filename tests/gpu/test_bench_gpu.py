@@ -29,7 +29,7 @@ SMALL = Shapes(
 )
 
 
-def test_a_small_run_gives_every_figure() -> None:
+def test_a_small_run_gives_every_figure():
     scale = GpuScale(shapes=SMALL, lengths=(64, 1024), num_blocks=16, pairs=2, prefill_pairs=2)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
         with running(Interrupts()) as runner:

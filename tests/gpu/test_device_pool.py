@@ -85,13 +85,8 @@ WAYS = {
 @pytest.mark.parametrize("gap", [0, 512], ids=["dense", "strided"])
 @pytest.mark.parametrize("order", ["row", "scattered"])
 def test_bytes_come_back_and_no_other_page_is_touched(
-    arena: Arena,
-    make_pool: Callable[..., DevicePool],
-    way: str,
-    block_bytes: int,
-    gap: int,
-    order: str,
-) -> None:
+    arena, make_pool, way, block_bytes, gap, order
+):
     part = part_of(pages_of(block_bytes, gap=gap))
     pages = part.regions[0].pages
     random_bytes(pages)
@@ -115,9 +110,7 @@ def test_bytes_come_back_and_no_other_page_is_touched(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
-def test_elements_come_back_and_the_rest_is_nan(
-    arena: Arena, make_pool: Callable[..., DevicePool], dtype: torch.dtype
-) -> None:
+def test_elements_come_back_and_the_rest_is_nan(arena, make_pool, dtype):
     blocks = torch.full((NUM_PAGES, NUM_LAYERS, 2, 1024), torch.nan, device="cuda").to(dtype)
     kept = torch.randn(4, NUM_LAYERS, 2, 1024, device="cuda").to(dtype)
     blocks[4:8] = kept
@@ -135,9 +128,7 @@ def test_elements_come_back_and_the_rest_is_nan(
     assert blocks[others].float().isnan().all()
 
 
-def test_regions_and_parts_land_where_they_belong(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_regions_and_parts_land_where_they_belong(arena, make_pool):
     whole = (LayerRange(tuple(range(NUM_LAYERS)), 0, 4096),)
     own = part_of(pages_of(SMALL, gap=64), region(NUM_PAGES, whole, device="cuda"))
     shared = part_of(pages_of(SMALL), index=1)
@@ -168,9 +159,7 @@ def filled(arena: Arena, part: Part, count: int) -> Array:
 
 
 @pytest.mark.parametrize("block_bytes", [SMALL, LARGE], ids=["128KiB", "4MiB"])
-def test_every_layer_finds_its_bytes_when_it_runs(
-    arena: Arena, make_pool: Callable[..., DevicePool], block_bytes: int
-) -> None:
+def test_every_layer_finds_its_bytes_when_it_runs(arena, make_pool, block_bytes):
     part = part_of(pages_of(block_bytes))
     pool, slots = make_pool(part), filled(arena, part, 16)
     pages = np.random.default_rng(0).permutation(NUM_PAGES)[:16]
@@ -193,9 +182,7 @@ def test_every_layer_finds_its_bytes_when_it_runs(
         assert is_right.all()
 
 
-def test_a_load_waits_for_earlier_passes(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_a_load_waits_for_earlier_passes(arena, make_pool):
     part = part_of(pages_of(SMALL))
     pool, slots = make_pool(part), filled(arena, part, 4)
     stream = torch.cuda.current_stream()
@@ -206,9 +193,7 @@ def test_a_load_waits_for_earlier_passes(
     assert (found == np.stack(slot_views(arena, slots, SMALL))).all()
 
 
-def test_a_pass_after_a_fence_changes_no_page_that_is_being_saved(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_a_pass_after_a_fence_changes_no_page_that_is_being_saved(arena, make_pool):
     part = part_of(pages_of(LARGE))
     pool, slots = make_pool(part), reserve(arena, 8, LARGE)
     rows, stream = part.regions[0].pages, torch.cuda.current_stream()
@@ -221,9 +206,7 @@ def test_a_pass_after_a_fence_changes_no_page_that_is_being_saved(
         assert (np.stack(slot_views(arena, slots, LARGE)) == value).all()
 
 
-def test_a_load_of_a_dropped_pass_does_not_land_in_the_next(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_a_load_of_a_dropped_pass_does_not_land_in_the_next(arena, make_pool):
     part = part_of(pages_of(LARGE))
     pool, slots = make_pool(part), filled(arena, part, 8)
     rows, stream = part.regions[0].pages, torch.cuda.current_stream()
@@ -236,7 +219,7 @@ def test_a_load_of_a_dropped_pass_does_not_land_in_the_next(
         assert (rows == value).all()
 
 
-def test_copies_run_beside_kernels(arena: Arena, make_pool: Callable[..., DevicePool]) -> None:
+def test_copies_run_beside_kernels(arena, make_pool):
     part = part_of(pages_of(LARGE))
     pool, slots = make_pool(part), filled(arena, part, 8)
     stream, beside = torch.cuda.Stream(), torch.cuda.Stream()
@@ -257,9 +240,7 @@ def test_copies_run_beside_kernels(arena: Arena, make_pool: Callable[..., Device
     torch.cuda.synchronize()
 
 
-def test_a_thread_that_never_used_the_gpu_saves(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_a_thread_that_never_used_the_gpu_saves(arena, make_pool):
     part = part_of(pages_of(SMALL))
     random_bytes(part.regions[0].pages)
     pool, slots = make_pool(part), reserve(arena, 4, SMALL)
@@ -277,9 +258,7 @@ def test_a_thread_that_never_used_the_gpu_saves(
 # -- the arena's memory -------------------------------------------------------------------------
 
 
-def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(
-    arena: Arena, make_pool: Callable[..., DevicePool]
-) -> None:
+def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(arena, make_pool):
     part = part_of(pages_of(SMALL))
     slots = filled(arena, part, 4)
     for _ in range(2):
@@ -291,7 +270,7 @@ def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(
         first.close()
 
 
-def test_making_a_pool_makes_no_call_to_cuda() -> None:
+def test_making_a_pool_makes_no_call_to_cuda():
     code = """
 import torch
 from kvray.engine.device.cuda_device import CudaDevice
@@ -307,9 +286,7 @@ assert not torch.cuda.is_initialized()
 @pytest.mark.parametrize(
     ("rank", "size", "stored_by"), [(1, 2, 1), (0, 1, 2), (3, 4, 1), (0, 1, 4)]
 )
-def test_heads_are_gathered_from_blocks_of_other_sizes(
-    arena: Arena, make_pool: Callable[..., DevicePool], rank: int, size: int, stored_by: int
-) -> None:
+def test_heads_are_gathered_from_blocks_of_other_sizes(arena, make_pool, rank, size, stored_by):
     planes, heads, head_bytes = 2 * NUM_LAYERS, 8, 8192
     whole = np.random.default_rng(5).integers(0, 256, (4, planes, heads, head_bytes), np.uint8)
 

@@ -19,9 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["huggingface", "vllm"])
-def test_tensors_on_a_gpu_are_stored_bit_for_bit(
-    layout: str, dtype: torch.dtype, blocking: bool
-) -> None:
+def test_tensors_on_a_gpu_are_stored_bit_for_bit(layout, dtype, blocking):
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     sizes = {"arena.capacity": "1MiB", "arena.slab": "64KiB", "arena.slot_min": "4KiB"}
     config = load_config(environ={}, overrides={"arena.dir": str(directory), **sizes})

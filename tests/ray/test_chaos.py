@@ -83,9 +83,7 @@ def check(found: dict[str, Any]) -> None:
     ],
     ids=["one node", "two nodes"],
 )
-def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(
-    shell: Shell, options: tuple[str, ...], skipped: set[str]
-) -> None:
+def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(shell, options, skipped):
     found = play(shell, *options, *SHORT)
     check(found)
     assert skipped <= set(found["skipped_kinds"])
@@ -93,7 +91,7 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(
 
 
 @pytest.mark.long
-def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell: Shell) -> None:
+def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell):
     only = [word for kind in MOVES for word in ("--only", kind)]
     found = play(shell, "--nodes", "3", "--duration", "120", "--gap", "5", "--seed", "3", *only)
     check(found)
@@ -102,7 +100,7 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(she
 
 
 @pytest.mark.long
-def test_ten_minutes_under_fire(shell: Shell) -> None:
+def test_ten_minutes_under_fire(shell):
     found = play(shell, "--nodes", "3", "--duration", "600", "--gap", "2", "--seed", "1")
     check(found)
     assert found["faults_injected"] >= 200
@@ -111,7 +109,7 @@ def test_ten_minutes_under_fire(shell: Shell) -> None:
     assert found["hit_tokens_ratio"] >= 0.5
 
 
-def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(shell: Shell) -> None:
+def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(shell):
     done = shell.run("chaos", "--only", "earthquake")
     assert done.returncode == 2
     known = ", ".join(sorted(kind.name for kind in KINDS))
@@ -119,7 +117,7 @@ def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(shell: Shell) -
 
 
 @pytest.mark.long
-def test_an_interrupted_run_leaves_nothing(shell: Shell) -> None:
+def test_an_interrupted_run_leaves_nothing(shell):
     before = set(os.listdir(SHM))
     done = shell.interrupt(
         "chaos", "--no-network", when=lambda: engines_run(shell), signum=signal.SIGINT
@@ -147,7 +145,7 @@ time.sleep(60)
 @pytest.mark.long
 @pytest.mark.root
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
-def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:
+def test_nodes_with_cables_are_reached_until_one_is_cut():
     with open_two_nodes(has_network=True, mount_bytes=256 * 2**20) as nodes:
         machine = nodes.machine
         assert machine.network is not None
@@ -172,7 +170,7 @@ def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_stays_of_a_cluster_whose_driver_ends(signum: signal.Signals) -> None:
+def test_nothing_stays_of_a_cluster_whose_driver_ends(signum):
     command = [sys.executable, "-c", STARTING]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
@@ -184,9 +182,7 @@ def test_nothing_stays_of_a_cluster_whose_driver_ends(signum: signal.Signals) ->
     assert processes_of(directory) == []
 
 
-def test_a_machine_that_does_not_start_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_machine_that_does_not_start_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(machine_module, "_OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match="The Ray node head did not start; it said: "):

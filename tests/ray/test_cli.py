@@ -19,11 +19,9 @@ import pytest
 
 from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import tier
-from kvray.actors.tier.local_ray import LocalRay
 from kvray.cli.page.asker import Asker
 from kvray.cli.page.board import STATUS
 from kvray.client import Client
-from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 from tests.kit.ray.command_line import SHM, Shell, free_port, open_shell
 from tests.kit.ray.engine import Engine
@@ -39,7 +37,7 @@ def shell() -> Iterator[Shell]:
         yield shell
 
 
-def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
+def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell):
     port = free_port()
     up = shell.say("up", "--port", str(port))
     assert "is up: 1 shard, 64MiB" in up
@@ -81,7 +79,7 @@ RAY_BEGINS, RAY_ANSWERS, ARENA_IS_MADE = "kvray-*/ray-start.log", "kvray-*/ray.j
         ),
     ],
 )
-def test_interrupted_up_leaves_nothing(shell: Shell, moment: str, signum: signal.Signals) -> None:
+def test_interrupted_up_leaves_nothing(shell, moment, signum):
     shell.environ["KVRAY_ARENA__CAPACITY"] = "1GiB"
     done = shell.interrupt(
         "up",
@@ -98,9 +96,7 @@ def test_interrupted_up_leaves_nothing(shell: Shell, moment: str, signum: signal
 
 
 @pytest.mark.long
-def test_two_tiers_share_a_ray_and_neither_sees_the_other(
-    shell: Shell, local: LocalRay, running: KVRayConfig
-) -> None:
+def test_two_tiers_share_a_ray_and_neither_sees_the_other(shell, local, running):
     environ = local.environ() | {"KVRAY_RAY__ADDRESS": local.address}
     shell.say("up", **environ)
     shard = shell.shard(**environ)
@@ -115,9 +111,7 @@ def test_two_tiers_share_a_ray_and_neither_sees_the_other(
     assert f"a tier that runs ({running.cluster_name})" in done.stderr
 
 
-def test_failed_up_on_a_running_ray_ends_its_own_actors_only(
-    shell: Shell, local: LocalRay, config: KVRayConfig
-) -> None:
+def test_failed_up_on_a_running_ray_ends_its_own_actors_only(shell, local, config):
     done = shell.run(
         "up", "--address", local.address, KVRAY_ARENA__CAPACITY="100TiB", **local.environ()
     )
@@ -127,9 +121,7 @@ def test_failed_up_on_a_running_ray_ends_its_own_actors_only(
     assert shell.leftovers() == []
 
 
-def test_tier_on_a_running_ray_goes_up_and_down(
-    shell: Shell, local: LocalRay, config: KVRayConfig
-) -> None:
+def test_tier_on_a_running_ray_goes_up_and_down(shell, local, config):
     up = shell.say("up", "--address", local.address, **local.environ())
     assert f"Ray: {local.address}\n" in up
     shell.say("down", "--address", local.address, **local.environ())
@@ -139,7 +131,7 @@ def test_tier_on_a_running_ray_goes_up_and_down(
     assert again.stdout == f"No tier {shell.cluster_name} was running.\n"
 
 
-def test_wrong_token_is_refused(shell: Shell, local: LocalRay) -> None:
+def test_wrong_token_is_refused(shell, local):
     environ = {**local.environ(), "RAY_AUTH_TOKEN": "0" * 64}
     done = shell.run("status", "--address", local.address, **environ)
     assert done.returncode == 2, done.stderr
@@ -185,8 +177,8 @@ def swept(shell: Shell) -> list[str]:
 
 @pytest.mark.long
 def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
-    shell: Shell, own_dir: Path, survivor: Engine
-) -> None:
+    shell, own_dir, survivor
+):
     assert swept(shell) == ["attached"]
     arena = served(shell)
     assert (arena["shard_epoch"], arena["blocks"]) == (2, 5)
@@ -198,9 +190,7 @@ def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
 
 
 @pytest.mark.long
-def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
-    shell: Shell, own_dir: Path, survivor: Engine
-) -> None:
+def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(shell, own_dir, survivor):
     shell.environ["KVRAY_ARENA__CAPACITY"] = "32MiB"
     arena = served(shell)
     assert (arena["shard_epoch"], arena["blocks"]) == (1, 0)
@@ -210,9 +200,7 @@ def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
 
 
 @pytest.mark.long
-def test_after_a_crash_of_everything_sweep_removes_the_arena(
-    shell: Shell, own_dir: Path, survivor: Engine
-) -> None:
+def test_after_a_crash_of_everything_sweep_removes_the_arena(shell, own_dir, survivor):
     survivor.close()
     assert swept(shell) == ["removed"]
     assert list(own_dir.iterdir()) == []
@@ -245,9 +233,7 @@ class Terminal:
 
 
 @pytest.mark.long
-def test_it_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(
-    local: LocalRay, running: KVRayConfig
-) -> None:
+def test_it_goes_on_over_a_lost_tier_and_leaves_the_terminal_as_it_was(local, running):
     terminal = Terminal()
     before = termios.tcgetattr(terminal.theirs)
     with open_shell("watch") as shell:
@@ -294,8 +280,8 @@ def write_token(path: Path, token: str = "of this very test") -> str:
 
 
 def test_a_tier_with_a_token_refuses_who_has_none_and_so_does_its_page(
-    config: KVRayConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, tmp_path, monkeypatch
+):
     monkeypatch.setenv("KVRAY_CLUSTER_NAME", config.cluster_name)
     output = io.StringIO()
     asker = Asker(None, None, output)
@@ -327,9 +313,7 @@ def test_a_tier_with_a_token_refuses_who_has_none_and_so_does_its_page(
 
 
 @pytest.mark.long
-def test_who_may_not_end_a_tier_ends_no_ray_and_a_broken_token_keeps_nobody_from_down(
-    shell: Shell,
-) -> None:
+def test_who_may_not_end_a_tier_ends_no_ray_and_a_broken_token_keeps_nobody_from_down(shell):
     path = shell.directory / "token.yaml"  # of those that no command has left
     token = {"KVRAY_SECURITY__AUTH_TOKEN_FILE": write_token(path)}
     path.chmod(0o644)

@@ -218,7 +218,7 @@ def expressions() -> list[str]:
     return asked
 
 
-def test_every_expression_of_the_dashboard_returns_data_under_load(watched: Watched) -> None:
+def test_every_expression_of_the_dashboard_returns_data_under_load(watched):
     asked = expressions()
     assert len(asked) > 30
     with again_and_again(watched.ask, pause_s=LOAD_PAUSE_S):
@@ -227,7 +227,7 @@ def test_every_expression_of_the_dashboard_returns_data_under_load(watched: Watc
         watched.wait_for_values(asked)
 
 
-def test_the_alerts_are_evaluated_and_none_fires_on_a_healthy_tier(watched: Watched) -> None:
+def test_the_alerts_are_evaluated_and_none_fires_on_a_healthy_tier(watched):
     wait_for(
         lambda: [rule["health"] for rule in watched.prometheus.rules()] == ["ok"] * 5,
         "evaluating the alerts",
@@ -236,7 +236,7 @@ def test_the_alerts_are_evaluated_and_none_fires_on_a_healthy_tier(watched: Watc
     assert states["KvrayCorruptBlocks"] == states["KvrayPartDown"] == "inactive"
 
 
-def test_the_dashboard_goes_where_ray_has_told_its_grafana_to_look(watched: Watched) -> None:
+def test_the_dashboard_goes_where_ray_has_told_its_grafana_to_look(watched):
     done = watched.shell.say("dashboard", "install")
     (path,) = watched.shell.directory.glob(
         "kvray-*/ray/session_2*/metrics/grafana/dashboards/kvray_*.json"
@@ -252,8 +252,8 @@ def test_the_dashboard_goes_where_ray_has_told_its_grafana_to_look(watched: Watc
 
 @pytest.mark.skipif(NO_BROWSER is not None, reason=f"{NO_BROWSER}")
 def test_actors_say_what_and_where_they_are_and_are_found_by_their_names(
-    watched: Watched, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+    watched, request, tmp_path
+):
     (state,) = watched.shell.directory.glob("kvray-*/ray.json")
     local = json.loads(state.read_text())
     picture = Path(request.config.getoption("screenshots") or tmp_path, "ray_dashboard_actors.png")
@@ -278,7 +278,7 @@ def test_actors_say_what_and_where_they_are_and_are_found_by_their_names(
 # -- at the end ------------------------------------------------------------------------------------
 
 
-def test_figures_of_an_engine_that_has_gone_do_not_stay(watched: Watched) -> None:
+def test_figures_of_an_engine_that_has_gone_do_not_stay(watched):
     def num_connected() -> float:
         return sum(watched.prometheus.values("ray_kvray_rank_connected"))
 

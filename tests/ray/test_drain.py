@@ -64,7 +64,7 @@ def drain_of(tier: TwoNodes, node_id: str) -> dict[str, object]:
     return dict(found.get("drain") or {})
 
 
-def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier: TwoNodes) -> None:
+def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier):
     first, *others = tier.nodes
     chains = filled(tier, first, "by hand")
     node_id = node_id_of(tier, first)
@@ -83,9 +83,7 @@ def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier: TwoN
 
 
 @pytest.mark.long
-def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(
-    tier: TwoNodes, taken_away: list[Node]
-) -> None:
+def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier, taken_away):
     going, *others = reversed(tier.nodes)
     taken_away.append(going)
     chains = filled(tier, going, "by Ray")
@@ -218,9 +216,7 @@ def num_raylets(scaled: TwoNodes) -> int:
 
 
 @pytest.mark.long
-def test_a_worker_that_nobody_uses_ends_and_the_next_one_finds_its_blocks_on_disk(
-    scaled: TwoNodes,
-) -> None:
+def test_a_worker_that_nobody_uses_ends_and_the_next_one_finds_its_blocks_on_disk(scaled):
     node_dir = scaled.node_dir(scaled.machine.head)  # the provider's nodes have the head's settings
     keys = chain(40)
     with busy(scaled):

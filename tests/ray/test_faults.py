@@ -81,9 +81,7 @@ def wait_until_known(config: KVRayConfig) -> None:
         wait_for(lambda: matched(client) == 5, "what is known")
 
 
-def test_a_killed_shard_adopts_its_arena_and_engines_go_on(
-    running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
+def test_a_killed_shard_adopts_its_arena_and_engines_go_on(running, local, one):
     actor_process(local, "Shard").kill()
     one.say("store(link.arena, chain(3, seed='meanwhile')) and None")
     wait_for(lambda: serves_as(epoch=2), "the restart")
@@ -94,9 +92,7 @@ def test_a_killed_shard_adopts_its_arena_and_engines_go_on(
     wait_for(lambda: shard_status()["replicas"], "registering again")
 
 
-def test_a_killed_lookup_is_rebuilt_by_the_shards(
-    running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
+def test_a_killed_lookup_is_rebuilt_by_the_shards(running, local, one):
     before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"]
     actor_process(local, "Lookup").kill()
     wait_until_known(running)
@@ -114,9 +110,7 @@ def is_supervised() -> bool:
     return False
 
 
-def test_a_killed_supervisor_finds_its_shards_again(
-    running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
+def test_a_killed_supervisor_finds_its_shards_again(running, local, one):
     before = shard_status()
     actor_process(local, "Supervisor").kill()
     wait_for(is_supervised, "the restart")
@@ -127,9 +121,7 @@ def test_a_killed_supervisor_finds_its_shards_again(
 
 
 @pytest.mark.parametrize("prefix", [LOOKUP_NAME, SHARD_PREFIX])
-def test_a_part_that_was_ended_for_good_is_recreated(
-    running: KVRayConfig, one: Engine, prefix: str
-) -> None:
+def test_a_part_that_was_ended_for_good_is_recreated(running, one, prefix):
     (name,) = [name for name in list_actors() if name.startswith(prefix)]
     ray.kill(get_actor(name))
     if prefix == SHARD_PREFIX:
@@ -137,9 +129,7 @@ def test_a_part_that_was_ended_for_good_is_recreated(
     wait_until_known(running)
 
 
-def test_down_removes_everything_when_every_part_is_dead(
-    running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
+def test_down_removes_everything_when_every_part_is_dead(running, local, one):
     ray.kill(get_actor(SUPERVISOR_NAME))
     for name in list_actors():
         ray.kill(get_actor(name))
@@ -150,7 +140,7 @@ def test_down_removes_everything_when_every_part_is_dead(
     assert one.say("link.arena") == "None"
 
 
-def test_down_ends_parts_that_hang(running: KVRayConfig, local: LocalRay, one: Engine) -> None:
+def test_down_ends_parts_that_hang(running, local, one):
     frozen = [actor_process(local, kind) for kind in ("Supervisor", "Shard", "Lookup")]
     for process in frozen:
         process.send_signal(signal.SIGSTOP)
@@ -168,7 +158,7 @@ def test_down_ends_parts_that_hang(running: KVRayConfig, local: LocalRay, one: E
                 process.kill()
 
 
-def test_status_tells_which_shard_hangs(running: KVRayConfig, local: LocalRay) -> None:
+def test_status_tells_which_shard_hangs(running, local):
     process = actor_process(local, "Shard")
     process.send_signal(signal.SIGSTOP)
     try:
@@ -180,9 +170,7 @@ def test_status_tells_which_shard_hangs(running: KVRayConfig, local: LocalRay) -
 
 
 @pytest.mark.parametrize("kind", ["Lookup", "Shard"])
-def test_a_frozen_part_is_ended_and_restarted(
-    kind: str, running: KVRayConfig, local: LocalRay, one: Engine
-) -> None:
+def test_a_frozen_part_is_ended_and_restarted(kind, running, local, one):
     frozen = actor_process(local, kind)
     time.sleep(3.0)  # in which the supervisor hears from each part, mostly
     frozen.send_signal(signal.SIGSTOP)
@@ -214,8 +202,8 @@ def located(partition: int, keys: list[BlockKey]) -> int:
 
 
 def test_a_partition_that_is_killed_is_rebuilt_alone_and_another_number_needs_no_block(
-    local: LocalRay, config: KVRayConfig, engine: StartEngine
-) -> None:
+    local, config, engine
+):
     two = config_with(lookup__partitions=2)
     tier.up(two, timeout_s=TIMEOUT_S)
     made = engine(two)
@@ -287,7 +275,7 @@ def other(local: LocalRay) -> Iterator[Any]:
     end(made)
 
 
-async def test_answers_and_errors_come_back(other: Any) -> None:
+async def test_answers_and_errors_come_back(other):
     call = ActorCalls()
     assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
     with pytest.raises(ConfigError, match="No"):
@@ -296,14 +284,14 @@ async def test_answers_and_errors_come_back(other: Any) -> None:
         await call(NAME, "fail", timeout_s=TIMEOUT_S)
 
 
-async def test_the_tier_is_meant_that_the_caller_means(other: Any) -> None:
+async def test_the_tier_is_meant_that_the_caller_means(other):
     call = ActorCalls()
     with tier_named("another"), pytest.raises(ShardUnavailable, match="tier 'another' has no"):
         await call(NAME, "echo", 5, timeout_s=TIMEOUT_S)
     assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
 
 
-async def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other: Any) -> None:
+async def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other):
     call = ActorCalls()
     began = time.monotonic()
     with pytest.raises(ShardUnavailable, match="did not answer within"):
@@ -312,7 +300,7 @@ async def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other: Any
     assert await call(NAME, "echo", 2, timeout_s=TIMEOUT_S) == 2
 
 
-async def test_one_that_was_recreated_is_found_under_its_name(local: LocalRay) -> None:
+async def test_one_that_was_recreated_is_found_under_its_name(local):
     call = ActorCalls()
     with pytest.raises(ShardUnavailable, match="kvray up"):
         await call(NAME, "echo", 1, timeout_s=TIMEOUT_S)
@@ -326,9 +314,7 @@ async def test_one_that_was_recreated_is_found_under_its_name(local: LocalRay) -
     end(second)
 
 
-async def test_while_ray_tells_of_no_actor_few_threads_ask(
-    local: LocalRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_ray_tells_of_no_actor_few_threads_ask(local, monkeypatch):
     asked: list[str] = []
 
     def hang(name: str) -> None:
@@ -390,9 +376,7 @@ def rolled_out(config: KVRayConfig, **options: Any) -> tuple[list[dict[str, Any]
     return tier.up(config, timeout_s=TIMEOUT_S, observer=observer, **options), done
 
 
-def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
-    local: LocalRay, running: KVRayConfig, life: Life
-) -> None:
+def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(local, running, life):
     other = config_with(arena__free_target=0.2, shard__silent_s=2.5)
     (shard,), done = rolled_out(other)
     life.check_kept(shard)
@@ -411,9 +395,7 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
     assert LOOKUP_NAME in list_actors()
 
 
-def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
-    local: LocalRay, running: KVRayConfig
-) -> None:
+def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(local, running):
     other = config_with(arena__free_target=0.2)
     tier.up(other, timeout_s=TIMEOUT_S)
     for kind in ("Supervisor", "Shard"):
@@ -434,9 +416,7 @@ def _free_target(name: str) -> object:
     return build["settings"]["arena.free_target"]
 
 
-def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
-    running: KVRayConfig, life: Life
-) -> None:
+def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(running, life):
     other = config_with(arena__free_target=0.2)
 
     class Interrupt(Exception):
@@ -454,9 +434,7 @@ def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
     assert len(done) == 1
 
 
-def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
-    running: KVRayConfig, life: Life
-) -> None:
+def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(running, life):
     larger = config_with(arena__capacity="32MiB")
     with pytest.raises(ConfigError, match=r"arena\.capacity is 32MiB now and was 16MiB.*recreate"):
         tier.up(larger, timeout_s=TIMEOUT_S)
@@ -469,9 +447,7 @@ def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
     wait_for(lambda: life.engine.say("link.arena.arena_id") == new, "attaching")
 
 
-def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(
-    running: KVRayConfig, life: Life
-) -> None:
+def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(running, life):
     with pytest.raises(kvray.errors.KVRayError, match="NVMe tier"):
         tier.up(config_with(nvme__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
     (shard,) = tier.up(running, timeout_s=TIMEOUT_S)
@@ -479,7 +455,7 @@ def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_on
     assert life.engine.say(FETCHED) == "True"
 
 
-def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -> None:
+def test_shards_of_nodes_that_are_not_meant_any_more_end(running):
     shards, done = rolled_out(config_with(shard__resource="kvray_shard"), wait=False)
     assert shards == []
     assert any("no longer among those that get a shard" in sentence for sentence in done)
@@ -529,9 +505,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
 
 
 @pytest.mark.long
-def test_up_goes_on_with_the_installed_code_and_the_same_blocks(
-    installed: Installation,
-) -> None:
+def test_up_goes_on_with_the_installed_code_and_the_same_blocks(installed):
     before = installed.shard()
     engine = Engine(installed.shell.node_dir)
     try:
@@ -555,9 +529,7 @@ def test_up_goes_on_with_the_installed_code_and_the_same_blocks(
 
 
 @pytest.mark.long
-def test_other_code_that_costs_blocks_says_so_and_waits_for_a_word(
-    installed: Installation,
-) -> None:
+def test_other_code_that_costs_blocks_says_so_and_waits_for_a_word(installed):
     before = installed.shard()["arena"]
     was = f"FORMAT_VERSION = {FORMAT_VERSION}"
     installed.replace("store/arena/layout.py", was, "FORMAT_VERSION = 99")

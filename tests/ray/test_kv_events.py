@@ -92,7 +92,7 @@ def _are_published(shards: list[dict[str, Any]]) -> bool:
     return all(len(shard.get("events", {}).get("replicas", [])) == 1 for shard in shards)
 
 
-def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> None:
+def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard):
     ours, theirs = prompt_of("ours"), prompt_of("theirs")
     heard.sharing.first.generate([ours], max_tokens=2)
     heard.sharing.second.generate([theirs], max_tokens=2)
@@ -104,9 +104,7 @@ def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> N
     heard.wait_for_what_ls_shows()
 
 
-def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before_until_it_is_cleared(
-    heard: Heard,
-) -> None:
+def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before_until_it_is_cleared(heard):
     prompt = prompt_of("kept")
     heard.sharing.first.generate([prompt], max_tokens=2)
     heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)

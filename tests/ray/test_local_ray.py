@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from kvray.actors.tier import connection, local_ray
-from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.kit.ray.command_line import ROOT
 from tests.waiting import HANG_S, wait_for
@@ -37,7 +36,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     return local_ray._family(local_ray.local_dir(name))
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(name: str) -> None:
+def test_a_port_in_use_is_refused_before_anything_starts(name):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -47,9 +46,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(name, tmp_path, monkeypatch):
     command = local_ray._command
     script = f"""\
 if [ ! -e {tmp_path}/tried ]; then
@@ -67,14 +64,14 @@ exec "$@"
     assert local_ray.find(name) is not None
 
 
-def test_a_second_cluster_of_the_same_name_is_refused(local: LocalRay) -> None:
+def test_a_second_cluster_of_the_same_name_is_refused(local):
     name = f"pytest-{os.getpid()}-t"
     with pytest.raises(ConfigError, match="is running already"):
         local_ray.start(name)
     assert local_ray.find(name) == local
 
 
-def test_a_cluster_that_another_process_is_starting_is_left_alone(name: str) -> None:
+def test_a_cluster_that_another_process_is_starting_is_left_alone(name):
     directory = local_ray.local_dir(name)
     directory.mkdir(mode=0o700)
     (directory / "ray-start.log").write_text("under way")
@@ -99,7 +96,7 @@ def write_state(name: str, **state: object) -> Path:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> None:
+def test_another_users_directory_is_neither_believed_nor_removed(name):
     me = psutil.Process()
     directory = write_state(name, pid=me.pid, started=me.create_time())
     assert local_ray.find(name) is not None
@@ -114,14 +111,14 @@ def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> N
         os.chown(directory, 0, 0)
 
 
-def test_a_later_process_of_the_same_pid_is_no_cluster(name: str) -> None:
+def test_a_later_process_of_the_same_pid_is_no_cluster(name):
     write_state(name, pid=os.getppid(), started=1.0)
     assert local_ray.find(name) is None
     assert not local_ray.stop(name)
     assert psutil.pid_exists(os.getppid())
 
 
-def test_an_address_counts_once_it_is_written(tmp_path: Path) -> None:
+def test_an_address_counts_once_it_is_written(tmp_path):
     assert local_ray.read_address(tmp_path) == ""
     file = tmp_path / "ray_current_cluster"
     file.touch()  # as Ray makes it, before it writes
@@ -130,16 +127,14 @@ def test_an_address_counts_once_it_is_written(tmp_path: Path) -> None:
     assert local_ray.read_address(tmp_path) == "10.0.0.5:6379"
 
 
-def test_a_long_name_gets_a_short_directory() -> None:
+def test_a_long_name_gets_a_short_directory():
     names = ["x" * 32, "x" * 31 + "y"]
     directories = [local_ray.local_dir(name) for name in names]
     assert len(set(directories)) == 2
     assert all(local_ray._sockets_fit(directory) for directory in directories)
 
 
-def test_a_long_tmpdir_is_refused_with_the_fix(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_long_tmpdir_is_refused_with_the_fix(name, monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     with monkeypatch.context() as patched:
@@ -149,9 +144,7 @@ def test_a_long_tmpdir_is_refused_with_the_fix(
     assert list(deep.iterdir()) == []
 
 
-def test_a_ray_that_does_not_start_is_told_and_cleared_away(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, monkeypatch):
     monkeypatch.setattr(local_ray, "OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match=r"Ray did not start, but ended with status \d"):
         local_ray.start(name)
@@ -182,13 +175,13 @@ def end_while_it_says(until: str, signum: signal.Signals, name: str, *args: str)
         process.wait(HANG_S)  # what it ends may itself take half a minute
 
 
-def test_ctrl_c_while_it_starts_leaves_nothing(name: str) -> None:
+def test_ctrl_c_while_it_starts_leaves_nothing(name):
     end_while_it_says("waiting", signal.SIGINT, name)
     assert processes_of(name) == []
     assert not local_ray.local_dir(name).exists()
 
 
-def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
+def test_what_a_killed_start_left_is_ended_by_the_next(name):
     end_while_it_says("waiting", signal.SIGKILL, name)
     orphans = processes_of(name)
     assert orphans
@@ -201,7 +194,7 @@ def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
 
 
 @pytest.mark.long
-def test_it_dies_with_its_parent_if_asked_to(name: str) -> None:
+def test_it_dies_with_its_parent_if_asked_to(name):
     end_while_it_says("started", signal.SIGKILL, name, "die")
     wait_for(lambda: local_ray.find(name) is None and processes_of(name) == [], "dying")
 
@@ -228,13 +221,13 @@ def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":6379", "host:", "ray://a:10001"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="write host:port"):
         connection.connect(address, "t")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no-such-host.invalid:1"])
-def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
+def test_an_address_where_nobody_listens_is_told_at_once(address):
     began = time.monotonic()
     with pytest.raises(ShardUnavailable, match="Nobody answers at the Ray address"):
         connection.connect(address, "t")
@@ -242,9 +235,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
-def test_a_port_of_something_else_is_told_within_seconds(
-    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_of_something_else_is_told_within_seconds(answer, monkeypatch):
     monkeypatch.setattr(connection, "_PROBE_S", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -271,13 +262,13 @@ def _answering(listener: socket.socket, answer: bytes | None) -> int:
     os._exit(0)
 
 
-def test_without_a_local_tier_its_name_is_told() -> None:
+def test_without_a_local_tier_its_name_is_told():
     done = run(CONNECT.replace(f"pytest-{os.getpid()}-t", "nobodys"))
     assert "No local tier named 'nobodys' is running; start it with `kvray up`" in done.stderr
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64])
-def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> None:
+def test_a_wrong_token_is_told_within_seconds(local, token):
     began = time.monotonic()
     done = run(
         f"connection.connect({local.address!r}, 't')", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token
@@ -287,13 +278,13 @@ def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> No
     assert time.monotonic() - began < 30
 
 
-def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> None:
+def test_the_right_token_is_adopted_from_the_local_cluster(local):
     alive = "import ray\nprint(sum(node['Alive'] for node in ray.nodes()))"
     done = run(f"{CONNECT}\n{alive}", RAY_AUTH_MODE="disabled")
     assert int(done.stdout) >= 1, done.stderr
 
 
-def test_signal_handlers_outlive_the_connection(local: LocalRay) -> None:
+def test_signal_handlers_outlive_the_connection(local):
     done = run(
         "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"
         f"{CONNECT}\nos.kill(os.getpid(), signal.SIGTERM)\n"

@@ -84,8 +84,8 @@ def has_two_nodes(page: Page) -> None:
 
 
 def test_tier_under_load_is_shown_also_on_a_phone_and_in_the_dark(
-    machine: Machine, browser: Browser, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+    machine, browser, request, tmp_path
+):
     has_pictures = request.config.getoption("screenshots")
     directory = Path(has_pictures or tmp_path)
     with (
@@ -120,7 +120,7 @@ def test_tier_under_load_is_shown_also_on_a_phone_and_in_the_dark(
             assert complaints == [[], []]
 
 
-def test_page_of_a_tier_that_goes_and_comes_says_so(machine: Machine, browser: Browser) -> None:
+def test_page_of_a_tier_that_goes_and_comes_says_so(machine, browser):
     config_path = machine.write_config(SETTINGS, cluster_name="away")
     with served(machine, config_path) as address, open_page(browser, viewport=PHONE) as page:
         complaints = complaints_of(page)

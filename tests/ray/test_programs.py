@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ import pytest
 
 import kvray
 from kvray.actors.ray_glue.calls import list_actors
-from kvray.actors.tier.local_ray import LocalRay
-from kvray.config import KVRayConfig
 from kvray.lab.demo.play import shareable_tokens
 from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
 
@@ -46,7 +44,7 @@ def demo_shell(shell: Shell) -> Shell:
 
 
 @pytest.mark.long
-def test_demo_shares_prefixes_and_changes_no_token(demo_shell: Shell) -> None:
+def test_demo_shares_prefixes_and_changes_no_token(demo_shell):
     found = json.loads(demo_shell.say("demo", "--model", "tiny", "--json", "--plot", "demo.png"))
     picture = demo_shell.directory / "demo.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -78,9 +76,7 @@ def engines_run(shell: Shell) -> bool:
 @pytest.mark.parametrize(
     ("moment", "signum"), [(ray_begins, signal.SIGTERM), (engines_run, signal.SIGINT)]
 )
-def test_interrupted_demo_leaves_nothing(
-    demo_shell: Shell, moment: Callable[[Shell], bool], signum: signal.Signals
-) -> None:
+def test_interrupted_demo_leaves_nothing(demo_shell, moment, signum):
     done = demo_shell.interrupt(
         "demo", "--model", "tiny", "--json", when=lambda: moment(demo_shell), signum=signum
     )
@@ -89,7 +85,7 @@ def test_interrupted_demo_leaves_nothing(
 
 
 @pytest.mark.long
-def test_a_quick_run_of_staging_gives_every_figure(shell: Shell) -> None:
+def test_a_quick_run_of_staging_gives_every_figure(shell):
     found = json.loads(shell.say("bench", "staging", "--quick", "--repeat", "1", "--json"))
     nixl = ("staging_nixl_ratio", "staging_nixl_gb_per_s", "raw_nixl_gb_per_s")
     for name in (*nixl, "raw_socket_gb_per_s", "staging_object_ref_ratio", "staging_cpu_s_per_gb"):
@@ -98,7 +94,7 @@ def test_a_quick_run_of_staging_gives_every_figure(shell: Shell) -> None:
 
 
 @pytest.mark.long
-def test_a_quick_run_of_a_tier_gives_every_figure_and_leaves_nothing(shell: Shell) -> None:
+def test_a_quick_run_of_a_tier_gives_every_figure_and_leaves_nothing(shell):
     quick = ("--capacity", "512MiB", "--processes", "1", "--seconds", "2", "--json")
     found = json.loads(shell.say("bench", "tier", *quick))
     assert {"store_ratio_4mib", "retrieve_ratio_128kib", "tier_hit_rate_1p"} <= found.keys()
@@ -113,7 +109,7 @@ def test_a_quick_run_of_a_tier_gives_every_figure_and_leaves_nothing(shell: Shel
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="needs Ray Serve")
-def test_a_local_run_compares_three_applications_and_leaves_nothing(shell: Shell) -> None:
+def test_a_local_run_compares_three_applications_and_leaves_nothing(shell):
     model = ("--model", "tiny", "--vocabulary", "256", "--replicas", "2")
     load = ("--workload", "one-prefix", "--rate", "2", "--seconds", "5", "--rounds", "1")
     found = json.loads(shell.say("bench", "serve", "--local", *model, *load, "--json"))
@@ -138,7 +134,7 @@ def config_file(shell: Shell) -> Path:
 
 
 @pytest.mark.long
-def test_prefix_persists_on_a_tier_of_the_example_s_own(shell: Shell, config_file: Path) -> None:
+def test_prefix_persists_on_a_tier_of_the_example_s_own(shell, config_file):
     script = EXAMPLES / "persistent_prefix.py"
     done = shell.say(script, "--model", "tiny", "--config", config_file)
     assert "same answer, token for token" in done
@@ -146,9 +142,7 @@ def test_prefix_persists_on_a_tier_of_the_example_s_own(shell: Shell, config_fil
 
 
 @pytest.mark.long
-def test_offloading_on_a_ray_that_is_there(
-    shell: Shell, config_file: Path, local: LocalRay, config: KVRayConfig
-) -> None:
+def test_offloading_on_a_ray_that_is_there(shell, config_file, local, config):
     script = EXAMPLES / "offloading.py"
     environ = {**local.environ(), "KVRAY_RAY__ADDRESS": local.address}
     done = shell.say(script, "--model", "tiny", "--config", config_file, **environ)
@@ -158,7 +152,7 @@ def test_offloading_on_a_ray_that_is_there(
 
 
 @pytest.mark.long
-def test_the_tensor_cache_example_says_the_same_from_the_tier(shell: Shell) -> None:
+def test_the_tensor_cache_example_says_the_same_from_the_tier(shell):
     config = shell.directory / "kvray.yaml"
     config.write_text("arena: {slab: 16MiB}\n")
     done = shell.say(
@@ -170,16 +164,14 @@ def test_the_tensor_cache_example_says_the_same_from_the_tier(shell: Shell) -> N
     assert verdict == "Both said the same."
 
 
-def test_trtllm_example_says_why_it_cannot_run(shell: Shell) -> None:
+def test_trtllm_example_says_why_it_cannot_run(shell):
     pytest.importorskip("torch")
     done = shell.say(EXAMPLES / "trtllm_llm_api.py", "--config", "kvray.yaml")
     if "Skipped" not in done:
         assert "same answer" in done
 
 
-def test_the_examples_of_the_client_on_the_python_apis_page_run(
-    running: KVRayConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_client_on_the_python_apis_page_run(running, monkeypatch):
     monkeypatch.setitem(vars(kvray), "load_config", lambda: running)
     page = (ROOT / "docs" / "python_api.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -209,7 +201,7 @@ def missing() -> str | None:
 
 @pytest.mark.long
 @pytest.mark.root
-def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up() -> None:
+def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up():
     if (reason := missing()) is not None:
         pytest.skip(reason)
     done = subprocess.run(

@@ -49,7 +49,7 @@ def _hit_tokens(served: Served, replica: str) -> int:
     return int(found.get("hit_tokens", 0))  # a replica counts when it has been asked
 
 
-def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> None:
+def test_the_second_replica_gives_the_same_answer_with_a_hit(served):
     stored = served.stored()
     one, first = served.ask_by_name()
     assert first.usage.prompt_tokens_details.cached_tokens == 0
@@ -76,7 +76,7 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert raw.headers["x-kvray-route"] in ("prefix", "queue", "fallback")
 
 
-def test_a_salt_shares_blocks_with_its_like_only(served: Served) -> None:
+def test_a_salt_shares_blocks_with_its_like_only(served):
     whole = served.ask().choices[0].message.content
 
     def cached(salt: str) -> int:
@@ -93,20 +93,20 @@ def test_a_salt_shares_blocks_with_its_like_only(served: Served) -> None:
         served.ask(extra_body={"cache_salt": ""})
 
 
-def test_a_full_replica_is_passed_over(served: Served) -> None:
+def test_a_full_replica_is_passed_over(served):
     with contextlib.ExitStack() as stack:
         streams = hold_all(served, stack)
         names = {stream.response.headers["x-kvray-replica"] for stream in streams}
     assert sorted(names) == served.connected()
 
 
-def test_health_says_that_an_engine_can_answer(served: Served) -> None:
+def test_health_says_that_an_engine_can_answer(served):
     root = str(served.client.base_url).removesuffix("v1/")
     with urllib.request.urlopen(f"{root}health", timeout=TIMEOUT_S) as answer:
         assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
 
 
-def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:
+def test_a_stream_is_the_same_text_in_pieces(served):
     whole = served.ask().choices[0].message.content
     chunks = list(served.ask(stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
@@ -117,7 +117,7 @@ def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 24)
 
 
-def test_a_text_is_completed_whole_in_pieces_and_up_to_a_stop(served: Served) -> None:
+def test_a_text_is_completed_whole_in_pieces_and_up_to_a_stop(served):
     complete = served.client.completions.create
     prompt = "Once upon a time there was a library. " * 3
     whole = complete(model="tiny", prompt=prompt, max_tokens=24)
@@ -134,7 +134,7 @@ def test_a_text_is_completed_whole_in_pieces_and_up_to_a_stop(served: Served) ->
     assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
 
 
-def test_what_cannot_be_done_is_said_in_openais_shape(served: Served) -> None:
+def test_what_cannot_be_done_is_said_in_openais_shape(served):
     with pytest.raises(openai.NotFoundError) as missing:
         served.ask(model="gpt-5")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
@@ -151,7 +151,7 @@ def test_what_cannot_be_done_is_said_in_openais_shape(served: Served) -> None:
     assert (empty.value.type, empty.value.param) == ("invalid_request_error", "messages")
 
 
-def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
+def test_a_client_that_goes_away_ends_its_request(served):
     stored = served.stored()
     for _ in range(2):  # the second time begins when the others have ended
         with contextlib.ExitStack() as stack:
@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
     assert served.stored() - stored < 4 * LONG_TOKENS // BLOCK // 2
 
 
-def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
+def test_a_request_too_many_is_told_to_come_later(served):
     with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as stack:
         streams = hold_all(served, stack)
         asked = [threads.submit(served.ask, max_tokens=1) for _ in range(3)]
@@ -173,7 +173,7 @@ def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
 
 
 @pytest.mark.long
-def test_without_the_tier_the_same_answers_come(served: Served) -> None:
+def test_without_the_tier_the_same_answers_come(served):
     before = served.ask().choices[0].message.content
     served.shell.say("down", **served.environ)
     began = time.monotonic()
@@ -183,7 +183,7 @@ def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     served.shell.say("up", **served.environ)
 
 
-def test_the_end_of_serve_leaves_no_engine(served: Served) -> None:
+def test_the_end_of_serve_leaves_no_engine(served):
     assert served.engines()
     end(served.serve)
     wait_for(lambda: not served.engines(), "the engines' end")

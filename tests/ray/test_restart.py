@@ -157,7 +157,7 @@ def answer(shell: Shell) -> tuple[tuple[int, ...], int]:
     return tuple(output.token_ids), output.hit_tokens
 
 
-def test_the_same_prompt_hits_from_disk_after_everything_was_torn_down(shell: Shell) -> None:
+def test_the_same_prompt_hits_from_disk_after_everything_was_torn_down(shell):
     shell.say("up")
     first, hits = answer(shell)
     assert hits == 0
@@ -170,9 +170,7 @@ def test_the_same_prompt_hits_from_disk_after_everything_was_torn_down(shell: Sh
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_shard_that_ends_comes_back_with_what_it_flushed_or_what_kill_9_left(
-    shell: Shell, signum: signal.Signals
-) -> None:
+def test_a_shard_that_ends_comes_back_with_what_it_flushed_or_what_kill_9_left(shell, signum):
     shell.say("up")
     pid = shell.shard()["pid"]
     first, _ = answer(shell)
@@ -209,7 +207,7 @@ def replica_on(nodes: TwoNodes, number: int) -> Iterator[Replica]:
         replica.kill()
 
 
-def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine: Machine) -> None:
+def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine):
     with open_tier(machine, "disks", WITH_DISK) as nodes:
         with replica_on(nodes, 0) as first:
             (expected,) = first.generate([PROMPT], max_tokens=4)
@@ -284,9 +282,7 @@ def check_kept(nodes: TwoNodes, before: dict[str, dict[str, Any]], *, restarts: 
 
 @pytest.mark.root
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
-def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(
-    nodes: TwoNodes,
-) -> None:
+def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(nodes):
     with open_under_load(nodes) as engines:
         before, began = nodes.serving(), time.monotonic()
         nodes.machine.head.kill()
@@ -343,9 +339,7 @@ def install(site: Path) -> None:
     path.write_text(text.replace(kvray.__version__, OTHER))
 
 
-def test_an_upgrade_node_after_node_is_not_felt_by_engines(
-    upgraded: TwoNodes, sites: dict[str, Path]
-) -> None:
+def test_an_upgrade_node_after_node_is_not_felt_by_engines(upgraded, sites):
     with open_under_load(upgraded) as engines:
         began = time.monotonic()
         before = upgraded.serving()

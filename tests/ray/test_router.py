@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from kvray.actors.tier.local_ray import LocalRay, local_dir
+from kvray.actors.tier.local_ray import local_dir
 from kvray.config import KVRayConfig
 from kvray.events.pool_feed import PoolFeed
 from kvray.node import Registration, attach
@@ -101,7 +101,7 @@ def wait_until_routed(ask: Ask) -> None:
     wait_for(lambda: len({ask(prompt(0)) for _ in range(8)}) == 1, "routing by prompts")
 
 
-def test_a_prompt_goes_back_to_the_replica_that_had_it(ask: Ask) -> None:
+def test_a_prompt_goes_back_to_the_replica_that_had_it(ask):
     wait_until_routed(ask)
     first = {seed: ask(prompt(seed)) for seed in range(1, 10)}
     assert len(set(first.values())) == NUM_REPLICAS, "prompts with nothing in common are spread"
@@ -109,7 +109,7 @@ def test_a_prompt_goes_back_to_the_replica_that_had_it(ask: Ask) -> None:
     assert sum(first[seed] == again[seed] for seed in first) >= 8
 
 
-def test_a_frozen_tier_costs_no_request(ask: Ask, local: LocalRay) -> None:
+def test_a_frozen_tier_costs_no_request(ask, local):
     wait_until_routed(ask)
     frozen = [actor_process(local, kind) for kind in ("Shard", "Lookup")]
     for process in frozen:
@@ -126,11 +126,11 @@ def test_a_frozen_tier_costs_no_request(ask: Ask, local: LocalRay) -> None:
     assert took_s < 10, "the deadline is waited for now and then only"
 
 
-def test_calls_without_token_ids_are_spread(ask: Ask) -> None:
+def test_calls_without_token_ids_are_spread(ask):
     assert len({ask("text") for _ in range(40)}) > 1
 
 
-def test_metrics_say_why_requests_went_where_they_went(ask: Ask, running: KVRayConfig) -> None:
+def test_metrics_say_why_requests_went_where_they_went(ask, running):
     wait_until_routed(ask)
 
     def requests(reason: str) -> int:
@@ -189,9 +189,7 @@ class Telling(Stub):
         return {**super().record_routing_stats(), "kv_event_metadata": self.feed.metadata}
 
 
-def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(
-    running: KVRayConfig, tmp_path: Path
-) -> None:
+def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(running, tmp_path):
     with deployed(running, tmp_path, Telling, request_routing_stats_period_s=0.5) as ask:
         names: set[str] = set()
         wait_for(lambda: names.add(ask("text")) or len(names) == NUM_REPLICAS, "all replicas")

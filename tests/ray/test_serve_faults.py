@@ -103,8 +103,8 @@ def check_use(crowd: Crowd, since: float) -> None:
 @pytest.mark.parametrize("kind", ["Lookup", "Shard"])
 @pytest.mark.parametrize("act", ["kill", "freeze"])
 def test_a_part_of_the_tier_that_is_gone_or_silent_fails_no_request(
-    served: Served, local: LocalRay, alone: Alone, kind: str, act: str
-) -> None:
+    served, local, alone, kind, act
+):
     wait_until_whole(served)
     with crowd_of(served, NUM_CLIENTS, seed=1) as crowd:
         crowd.wait_for_answers(SOME)
@@ -136,9 +136,7 @@ def frozen(process: psutil.Process) -> Iterator[None]:
             process.resume()
 
 
-def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(
-    served: Served, alone: Alone
-) -> None:
+def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(served, alone):
     replicas = served.replicas_by_name(NUM_ENGINES)
     with crowd_of(served, NUM_CLIENTS, seed=2) as crowd:
         crowd.wait_for_answers(SOME)
@@ -149,9 +147,7 @@ def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(
 
 
 @pytest.mark.parametrize("what", ["replica", "engine"])
-def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(
-    served: Served, alone: Alone, what: str
-) -> None:
+def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(served, alone, what):
     found = served.engines_by_name(NUM_ENGINES)
     engines = dict(found)
     with crowd_of(served, NUM_CLIENTS, seed=3) as crowd:
@@ -168,8 +164,8 @@ def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(
 
 
 def test_engines_go_and_come_by_new_versions_and_by_another_number_where_the_others_stay(
-    served: Served, alone: Alone
-) -> None:
+    served, alone
+):
     with crowd_of(served, NUM_CLIENTS, seed=4) as crowd:
         for number in (1, NUM_ENGINES):
             before = served.connected()
@@ -187,9 +183,7 @@ def test_engines_go_and_come_by_new_versions_and_by_another_number_where_the_oth
     check(crowd, alone)
 
 
-def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
-    served: Served, alone: Alone
-) -> None:
+def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(served, alone):
     engine = only_engine(served)
     with crowd_of(served, REQUESTS_MAX + NUM_CLIENTS, seed=6) as crowd:
         crowd.wait_for_answers(SOME)
@@ -198,9 +192,7 @@ def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
     check(crowd, alone)
 
 
-def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(
-    served: Served, alone: Alone
-) -> None:
+def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(served, alone):
     engine = only_engine(served)
     with crowd_of(served, REQUESTS_MAX, seed=9) as crowd:
         crowd.wait_for_answers(SOME)
@@ -211,7 +203,7 @@ def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(
     check(crowd, alone)
 
 
-def test_engines_come_with_the_load_and_go_with_it(served: Served, alone: Alone) -> None:
+def test_engines_come_with_the_load_and_go_with_it(served, alone):
     with crowd_of(served, 1, seed=7) as few:
         served.deploy(engine={"autoscaling_config": AUTOSCALING})
         wait_until_whole(served, 1)
@@ -224,7 +216,7 @@ def test_engines_come_with_the_load_and_go_with_it(served: Served, alone: Alone)
     check(many, alone)
 
 
-def test_the_end_leaves_nothing(served: Served, local: LocalRay) -> None:
+def test_the_end_leaves_nothing(served, local):
     end(served.serve)
     wait_for(lambda: not served.engines(), "the engines' end")
     wait_for(lambda: not _of_serve(local), "the end of Serve's actors")

@@ -98,9 +98,7 @@ def _are_ready(status: dict[str, Any]) -> bool:
     return [mover["state"] for mover in status["movers"]] == ["serving"] * 2 and replicas == [1, 1]
 
 
-def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_and_traced(
-    engines: TwoEngines,
-) -> None:
+def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_and_traced(engines):
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     num_blocks = len(Prompts(ByteTokenizer(), None).encode_chat(QUESTION)) // BLOCK
     known = engines.num_known()

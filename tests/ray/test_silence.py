@@ -190,9 +190,7 @@ FROZEN: list[Any] = [
 
 
 @pytest.mark.parametrize(("kind", "place"), FROZEN)
-def test_requests_wait_for_what_is_frozen_no_longer_than_it_takes_to_notice(
-    silent: Tier, kind: str, place: int | None
-) -> None:
+def test_requests_wait_for_what_is_frozen_no_longer_than_it_takes_to_notice(silent, kind, place):
     machine = silent.machine
     node = machine.head if place is None else machine.nodes[place]
     check_waits(silent, lambda: frozen(node.actors(kind)))
@@ -202,9 +200,7 @@ def test_requests_wait_for_what_is_frozen_no_longer_than_it_takes_to_notice(
 @pytest.mark.root
 @needs_network
 @pytest.mark.parametrize("place", [SOURCE, TARGET])
-def test_requests_wait_for_what_is_cut_off_no_longer_than_it_takes_to_notice(
-    silent_wired: Tier, place: int
-) -> None:
+def test_requests_wait_for_what_is_cut_off_no_longer_than_it_takes_to_notice(silent_wired, place):
     check_waits(silent_wired, lambda: unplugged(silent_wired, place))
 
 
@@ -285,9 +281,7 @@ def pushing(wired_machine: Machine) -> Iterator[Tier]:
 @pytest.mark.long
 @pytest.mark.root
 @needs_network
-def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_meanwhile(
-    pushing: Tier,
-) -> None:
+def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_meanwhile(pushing):
     machine, wire = pushing.machine, TARGET + 1
     network = machine.network
     assert network is not None

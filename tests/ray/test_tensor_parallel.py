@@ -61,9 +61,7 @@ def hears_of(sizes: Sharing, at: int) -> None:
 
 
 @pytest.mark.parametrize("direction", ["one rank to two", "two ranks to one"])
-def test_what_one_size_has_computed_the_other_loads_on_another_node(
-    sizes: Sharing, direction: str
-) -> None:
+def test_what_one_size_has_computed_the_other_loads_on_another_node(sizes, direction):
     source, target, at = sizes.first, sizes.second, 1
     if direction == "two ranks to one":
         source, target, at = target, source, 0
@@ -212,8 +210,8 @@ def back(spread: Spread) -> Replica:
 
 
 def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_way_round(
-    spread: Spread, forth: Replica, back: Replica
-) -> None:
+    spread, forth, back
+):
     (prompt,) = spread.compute(forth, 1)
     before = [shard["staging"]["staged_blocks"] for shard in spread.nodes.status()["shards"]]
 
@@ -225,9 +223,7 @@ def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_w
     spread.wait_released()
 
 
-def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
-    spread: Spread, forth: Replica, back: Replica
-) -> None:
+def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(spread, forth, back):
     """Its requests are asked about again and again, until there is room."""
     prompts = spread.compute(forth, 6)
 
@@ -237,9 +233,7 @@ def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
     spread.wait_released()
 
 
-def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
-    spread: Spread, forth: Replica
-) -> None:
+def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(spread, forth):
     (prompt,) = spread.compute(forth, 1)
     with spread.start("doomed", leader=0) as doomed:
         spread.wait_ready(doomed)
@@ -256,7 +250,7 @@ def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
         assert spread.ask(successor, prompt).hit_tokens == WHOLE_TOKENS
 
 
-def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back() -> None:
+def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back():
     """Both engines lose their leader's node and that of their other rank, and go on."""
     with Machine() as machine, open_spread(machine) as spread:
         for node in spread.nodes.nodes:

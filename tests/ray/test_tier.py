@@ -4,7 +4,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.ray
 
 
-def test_up_status_down_and_up_again(config: KVRayConfig) -> None:
+def test_up_status_down_and_up_again(config):
     for _ in range(2):
         (shard,) = tier.up(config, timeout_s=TIMEOUT_S)
         assert shard["state"] == "serving"
@@ -49,13 +48,13 @@ def test_up_status_down_and_up_again(config: KVRayConfig) -> None:
         tier.status(timeout_s=TIMEOUT_S)
 
 
-def test_an_arena_dir_that_cannot_be_used_is_refused(config: KVRayConfig) -> None:
+def test_an_arena_dir_that_cannot_be_used_is_refused(config):
     with pytest.raises(ConfigError, match=r"set arena\.dir to a tmpfs"):
         tier.up(config_with(arena__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
     assert tier.down(timeout_s=TIMEOUT_S)
 
 
-def test_without_a_node_that_has_the_resource_up_says_so(config: KVRayConfig) -> None:
+def test_without_a_node_that_has_the_resource_up_says_so(config):
     lacking = config_with(shard__resource="kvray_shard", shard__label="tier=kv")
     sentence = "has the resource 'kvray_shard' and label 'tier=kv'; start nodes"
 
@@ -71,14 +70,14 @@ def test_without_a_node_that_has_the_resource_up_says_so(config: KVRayConfig) ->
     wait_for(is_refused, "the refusal")
 
 
-def test_a_client_without_a_tier_says_so(config: KVRayConfig) -> None:
+def test_a_client_without_a_tier_says_so(config):
     with Client(config) as client:
         for ask in (client.status, client.clear, lambda: client.match(chain(1))):
             with pytest.raises(ShardUnavailable, match="`kvray up`"):
                 ask()
 
 
-def test_calls_to_a_dead_actor_say_so(running: KVRayConfig) -> None:
+def test_calls_to_a_dead_actor_say_so(running):
     supervisor = get_actor(SUPERVISOR_NAME)
     with mapped_errors():
         ray.kill(supervisor)
@@ -109,9 +108,7 @@ DEAD = {"NodeID": "c", "Alive": False, "Resources": {"kvray_shard": 1.0}}
         ("nowhere", None, set()),
     ],
 )
-def test_living_nodes_with_the_resource_and_the_label_get_a_shard(
-    resource: str | None, label: str | None, chosen: set[str]
-) -> None:
+def test_living_nodes_with_the_resource_and_the_label_get_a_shard(resource, label, chosen):
     shard = ShardConfig(resource=resource, label=label)
     assert chosen_nodes([ALIVE, PLAIN, DEAD], shard) == chosen
 
@@ -125,7 +122,7 @@ def claims_on_a_node() -> MemoryClaims:
     return found
 
 
-def test_what_is_in_the_object_store_is_no_claim_any_more(local: LocalRay) -> None:
+def test_what_is_in_the_object_store_is_no_claim_any_more(local):
     before = claims_on_a_node()
     assert 30 * MIB < before.object_store_bytes <= 80 * MIB
     assert before.threshold == 0.95
@@ -135,7 +132,7 @@ def test_what_is_in_the_object_store_is_no_claim_any_more(local: LocalRay) -> No
     del held
 
 
-def test_a_shard_tells_of_its_pages(steady: KVRayConfig) -> None:
+def test_a_shard_tells_of_its_pages(steady):
     (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
     assert shard["memory"]["mapped_bytes"] > 0
     assert shard["memory"]["numa_nodes"] >= 0
@@ -152,7 +149,7 @@ def steady(local: LocalRay) -> Iterator[KVRayConfig]:
     tier.down(timeout_s=TIMEOUT_S, config=config)
 
 
-def test_up_twice_changes_nothing_whatever_a_clients_own_settings(steady: KVRayConfig) -> None:
+def test_up_twice_changes_nothing_whatever_a_clients_own_settings(steady):
     (before,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
     for again in (steady, config_with(connector__replica="mine", ray__timeout_s=7)):
         (shard,) = tier.up(again, timeout_s=TIMEOUT_S)
@@ -160,27 +157,21 @@ def test_up_twice_changes_nothing_whatever_a_clients_own_settings(steady: KVRayC
         assert shard["arena"]["arena_id"] == before["arena"]["arena_id"]
 
 
-def test_a_tier_of_another_name_is_not_started_in_this_one_s_namespace(
-    steady: KVRayConfig,
-) -> None:
+def test_a_tier_of_another_name_is_not_started_in_this_one_s_namespace(steady):
     other = config_with("other")
     with pytest.raises(ConfigError, match=f"in the namespace 'kvray-{steady.cluster_name}'"):
         tier.up(other, timeout_s=TIMEOUT_S)
     assert not other.node_dir.exists()
 
 
-def test_a_client_means_its_tier_whatever_namespace_its_process_joined(
-    steady: KVRayConfig,
-) -> None:
+def test_a_client_means_its_tier_whatever_namespace_its_process_joined(steady):
     with Client(steady) as client, tier_named("elsewhere"):
         assert client.status()["cluster_name"] == steady.cluster_name
         with pytest.raises(ShardUnavailable, match="'elsewhere'"):
             tier.status(timeout_s=TIMEOUT_S)
 
 
-def test_an_engine_and_a_client_see_the_same_blocks(
-    steady: KVRayConfig, engine: StartEngine
-) -> None:
+def test_an_engine_and_a_client_see_the_same_blocks(steady, engine):
     one = engine(steady)
     assert one.say("link.register(registration)") == "None"
     one.say("store(link.arena, chain(5)) and None")
@@ -199,7 +190,7 @@ def test_an_engine_and_a_client_see_the_same_blocks(
     assert one.say("'ray' in sys.modules") == "False"
 
 
-def test_what_is_no_key_or_number_of_parts_is_refused_before_the_call(steady: KVRayConfig) -> None:
+def test_what_is_no_key_or_number_of_parts_is_refused_before_the_call(steady):
     wrong: list[Any] = [b"short", 7, "text", bytearray(32)]
     with Client(steady) as client:
         for key in wrong:
@@ -209,9 +200,7 @@ def test_what_is_no_key_or_number_of_parts_is_refused_before_the_call(steady: KV
             client.match(chain(1), num_parts=0)
 
 
-def test_an_error_of_an_actor_arrives_as_it_was_raised_and_a_defect_as_one_of_kvrays(
-    steady: KVRayConfig,
-) -> None:
+def test_an_error_of_an_actor_arrives_as_it_was_raised_and_a_defect_as_one_of_kvrays(steady):
     with pytest.raises(ShardUnavailable, match="failed by a defect"):
         call(get_actor(LOOKUP_NAME).match, 7, 1, timeout_s=TIMEOUT_S)
     with pytest.raises(ConfigError) as raised:
@@ -219,7 +208,7 @@ def test_an_error_of_an_actor_arrives_as_it_was_raised_and_a_defect_as_one_of_kv
     assert raised.type is ConfigError
 
 
-def test_an_actor_that_does_not_answer_costs_the_deadline(local: LocalRay) -> None:
+def test_an_actor_that_does_not_answer_costs_the_deadline(local):
     class Slow:
         def wait(self) -> None:
             time.sleep(30)
@@ -245,9 +234,7 @@ def capacity_of(config: KVRayConfig) -> int:
     return int(shard["arena"]["capacity_bytes"])
 
 
-def test_only_a_node_with_the_label_has_what_it_says_and_engines_find_it(
-    config: KVRayConfig, label: str, engine: StartEngine
-) -> None:
+def test_only_a_node_with_the_label_has_what_it_says_and_engines_find_it(config, label, engine):
     nodes = [
         {"label": "kvray.io/pool=nobodys", "arena": {"capacity": "64MiB"}},
         {"label": label, "arena": {"capacity": "32MiB", "free_target": 0.1}},
@@ -264,9 +251,7 @@ def test_only_a_node_with_the_label_has_what_it_says_and_engines_find_it(
     assert not config.node_dir.exists()
 
 
-def test_what_contradicts_itself_on_one_node_only_is_said_by_up(
-    config: KVRayConfig, label: str
-) -> None:
+def test_what_contradicts_itself_on_one_node_only_is_said_by_up(config, label):
     nodes = [
         {"label": label, "arena": {"slab": "16MiB"}},
         {"label": label, "arena": {"capacity": "8MiB"}},
@@ -330,8 +315,8 @@ def kvray(*args: str) -> str:
 
 
 def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_go(
-    local: LocalRay, running: KVRayConfig, ask: Ask, tmp_path: Path
-) -> None:
+    local, running, ask, tmp_path
+):
     client = Client(running)
 
     # Never stored, and then a hit at another replica.
@@ -372,9 +357,7 @@ def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_g
     assert "No request 987654 is known" in unknown.stderr
 
 
-def test_what_is_stored_and_used_most_is_listed(
-    local: LocalRay, running: KVRayConfig, ask: Ask
-) -> None:
+def test_what_is_stored_and_used_most_is_listed(local, running, ask):
     client = Client(running)
     ask("tiny-one", PROMPT)
     await_saved(client)
@@ -396,9 +379,7 @@ def test_what_is_stored_and_used_most_is_listed(
     assert CliRunner().invoke(app, ["ls", "none"]).exit_code == 2
 
 
-def test_what_memory_would_be_worth_is_said_once_there_is_traffic(
-    local: LocalRay, running: KVRayConfig, ask: Ask
-) -> None:
+def test_what_memory_would_be_worth_is_said_once_there_is_traffic(local, running, ask):
     assert "Too little traffic" in kvray("size")
     for turn in range(8):
         for prompt in (PROMPT, OTHER):

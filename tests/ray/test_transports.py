@@ -25,7 +25,6 @@ from kvray.transport.transport import Array
 from tests.conformance import (
     MEMORY_BYTES,
     TRANSPORT_BEHAVIOURS,
-    Couple,
     check_transport,
     pattern,
 )
@@ -86,11 +85,11 @@ def couple(local: LocalRay) -> Iterator[ObjectRefCouple]:
 
 
 @pytest.mark.parametrize("behaviour", TRANSPORT_BEHAVIOURS, ids=lambda one: one.__name__)
-def test_object_ref(behaviour: Callable[[Couple], None], couple: ObjectRefCouple) -> None:
+def test_object_ref(behaviour, couple):
     check_transport(behaviour, couple)
 
 
-def test_piece_is_one_object_that_is_seen_without_a_copy(couple: ObjectRefCouple) -> None:
+def test_piece_is_one_object_that_is_seen_without_a_copy(couple):
     places = np.arange(0, 4 * BLOCK, 2 * BLOCK)
     sizes = np.full(2, BLOCK)
     parcel = couple.send(couple.target.address, places, places, sizes, timeout_s=10)
@@ -98,14 +97,14 @@ def test_piece_is_one_object_that_is_seen_without_a_copy(couple: ObjectRefCouple
     assert not any(run.flags.owndata or run.flags.writeable for run in parcel)
 
 
-def test_piece_of_another_length_is_refused(couple: ObjectRefCouple) -> None:
+def test_piece_of_another_length_is_refused(couple):
     place, size = np.zeros(1, dtype=np.int64), np.full(1, BLOCK)
     parcel = couple.send(couple.target.address, place, place, size, timeout_s=10)
     with pytest.raises(TransferError, match="of 4096 bytes came as 1048576"):
         couple.target.receive(parcel, place, place + 4096)
 
 
-def test_objects_are_gone_once_their_pieces_are_in_place(couple: ObjectRefCouple) -> None:
+def test_objects_are_gone_once_their_pieces_are_in_place(couple):
     place, size = np.zeros(1, dtype=np.int64), np.full(1, MEMORY_BYTES)
     for _ in range(40):  # more than a small object store has room for
         parcel = couple.send(couple.target.address, place, place, size, timeout_s=10)
@@ -190,8 +189,8 @@ def make_node(local: LocalRay, transport: str) -> Iterator[MakeNode]:
 
 
 def test_two_movers_bring_blocks_by_either_transport_and_never_wait_for_each_other(
-    make_node: MakeNode, transport: str
-) -> None:
+    make_node, transport
+):
     a, b = make_node("a"), make_node("b")
     of_a, of_b = chain(12, seed="a"), chain(12, seed="b")
     store(a.arena, of_a, block_bytes=BLOCK)
@@ -213,9 +212,7 @@ def test_two_movers_bring_blocks_by_either_transport_and_never_wait_for_each_oth
     assert report.sources[a.name].transport == transport
 
 
-def test_a_mover_comes_back_when_it_was_killed_and_when_its_arena_was_replaced(
-    make_node: MakeNode,
-) -> None:
+def test_a_mover_comes_back_when_it_was_killed_and_when_its_arena_was_replaced(make_node):
     a, b = make_node("a"), make_node("b")
     keys = chain(20)
     store(a.arena, keys, block_bytes=BLOCK)

@@ -62,7 +62,7 @@ def has_nixl(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.callspec.params["sharing"] == "nixl")
 
 
-def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing: Sharing) -> None:
+def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing):
     prompt = prompt_of("shared")
     expected = sharing.compute(prompt)
 
@@ -72,9 +72,7 @@ def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing: Sharing) -
     assert output.hit_tokens == WHOLE_TOKENS
 
 
-def test_a_prefetched_prompt_is_there_when_the_engine_asks(
-    sharing: Sharing, tmp_path: Path
-) -> None:
+def test_a_prefetched_prompt_is_there_when_the_engine_asks(sharing, tmp_path):
     prompt = prompt_of("prefetched")
     expected = sharing.compute(prompt)
     tokens = tmp_path / "prompt.json"
@@ -95,8 +93,8 @@ def test_a_prefetched_prompt_is_there_when_the_engine_asks(
 
 
 def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_where(
-    sharing: Sharing, request: pytest.FixtureRequest
-) -> None:
+    sharing, request
+):
     way = "nixl" if has_nixl(request) else "object_ref"
     first, second = sharing.shards()
     name, hits = sharing.second.name, f"hit_tokens_from_{way}"
@@ -161,9 +159,7 @@ def _moved(shard: dict[str, Any], way: str) -> int:
     return int(shard["staging"]["transports"].get(way, {"bytes": 0})["bytes"])
 
 
-def test_doctor_says_which_transport_is_used_and_why(
-    sharing: Sharing, request: pytest.FixtureRequest
-) -> None:
+def test_doctor_says_which_transport_is_used_and_why(sharing, request):
     ways = json.loads(sharing.say("doctor", "--json"))["transports"]
 
     assert len(ways) == 2
@@ -194,7 +190,7 @@ def _check_order(said: str, before: list[dict[str, Any]]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharing", ["nixl"], indirect=True)
-def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sharing) -> None:
+def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing):
     """Comes last: with their processes, what shards and movers say they have moved starts over."""
     first, second = sharing.first, sharing.second
     prompts = prompt_of("computed on the first"), prompt_of("computed on the second")

@@ -10,7 +10,7 @@ import torch
 
 from kvray.engine.model import adapters
 from kvray.errors import ConfigError
-from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
+from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import PLACEHOLDERS
 from tests.trtllm.version import WITH_GROUPS, Version, on
@@ -41,9 +41,7 @@ def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
 
 
 @pytest.mark.parametrize("fields", (UNTOLD | UNBOUND).values(), ids=UNTOLD | UNBOUND)
-def test_what_cannot_be_told_is_neither_saved_nor_loaded(
-    make_engine: MakeEngine, version: Version, fields: dict[str, Any], is_flat: bool
-) -> None:
+def test_what_cannot_be_told_is_neither_saved_nor_loaded(make_engine, version, fields, is_flat):
     if not set(fields) <= set(version.request_fields):
         pytest.skip("this version's requests have no such attribute")
     for engine in (make_engine(is_flat=is_flat), make_engine(is_flat=is_flat)):
@@ -54,9 +52,7 @@ def test_what_cannot_be_told_is_neither_saved_nor_loaded(
         assert engine.totals["bypassed_requests"] == 1
 
 
-def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(
-    make_engine: MakeEngine, llava: str
-) -> None:
+def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(make_engine, llava):
     cold = make_engine(is_flat=True, model=llava)
     for fields in ({}, seen(1)):
         cold.serve(SEEN, **fields)
@@ -70,22 +66,20 @@ def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(
 
 @on(*WITH_GROUPS)
 def test_text_is_told_by_the_request_itself_where_the_engine_asks_with_it(
-    make_engine: MakeEngine, stored: Stored, llava: str
-) -> None:
+    make_engine, stored, llava
+):
     stored(SEEN, model=llava)
     assert make_engine(model=llava).serve(SEEN).num_hit == 36
 
 
-def test_a_promise_that_ends_before_what_was_not_shown_is_kept(
-    make_engine: MakeEngine, stored: Stored
-) -> None:
+def test_a_promise_that_ends_before_what_was_not_shown_is_kept(make_engine, stored):
     stored(SEEN[:6], max_new=1, is_flat=True)
     assert make_engine(is_flat=True).serve(SEEN, **picture(1), **turned(3)).num_hit == 4
 
 
 def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_text(
-    make_engine: MakeEngine, stored: Stored
-) -> None:
+    make_engine, stored
+):
     stored(SEEN, is_flat=True)
     warm = make_engine(is_flat=True)
     warm.submit(SEEN, **seen(1))
@@ -94,9 +88,7 @@ def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_tex
     assert warm.totals["loaded_blocks"] == 0
 
 
-def test_an_engine_that_hides_media_is_promised_nothing_from_then_on(
-    make_engine: MakeEngine, stored: Stored
-) -> None:
+def test_an_engine_that_hides_media_is_promised_nothing_from_then_on(make_engine, stored):
     stored(SEEN, is_flat=True)
     warm = make_engine(is_flat=True)
     warm.serve([7, *SEEN], **seen(1))
@@ -104,25 +96,21 @@ def test_an_engine_that_hides_media_is_promised_nothing_from_then_on(
 
 
 def test_pictures_of_one_digest_whose_keys_are_turned_unlike_are_not_shared(
-    make_engine: MakeEngine, stored: Stored, is_flat: bool
-) -> None:
+    make_engine, stored, is_flat
+):
     stored(SEEN, fields=picture(1) | turned(3), is_flat=is_flat)
     warm = make_engine(is_flat=is_flat)
     assert warm.serve(SEEN, **picture(1), **turned(4)).num_hit == (0 if is_flat else 4)
 
 
 @pytest.mark.parametrize(("digest", "hit"), [(1, 36), (2, 4)], ids=["same", "other"])
-def test_media_with_digests_are_shared_by_their_digests(
-    make_engine: MakeEngine, stored: Stored, is_flat: bool, digest: int, hit: int
-) -> None:
+def test_media_with_digests_are_shared_by_their_digests(make_engine, stored, is_flat, digest, hit):
     """The picture begins at token 6: one block lies before it."""
     stored(fields=picture(1), is_flat=is_flat)
     assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(digest)).num_hit == hit
 
 
-def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
+def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(make_engine, tmp_path):
     fields = {"lora_task_id": 1, "py_lora_path": str(adapter(tmp_path, "a"))}
     for engine in (make_engine(is_flat=True), make_engine(is_flat=True)):
         assert engine.serve(PROMPT, **fields).num_hit == 0
@@ -132,9 +120,7 @@ def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(
 
 
 @on(*WITH_GROUPS)
-def test_adapters_are_told_apart_by_what_is_in_them(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
+def test_adapters_are_told_apart_by_what_is_in_them(make_engine, tmp_path):
     paths = [adapter(tmp_path, name) for name in ("a", "b", "same_as_a")]
     (paths[2] / "adapter_model.safetensors").write_bytes(
         (paths[0] / "adapter_model.safetensors").read_bytes()
@@ -146,9 +132,7 @@ def test_adapters_are_told_apart_by_what_is_in_them(
     assert hits == [36, 0, 36]
 
 
-def test_requests_that_only_generate_are_not_asked_about(
-    make_engine: MakeEngine, version: Version
-) -> None:
+def test_requests_that_only_generate_are_not_asked_about(make_engine, version):
     engine = make_engine()
     request = engine.submit(PROMPT, is_generation_only_request=True)
     if not version.has_groups:  # the engine itself refuses them

@@ -5,21 +5,18 @@ Whatever was promised is released.
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
-from tests.trtllm.conftest import PROMPT, MakeEngine, leased
+from tests.trtllm.conftest import PROMPT, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.memory import BLOCK, FLAT, WINDOWED, Shape
-from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.trtllm.memory import BLOCK, FLAT, WINDOWED
+from tests.trtllm.version import WITH_GROUPS, on
 
 POINTS = ["asked", "loaded", "passed", "ended"]
 
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside_another"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_request_may_be_gone_at_any_point_of_its_first_pass(
-    make_warm: MakeEngine, point: str, is_alone: bool
-) -> None:
+def test_a_request_may_be_gone_at_any_point_of_its_first_pass(make_warm, point, is_alone):
     warm = make_warm()
     other = None if is_alone else warm.submit([*PROMPT[:20], *range(9)], max_new=4)
     victim = warm.submit(PROMPT, max_new=4)
@@ -37,9 +34,7 @@ def test_a_request_may_be_gone_at_any_point_of_its_first_pass(
 
 @pytest.mark.parametrize("num_passes", range(1, 7))
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["in_turn", "overlapped"])
-def test_a_request_may_be_gone_after_any_pass(
-    make_warm: MakeEngine, num_passes: int, is_overlapped: bool
-) -> None:
+def test_a_request_may_be_gone_after_any_pass(make_warm, num_passes, is_overlapped):
     warm = make_warm(chunk=BLOCK, is_overlapped=is_overlapped)
     victim = warm.submit([*PROMPT[:20], *range(12)], max_new=9)
     for _ in range(num_passes):
@@ -49,9 +44,7 @@ def test_a_request_may_be_gone_after_any_pass(
     assert warm.serve([*PROMPT[:20], *range(12)], max_new=4).num_hit >= 0
 
 
-def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(
-    make_engine: MakeEngine,
-) -> None:
+def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(make_engine):
     cold = make_engine(num_pages=24, cache={"enable_block_reuse": True})
     for seed in range(8):
         victim = cold.submit([seed, *PROMPT], max_new=4)
@@ -64,15 +57,13 @@ def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(
         assert warm.serve([seed, *PROMPT]).num_hit == 40
 
 
-def test_a_batch_that_was_loaded_for_and_put_off_comes_back(
-    make_warm: MakeEngine,
-) -> None:
+def test_a_batch_that_was_loaded_for_and_put_off_comes_back(make_warm):
     warm = make_warm()
     warm.drops_batch = True
     assert warm.serve(PROMPT, max_new=4).num_hit == 36
 
 
-def test_ends_are_announced_twice_and_for_the_unknown(make_engine: MakeEngine) -> None:
+def test_ends_are_announced_twice_and_for_the_unknown(make_engine):
     engine = make_engine()
     request = engine.serve(PROMPT)
     for _ in range(2):
@@ -81,7 +72,7 @@ def test_ends_are_announced_twice_and_for_the_unknown(make_engine: MakeEngine) -
     engine.run()
 
 
-def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version: Version) -> None:
+def test_reports_of_the_unknown_are_passed_over(make_engine, version):
     engine = make_engine()
     unknown = version.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
     engine.manager._scheduler_output = version.SchedulerOutput(
@@ -92,13 +83,13 @@ def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version
     assert engine.serve(PROMPT).num_hit == 0
 
 
-def test_ids_are_returned_once_each_also_unknown_ones(make_engine: MakeEngine) -> None:
+def test_ids_are_returned_once_each_also_unknown_ones(make_engine):
     worker = make_engine().workers[0]
     assert worker.get_finished([7], [8, 9]) == ([7], [])
     assert worker.get_finished([], []) == ([], [])
 
 
-def test_an_idle_engine_may_poll_for_ever(make_warm: MakeEngine) -> None:
+def test_an_idle_engine_may_poll_for_ever(make_warm):
     engine = make_warm()
     assert engine.serve(PROMPT, max_new=2).num_hit == 36
     for _ in range(50):
@@ -110,9 +101,7 @@ SHAPES = pytest.mark.parametrize("shape", [FLAT, WINDOWED], ids=lambda shape: sh
 
 @on(*WITH_GROUPS)
 @SHAPES
-def test_a_request_whose_blocks_were_taken_away_starts_over(
-    make_warm: MakeEngine, shape: Shape
-) -> None:
+def test_a_request_whose_blocks_were_taken_away_starts_over(make_warm, shape):
     warm = make_warm(shape=shape, num_pages=96)
     request = warm.submit(PROMPT, max_new=12)
     for num_passes in range(4):
@@ -125,9 +114,7 @@ def test_a_request_whose_blocks_were_taken_away_starts_over(
 
 
 @on(*WITH_GROUPS)
-def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_again(
-    make_warm: MakeEngine,
-) -> None:
+def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_again(make_warm):
     warm = make_warm(num_pages=96)
     request = warm.submit(PROMPT, max_new=4)
 
@@ -155,9 +142,7 @@ def run_all(warm: Engine) -> None:
 
 @on("feature_branch")
 @SHAPES
-def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
-    make_warm: MakeEngine, shape: Shape
-) -> None:
+def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(make_warm, shape):
     warm = make_warm(shape=shape, num_pages=96)
     late = submit_late(warm)
     warm.submit(list(range(20)), max_new=8)
@@ -168,9 +153,7 @@ def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
 
 
 @on("feature_branch")
-def test_an_offer_that_nobody_comes_back_for_is_released(
-    make_warm: MakeEngine, shard: Shard
-) -> None:
+def test_an_offer_that_nobody_comes_back_for_is_released(make_warm, shard):
     warm = make_warm()
     late = submit_late(warm)
     assert leased(shard) > 0
@@ -181,9 +164,7 @@ def test_an_offer_that_nobody_comes_back_for_is_released(
 @on("feature_branch")
 @pytest.mark.parametrize("end", [8, 6, 5])
 @SHAPES
-def test_the_head_of_an_offer_may_be_handed_back(
-    make_warm: MakeEngine, shape: Shape, end: int
-) -> None:
+def test_the_head_of_an_offer_may_be_handed_back(make_warm, shape, end):
     """Another request has computed it meanwhile; the tail is loaded."""
     warm = make_warm(shape=shape, num_pages=96)
     late = submit_late(warm)
@@ -195,9 +176,7 @@ def test_the_head_of_an_offer_may_be_handed_back(
 @on("feature_branch")
 @pytest.mark.parametrize("taken", [0, 1, 3])
 @SHAPES
-def test_the_tail_of_a_late_offer_may_be_handed_back(
-    make_warm: MakeEngine, shape: Shape, taken: int
-) -> None:
+def test_the_tail_of_a_late_offer_may_be_handed_back(make_warm, shape, taken):
     warm = make_warm(shape=shape, num_pages=96)
     warm.cache.accept = lambda _request, offer: min(offer, taken * BLOCK)
     late = submit_late(warm)

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 import kvray.connector
-from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.memory import BLOCK
 from tests.trtllm.version import NAMES, NOWHERE, TABLES, Version
 
@@ -83,13 +82,13 @@ def parameters_of(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 
 
-def test_every_version_has_a_table_with_known_sources() -> None:
+def test_every_version_has_a_table_with_known_sources():
     assert set(TABLES) == set(NAMES)
     for table in TABLES.values():
         assert all(re.match("(read|inferred): ", how) for how in table["sources"].values())
 
 
-def test_both_halves_take_every_call_by_its_position(version: Version) -> None:
+def test_both_halves_take_every_call_by_its_position(version):
     for half in HALVES:
         own, table = getattr(version, f"{half}_class"), TABLES[version.name][half]
         methods = methods_of(table)
@@ -100,19 +99,19 @@ def test_both_halves_take_every_call_by_its_position(version: Version) -> None:
             assert parameters_of(vars(own)[name]) == methods[name]
 
 
-def test_kvray_finds_the_metadata_where_the_version_keeps_it(version: Version) -> None:
+def test_kvray_finds_the_metadata_where_the_version_keeps_it(version):
     name = TABLES[version.name]["worker"]["kept_metadata"]
     assert f"self.{name}" in inspect.getsource(version.worker_class.start_load_kv)
 
 
-def test_no_half_has_a_method_that_no_version_calls(version: Version) -> None:
+def test_no_half_has_a_method_that_no_version_calls(version):
     for half in HALVES:
         called = set(NOWHERE["methods"]).union(*(methods_of(one[half]) for one in TABLES.values()))
         own = vars(getattr(version, f"{half}_class"))
         assert {name for name in own if inspect.isfunction(own[name]) and name[0] != "_"} <= called
 
 
-def test_every_name_that_is_read_is_in_a_table() -> None:
+def test_every_name_that_is_read_is_in_a_table():
     tables = [facts_of(table) for table in TABLES.values()]
     known = {(one, name) for table in tables for one in table for name in table[one]}
     nowhere = {(one, name) for one, names in NOWHERE.items() for name in names}
@@ -120,7 +119,7 @@ def test_every_name_that_is_read_is_in_a_table() -> None:
     assert nowhere & known == set(), "a version has these"
 
 
-def test_no_table_has_a_name_that_nobody_reads() -> None:
+def test_no_table_has_a_name_that_nobody_reads():
     for table in (*TABLES.values(), {"reads": NOWHERE}):
         listed = table["reads"] | table.get("modules", {}) | table.get("unsure", {})
         named = {(one, name) for one, names in listed.items() for name in names if one != "methods"}
@@ -128,9 +127,7 @@ def test_no_table_has_a_name_that_nobody_reads() -> None:
         assert named | {("request", name) for name in requests} <= all_reads()
 
 
-def test_the_engine_calls_in_the_version_s_order(
-    version: Version, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_calls_in_the_version_s_order(version, make_engine, monkeypatch):
     calls = record_calls(version, monkeypatch)
     table = TABLES[version.name]
     engine = make_engine()
@@ -166,13 +163,13 @@ def record_calls(version: Version, monkeypatch: pytest.MonkeyPatch) -> list[str]
     return calls
 
 
-def test_kvray_looks_at_every_setting_that_a_version_rejects(version: Version) -> None:
+def test_kvray_looks_at_every_setting_that_a_version_rejects(version):
     for check in TABLES[version.name]["rejects"]:
         known, name = f"llm_args.{check['setting']}".split(".")[-2:]
         assert (known, name) in all_reads()
 
 
-def test_the_page_says_until_when_each_version_was_looked_at() -> None:
+def test_the_page_says_until_when_each_version_was_looked_at():
     header = next(line for line in PAGE.splitlines() if line.startswith("| |"))
     columns = [cell.strip() for cell in header.strip("|").split("|")[1:-1]]
     assert columns == [TABLES[name]["column"] for name in NAMES]
@@ -184,7 +181,7 @@ def test_the_page_says_until_when_each_version_was_looked_at() -> None:
         ) in page
 
 
-def test_without_tensorrt_llm_the_reports_are_those_of_main() -> None:
+def test_without_tensorrt_llm_the_reports_are_those_of_main():
     tree = ast.parse((Path(kvray.__file__).parent / "connector" / "base.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name in ("RequestData", "SchedulerOutput"):
@@ -195,7 +192,7 @@ def test_without_tensorrt_llm_the_reports_are_those_of_main() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_every_row_names_tests_that_exist(row: list[str]) -> None:
+def test_every_row_names_tests_that_exist(row):
     feature, *versions, shown_by = row
     assert feature
     assert len(versions) == len(NAMES)
@@ -206,7 +203,7 @@ def test_every_row_names_tests_that_exist(row: list[str]) -> None:
         assert test in _tests_of(file)
 
 
-def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version: Version) -> None:
+def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version):
     refusals = version.module("model.refusals")
     policy = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     transfers = SimpleNamespace(backend="DEFAULT")

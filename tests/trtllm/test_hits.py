@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.actors.shard.shard import Shard
 from kvray.store.arena.layout import READY
-from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
+from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.memory import BLOCK, MLA, Shape, with_dtype
-from tests.trtllm.version import Version
+from tests.trtllm.memory import BLOCK, MLA, with_dtype
 from tests.waiting import wait_for
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,9 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 39, 40])
-def test_a_new_engine_loads_all_but_the_block_of_the_last_token(
-    make_engine: MakeEngine, stored: Stored, num_tokens: int
-) -> None:
+def test_a_new_engine_loads_all_but_the_block_of_the_last_token(make_engine, stored, num_tokens):
     assert stored(PROMPT[:num_tokens], max_new=1).num_hit == 0
     hit = make_engine().serve(PROMPT[:num_tokens]).num_hit
     assert hit == (num_tokens - 1) // BLOCK * BLOCK
@@ -39,47 +35,41 @@ def test_a_new_engine_loads_all_but_the_block_of_the_last_token(
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("is_flat", [False, True], ids=["any_manager", "first_manager"])
-def test_a_hit_is_right_in_every_order_of_calls(
-    make_warm: MakeEngine, settings: str, is_flat: bool
-) -> None:
+def test_a_hit_is_right_in_every_order_of_calls(make_warm, settings, is_flat):
     warm = make_warm(is_flat=is_flat, **SETTINGS[settings])
     assert warm.serve(PROMPT, max_new=12).num_hit == 36
 
 
-def test_a_prompt_that_diverges_loads_what_it_shares(make_warm: MakeEngine) -> None:
+def test_a_prompt_that_diverges_loads_what_it_shares(make_warm):
     warm = make_warm()
     assert warm.serve([*PROMPT[:22], *range(20)]).num_hit == 20
     assert warm.serve([7, *PROMPT]).num_hit == 0
 
 
-def test_blocks_that_an_answer_filled_are_loaded_in_the_next_turn(
-    make_engine: MakeEngine, stored: Stored
-) -> None:
+def test_blocks_that_an_answer_filled_are_loaded_in_the_next_turn(make_engine, stored):
     turns = [*PROMPT, *stored(max_new=11, is_overlapped=True).answer]
     computed = len(turns) - 1  # the last token was sampled, and never computed
     assert make_engine().serve([*turns, 1, 2, 3]).num_hit == computed // BLOCK * BLOCK
 
 
-def test_only_what_the_engine_lacks_is_loaded(make_warm: MakeEngine) -> None:
+def test_only_what_the_engine_lacks_is_loaded(make_warm):
     warm = make_warm()
     warm.serve(PROMPT[:13])
     assert warm.serve(PROMPT).num_hit == 36 - 12
 
 
 @pytest.mark.parametrize("shape", [*map(with_dtype, DTYPES), MLA], ids=lambda shape: shape.name)
-def test_bytes_of_every_kind_come_back(make_warm: MakeEngine, shape: Shape) -> None:
+def test_bytes_of_every_kind_come_back(make_warm, shape):
     assert make_warm(shape=shape).serve(PROMPT, max_new=6).num_hit == 36
 
 
-def test_several_requests_of_one_batch_load_their_own(make_engine: MakeEngine) -> None:
+def test_several_requests_of_one_batch_load_their_own(make_engine):
     prompts = [PROMPT, PROMPT[:17], [*PROMPT[:8], *range(9)], list(range(30))]
     assert prefill_all(make_engine(max_batch=8), prompts, max_new=5) == [0] * 4
     assert prefill_all(make_engine(max_batch=8), prompts, max_new=5) == [36, 16, 16, 28]
 
 
-def test_engines_that_run_at_once_load_what_the_other_has_computed(
-    make_engine: MakeEngine, shard: Shard
-) -> None:
+def test_engines_that_run_at_once_load_what_the_other_has_computed(make_engine, shard):
     engines = [make_engine(chunk=8), make_engine(chunk=8)]
     requests = []
     before = shard.status()["arena"]["blocks"]
@@ -94,30 +84,26 @@ def test_engines_that_run_at_once_load_what_the_other_has_computed(
     assert [request.num_hit for request in requests] == [0, 40] * 6
 
 
-def test_an_engine_with_fewer_pages_than_its_requests_need_reuses_them_all(
-    make_engine: MakeEngine,
-) -> None:
+def test_an_engine_with_fewer_pages_than_its_requests_need_reuses_them_all(make_engine):
     prompts = [[seed, *PROMPT] for seed in range(12)]
     prefill_all(make_engine(num_pages=30), prompts, max_new=3)
     assert prefill_all(make_engine(num_pages=30), prompts, max_new=3) == [40] * 12
 
 
-def test_an_arena_smaller_than_the_working_set_shortens_hits_and_no_more(
-    make_engine: MakeEngine,
-) -> None:
+def test_an_arena_smaller_than_the_working_set_shortens_hits_and_no_more(make_engine):
     prompts = [[seed, *range(200)] for seed in range(9)]
     assert sum(prefill_all(make_engine(), prompts, max_new=2)) == 0
     assert sum(prefill_all(make_engine(), prompts, max_new=2)) < len(prompts) * 200
 
 
-def test_padding_requests_that_nobody_asked_about_are_left_alone(make_engine: MakeEngine) -> None:
+def test_padding_requests_that_nobody_asked_about_are_left_alone(make_engine):
     engine = make_engine()
     engine.add_dummy()
     engine.serve(PROMPT, max_new=8)
     engine.serve(PROMPT[:20], max_new=8)
 
 
-def test_salts_keep_requests_apart(make_engine: MakeEngine, version: Version) -> None:
+def test_salts_keep_requests_apart(make_engine, version):
     name = version.salt_field
     salts: list[Any] = [None, 1, 2**63] if name == "cache_salt_id" else [None, "a", "b"]
     for expected in (0, 36):
@@ -127,23 +113,19 @@ def test_salts_keep_requests_apart(make_engine: MakeEngine, version: Version) ->
         engine.close()
 
 
-def test_an_unaligned_start_loads_nothing(make_engine: MakeEngine, stored: Stored) -> None:
+def test_an_unaligned_start_loads_nothing(make_engine, stored):
     stored()
     warm = make_engine(partial_tokens=2, cache={"enable_partial_reuse": True})
     assert warm.serve(PROMPT).num_hit == 0
     assert warm.totals["miss_tokens_unaligned"] > 0
 
 
-def test_an_engine_that_reuses_nothing_is_promised_nothing(
-    make_engine: MakeEngine, stored: Stored
-) -> None:
+def test_an_engine_that_reuses_nothing_is_promised_nothing(make_engine, stored):
     stored()
     assert make_engine(cache={"enable_block_reuse": False}).serve(PROMPT).num_hit == 0
 
 
-def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(
-    make_warm: MakeEngine,
-) -> None:
+def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(make_warm):
     warm = make_warm(is_flat=True)
     warm.cache.is_reused = False
     assert warm.serve(PROMPT, max_new=5).num_hit == 0
@@ -152,9 +134,7 @@ def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(
 
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["first_manager", "any_manager"])
-def test_retention_priorities_arrive_with_the_blocks(
-    make_engine: MakeEngine, stored: Stored, version: Version, is_flat: bool
-) -> None:
+def test_retention_priorities_arrive_with_the_blocks(make_engine, stored, version, is_flat):
     """Reports of the second manager have none: a request is like any other there."""
     is_told = version.retains and (is_flat or not version.has_groups)
     config = SimpleNamespace(priority=80)
@@ -181,9 +161,7 @@ Its pages stay until the other server and the saves have them."""
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 2 * BLOCK}, {"num_ranks": 2}], ids=str)
-def test_context_servers_load_and_send_what_another_has_computed(
-    on_device: None, make_engine: MakeEngine, options: dict[str, int]
-) -> None:
+def test_context_servers_load_and_send_what_another_has_computed(on_device, make_engine, options):
     servers = [make_engine(num_pages=48, **options, **SENDING) for _ in range(2)]
     prefill_all(servers[0], PROMPTS, is_only_prefilled=True)
     assert prefill_all(servers[1], PROMPTS, is_only_prefilled=True) == WHOLE
@@ -201,9 +179,7 @@ def drafting(make_engine: MakeEngine, draft_len: int, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("draft_len", [1, 3, 7])
 @pytest.mark.parametrize("chunk", [None, 2 * BLOCK])
-def test_engines_load_the_prompts_that_a_drafting_one_has_computed(
-    make_engine: MakeEngine, draft_len: int, chunk: int | None
-) -> None:
+def test_engines_load_the_prompts_that_a_drafting_one_has_computed(make_engine, draft_len, chunk):
     cold = drafting(make_engine, draft_len, chunk=chunk)
     prefill_all(cold, PROMPTS, max_new=20)
     assert cold.model.num_accepted > 0
@@ -211,7 +187,7 @@ def test_engines_load_the_prompts_that_a_drafting_one_has_computed(
     assert prefill_all(drafting(make_engine, draft_len), PROMPTS, max_new=20) == WHOLE
 
 
-def test_blocks_of_drafted_answers_are_stored_by_the_next_turn(make_engine: MakeEngine) -> None:
+def test_blocks_of_drafted_answers_are_stored_by_the_next_turn(make_engine):
     cold = drafting(make_engine, 7, num_pages=80)
     answered = serve_all(cold, PROMPTS, max_new=30)
     turns = [[*request.get_tokens(0), 1, 2, 3] for request in answered]
@@ -221,7 +197,7 @@ def test_blocks_of_drafted_answers_are_stored_by_the_next_turn(make_engine: Make
     assert prefill_all(make_engine(is_flat=True), turns) == whole
 
 
-def test_ranks_that_draft_load_their_own_bytes(make_engine: MakeEngine) -> None:
+def test_ranks_that_draft_load_their_own_bytes(make_engine):
     engines = [drafting(make_engine, 3, num_ranks=2) for _ in range(2)]
     assert prefill_all(engines[0], PROMPTS[:1], max_new=9) == [0]
     assert prefill_all(engines[1], PROMPTS[:1], max_new=9) == WHOLE[:1]

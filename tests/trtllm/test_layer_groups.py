@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.trtllm.conftest import PROMPT, MakeEngine
+from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
 from tests.trtllm.memory import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
 from tests.trtllm.version import WITH_GROUPS, on
@@ -28,16 +28,12 @@ SHAPES = pytest.mark.parametrize(
     "settings", [{}, {"chunk": 8}, {"is_overlapped": True, "chunk": 12}], ids=str
 )
 @on(*WITH_GROUPS)
-def test_every_group_is_loaded_where_its_window_reaches(
-    make_warm: MakeEngine, shape: Shape, settings: dict[str, Any]
-) -> None:
+def test_every_group_is_loaded_where_its_window_reaches(make_warm, shape, settings):
     assert make_warm(shape=shape, **settings).serve(PROMPT, max_new=12).num_hit == 36
 
 
 @on(*WITH_GROUPS)
-def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
-    make_engine: MakeEngine,
-) -> None:
+def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(make_engine):
     prompts = [[seed, *range(50)] for seed in range(6)]
     cold, warm = [make_engine(shape=WINDOWED, num_pages=50, chunk=8) for _ in range(2)]
     for prompt in prompts:
@@ -50,8 +46,8 @@ def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("shape", [WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
 def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, shape: Shape
-) -> None:
+    make_engine, monkeypatch, shape
+):
     cold = make_engine(shape=shape)
     monkeypatch.setattr(type(cold.workers[0]._rank.shared.link), "arena", None)
     cold.submit(PROMPT, max_new=9)
@@ -68,9 +64,7 @@ def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
 @on(*WITH_GROUPS)
 @SHAPES
 @pytest.mark.parametrize("taken", [0, 1, 3, 8])
-def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
-    make_warm: MakeEngine, shape: Shape, taken: int
-) -> None:
+def test_an_offer_that_is_taken_in_part_is_loaded_in_part(make_warm, shape, taken):
     warm = make_warm(shape=shape)
     warm.cache.accept = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
@@ -79,8 +73,8 @@ def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("trouble", ["busy", "retired"])
 def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
-    make_warm: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+    make_warm, monkeypatch, trouble
+):
     warm = make_warm(shape=WINDOWED)
     warm.cache.accept = lambda _request, offer: min(offer, 3 * BLOCK)
 
@@ -107,9 +101,7 @@ def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
 
 
 @on(*WITH_GROUPS)
-def test_new_pages_may_come_as_a_mapping(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_pages_may_come_as_a_mapping(make_engine, monkeypatch):
     """Some branches report pages as group -> pages."""
     engines = [make_engine(shape=WINDOWED, chunk=8) for _ in range(2)]
     for engine in engines:
@@ -127,7 +119,7 @@ def test_new_pages_may_come_as_a_mapping(
 
 
 @on("feature_branch")
-def test_bytes_that_all_ranks_share_are_stored_once(make_engine: MakeEngine) -> None:
+def test_bytes_that_all_ranks_share_are_stored_once(make_engine):
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.shard.shard import Shard
 from tests.examples import examples
-from tests.trtllm.conftest import PROMPT, MakeEngine, leased
+from tests.trtllm.conftest import PROMPT, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
 from tests.trtllm.memory import ALL_WINDOWS, BLOCK, FLAT, HEADS, MLA, REPLICATED, WINDOWED, Shape
@@ -123,9 +122,7 @@ def shapes_of(version: Version) -> list[Shape]:
     max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_no_life_has_a_wrong_row_an_error_or_a_lease_left(
-    version: Version, running_shard: Shard, data: Any
-) -> None:
+def test_no_life_has_a_wrong_row_an_error_or_a_lease_left(version, running_shard, data):
     shape = data.draw(st.sampled_from(shapes_of(version)), "shape")
     num_ranks = data.draw(st.sampled_from([1, 1, 2]), "ranks")
     first, actions = data.draw(ENGINES, "first engine"), data.draw(LIVES, "life")
@@ -148,8 +145,8 @@ FIRST_LIVES = pytest.mark.parametrize("num_tokens", [1, 40, 41, 70], ids="of_{}_
 @pytest.mark.parametrize("chunk", [None, 2 * BLOCK], ids=["whole", "chunked"])
 @pytest.mark.parametrize("shape", [FLAT, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
 def test_a_second_life_of_an_id_gets_what_it_was_promised(
-    make_warm: MakeEngine, version: Version, shape: Shape, num_tokens: int, chunk: int | None
-) -> None:
+    make_warm, version, shape, num_tokens, chunk
+):
     if shape is not FLAT and not version.has_groups:
         pytest.skip("this version has one pool, without windows")
     warm = make_warm(shape=shape, chunk=chunk)
@@ -162,8 +159,8 @@ def test_a_second_life_of_an_id_gets_what_it_was_promised(
 
 @FIRST_LIVES
 def test_what_a_second_life_computes_of_its_prompt_is_saved_under_its_own_keys(
-    make_engine: MakeEngine, num_tokens: int
-) -> None:
+    make_engine, num_tokens
+):
     cold = make_engine(is_flat=True)
     first = cold.serve(list(range(num_tokens)), max_new=9)
     cold.submit(PROMPT, max_new=9, request_id=first.request_id)
@@ -176,7 +173,7 @@ def test_what_a_second_life_computes_of_its_prompt_is_saved_under_its_own_keys(
     warm.serve(first.get_tokens(0), max_new=2)
 
 
-def test_an_id_may_come_again_after_a_cancelled_request(make_warm: MakeEngine) -> None:
+def test_an_id_may_come_again_after_a_cancelled_request(make_warm):
     warm = make_warm()
     victim = warm.submit(list(range(50)), max_new=20)
     for _ in range(3):
@@ -189,9 +186,7 @@ def test_an_id_may_come_again_after_a_cancelled_request(make_warm: MakeEngine) -
 
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("num_tokens", [0, 10], ids=["a_new_id", "a_known_id"])
-def test_nothing_is_saved_of_a_second_life_that_nobody_asked_about(
-    make_engine: MakeEngine, num_tokens: int
-) -> None:
+def test_nothing_is_saved_of_a_second_life_that_nobody_asked_about(make_engine, num_tokens):
     """The first was cancelled between the question and its report."""
     cold = make_engine()
     before = cold.serve([5] * num_tokens) if num_tokens else None

@@ -5,17 +5,16 @@ Engines of one model with different numbers of ranks answer from what the others
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvray.store.arena.layout import READY
-from tests.trtllm.conftest import PROMPT, MakeEngine, Stored
+from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
-from tests.trtllm.memory import FLAT, HEADS, MLA, GroupShape, Shape, with_dtype
-from tests.trtllm.version import WITH_GROUPS, Version, on
+from tests.trtllm.memory import FLAT, HEADS, MLA, GroupShape, with_dtype
+from tests.trtllm.version import WITH_GROUPS, on
 from tests.waiting import wait_for
 
 LONG = list(range(200))
@@ -25,23 +24,19 @@ CONSTANT_BYTES = 700
 
 @pytest.mark.parametrize("shape", [FLAT, MLA], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_rank_loads_its_own_bytes(
-    make_warm: MakeEngine, shape: Shape, num_ranks: int
-) -> None:
+def test_every_rank_loads_its_own_bytes(make_warm, shape, num_ranks):
     warm = make_warm(shape=shape, num_ranks=num_ranks, chunk=12)
     assert warm.serve(PROMPT, max_new=9).num_hit == 36
 
 
-def test_a_latent_cache_is_stored_once_for_all_ranks(make_engine: MakeEngine) -> None:
+def test_a_latent_cache_is_stored_once_for_all_ranks(make_engine):
     cold = make_engine(shape=MLA, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
     assert [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers] == [10, 0]
 
 
-def test_a_prefix_counts_only_if_every_rank_has_it(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_counts_only_if_every_rank_has_it(make_engine, monkeypatch):
     cold = make_engine(num_ranks=2)
     monkeypatch.setattr(cold.workers[1], "wait_for_save", lambda _stream: None)
     cold.serve(PROMPT)
@@ -51,8 +46,8 @@ def test_a_prefix_counts_only_if_every_rank_has_it(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
-    make_engine: MakeEngine, num_ranks: int
-) -> None:
+    make_engine, num_ranks
+):
     sizes = []
     for _ in range(2):
         engine = make_engine(num_ranks=num_ranks, num_pages=256)
@@ -72,7 +67,7 @@ def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
 
 
 @on(*WITH_GROUPS)
-def test_owners_under_attention_dp_share_what_each_has_computed(make_engine: MakeEngine) -> None:
+def test_owners_under_attention_dp_share_what_each_has_computed(make_engine):
     owners = [make_engine(owner=0), make_engine(owner=1)]
     for owner in owners:
         owner.add_dummy()
@@ -94,9 +89,7 @@ def resliced(engine: Engine) -> int:
 
 @typed
 @pytest.mark.parametrize(("stored_by", "read_by"), PAIRS)
-def test_what_one_size_has_stored_another_loads(
-    on_device: None, make_engine: MakeEngine, stored: Stored, stored_by: int, read_by: int
-) -> None:
+def test_what_one_size_has_stored_another_loads(on_device, make_engine, stored, stored_by, read_by):
     stored(shape=HEADS, num_ranks=stored_by, chunk=12)
     warm = make_engine(shape=HEADS, num_ranks=read_by, chunk=12)
     assert warm.serve(PROMPT, max_new=9).num_hit == HIT
@@ -104,7 +97,7 @@ def test_what_one_size_has_stored_another_loads(
 
 
 @typed
-def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine: MakeEngine) -> None:
+def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine):
     make_engine(shape=HEADS).serve(PROMPT)
     middle = make_engine(shape=HEADS, num_ranks=2)
     longer = [*PROMPT, *range(20)]
@@ -116,7 +109,7 @@ def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine: MakeEngi
 
 
 @typed
-def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine: MakeEngine) -> None:
+def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine):
     narrow, wide = make_engine(shape=HEADS, num_ranks=4), make_engine(shape=HEADS)
     narrow.serve(PROMPT[:17])
     wide.serve(PROMPT[:29])
@@ -129,7 +122,7 @@ def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine: MakeEngine
 
 
 @typed
-def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> None:
+def test_what_the_engine_has_itself_is_not_loaded(make_engine):
     make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
     engine = make_engine(shape=HEADS, num_ranks=4)
     engine.serve(PROMPT[:9])
@@ -138,16 +131,14 @@ def test_what_the_engine_has_itself_is_not_loaded(make_engine: MakeEngine) -> No
 
 @typed
 @pytest.mark.parametrize("verify", ["always", "never"])
-def test_loads_are_checked_as_others_are(
-    make_engine: MakeEngine, stored: Stored, monkeypatch: pytest.MonkeyPatch, verify: str
-) -> None:
+def test_loads_are_checked_as_others_are(make_engine, stored, monkeypatch, verify):
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
     stored(shape=HEADS, num_ranks=2)
     assert make_engine(shape=HEADS, num_ranks=4).serve(PROMPT).num_hit == HIT
 
 
 @typed
-def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None:
+def test_salts_keep_requests_of_all_sizes_apart(make_engine):
     cold, warm = make_engine(shape=HEADS), make_engine(shape=HEADS, num_ranks=2)
     name = cold.version.salt_field
     mine, other = (7, 8) if name == "cache_salt_id" else ("mine", "other")
@@ -158,7 +149,7 @@ def test_salts_keep_requests_of_all_sizes_apart(make_engine: MakeEngine) -> None
 
 
 @typed
-def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine: MakeEngine) -> None:
+def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine):
     cold, warm = make_engine(shape=HEADS, num_ranks=2), make_engine(shape=HEADS)
     cold.serve(PROMPT)
     tables = cold.arena.tables
@@ -181,9 +172,7 @@ UNCUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", UNCUT)
-def test_what_cannot_be_cut_by_heads_is_not_shared(
-    make_engine: MakeEngine, version: Version, what: str
-) -> None:
+def test_what_cannot_be_cut_by_heads_is_not_shared(make_engine, version, what):
     if what in ("windowed", "with an index") and not version.has_groups:
         pytest.skip("this version has one pool, without windows and indices")
     make_engine(num_ranks=2, **UNCUT[what]).serve(PROMPT)
@@ -195,9 +184,7 @@ def test_what_cannot_be_cut_by_heads_is_not_shared(
 @pytest.mark.parametrize(
     ("num_heads", "hits"), [(None, [HIT, HIT]), (6, [HIT, 0]), ([8, 8, 4], [0, 0])]
 )
-def test_the_checkpoint_s_heads_decide(
-    make_engine: MakeEngine, tmp_path: Path, num_heads: int | list[int] | None, hits: list[int]
-) -> None:
+def test_the_checkpoint_s_heads_decide(make_engine, tmp_path, num_heads, hits):
     """Of 6 heads 4 ranks cannot have as many each, and layers that differ are not cut."""
     config = {"num_hidden_layers": 3, "num_key_value_heads": num_heads}
     written = {name: value for name, value in config.items() if value is not None}
@@ -207,7 +194,7 @@ def test_the_checkpoint_s_heads_decide(
     assert [engine.serve(PROMPT).num_hit for engine in others] == hits
 
 
-def test_a_latent_cache_is_shared_by_all_sizes(make_engine: MakeEngine) -> None:
+def test_a_latent_cache_is_shared_by_all_sizes(make_engine):
     make_engine(shape=MLA).serve(PROMPT)
     warm = make_engine(shape=MLA, num_ranks=4)
     assert warm.serve(PROMPT).num_hit == HIT
@@ -215,7 +202,7 @@ def test_a_latent_cache_is_shared_by_all_sizes(make_engine: MakeEngine) -> None:
 
 
 @on("feature_branch")
-def test_a_cache_without_a_dtype_is_not_cut(make_engine: MakeEngine) -> None:
+def test_a_cache_without_a_dtype_is_not_cut(make_engine):
     make_engine(shape=HEADS).serve(PROMPT)
     assert make_engine(shape=HEADS).serve(PROMPT).num_hit == HIT
     assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT).num_hit == 0

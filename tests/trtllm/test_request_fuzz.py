@@ -134,9 +134,7 @@ def is_well_formed(name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["first_manager", "second_manager"])
-def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(
-    make_engine: MakeEngine, version: Version, is_flat: bool
-) -> None:
+def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(make_engine, version, is_flat):
     if not (is_flat or version.has_groups):
         pytest.skip("this version has one cache manager")
     engine = serving(make_engine, is_flat=is_flat)
@@ -154,9 +152,7 @@ def test_a_request_that_is_not_as_it_should_be_is_promised_nothing(
     engine.totals["errors"] = 0  # digests of unknown form are said in the log
 
 
-def test_a_field_that_raises_is_no_defect_of_ours(
-    make_engine: MakeEngine, version: Version
-) -> None:
+def test_a_field_that_raises_is_no_defect_of_ours(make_engine, version):
     engine = make_engine(is_flat=True)
     request = Fuzzed(fields_of(version, lora_task_id=Raising(RuntimeError("no"))))
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -164,14 +160,12 @@ def test_a_field_that_raises_is_no_defect_of_ours(
 
 
 @pytest.mark.parametrize("computed", [-1, -4, None, 0.0, True, "4", 44, 2**70, [4], np.int64(4)])
-def test_a_start_that_is_no_number_of_tokens_is_promised_nothing(
-    scheduler: Any, version: Version, computed: Any
-) -> None:
+def test_a_start_that_is_no_number_of_tokens_is_promised_nothing(scheduler, version, computed):
     request = Fuzzed(fields_of(version, request_id=9))
     assert scheduler.get_num_new_matched_tokens(request, computed) == (0, False)
 
 
-def test_no_more_is_promised_than_the_prompt_has(scheduler: Any, version: Version) -> None:
+def test_no_more_is_promised_than_the_prompt_has(scheduler, version):
     for request_id, (length, expected) in enumerate(((40, 36), (13, 12), (12, 8), (1, 0)), 9):
         request = Fuzzed(fields_of(version, request_id=request_id, prompt_len=length))
         assert scheduler.get_num_new_matched_tokens(request, 0) == (expected, False)

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from kvray.cli.config import render
 from kvray.config import load_config
 from kvray.errors import ConfigError
-from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.memory import MLA
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
@@ -77,9 +76,7 @@ SERVED = [
 ]
 
 
-def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
-    version: Version, shard: Any
-) -> None:
+def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(version, shard):
     (worker,), scheduler = version.construct()
     assert isinstance(worker, version.KvCacheConnectorWorker)
     assert isinstance(scheduler, version.KvCacheConnectorScheduler)
@@ -103,15 +100,13 @@ def check_settings(version: Version, text: str) -> Any:
     return worker.config_path
 
 
-def test_classes_are_found_by_the_names_of_the_page(version: Version) -> None:
+def test_classes_are_found_by_the_names_of_the_page(version):
     for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL):
         check_settings(version, block)
 
 
 @TWO
-def test_a_replicas_file_is_what_connector_config_writes_and_names_the_connector(
-    version: Version, number: str
-) -> None:
+def test_a_replicas_file_is_what_connector_config_writes_and_names_the_connector(version, number):
     written, path = (
         (SERVE / f"replica-{number}.yaml").read_text(),
         f"/etc/kvray/kvray-{number}.yaml",
@@ -121,9 +116,7 @@ def test_a_replicas_file_is_what_connector_config_writes_and_names_the_connector
 
 
 @TWO
-def test_the_tiers_file_and_a_name_make_a_replicas_configuration(
-    tmp_path: Path, number: str
-) -> None:
+def test_the_tiers_file_and_a_name_make_a_replicas_configuration(tmp_path, number):
     tier = (SERVE / "kvray.yaml").read_text()
     path = tmp_path / "kvray.yaml"
     path.write_text(f"{tier}connector:\n  replica: replica-{number}\n")  # as the README does it
@@ -132,7 +125,7 @@ def test_the_tiers_file_and_a_name_make_a_replicas_configuration(
     assert config.node_dir == load_config(SERVE / "kvray.yaml", environ={}).node_dir
 
 
-def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version) -> None:
+def test_settings_of_our_own_would_not_pass_the_version_s_check(version):
     with pytest.raises(ValidationError):
         version.KvCacheConnectorConfig(
             connector_module="kvray.connector",
@@ -143,30 +136,24 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version
 
 
 @pytest.mark.parametrize(("cure", "changes"), REFUSED)
-def test_set_ups_that_a_connector_serves_wrongly_are_refused(
-    version: Version, cure: str, changes: dict[str, Any]
-) -> None:
+def test_set_ups_that_a_connector_serves_wrongly_are_refused(version, cure, changes):
     with pytest.raises(ConfigError, match=cure):
         version.construct(**changes)
 
 
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize(("cure", "changes"), REFUSED_BY_LAYER_GROUPS)
-def test_set_ups_of_the_second_cache_manager_are_refused(
-    version: Version, cure: str, changes: dict[str, Any]
-) -> None:
+def test_set_ups_of_the_second_cache_manager_are_refused(version, cure, changes):
     with pytest.raises(ConfigError, match=cure):
         version.construct(**changes)
 
 
 @pytest.mark.parametrize("changes", SERVED)
-def test_set_ups_beside_them_are_served(version: Version, changes: dict[str, Any]) -> None:
+def test_set_ups_beside_them_are_served(version, changes):
     version.start(**changes)
 
 
-def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over(
-    version: Version,
-) -> None:
+def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over(version):
     evicts = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     several = {"max_attention_window": [128, 4096]}
     for changes in ({"cache": several}, {"scheduler_config": evicts}):
@@ -177,7 +164,7 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
             version.construct(**changes)
 
 
-def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -> None:
+def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version):
     if hasattr(version.KvCacheConnectorWorker, "supports_attention_dp"):
         assert version.worker_class.supports_attention_dp is True
         assert version.scheduler_class.supports_attention_dp is True
@@ -187,9 +174,7 @@ def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -
 
 
 @on("main_line")
-def test_attention_dp_is_refused_by_candidates_between_two_columns(
-    version: Version, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_dp_is_refused_by_candidates_between_two_columns(version, monkeypatch):
     """1.3.0rc29 and 1.4.0rc1 are as main without it."""
     for half in ("KvCacheConnectorWorker", "KvCacheConnectorScheduler"):
         monkeypatch.delattr(version.exports[half], "supports_attention_dp")
@@ -198,9 +183,7 @@ def test_attention_dp_is_refused_by_candidates_between_two_columns(
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64), (8, 2, 3, 64)], ids=str)
-def test_a_pool_that_is_not_the_whole_cache_is_refused(
-    version: Version, shard: Any, shape: tuple[int, ...]
-) -> None:
+def test_a_pool_that_is_not_the_whole_cache_is_refused(version, shard, shape):
     (worker,), scheduler = version.construct()
     pool = version.module("model.read_layout").torch.zeros(shape)
     try:
@@ -211,21 +194,19 @@ def test_a_pool_that_is_not_the_whole_cache_is_refused(
         worker.shutdown()
 
 
-def test_a_warm_up_before_the_pool_is_there_does_nothing(make_engine: MakeEngine) -> None:
+def test_a_warm_up_before_the_pool_is_there_does_nothing(make_engine):
     """Every engine of these tests warms up so; see `warm_up`."""
     assert make_engine(shape=MLA).serve([1, 2, 3], max_new=3).num_hit == 0
 
 
-def test_without_a_tier_an_engine_serves_on(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_tier_an_engine_serves_on(make_engine, monkeypatch):
     monkeypatch.setenv("KVRAY_CLUSTER_NAME", "nowhere")
     engine = make_engine(waits_for_tier=False)
     assert engine.serve(list(range(30)), max_new=5).num_hit == 0
     assert engine.totals["miss_tokens_store_down"] > 0
 
 
-def test_prefix_reservations_are_offered_by_neither_half(version: Version) -> None:
+def test_prefix_reservations_are_offered_by_neither_half(version):
     """A branch refuses to start with a connector that has some of the methods and not all."""
     for half in (version.scheduler_class, version.worker_class):
         for name in ("reserve_prefix", "release_prefix_reservation", "get_finished_prefix_loads"):
@@ -233,9 +214,7 @@ def test_prefix_reservations_are_offered_by_neither_half(version: Version) -> No
 
 
 @TWO
-def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_starts(
-    version: Version, number: str
-) -> None:
+def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_starts(version, number):
     written = (DISAGGREGATED / f"context-{number}.yaml").read_text()
     assert written.endswith(render(Path(f"/etc/kvray/kvray-{number}.yaml")))
     settings = yaml.safe_load(written)
@@ -243,16 +222,14 @@ def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_star
     version.start(**arguments(settings))
 
 
-def test_the_generation_server_has_no_connector_and_would_not_start_with_one(
-    version: Version,
-) -> None:
+def test_the_generation_server_has_no_connector_and_would_not_start_with_one(version):
     settings = read("generation")
     assert "kv_connector_config" not in settings
     with pytest.raises(ConfigError, match="without kv_connector_config"):
         version.construct(**arguments(settings))
 
 
-def test_all_servers_have_an_address() -> None:
+def test_all_servers_have_an_address():
     servers = read("disaggregated")
     kinds = [servers["context_servers"], servers["generation_servers"]]
     assert [len(each["urls"]) for each in kinds] == [each["num_instances"] for each in kinds]

@@ -45,8 +45,8 @@ def engine_on(
 @on("v1_2", "main_line")
 @pytest.mark.parametrize(("stored_by", "read_by", "num_calls"), [(2, 4, 2), (2, 2, 1)])
 def test_another_node_is_asked_for_sizes_that_somebody_has_and_no_others(
-    engine_on: Callable[..., Engine], stored_by: int, read_by: int, num_calls: int
-) -> None:
+    engine_on, stored_by, read_by, num_calls
+):
     cold, warm = engine_on(0, num_ranks=stored_by), engine_on(1, num_ranks=read_by)
     cold.serve(PROMPT)
     pool, theirs = (one.workers[0]._rank.shared.pool for one in (warm, cold))

@@ -12,13 +12,13 @@ def breaker() -> Breaker:
     return Breaker(Random(1))
 
 
-def test_one_that_answers_is_closed(breaker: Breaker) -> None:
+def test_one_that_answers_is_closed(breaker):
     breaker.begin(0.0)
     breaker.succeed()
     assert breaker.state(0.0) == "closed"
 
 
-def test_a_failure_opens_it_for_a_moment_and_then_one_call_may_try(breaker: Breaker) -> None:
+def test_a_failure_opens_it_for_a_moment_and_then_one_call_may_try(breaker):
     breaker.fail(10.0, "no answer")
     assert breaker.state(10.1) == "open"
     assert breaker.state(10.25) == "half-open"
@@ -28,7 +28,7 @@ def test_a_failure_opens_it_for_a_moment_and_then_one_call_may_try(breaker: Brea
     assert (breaker.state(10.25), breaker.error) == ("closed", "")
 
 
-def test_a_trial_that_fails_opens_it_for_longer(breaker: Breaker) -> None:
+def test_a_trial_that_fails_opens_it_for_longer(breaker):
     now, pauses = 0.0, []
     for _ in range(8):
         breaker.fail(now, "no answer")
@@ -42,13 +42,13 @@ def test_a_trial_that_fails_opens_it_for_longer(breaker: Breaker) -> None:
         assert longest / 2 - 0.02 <= pause <= longest + 0.02
 
 
-def test_calls_that_failed_together_count_once(breaker: Breaker) -> None:
+def test_calls_that_failed_together_count_once(breaker):
     for _ in range(20):
         breaker.fail(0.0, "no answer")
     assert breaker.state(0.26) == "half-open"
 
 
-def test_a_trial_of_which_nothing_is_heard_is_followed_by_another(breaker: Breaker) -> None:
+def test_a_trial_of_which_nothing_is_heard_is_followed_by_another(breaker):
     breaker.fail(0.0, "no answer")
     breaker.begin(1.0)
     assert breaker.state(5.0) == "open"
@@ -60,7 +60,7 @@ def test_a_trial_of_which_nothing_is_heard_is_followed_by_another(breaker: Break
         st.tuples(st.sampled_from(["begin", "succeed", "fail"]), st.floats(0, 20)), max_size=40
     )
 )
-def test_it_is_never_open_for_ever(steps: list[tuple[str, float]]) -> None:
+def test_it_is_never_open_for_ever(steps):
     breaker, now = Breaker(Random(0)), 0.0
     for step, pause in steps:
         now += pause
@@ -73,7 +73,7 @@ def test_it_is_never_open_for_ever(steps: list[tuple[str, float]]) -> None:
     assert breaker.state(now + 13.0) != "open"
 
 
-def test_two_callers_come_back_at_different_times() -> None:
+def test_two_callers_come_back_at_different_times():
     ends = []
     for seed in (1, 2):
         one = Breaker(Random(seed))

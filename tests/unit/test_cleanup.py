@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 DAEMON = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True)"
 
 
-def test_what_a_session_leaves_ends_with_it_daemons_and_directories_too(tmp_path: Path) -> None:
+def test_what_a_session_leaves_ends_with_it_daemons_and_directories_too(tmp_path):
     session, worker, other = (tmp_path / name for name in ("kvt-a", "kvt-agw0", "kvt-b"))
     for directory in (session, worker, other):
         directory.mkdir()

@@ -23,7 +23,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _ELSEWHERE = ("http://", "https://", "mailto:")
 
 
-def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
@@ -37,23 +37,23 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_links_between_pages_lead_to_files(page: Path) -> None:
+def test_links_between_pages_lead_to_files(page):
     targets = [link for link in _LINK.findall(page.read_text()) if not link.startswith(_ELSEWHERE)]
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
 
-def test_every_command_is_on_its_page() -> None:
+def test_every_command_is_on_its_page():
     page = (ROOT / "docs" / "cli.md").read_text()
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"| `kvray {name}` |" not in page] == []
 
 
-def test_every_reason_that_doctor_knows_is_in_the_faq() -> None:
+def test_every_reason_that_doctor_knows_is_in_the_faq():
     page = (ROOT / "docs" / "faq.md").read_text()
     assert [reason for reason in sorted(COUNTED) if f"| `{reason}` |" not in page] == []
 
 
-def test_sentences_that_the_page_on_failures_quotes_are_those_of_the_code() -> None:
+def test_sentences_that_the_page_on_failures_quotes_are_those_of_the_code():
     """A quotation has `...` for what differs from one time to the next."""
     page = (ROOT / "docs" / "failures.md").read_text()
     quoted = {one for one in re.findall(r"`([^`\n]+)`", page) if re.search(r"\w \.\.\.", one)}
@@ -93,6 +93,6 @@ def table() -> dict[str, str]:
     return found
 
 
-def test_the_page_says_of_every_setting_what_is_decided() -> None:
+def test_the_page_says_of_every_setting_what_is_decided():
     assert table() == {setting: effect.value for setting, effect in EFFECTS.items()}
     assert f"\n| all others | {Effect.RESTART.value} |\n" in PAGE.read_text()

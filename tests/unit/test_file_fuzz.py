@@ -7,7 +7,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +70,7 @@ REQUESTS = [
 @example(DEEP)
 @example(DEEP_LIST)
 @example(b"9" * 10_000)
-def test_a_file_of_tokens(tmp_path: Path, text: bytes) -> None:
+def test_a_file_of_tokens(tmp_path, text):
     (tmp_path / "tokens").write_bytes(text)
     with contextlib.suppress(ConfigError):
         assert all(type(token) is int for token in read_tokens(tmp_path / "tokens"))
@@ -83,7 +82,7 @@ def test_a_file_of_tokens(tmp_path: Path, text: bytes) -> None:
 @example(DEEP_LIST, None)
 @example(b'{"a":{"data_offsets":[0,1e999]}}', None)
 @example(b'{"a":{"data_offsets":[-5,99]}}', None)
-def test_the_header_of_a_file_of_weights(tmp_path: Path, head: bytes, length: int | None) -> None:
+def test_the_header_of_a_file_of_weights(tmp_path, head, length):
     length = len(head) if length is None else length
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + head + bytes(50))
@@ -93,9 +92,7 @@ def test_the_header_of_a_file_of_weights(tmp_path: Path, head: bytes, length: in
 
 @fuzzed
 @given(data=st.data())
-def test_a_fingerprint_that_was_kept_and_is_changed_is_right_or_recreated(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_fingerprint_that_was_kept_and_is_changed_is_right_or_recreated(tmp_path, data):
     right = kept_fingerprint(tmp_path)
     (kept,) = (tmp_path / "cache").glob("*.json")
     kept.write_bytes(data.draw(TEXTS | st.just(DEEP) | like(json.loads(kept.read_text()))))
@@ -120,7 +117,7 @@ def kept_fingerprint(directory: Path) -> str:
 @example([b'{"hash_ids": [1], "timestamp": 1, "input_length": 1e999, "output_length": 1}'])
 @example([b'"hash_ids"' + DEEP])
 @example([b'{"hash_ids": [99999999999999999999999], "timestamp": 0, "input_length": 512}'])
-def test_a_trace(tmp_path: Path, lines: list[bytes]) -> None:
+def test_a_trace(tmp_path, lines):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\n".join(lines))
     with contextlib.suppress(ConfigError):
@@ -128,7 +125,7 @@ def test_a_trace(tmp_path: Path, lines: list[bytes]) -> None:
         assert trace.num_refs > 0
 
 
-def test_a_trace_that_is_whole_is_read(tmp_path: Path) -> None:
+def test_a_trace_that_is_whole_is_read(tmp_path):
     """What is changed above is a trace."""
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\n".join(json.dumps(one).encode() for one in REQUESTS))
@@ -138,9 +135,7 @@ def test_a_trace_that_is_whole_is_read(tmp_path: Path) -> None:
 @fuzzed
 @given(text=TEXTS | like({"shard": "kvray-shard-1", "pid": os.getpid(), "since": 1e9}))
 @example(DEEP)
-def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(
-    tmp_path: Path, text: bytes
-) -> None:
+def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(tmp_path, text):
     file = SideFile.at(tmp_path / "owner")
     assert file.try_lock(OWNER_BYTE) or file.holder_of(OWNER_BYTE) == os.getpid()
     (tmp_path / "owner.json").write_bytes(text)
@@ -157,9 +152,7 @@ def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(
 @example(b"[]")
 @example(b'{"pid": 1}')
 @example(b'{"address":"","pid":-1,"started":1,"token":"","dashboard_url":null}')
-def test_what_a_local_ray_has_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
-) -> None:
+def test_what_a_local_ray_has_written_down(tmp_path, monkeypatch, text):
     monkeypatch.setattr(local_ray, "local_dir", lambda name: tmp_path)
     (tmp_path / local_ray._STATE_FILE).write_bytes(text)
     assert local_ray.find("t") is None
@@ -167,14 +160,14 @@ def test_what_a_local_ray_has_written_down(
 
 @fuzzed
 @given(text=TEXTS)
-def test_the_address_that_a_head_has_written_down(tmp_path: Path, text: bytes) -> None:
+def test_the_address_that_a_head_has_written_down(tmp_path, text):
     (tmp_path / "ray_current_cluster").write_bytes(text)
     assert isinstance(read_address(tmp_path), str)
 
 
 @fuzzed
 @given(text=st.binary(max_size=100))
-def test_a_secret(tmp_path: Path, text: bytes) -> None:
+def test_a_secret(tmp_path, text):
     path = tmp_path / "secret"
     path.write_bytes(text)
     path.chmod(0o600)

@@ -22,18 +22,18 @@ LABELS = {
 }
 
 
-def test_names_say_what_is_counted_and_counters_end_in_total() -> None:
+def test_names_say_what_is_counted_and_counters_end_in_total():
     for name, metric in METRICS.items():
         assert re.fullmatch(r"kvray_[a-z]+(_[a-z]+)*", name)
         assert name.endswith("_total") == (metric.kind == "counter")
         assert metric.help
 
 
-def test_labels_are_few_and_none_could_carry_a_prompt() -> None:
+def test_labels_are_few_and_none_could_carry_a_prompt():
     assert {label for metric in METRICS.values() for label in metric.labels} == LABELS
 
 
-def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other() -> None:
+def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other():
     page = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(kvray_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
 
@@ -62,7 +62,7 @@ def expressions() -> Iterator[str]:
     yield from (alert["expr"] for alert in alerts())
 
 
-def test_expressions_ask_for_declared_metrics_by_labels_that_they_have() -> None:
+def test_expressions_ask_for_declared_metrics_by_labels_that_they_have():
     for expression in expressions():
         asked = re.findall(r"ray_(kvray_\w+)(?:\{([^}]*)\})?", expression)
         assert asked, expression
@@ -72,7 +72,7 @@ def test_expressions_ask_for_declared_metrics_by_labels_that_they_have() -> None
             assert set(re.findall(r"(\w+)=", chosen)) <= labels, expression
 
 
-def test_one_tier_of_several_can_be_looked_at() -> None:
+def test_one_tier_of_several_can_be_looked_at():
     for panel in panels():
         for target in panel.get("targets", []):
             asked = re.findall(r"ray_kvray_\w+(.{28})?", target["expr"])
@@ -83,19 +83,19 @@ def test_one_tier_of_several_can_be_looked_at() -> None:
         assert len(grouped) == alert["expr"].count("ray_kvray_"), alert["alert"]
 
 
-def test_counters_are_asked_for_how_fast_they_grow() -> None:
+def test_counters_are_asked_for_how_fast_they_grow():
     for expression in expressions():
         for name in re.findall(r"(?<!rate\()(?<!increase\()ray_(kvray_\w+)", expression):
             assert METRICS[name].kind == "gauge", expression
 
 
-def test_lines_of_a_panel_have_letters_of_their_own() -> None:
+def test_lines_of_a_panel_have_letters_of_their_own():
     for panel in panels():
         letters = [target["refId"] for target in panel.get("targets", [])]
         assert len(set(letters)) == len(letters), panel["title"]
 
 
-def test_every_metric_that_engines_report_is_shown() -> None:
+def test_every_metric_that_engines_report_is_shown():
     shown = {name for one in expressions() for name in re.findall(r"ray_(kvray_\w+)", one)}
 
     hidden = {name for name in METRICS if name not in shown and not name.endswith("_count_total")}
@@ -108,7 +108,7 @@ def test_every_metric_that_engines_report_is_shown() -> None:
     assert hidden == {f"kvray_{name}" for name in few}
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_ids_of_their_own_and_do_not_overlap():
     shown = panels()
 
     assert len({panel["id"] for panel in shown}) == len(shown)
@@ -120,7 +120,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
     assert all(place["x"] + place["w"] <= 24 for place in places)
 
 
-def test_there_are_five_alerts_and_the_page_says_what_to_do_for_each() -> None:
+def test_there_are_five_alerts_and_the_page_says_what_to_do_for_each():
     page = (ROOT / "docs" / "metrics.md").read_text()
 
     names = [alert["alert"] for alert in alerts()]
@@ -131,7 +131,7 @@ def test_there_are_five_alerts_and_the_page_says_what_to_do_for_each() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there")
-def test_prometheus_itself_takes_the_alerts() -> None:
+def test_prometheus_itself_takes_the_alerts():
     command = ["promtool", "check", "rules", str(package_file(ALERTS))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 

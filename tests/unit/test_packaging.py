@@ -70,7 +70,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return wheel.namelist()
 
 
-def test_wheel_from_the_sdist_holds_every_file_of_the_package(wheel_names: list[str]) -> None:
+def test_wheel_from_the_sdist_holds_every_file_of_the_package(wheel_names):
     package = ROOT / "kvray"
     files = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     expected = {path.relative_to(ROOT).as_posix() for path in files}
@@ -78,28 +78,28 @@ def test_wheel_from_the_sdist_holds_every_file_of_the_package(wheel_names: list[
     assert expected == {name for name in wheel_names if name.startswith("kvray/")}
 
 
-def test_wheel_puts_nothing_but_kvray_at_the_top(wheel_names: list[str]) -> None:
+def test_wheel_puts_nothing_but_kvray_at_the_top(wheel_names):
     tops = {name.partition("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvray"}
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "kvray/cli/page/static/uPlot.LICENSE"])
-def test_wheel_holds_the_licences(wheel_names: list[str], name: str) -> None:
+def test_wheel_holds_the_licences(wheel_names, name):
     assert any(one.endswith(f".dist-info/licenses/{name}") for one in wheel_names)
 
 
 @pytest.mark.parametrize("name", ["actors", "connector"])
-def test_link_at_the_top_is_relative(name: str) -> None:
+def test_link_at_the_top_is_relative(name):
     assert os.readlink(ROOT / name) == f"kvray/{name}"
 
 
-def test_import_kvray_needs_no_other_package() -> None:
+def test_import_kvray_needs_no_other_package():
     code = "import kvray; print(kvray.__version__, *dir(kvray))"
     printed = run_python(BLOCKED.format(blocked=DEPENDENCIES, code=code))
     assert {"Client", "TensorCache"} <= set(printed.split())
 
 
-def test_unknown_name_of_kvray_is_an_attribute_error() -> None:
+def test_unknown_name_of_kvray_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Klient'"):
         _ = kvray.Klient
 
@@ -108,12 +108,12 @@ PACKAGE = Path(kvray.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_no_folder_has_more_than_25_modules() -> None:
+def test_no_folder_has_more_than_25_modules():
     counts = Counter(one.parent for one in MODULES)
     assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
 
 
-def test_no_module_has_more_than_600_lines() -> None:
+def test_no_module_has_more_than_600_lines():
     lengths = {one: one.read_text().count("\n") for one in MODULES}
     assert {str(one): length for one, length in lengths.items() if length > 600} == {}
 
@@ -138,7 +138,7 @@ print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
 
 
 @pytest.mark.parametrize("name", ENGINE_WING)
-def test_engine_wing_never_imports_ray(name: str) -> None:
+def test_engine_wing_never_imports_ray(name):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"there is no {name} yet")
     # Its own process: here another test may have imported ray.
@@ -149,7 +149,7 @@ CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_is_one_of_kvrays_and_survives_pickling(cls: type[errors.KVRayError]) -> None:
+def test_every_error_is_one_of_kvrays_and_survives_pickling(cls):
     assert issubclass(cls, errors.KVRayError)
     error = cls("The shard on node 3 did not answer.")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
@@ -157,5 +157,5 @@ def test_every_error_is_one_of_kvrays_and_survives_pickling(cls: type[errors.KVR
     assert str(copy) == str(error)
 
 
-def test_a_config_error_is_caught_as_a_value_error() -> None:
+def test_a_config_error_is_caught_as_a_value_error():
     assert issubclass(errors.ConfigError, ValueError)

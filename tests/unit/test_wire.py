@@ -29,31 +29,31 @@ def body_of(frame: bytes) -> bytes:
 
 
 @given(st.dictionaries(st.text(), PLAIN))
-def test_a_message_comes_back_as_it_was(message: dict[str, object]) -> None:
+def test_a_message_comes_back_as_it_was(message):
     assert wire.decode(body_of(wire.encode(message))) == message
 
 
-def test_whole_numbers_of_numpy_and_lone_surrogates_are_carried() -> None:
+def test_whole_numbers_of_numpy_and_lone_surrogates_are_carried():
     frame = wire.encode({"hits": np.int64(7), "model": "\ud800"})
     assert wire.decode(body_of(frame)) == {"hits": 7, "model": "\ud800"}
 
 
 @pytest.mark.parametrize("value", [object(), 2**64, {1, 2}, np.float32(1)])
-def test_what_no_frame_can_carry_is_refused(value: object) -> None:
+def test_what_no_frame_can_carry_is_refused(value):
     with pytest.raises(errors.TransferError, match="cannot be sent"):
         wire.encode({"value": value})
 
 
-def test_a_message_longer_than_a_frame_is_refused_by_its_sender() -> None:
+def test_a_message_longer_than_a_frame_is_refused_by_its_sender():
     with pytest.raises(errors.TransferError, match="send fewer keys"):
         wire.encode({"keys": bytes(wire.FRAME_MAX)})
 
 
-def test_the_longest_frame_is_accepted() -> None:
+def test_the_longest_frame_is_accepted():
     assert wire.body_length(struct.pack("<I", wire.FRAME_MAX)) == wire.FRAME_MAX
 
 
-def test_a_longer_frame_is_refused_before_it_is_read() -> None:
+def test_a_longer_frame_is_refused_before_it_is_read():
     with pytest.raises(errors.TransferError, match="it does not speak kvray's protocol"):
         wire.body_length(struct.pack("<I", wire.FRAME_MAX + 1))
 
@@ -62,24 +62,24 @@ def test_a_longer_frame_is_refused_before_it_is_read() -> None:
     "body",
     [b"", b"\xc1", b"\x81", msgpack.packb([1]), msgpack.packb({b"op": 1}), msgpack.packb({1: 1})],
 )
-def test_a_body_that_is_no_map_with_text_keys_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_map_with_text_keys_is_refused(body):
     with pytest.raises(errors.TransferError, match="The peer sent a"):
         wire.decode(body)
 
 
 @given(st.binary(max_size=64))
-def test_garbage_never_raises_anything_else(body: bytes) -> None:
+def test_garbage_never_raises_anything_else(body):
     with contextlib.suppress(errors.TransferError):
         assert all(isinstance(key, str) for key in wire.decode(body))
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_refused():
     with pytest.raises(errors.TransferError):
         wire.decode(b"\x91" * 100_000)
 
 
 @pytest.mark.parametrize("kind", [errors.LayoutMismatch, errors.ConfigError, errors.KVRayError])
-def test_an_error_crosses_with_its_class_and_sentence(kind: type[errors.KVRayError]) -> None:
+def test_an_error_crosses_with_its_class_and_sentence(kind):
     reply = wire.decode(body_of(wire.encode(wire.error_reply(kind("Why, and the fix.")))))
     with pytest.raises(kind, match=r"^Why, and the fix\.$") as raised:
         wire.raise_for(reply)
@@ -87,17 +87,17 @@ def test_an_error_crosses_with_its_class_and_sentence(kind: type[errors.KVRayErr
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "__doc__", "annotations", None, 7])
-def test_an_error_of_unknown_class_is_raised_as_the_base_class(name: object) -> None:
+def test_an_error_of_unknown_class_is_raised_as_the_base_class(name):
     with pytest.raises(errors.KVRayError) as raised:
         wire.raise_for({"ok": False, "error": name, "message": "m"})
     assert raised.type is errors.KVRayError
 
 
-def test_a_good_reply_raises_nothing() -> None:
+def test_a_good_reply_raises_nothing():
     wire.raise_for({"ok": True})
 
 
-def test_maps_inside_may_be_keyed_by_numbers() -> None:
+def test_maps_inside_may_be_keyed_by_numbers():
     frame = wire.encode({"leases": {1: ["far", 7]}})
     assert wire.decode(frame[wire.LENGTH.size :]) == {"leases": {1: ["far", 7]}}
 
@@ -113,14 +113,14 @@ def test_maps_inside_may_be_keyed_by_numbers() -> None:
     ],
     ids=["long", "many", "wide", "deep", "numbers"],
 )
-def test_a_frame_of_many_small_things_is_refused_before_they_are_made(values: bytes) -> None:
+def test_a_frame_of_many_small_things_is_refused_before_they_are_made(values):
     began = time.process_time()
     with pytest.raises(errors.TransferError):
         wire.decode(b"\x81\xa1x" + values)
     assert time.process_time() - began < 0.2
 
 
-def test_as_many_lists_and_maps_as_a_frame_may_have_are_carried() -> None:
+def test_as_many_lists_and_maps_as_a_frame_may_have_are_carried():
     most = wire._ITEMS_MAX - 2  # beside the message and the list that they are in
     assert wire.decode(msgpack.packb({"x": [[]] * most})) == {"x": [[]] * most}
     with pytest.raises(errors.TransferError, match="too many lists and maps"):

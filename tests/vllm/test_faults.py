@@ -7,7 +7,7 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.store.arena.layout import READY
-from tests.vllm.witness import BLOCK, Witness, stop
+from tests.vllm.witness import BLOCK, stop
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray]
@@ -18,7 +18,7 @@ LENGTH = 20 * BLOCK + 9
 HIT = 20 * BLOCK
 
 
-def test_a_corrupt_block_is_never_promised(witness: Witness) -> None:
+def test_a_corrupt_block_is_never_promised(witness):
     prompt = witness.prompt(100, LENGTH)
     witness.ask("first", [prompt])
     missed = witness.counters("uncached").get("miss_tokens_corrupt", 0)
@@ -32,7 +32,7 @@ def test_a_corrupt_block_is_never_promised(witness: Witness) -> None:
     witness.ask("uncached", [prompt])
 
 
-def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
+def test_a_shard_that_is_killed_costs_no_answer(witness):
     before, after = witness.prompt(102, LENGTH), witness.prompt(103, LENGTH)
     witness.ask("first", [before])
     for shard in witness.tier.machine.actors("Shard"):
@@ -44,7 +44,7 @@ def test_a_shard_that_is_killed_costs_no_answer(witness: Witness) -> None:
     witness.ask("first", [after])
 
 
-def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:
+def test_a_frozen_shard_holds_nobody_up(witness):
     prompt = witness.prompt(104, LENGTH)
     shards = witness.tier.machine.actors("Shard")
     for shard in shards:
@@ -59,7 +59,7 @@ def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:
     assert (cold.hit_tokens, warm.hit_tokens) == (0, HIT)
 
 
-def test_an_engine_that_is_killed_leaves_nothing_leased(witness: Witness) -> None:
+def test_an_engine_that_is_killed_leaves_nothing_leased(witness):
     prompts = [witness.prompt(110 + index, LENGTH) for index in range(4)]
     engine = witness.engines["chunked"]
     calls = [engine.submit(prompt, max_tokens=64) for prompt in prompts]

@@ -117,12 +117,7 @@ LIVES = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_no_answer_is_wrong_lost_or_an_error(
-    attack: Callable[[Arena, Path, random.Random], None],
-    tier: Shard,
-    disk: Path,
-    model: Path,
-) -> None:
+def test_no_answer_is_wrong_lost_or_an_error(attack, tier, disk, model):
     tallies = _live(attack, tier, disk, model)
     for name, tally in tallies.items():
         print(f"{name}: {tally}")

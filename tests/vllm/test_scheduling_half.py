@@ -90,7 +90,7 @@ def totals(half: SchedulingHalf) -> Counter[str]:
     return half._leader.shared.figures.totals
 
 
-def test_what_vllm_takes_is_loaded(half: SchedulingHalf) -> None:
+def test_what_vllm_takes_is_loaded(half):
     request = asked("a")
     assert offered(half, request) == HIT
     half.allocated(request, HIT)
@@ -102,7 +102,7 @@ def test_what_vllm_takes_is_loaded(half: SchedulingHalf) -> None:
     assert half.finish("a") == (False, HIT)
 
 
-def test_nothing_is_offered_before_every_rank_has_answered(half: SchedulingHalf) -> None:
+def test_nothing_is_offered_before_every_rank_has_answered(half):
     request = asked("a")
     assert [half.ask(request, 0) for _ in range(3)] == [None] * 3
     hold = told(half)
@@ -113,7 +113,7 @@ def test_nothing_is_offered_before_every_rank_has_answered(half: SchedulingHalf)
     assert half.plan(nothing()).holds == ()
 
 
-def test_what_vllm_does_not_take_is_not_loaded(half: SchedulingHalf) -> None:
+def test_what_vllm_does_not_take_is_not_loaded(half):
     request = asked("a")
     assert offered(half, request) == HIT
     half.allocated(request, 0)
@@ -122,7 +122,7 @@ def test_what_vllm_does_not_take_is_not_loaded(half: SchedulingHalf) -> None:
     assert half.finish("a") == (False, 0)
 
 
-def test_a_block_that_proves_wrong_makes_a_shorter_hit(half: SchedulingHalf) -> None:
+def test_a_block_that_proves_wrong_makes_a_shorter_hit(half):
     request = asked("a")
     assert offered(half, request, sound=3) == 3 * BLOCK
     half.allocated(request, 3 * BLOCK)
@@ -134,7 +134,7 @@ def test_a_block_that_proves_wrong_makes_a_shorter_hit(half: SchedulingHalf) -> 
     assert half.finish("a") == (False, 3 * BLOCK)
 
 
-def test_a_first_block_that_proves_wrong_makes_a_miss(half: SchedulingHalf) -> None:
+def test_a_first_block_that_proves_wrong_makes_a_miss(half):
     request = asked("a")
     assert offered(half, request, sound=0) == 0
     half.allocated(request, 0)
@@ -142,7 +142,7 @@ def test_a_first_block_that_proves_wrong_makes_a_miss(half: SchedulingHalf) -> N
     assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).loads == ()
 
 
-def test_what_vllm_has_itself_by_then_is_passed_over(half: SchedulingHalf) -> None:
+def test_what_vllm_has_itself_by_then_is_passed_over(half):
     request = asked("a")
     assert offered(half, request, BLOCK) == HIT - BLOCK
     assert half.ask(request, 4 * BLOCK) == HIT - 4 * BLOCK
@@ -156,8 +156,8 @@ def test_what_vllm_has_itself_by_then_is_passed_over(half: SchedulingHalf) -> No
 
 @pytest.mark.parametrize("computed", [0, HIT + BLOCK])
 def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_than_it_has(
-    half: SchedulingHalf, computed: int
-) -> None:
+    half, computed
+):
     request = asked("a")
     assert half.ask(request, BLOCK) is None
     answer(half, told(half))
@@ -166,7 +166,7 @@ def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_
     assert half.plan(new("a", computed, num_scheduled=1)).drops == (0,)
 
 
-def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half: SchedulingHalf) -> None:
+def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half):
     request = asked("a")
     assert offered(half, request) == HIT
     half.allocated(request, HIT)
@@ -178,9 +178,7 @@ def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half: Schedul
     assert half.finish("a") == (False, HIT)
 
 
-def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(
-    half: SchedulingHalf,
-) -> None:
+def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(half):
     request = asked("a")
     request.skip_reading_prefix_cache = True
     request.all_token_ids = request.prompt_token_ids = [*PROMPT[:-BLOCK], *range(BLOCK)]
@@ -193,14 +191,12 @@ def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(
     assert totals(half)["stage_calls"] == 0
 
 
-def test_no_more_is_held_than_the_ranks_have_memory_for(half: SchedulingHalf) -> None:
+def test_no_more_is_held_than_the_ranks_have_memory_for(half):
     half._holds = Holds(num_ranks=1, num_blocks=4)
     assert offered(half, asked("a")) == 4 * BLOCK
 
 
-def test_a_request_waits_for_memory_for_a_bounded_time(
-    half: SchedulingHalf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
     half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
@@ -215,9 +211,7 @@ def test_a_request_waits_for_memory_for_a_bounded_time(
     assert offered(half, second) == HIT
 
 
-def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(
-    half: SchedulingHalf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
     request = asked("a")
@@ -234,7 +228,7 @@ def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_a_request_that_ends_while_it_waits_is_let_go(half: SchedulingHalf, is_told: bool) -> None:
+def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
     assert half.ask(asked("a"), 0) is None
     if is_told:
         answer(half, told(half))
@@ -247,7 +241,7 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half: SchedulingHalf, is_t
     assert arena.stats()["leased_blocks"] == 0
 
 
-def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half: SchedulingHalf) -> None:
+def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
     half._leader.shared.pool.is_host = False
     names = []
     for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
@@ -260,7 +254,7 @@ def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half: Schedu
     assert (half.finish("a"), half.finish("b")) == ((True, 0), (False, 0))
 
 
-def test_after_a_reset_nothing_is_loaded_or_saved(half: SchedulingHalf) -> None:
+def test_after_a_reset_nothing_is_loaded_or_saved(half):
     assert offered(half, asked("a")) == HIT
     half.reset()
     request = asked("c")

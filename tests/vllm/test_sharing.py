@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm.witness import BLOCK, Witness
+from tests.vllm.witness import BLOCK
 
 pytestmark = [pytest.mark.ray]
 
@@ -13,7 +13,7 @@ HIT = 20 * BLOCK
 """What an engine loads of a prompt of that length which another has computed."""
 
 
-def test_another_engine_of_the_node_loads_what_one_has_computed(witness: Witness) -> None:
+def test_another_engine_of_the_node_loads_what_one_has_computed(witness):
     prompt = witness.prompt(0, LENGTH)
     (cold,) = witness.ask("first", [prompt])
     (warm,) = witness.ask("uncached", [prompt])
@@ -21,13 +21,13 @@ def test_another_engine_of_the_node_loads_what_one_has_computed(witness: Witness
     assert witness.counters("uncached")["loaded_blocks"] >= HIT // BLOCK
 
 
-def test_without_prefix_caching_every_time_is_a_load(witness: Witness) -> None:
+def test_without_prefix_caching_every_time_is_a_load(witness):
     prompt = witness.prompt(1, LENGTH)
     first, second, third = (witness.ask("uncached", [prompt])[0] for _ in range(3))
     assert [first.hit_tokens, second.hit_tokens, third.hit_tokens] == [0, HIT, HIT]
 
 
-def test_with_prefix_caching_only_what_it_lacks_is_loaded(witness: Witness) -> None:
+def test_with_prefix_caching_only_what_it_lacks_is_loaded(witness):
     short, long = witness.prompt(2, 8 * BLOCK), witness.prompt(2, LENGTH)
     witness.ask("uncached", [long])
     own = witness.ask("first", [short])[0]
@@ -37,21 +37,21 @@ def test_with_prefix_caching_only_what_it_lacks_is_loaded(witness: Witness) -> N
     assert loaded.hit_tokens + loaded.reused_tokens == HIT
 
 
-def test_an_engine_on_another_node_loads_it_too(witness: Witness) -> None:
+def test_an_engine_on_another_node_loads_it_too(witness):
     prompt = witness.prompt(3, LENGTH)
     witness.ask("first", [prompt])
     (far,) = witness.ask("far", [prompt])
     assert far.hit_tokens == HIT
 
 
-def test_a_prompt_of_whole_blocks_has_its_last_one_computed(witness: Witness) -> None:
+def test_a_prompt_of_whole_blocks_has_its_last_one_computed(witness):
     prompt = witness.prompt(5, 10 * BLOCK)
     witness.ask("first", [prompt])
     (warm,) = witness.ask("uncached", [prompt])
     assert warm.hit_tokens == 9 * BLOCK
 
 
-def test_what_was_generated_is_stored_as_well(witness: Witness) -> None:
+def test_what_was_generated_is_stored_as_well(witness):
     prompt = witness.prompt(6, 6 * BLOCK)
     (answered,) = witness.ask("first", [prompt], max_tokens=3 * BLOCK)
     longer = [*prompt, *answered.token_ids]
@@ -59,7 +59,7 @@ def test_what_was_generated_is_stored_as_well(witness: Witness) -> None:
     assert warm.hit_tokens == (len(longer) - 1) // BLOCK * BLOCK
 
 
-def test_a_salt_keeps_equal_prompts_apart(witness: Witness) -> None:
+def test_a_salt_keeps_equal_prompts_apart(witness):
     prompt = witness.prompt(7, LENGTH)
     outputs = [
         witness.ask("uncached", [prompt], salt=salt)[0] for salt in ("one", "one", "two", None)

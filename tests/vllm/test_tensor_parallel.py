@@ -65,7 +65,7 @@ def num_stored(tier: TwoNodes) -> int:
     return sum(one["blocks"] for one in slabs if one["block_bytes"] == PART_BYTES)
 
 
-def test_a_block_has_a_part_of_each_rank(engines: list[Replica], tier: TwoNodes) -> None:
+def test_a_block_has_a_part_of_each_rank(engines, tier):
     plain, first, second = engines
     prompt = [3 + (index * index) % 500 for index in range(LENGTH)]
     outputs = []

@@ -24,12 +24,6 @@ StartShard = Callable[..., Shard]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """What runs tests that are coroutines."""
-    return "asyncio"
-
-
-@pytest.fixture
 def directory() -> Iterator[Path]:
     """A cluster's directory, which the shard makes."""
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))

@@ -22,7 +22,6 @@ from kvray.actors.owner.ownership import as_owner
 from kvray.cli.app import app as cli_app
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
-from tests.forks import RunKvray
 from tests.unit.actors.shard_process import shard_process
 
 COMMANDS = (
@@ -73,14 +72,14 @@ def short_dir() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_help_names_every_command(run_kvray: RunKvray) -> None:
+def test_help_names_every_command(run_kvray):
     done = run_kvray("--help")
     assert done.returncode == 0
     assert all(command.split()[0] in done.stdout for command in COMMANDS)
     assert all(panel in done.stdout for panel in ("Run a tier", "Look at it", "Try and measure"))
 
 
-def test_help_flows_within_80_columns(run_kvray: RunKvray) -> None:
+def test_help_flows_within_80_columns(run_kvray):
     lines = [line.rstrip() for line in run_kvray("up", "--help", COLUMNS="80").stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     prose = lines[lines.index("", 2) : next(i for i, one in enumerate(lines) if "Options ─" in one)]
@@ -90,7 +89,7 @@ def test_help_flows_within_80_columns(run_kvray: RunKvray) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(run_kvray: RunKvray, command: str) -> None:
+def test_every_command_explains_itself(run_kvray, command):
     done = run_kvray(*command.split(), "--help")
     assert done.returncode == 0
     assert "--verbose" in done.stdout
@@ -99,14 +98,14 @@ def test_every_command_explains_itself(run_kvray: RunKvray, command: str) -> Non
     assert "<bool>" not in done.stdout
 
 
-def test_version_is_the_package_s(run_kvray: RunKvray) -> None:
+def test_version_is_the_package_s(run_kvray):
     assert run_kvray("--version").stdout == f"kvray {kvray.__version__}\n"
 
 
 @pytest.mark.parametrize(
     "args", [["nonsense"], ["up", "--nonsense"], ["up", "--port", "0"], ["up", "--port", "high"]]
 )
-def test_wrong_usage_exits_with_2(run_kvray: RunKvray, args: list[str]) -> None:
+def test_wrong_usage_exits_with_2(run_kvray, args):
     done = run_kvray(*args)
     assert done.returncode == 2
     assert "Usage: kvray" in done.stderr
@@ -114,9 +113,7 @@ def test_wrong_usage_exits_with_2(run_kvray: RunKvray, args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "verify", "sweep", "connector-config"])
-def test_unknown_setting_is_refused_with_the_nearest_one(
-    run_kvray: RunKvray, tmp_path: Path, command: str
-) -> None:
+def test_unknown_setting_is_refused_with_the_nearest_one(run_kvray, tmp_path, command):
     (tmp_path / "kvray.yaml").write_text("arena: {capacty: 1GiB}\n")
     done = run_kvray(command, "-c", "kvray.yaml")
     assert_refused(done, tmp_path, "did you mean arena.capacity", kept={"kvray.yaml"})
@@ -136,29 +133,25 @@ def test_unknown_setting_is_refused_with_the_nearest_one(
         ("size --add 64sheep", ("--add", "64GiB")),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(
-    run_kvray: RunKvray, tmp_path: Path, command: str, words: tuple[str, ...]
-) -> None:
+def test_what_cannot_be_is_refused_in_one_sentence(run_kvray, tmp_path, command, words):
     done = run_kvray(*command.split(), KVRAY_CLUSTER_NAME="no-such-tier")
     assert_refused(done, tmp_path, *words)
 
 
 @pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much", str(10**30), "9" * 14 + "TiB"])
-def test_size_that_is_none_is_refused(run_kvray: RunKvray, tmp_path: Path, size: str) -> None:
+def test_size_that_is_none_is_refused(run_kvray, tmp_path, size):
     (tmp_path / "kvray.yaml").write_text(f"arena: {{capacity: {size}}}\n")
     done = run_kvray("up", "-c", "kvray.yaml")
     assert_refused(done, tmp_path, "arena.capacity", "; write ", kept={"kvray.yaml"})
 
 
-def test_configuration_that_is_a_pipe_is_not_waited_for(
-    run_kvray: RunKvray, tmp_path: Path
-) -> None:
+def test_configuration_that_is_a_pipe_is_not_waited_for(run_kvray, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     done = run_kvray("config", "show", "-c", "pipe")
     assert_refused(done, tmp_path, "pipe is a pipe", "name a file", kept={"pipe"})
 
 
-def test_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_working_directory_that_is_gone_is_said(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     code = "import os, sys; os.rmdir(os.getcwd()); from kvray.cli import main; main()"
@@ -174,14 +167,14 @@ def test_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["config", "show"]])
-def test_stdout_that_cannot_be_written_is_said(args: list[str]) -> None:
+def test_stdout_that_cannot_be_written_is_said(args):
     with open("/dev/full", "w") as full:
         done = _kvray_to(full, args)
     assert done.returncode == 2
     assert done.stderr == "kvray: stdout cannot be written: No space left on device.\n"
 
 
-def test_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+def test_reader_that_has_enough_is_no_error(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
@@ -189,7 +182,7 @@ def test_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_closed_stdout_is_said() -> None:
+def test_closed_stdout_is_said():
     shell = f"exec {sys.executable} -m kvray config show >&-"
     done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -202,36 +195,30 @@ def _kvray_to(stdout: TextIO, args: list[str]) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status"])
-def test_dead_ray_address_is_named(
-    run_kvray: RunKvray, tmp_path: Path, closed_port: int, command: str
-) -> None:
+def test_dead_ray_address_is_named(run_kvray, tmp_path, closed_port, command):
     address = f"127.0.0.1:{closed_port}"
     done = run_kvray(command, "--address", address)
     assert_refused(done, tmp_path, f"Nobody answers at the Ray address {address}")
 
 
-def test_port_in_use_is_refused(run_kvray: RunKvray, tmp_path: Path, open_port: int) -> None:
+def test_port_in_use_is_refused(run_kvray, tmp_path, open_port):
     done = run_kvray("up", "--port", str(open_port))
     assert_refused(done, tmp_path, f"Port {open_port}", "choose another --port")
 
 
-def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(
-    run_kvray: RunKvray, short_dir: Path
-) -> None:
+def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(run_kvray, short_dir):
     done = run_kvray("up", KVRAY_ARENA__CAPACITY="100TiB", TMPDIR=str(short_dir))
     assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
 
 
-def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray: RunKvray) -> None:
+def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray):
     done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
     assert done.returncode == 0
     assert "is missing" in done.stdout
     assert "lower arena.capacity" in done.stdout
 
 
-def test_plan_before_ray_is_started_says_how_to_start_it(
-    run_kvray: RunKvray, closed_port: int
-) -> None:
+def test_plan_before_ray_is_started_says_how_to_start_it(run_kvray, closed_port):
     address = f"127.0.0.1:{closed_port}"
     done = run_kvray(
         *("up", "--plan", "--address", address),
@@ -246,16 +233,14 @@ def test_plan_before_ray_is_started_says_how_to_start_it(
     assert "Nobody answers" in done.stderr
 
 
-def test_directory_for_rays_files_is_one_that_ray_can_use(
-    run_kvray: RunKvray, tmp_path: Path
-) -> None:
+def test_directory_for_rays_files_is_one_that_ray_can_use(run_kvray, tmp_path):
     (tmp_path / "é").mkdir()
     done = run_kvray("up", TMPDIR=str(tmp_path / "é"))
     assert_refused(done, tmp_path, "set TMPDIR", kept={"é"})
 
 
 @pytest.mark.parametrize("command", ["up", "down"])
-def test_shard_of_another_ray_is_named(run_kvray: RunKvray, short_dir: Path, command: str) -> None:
+def test_shard_of_another_ray_is_named(run_kvray, short_dir, command):
     node_dir = short_dir / "kvray-taken"
     node_dir.mkdir(mode=0o700)
     with as_owner(node_dir) as is_owner:
@@ -267,9 +252,7 @@ def test_shard_of_another_ray_is_named(run_kvray: RunKvray, short_dir: Path, com
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes directories of other users")
 @pytest.mark.parametrize("command", ["up", "down"])
-def test_tier_of_another_user_is_not_taken_for_none(
-    run_kvray: RunKvray, short_dir: Path, command: str
-) -> None:
+def test_tier_of_another_user_is_not_taken_for_none(run_kvray, short_dir, command):
     node_dir = short_dir / "kvray-theirs"
     node_dir.mkdir()
     os.chown(node_dir, 65534, 65534)
@@ -283,7 +266,7 @@ def _tier_in(directory: Path, name: str) -> dict[str, str]:
     return {"KVRAY_CLUSTER_NAME": name, "KVRAY_ARENA__DIR": where, "TMPDIR": where}
 
 
-def test_every_number_has_bounds_and_is_held_to_them() -> None:
+def test_every_number_has_bounds_and_is_held_to_them():
     app = typer.main.get_command(cli_app)
     numbers = [
         (path, parameter)
@@ -308,30 +291,28 @@ def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
         yield from ((path, parameter) for parameter in command.params)
 
 
-def test_down_without_a_tier_is_fine(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_down_without_a_tier_is_fine(run_kvray, tmp_path):
     done = run_kvray("down", KVRAY_CLUSTER_NAME="no-such-tier")
     assert done.returncode == 0
     assert done.stdout == "No tier no-such-tier was running.\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_verbose_shows_where_an_error_came_from(run_kvray: RunKvray) -> None:
+def test_verbose_shows_where_an_error_came_from(run_kvray):
     done = run_kvray("status", "--verbose", KVRAY_CLUSTER_NAME="no-such-tier")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "ShardUnavailable" in done.stderr
 
 
-def test_help_imports_neither_ray_nor_torch() -> None:
+def test_help_imports_neither_ray_nor_torch():
     code = "import sys, kvray.cli; print({'ray', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("text", ["[1, 15043, 29871]", "1 15043\n29871\n"])
-def test_tokens_are_read_from_a_file_or_stdin(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_read_from_a_file_or_stdin(text, tmp_path, monkeypatch):
     (tmp_path / "prompt").write_text(text)
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     for path in (tmp_path / "prompt", Path("-")):
@@ -339,16 +320,14 @@ def test_tokens_are_read_from_a_file_or_stdin(
 
 
 @pytest.mark.parametrize("text", [None, "", "Hello", '["1"]', "[true]", '{"tokens": [1]}'])
-def test_what_are_no_tokens_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_what_are_no_tokens_is_refused(text, tmp_path):
     if text is not None:
         (tmp_path / "prompt.json").write_text(text)
     with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
         read_tokens(tmp_path / "prompt.json")
 
 
-def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(
-    run_kvray: RunKvray, parent: Path
-) -> None:
+def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, parent):
     environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(parent)}
     with shard_process(parent / "kvray-prod", "kvray-shard-0") as process:
         done = run_kvray("down", **environ)
@@ -373,9 +352,7 @@ def make_session(temp_dir: Path, name: str, dashboards: Path) -> None:
     latest.symlink_to(session)
 
 
-def test_it_goes_into_the_latest_session_again_and_again(
-    run_kvray: RunKvray, tmp_path: Path
-) -> None:
+def test_it_goes_into_the_latest_session_again_and_again(run_kvray, tmp_path):
     ray = tmp_path / "ray"
     for name in ("session_1", "session_2"):
         make_session(ray, name, tmp_path / name)
@@ -388,7 +365,7 @@ def test_it_goes_into_the_latest_session_again_and_again(
     assert "repeat this after a restart" in done.stdout
 
 
-def test_what_prometheus_needs_is_printed_as_yaml(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_what_prometheus_needs_is_printed_as_yaml(run_kvray, tmp_path):
     make_session(tmp_path / "ray", "session_1", tmp_path / "boards")
 
     done = run_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
@@ -401,7 +378,7 @@ def test_what_prometheus_needs_is_printed_as_yaml(run_kvray: RunKvray, tmp_path:
     assert files["files"] == [str(tmp_path / "ray" / "prom_metrics_service_discovery.json")]
 
 
-def test_any_directory_of_a_grafana_will_do(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_any_directory_of_a_grafana_will_do(run_kvray, tmp_path):
     done = run_kvray("dashboard", "install", "--to", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kvray_kvray.json").exists()
@@ -417,14 +394,12 @@ def test_any_directory_of_a_grafana_will_do(run_kvray: RunKvray, tmp_path: Path)
     ],
     ids=["no session", "no session to scrape", "a Ray without its dashboard", "no directory"],
 )
-def test_a_dashboard_that_cannot_be_put_anywhere_says_why(
-    run_kvray: RunKvray, tmp_path: Path, options: str, words: str
-) -> None:
+def test_a_dashboard_that_cannot_be_put_anywhere_says_why(run_kvray, tmp_path, options, words):
     (tmp_path / "session_latest").mkdir()
     done = run_kvray("dashboard", *options.split())
     assert_refused(done, tmp_path, words, kept={"session_latest"})
 
 
-def test_rules_and_json_can_be_printed(run_kvray: RunKvray) -> None:
+def test_rules_and_json_can_be_printed(run_kvray):
     assert "groups:" in run_kvray("dashboard", "rules").stdout
     assert json.loads(run_kvray("dashboard", "show").stdout)["title"] == "kvray"

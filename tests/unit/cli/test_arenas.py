@@ -64,7 +64,7 @@ def outcomes(found: dict[str, Any]) -> dict[str, str]:
     return {name: arena["outcome"] for name, arena in found.items()}
 
 
-def test_an_arena_that_nobody_uses_is_shown_and_removed(dead: Path, sweep: Sweep) -> None:
+def test_an_arena_that_nobody_uses_is_shown_and_removed(dead, sweep):
     arena = sweep()["kvray-dead"]
     assert arena["cluster_name"] == "test"
     assert arena["num_bytes"] > 64 * 4096
@@ -75,7 +75,7 @@ def test_an_arena_that_nobody_uses_is_shown_and_removed(dead: Path, sweep: Sweep
     assert sweep() == {}
 
 
-def test_an_arena_with_an_owner_is_kept(parent: Path, sweep: Sweep) -> None:
+def test_an_arena_with_an_owner_is_kept(parent, sweep):
     with shard_process(parent / "kvray-owned", "kvray-shard-0") as process:
         arena = sweep()["kvray-owned"]
         assert arena["outcome"] == "owned"
@@ -84,15 +84,15 @@ def test_an_arena_with_an_owner_is_kept(parent: Path, sweep: Sweep) -> None:
         assert arena["holders"] == [{"label": "test", "pid": process.pid}]
 
 
-def test_an_owner_that_is_frozen_keeps_its_arena(parent: Path, sweep: Sweep) -> None:
+def test_an_owner_that_is_frozen_keeps_its_arena(parent, sweep):
     with shard_process(parent / "kvray-owned", "a") as process:
         process.send_signal(signal.SIGSTOP)
         assert outcomes(sweep()) == {"kvray-owned": "owned"}
 
 
 def test_an_arena_with_an_engine_and_no_owner_is_kept_until_the_engine_ends(
-    attached: Child, parent: Path, sweep: Sweep
-) -> None:
+    attached, parent, sweep
+):
     arena = sweep()["kvray-attached"]
     assert arena["outcome"] == "attached"
     assert arena["holders"] == [{"label": "engine-1", "pid": attached.process.pid}]
@@ -101,16 +101,14 @@ def test_an_arena_with_an_engine_and_no_owner_is_kept_until_the_engine_ends(
     assert outcomes(sweep()) == {"kvray-attached": "removed"}
 
 
-def test_a_dry_run_removes_and_makes_nothing(dead: Path, parent: Path, sweep: Sweep) -> None:
+def test_a_dry_run_removes_and_makes_nothing(dead, parent, sweep):
     (parent / "kvray-half").mkdir()
     before = sorted(parent.rglob("*"))
     assert outcomes(sweep("--dry-run")) == {"kvray-dead": "unused", "kvray-half": "unused"}
     assert sorted(parent.rglob("*")) == before
 
 
-def test_whoever_maps_an_arena_without_having_joined_sees_it_retired(
-    dead: Path, sweep: Sweep
-) -> None:
+def test_whoever_maps_an_arena_without_having_joined_sees_it_retired(dead, sweep):
     arena = open_arena(dead)
     with contextlib.closing(arena):
         arena.leave()
@@ -130,9 +128,7 @@ def test_whoever_maps_an_arena_without_having_joined_sees_it_retired(
     ],
     ids=["empty", "half-made", "short", "foreign", "another format", "no arena"],
 )
-def test_what_is_no_whole_arena_is_removed(
-    parent: Path, sweep: Sweep, files: dict[str, bytes], defect: str
-) -> None:
+def test_what_is_no_whole_arena_is_removed(parent, sweep, files, defect):
     directory = parent / "kvray-broken"
     directory.mkdir()
     for name, content in files.items():
@@ -144,7 +140,7 @@ def test_what_is_no_whole_arena_is_removed(
     assert not directory.exists()
 
 
-def test_directories_that_are_no_shards_are_left_alone(parent: Path, sweep: Sweep) -> None:
+def test_directories_that_are_no_shards_are_left_alone(parent, sweep):
     (parent / "kvray-other").mkdir()
     (parent / "kvray-other" / "precious").touch()
     (parent / "kvray-file").touch()
@@ -157,15 +153,13 @@ def test_directories_that_are_no_shards_are_left_alone(parent: Path, sweep: Swee
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_arenas_are_not_touched(dead: Path, sweep: Sweep) -> None:
+def test_another_users_arenas_are_not_touched(dead, sweep):
     os.chown(dead, 12345, 12345)
     assert sweep() == {}
     assert (dead / "arena").exists()
 
 
-def test_what_cannot_be_removed_is_told_and_exits_with_1(
-    dead: Path, run_kvray: RunKvray, sweep: Sweep
-) -> None:
+def test_what_cannot_be_removed_is_told_and_exits_with_1(dead, run_kvray, sweep):
     (dead / "lock.d" / "precious").mkdir(parents=True)
     assert outcomes(sweep(status=1)) == {"kvray-dead": "left"}
     assert (dead / "lock.d" / "precious").exists()
@@ -174,7 +168,7 @@ def test_what_cannot_be_removed_is_told_and_exits_with_1(
     assert f"{dead} could not be removed: {dead}/lock.d (Is a directory); remove" in done.stdout
 
 
-def test_files_of_others_beside_an_arena_are_left_and_told(dead: Path, sweep: Sweep) -> None:
+def test_files_of_others_beside_an_arena_are_left_and_told(dead, sweep):
     (dead / "precious").touch()
     arena = sweep(status=1)["kvray-dead"]
     assert (arena["outcome"], arena["problem"]) == ("left", "it has files of others.")
@@ -182,9 +176,7 @@ def test_files_of_others_beside_an_arena_are_left_and_told(dead: Path, sweep: Sw
     assert sweep() == {}
 
 
-def test_the_table_tells_who_has_what(
-    dead: Path, attached: Child, parent: Path, run_kvray: RunKvray
-) -> None:
+def test_the_table_tells_who_has_what(dead, attached, parent, run_kvray):
     with shard_process(parent / "kvray-owned", "kvray-shard-0") as process:
         done = run_kvray("sweep", "--dry-run", "--dir", parent)
     assert done.returncode == 0, done.stderr
@@ -195,15 +187,13 @@ def test_the_table_tells_who_has_what(
     assert f"kvray-shard-0 ({process.pid}) test ({process.pid}) kept: its" in lines["kvray-owned"]
 
 
-def test_arena_dir_of_the_configuration_is_looked_at(
-    run_kvray: RunKvray, parent: Path, tmp_path: Path
-) -> None:
+def test_arena_dir_of_the_configuration_is_looked_at(run_kvray, parent, tmp_path):
     (tmp_path / "kvray.yaml").write_text(f"arena: {{dir: {parent}}}\n")
     done = run_kvray("sweep", "-c", "kvray.yaml")
     assert done.stdout == f"There are no arenas of this user in {parent}.\n"
 
 
-def test_a_directory_that_is_none_is_refused(run_kvray: RunKvray) -> None:
+def test_a_directory_that_is_none_is_refused(run_kvray):
     done = run_kvray("sweep", "--dir", "/nowhere")
     assert done.returncode == 2
     assert done.stderr == (
@@ -215,7 +205,7 @@ def test_a_directory_that_is_none_is_refused(run_kvray: RunKvray) -> None:
     ("age_s", "text"),
     [(-1, "0 s"), (0.5, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (86400 * 3, "3 d")],
 )
-def test_an_age_is_told_in_its_largest_unit(age_s: float, text: str) -> None:
+def test_an_age_is_told_in_its_largest_unit(age_s, text):
     assert age_text(age_s) == text
 
 
@@ -256,7 +246,7 @@ def spoil(arena: Arena, slot: int) -> str:
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 
 
-def test_a_sound_arena_exits_with_0(verify: Verify, make: MakeArena) -> None:
+def test_a_sound_arena_exits_with_0(verify, make):
     store(make(), KEYS)
     done = verify()
     assert (done.returncode, done.stderr) == (0, "")
@@ -265,7 +255,7 @@ def test_a_sound_arena_exits_with_0(verify: Verify, make: MakeArena) -> None:
     assert row[4:] == ["0", "0"]
 
 
-def test_a_wrong_block_is_named_and_exits_with_1(verify: Verify, make: MakeArena) -> None:
+def test_a_wrong_block_is_named_and_exits_with_1(verify, make):
     arena = make()
     name = spoil(arena, int(store(arena, KEYS).slots[7]))
     done = verify()
@@ -275,7 +265,7 @@ def test_a_wrong_block_is_named_and_exits_with_1(verify: Verify, make: MakeArena
     assert verify().returncode == 0
 
 
-def test_damaged_tables_are_said_and_exit_with_1(verify: Verify, make: MakeArena) -> None:
+def test_damaged_tables_are_said_and_exit_with_1(verify, make):
     arena = make()
     arena.tables.slot_parent[int(store(arena, KEYS).slots[7])] = 2**20
     done = verify()
@@ -285,7 +275,7 @@ def test_damaged_tables_are_said_and_exit_with_1(verify: Verify, make: MakeArena
     assert arena_found["damage"] == {"parents": 1, "children": 1}
 
 
-def test_overwritten_tables_are_said_in_a_sentence(verify: Verify, make: MakeArena) -> None:
+def test_overwritten_tables_are_said_in_a_sentence(verify, make):
     store(arena := make(), KEYS)
     overwrite(arena.tables)
     done = verify()
@@ -293,7 +283,7 @@ def test_overwritten_tables_are_said_in_a_sentence(verify: Verify, make: MakeAre
     assert "tables damaged" in done.stdout
 
 
-def test_json_has_every_figure(verify: Verify, parent: Path, make: MakeArena) -> None:
+def test_json_has_every_figure(verify, parent, make):
     arena = make()
     name = spoil(arena, int(store(arena, KEYS).slots[7]))
     done = verify("--json")
@@ -313,9 +303,7 @@ def test_json_has_every_figure(verify: Verify, parent: Path, make: MakeArena) ->
     ]
 
 
-def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(
-    verify: Verify, parent: Path, make: MakeArena
-) -> None:
+def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(verify, parent, make):
     for name in ("a", "b"):
         store(make(name), KEYS)
     (parent / "kvray-c").mkdir()
@@ -330,20 +318,20 @@ def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(
     assert done.stderr.count("\n") == 1, "one sentence"
 
 
-def test_all_without_an_arena_is_sound(verify: Verify, parent: Path) -> None:
+def test_all_without_an_arena_is_sound(verify, parent):
     done = verify("--all")
     assert done.returncode == 0
     assert done.stdout == f"This user has no arena under {parent}.\n"
 
 
-def test_no_arena_is_an_error_that_says_how_to_get_one(verify: Verify, parent: Path) -> None:
+def test_no_arena_is_an_error_that_says_how_to_get_one(verify, parent):
     done = verify()
     assert (done.returncode, done.stdout) == (2, "")
     assert "start the tier with `kvray up`" in done.stderr
     assert list(parent.iterdir()) == []
 
 
-def test_a_terminal_sees_how_far_it_is(parent: Path, make: MakeArena) -> None:
+def test_a_terminal_sees_how_far_it_is(parent, make):
     store(make(), KEYS)
     ours, theirs = os.openpty()
     done = subprocess.run(
@@ -360,7 +348,7 @@ def test_a_terminal_sees_how_far_it_is(parent: Path, make: MakeArena) -> None:
     assert b"Checking" not in done.stdout
 
 
-def test_ctrl_c_leaves_no_lease_and_no_holder(parent: Path, make: MakeArena) -> None:
+def test_ctrl_c_leaves_no_lease_and_no_holder(parent, make):
     arena = make(num_slabs=64, slots_per_slab=256)
     store(arena, chain(64 * 256))
     command = subprocess.Popen(
@@ -385,7 +373,7 @@ def test_ctrl_c_leaves_no_lease_and_no_holder(parent: Path, make: MakeArena) -> 
 
 
 @pytest.mark.parametrize("command", ["sweep", "verify"])
-def test_no_ray_is_imported(parent: Path, make: MakeArena, command: str) -> None:
+def test_no_ray_is_imported(parent, make, command):
     store(make(), KEYS)
     code = "from kvray.cli.app import app; import sys; app(sys.argv[1:], standalone_mode=False);"
     code += "sys.exit('ray' in sys.modules or 'torch' in sys.modules)"

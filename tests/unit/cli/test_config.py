@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 from kvray.cli.app import app
 from kvray.cli.config import render
 from kvray.config import json_schema, reading
-from tests.forks import RunKvray
 from tests.unit.cli.test_app import assert_refused
 
 Run = Callable[..., Result]
@@ -62,7 +61,7 @@ def origins(done: Result) -> dict[str, tuple[object, str, str | None]]:
     }
 
 
-def test_every_value_says_where_it_comes_from(run: Run) -> None:
+def test_every_value_says_where_it_comes_from(run):
     options = ("config", "show", "--json", "--address", "head:6379")
     found = origins(run(*options, text=TIER, KVRAY_ARENA__SLAB="128MiB"))
     assert found["cluster_name"] == ("prod", "file", "kvray.yaml:1")
@@ -76,14 +75,14 @@ def test_every_value_says_where_it_comes_from(run: Run) -> None:
     assert found["nvme.dir"] == (None, "default", None)
 
 
-def test_every_setting_is_shown(run: Run) -> None:
+def test_every_setting_is_shown(run):
     names = set(origins(run("config", "show", "--json")))
     properties = json.loads(json_schema())["$defs"]["ConnectorConfig"]["properties"]
     assert {f"connector.{name}" for name in properties} <= names
     assert "nodes" in names
 
 
-def test_a_node_s_label_says_what_differs_there(run: Run) -> None:
+def test_a_node_s_label_says_what_differs_there(run):
     options = ("config", "show", "--json", "--node-label", "kvray.io/pool=big")
     found = origins(run(*options, text=TIER))
     where = "nodes: kvray.io/pool=big (kvray.yaml:9)"
@@ -92,31 +91,31 @@ def test_a_node_s_label_says_what_differs_there(run: Run) -> None:
     assert found["nvme.capacity"] == ("64GiB", "default", None)
 
 
-def test_a_node_s_environment_wins_over_its_labels(run: Run) -> None:
+def test_a_node_s_environment_wins_over_its_labels(run):
     options = ("config", "show", "--json", "--node-label", "kvray.io/pool=big")
     found = origins(run(*options, text=TIER, KVRAY_ARENA__CAPACITY="8GiB"))
     assert found["arena.capacity"] == ("8GiB", "environment", "KVRAY_ARENA__CAPACITY")
 
 
-def test_only_what_was_set_is_shown_if_asked_for(run: Run) -> None:
+def test_only_what_was_set_is_shown_if_asked_for(run):
     done = run("config", "show", "--changed", text="arena: {capacity: 8GiB}")
     rows = [line.split() for line in done.stdout.splitlines() if "arena." in line]
     assert rows == [["arena.capacity", "8GiB", "kvray.yaml:1"]]
     assert "has its default" in run("config", "show", "--changed", text="").stdout
 
 
-def test_the_table_names_the_file_and_shows_sizes_with_units(run: Run) -> None:
+def test_the_table_names_the_file_and_shows_sizes_with_units(run):
     lines = run("config", "show", text="nvme: {segment: 536870912}").stdout.splitlines()
     assert lines[0] == "File: kvray.yaml"
     assert ["nvme.segment", "512MiB", "kvray.yaml:1"] in [line.split() for line in lines]
 
 
-def test_the_schema_is_printed_as_it_is(run: Run) -> None:
+def test_the_schema_is_printed_as_it_is(run):
     assert run("config", "schema").stdout == json_schema()
 
 
 @pytest.mark.parametrize("label", ["big", "=big", "pool="])
-def test_a_label_without_key_or_value_is_refused(run: Run, label: str) -> None:
+def test_a_label_without_key_or_value_is_refused(run, label):
     done = run("config", "show", "--node-label", label)
     assert done.exit_code == 2
     assert "write key=value" in done.stderr
@@ -245,9 +244,7 @@ def assert_one_sentence(done: Result, *words: str) -> None:
 
 @pytest.mark.parametrize("command", ["config show", "up"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_configuration_is_refused_in_one_sentence(
-    run: Run, name: str, command: str
-) -> None:
+def test_a_wrong_configuration_is_refused_in_one_sentence(run, name, command):
     text, *words = WRONG[name]
     assert_one_sentence(run(*command.split(), text=text), *words)
     assert os.listdir() == ["kvray.yaml"]
@@ -271,31 +268,29 @@ WRONG_VARIABLES = {
 
 
 @pytest.mark.parametrize("name", WRONG_VARIABLES)
-def test_a_wrong_variable_is_refused_in_one_sentence(run: Run, name: str) -> None:
+def test_a_wrong_variable_is_refused_in_one_sentence(run, name):
     environ, *words = WRONG_VARIABLES[name]
     assert_one_sentence(run("config", "show", **environ), *words)
 
 
-def test_a_directory_is_refused_for_a_file(run: Run) -> None:
+def test_a_directory_is_refused_for_a_file(run):
     assert_one_sentence(run("config", "show", "-c", "."), "is a directory", "name the file in it")
 
 
-def test_a_file_that_is_no_text_is_refused(run: Run) -> None:
+def test_a_file_that_is_no_text_is_refused(run):
     Path("kvray.yaml").write_bytes(b"cluster_name: caf\xe9\n")
     done = run("config", "show", "-c", "kvray.yaml")
     assert_one_sentence(done, "is no UTF-8 text (byte 17 is 0xe9)", "save it as UTF-8")
 
 
-def test_a_file_without_an_end_is_refused(run: Run) -> None:
+def test_a_file_without_an_end_is_refused(run):
     assert_one_sentence(run("config", "show", "-c", "/dev/zero"), "has more than 1048576 bytes")
 
 
 @pytest.mark.parametrize(
     "name", ["a misspelt key", "a key twice", "a decimal unit", "a slab larger than all"]
 )
-def test_a_process_of_its_own_leaves_nothing_behind(
-    run_kvray: RunKvray, tmp_path: Path, name: str
-) -> None:
+def test_a_process_of_its_own_leaves_nothing_behind(run_kvray, tmp_path, name):
     text, *words = WRONG[name]
     (tmp_path / "kvray.yaml").write_text(text)
     done = run_kvray("up", "-c", "kvray.yaml")
@@ -306,7 +301,7 @@ def test_a_process_of_its_own_leaves_nothing_behind(
 KV_CACHE_CONFIG = {"enable_block_reuse": True, "enable_partial_reuse": False}
 
 
-def test_configuration_rides_in_the_class_names(tmp_path: Path) -> None:
+def test_configuration_rides_in_the_class_names(tmp_path):
     path = tmp_path / 'with space and "quotes".yaml'
     options = yaml.safe_load(render(path))
     assert options == {
@@ -319,19 +314,19 @@ def test_configuration_rides_in_the_class_names(tmp_path: Path) -> None:
     }
 
 
-def test_relative_path_is_made_absolute() -> None:
+def test_relative_path_is_made_absolute():
     options = yaml.safe_load(render(Path("kvray.yaml")))
     name = options["kv_connector_config"]["connector_worker_class"]
     assert name == f"KvRayWorker@{Path.cwd() / 'kvray.yaml'}"
 
 
-def test_without_a_file_the_engine_looks_for_its_configuration() -> None:
+def test_without_a_file_the_engine_looks_for_its_configuration():
     options = yaml.safe_load(render(None))
     assert options["kv_connector_config"]["connector_scheduler_class"] == "KvRayScheduler"
     assert options["kv_connector_config"]["connector_worker_class"] == "KvRayWorker"
 
 
-def test_output_is_what_stdout_would_show(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_output_is_what_stdout_would_show(run_kvray, tmp_path):
     (tmp_path / "kvray.yaml").write_text("cluster_name: prod\n")
     shown = run_kvray("connector-config", "-c", "kvray.yaml")
     written = run_kvray("connector-config", "-c", "kvray.yaml", "-o", "connector.yaml")
@@ -339,7 +334,7 @@ def test_output_is_what_stdout_would_show(run_kvray: RunKvray, tmp_path: Path) -
     assert (tmp_path / "connector.yaml").read_text() == shown.stdout
 
 
-def test_output_that_cannot_be_written_is_refused(run_kvray: RunKvray) -> None:
+def test_output_that_cannot_be_written_is_refused(run_kvray):
     done = run_kvray("connector-config", "-o", "no/such/dir/connector.yaml")
     assert done.returncode == 2
     assert "cannot be written" in done.stderr

@@ -16,7 +16,6 @@ from kvray.errors import ConfigError
 from kvray.lab.replay import belady
 from kvray.lab.replay.routers import ROUTERS
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
-from tests.forks import RunKvray
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
 from tests.waiting import HANG_S
 
@@ -52,7 +51,7 @@ def assert_refused(done: "subprocess.CompletedProcess[str]", *words: str) -> Non
     assert all(word in done.stderr for word in words), done.stderr
 
 
-def test_tier_larger_than_the_trace_costs_no_more_than_the_trace() -> None:
+def test_tier_larger_than_the_trace_costs_no_more_than_the_trace():
     command = [sys.executable, "-m", "kvray", "replay", str(CONVERSATION), "--json"]
     sizes = ("--capacity", "100k,99999999999M", "--nvme", "99999999999M", "--policy", "lru")
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -61,9 +60,7 @@ def test_tier_larger_than_the_trace_costs_no_more_than_the_trace() -> None:
     assert hits[99999999999 * 10**6] == hits[10**5] > 0
 
 
-def test_json_has_every_policy_and_size_beside_the_bounds(
-    replay: Replay,
-) -> None:
+def test_json_has_every_policy_and_size_beside_the_bounds(replay):
     done = replay(SYNTHETIC, "--capacity", "100,0.3k", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -87,7 +84,7 @@ def test_json_has_every_policy_and_size_beside_the_bounds(
     assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
-def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
+def test_a_disk_brings_hits_for_each_tier_and_writes(replay):
     done = replay(SYNTHETIC, "--capacity", "300", "--nvme", "1k", "--policy", "lru", "--json")
     assert done.returncode == 0, done.stderr
     found, trace = json.loads(done.stdout), excerpt(SYNTHETIC)
@@ -100,7 +97,7 @@ def test_a_disk_brings_hits_for_each_tier_and_writes(replay: Replay) -> None:
     assert found["belady"][0]["blocks"] == 1300
 
 
-def test_the_table_has_a_line_for_each_run_and_bound(replay: Replay) -> None:
+def test_the_table_has_a_line_for_each_run_and_bound(replay):
     done = replay(CONVERSATION, "--capacity", "1000")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -113,7 +110,7 @@ def test_the_table_has_a_line_for_each_run_and_bound(replay: Replay) -> None:
     assert "Mean gain of double over all sizes: +" in done.stdout
 
 
-def test_the_table_with_a_disk_is_not_cut(replay: Replay) -> None:
+def test_the_table_with_a_disk_is_not_cut(replay):
     done = replay(SYNTHETIC, "--capacity", "100k", "--nvme", "1M")
     assert done.returncode == 0, done.stderr
     assert "double + half" in done.stdout
@@ -121,13 +118,13 @@ def test_the_table_with_a_disk_is_not_cut(replay: Replay) -> None:
     assert "…" not in done.stdout
 
 
-def test_picture_is_a_png(replay: Replay, tmp_path: Path) -> None:
+def test_picture_is_a_png(replay, tmp_path):
     done = replay(SESSIONS, "--capacity", "1k,3k", "--plot", "curves.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
-def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(replay: Replay) -> None:
+def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(replay):
     def found(*options: str) -> dict[str, Any]:
         done = replay(SESSIONS, "--capacity", "1k", "--policy", "lru", "--json", *options)
         assert done.returncode == 0, done.stderr
@@ -156,15 +153,15 @@ def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(replay: 
         (["--block-tokens", "16"], ["conversation.jsonl.gz, line 1", "--block-tokens"]),
     ],
 )
-def test_what_cannot_be_is_refused(replay: Replay, args: list[str], words: list[str]) -> None:
+def test_what_cannot_be_is_refused(replay, args, words):
     assert_refused(replay(CONVERSATION, *args), *words)
 
 
-def test_a_trace_that_is_not_there_is_named(replay: Replay) -> None:
+def test_a_trace_that_is_not_there_is_named(replay):
     assert_refused(replay("nowhere.jsonl"), "nowhere.jsonl cannot be read")
 
 
-def test_interrupt_ends_it_at_once_and_prints_nothing_more(tmp_path: Path) -> None:
+def test_interrupt_ends_it_at_once_and_prints_nothing_more(tmp_path):
     command = [*COMMAND, str(CONVERSATION), "--slow", "--json", "--capacity", "10"]
     with subprocess.Popen(
         command,
@@ -186,21 +183,21 @@ def test_interrupt_ends_it_at_once_and_prints_nothing_more(tmp_path: Path) -> No
     ("texts", "sizes"),
     [(["5k"], [5000]), (["30000", "1k, 5k"], [1000, 5000, 30000]), (["1.5M"], [1_500_000])],
 )
-def test_sizes_are_written_in_thousands_and_millions(texts: list[str], sizes: list[int]) -> None:
+def test_sizes_are_written_in_thousands_and_millions(texts, sizes):
     assert parse_sizes(texts, "--capacity") == sizes
 
 
-def test_a_size_counts_once() -> None:
+def test_a_size_counts_once():
     assert parse_sizes(["1k,1000", "1k"], "--capacity") == [1000]
 
 
 @pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5", "0.0001k", "5K", "5 k5", "1e3", "∞"])
-def test_what_is_no_number_of_blocks_is_refused(text: str) -> None:
+def test_what_is_no_number_of_blocks_is_refused(text):
     with pytest.raises(ConfigError, match=r"--capacity: .* is no number of blocks; write"):
         parse_sizes([text], "--capacity")
 
 
-def test_all_policies_are_replayed(run_kvray: RunKvray) -> None:
+def test_all_policies_are_replayed(run_kvray):
     done = run_kvray("replay", SESSIONS, "--capacity", "300,1k", "--json")
     assert done.returncode == 0, done.stderr
     found, trace = json.loads(done.stdout), excerpt(SESSIONS)
@@ -212,7 +209,7 @@ def test_all_policies_are_replayed(run_kvray: RunKvray) -> None:
         assert sum(lru_hits(trace, size - 16)) <= hits[size, "lru"] <= sum(lru_hits(trace, size))
 
 
-def test_a_disk_is_replayed_with_all_admissions(run_kvray: RunKvray) -> None:
+def test_a_disk_is_replayed_with_all_admissions(run_kvray):
     done = run_kvray(
         *("replay", SESSIONS, "--capacity", "1k", "--nvme", "2k", "--policy", "gittins", "--json")
     )
@@ -227,7 +224,7 @@ def test_a_disk_is_replayed_with_all_admissions(run_kvray: RunKvray) -> None:
     assert written["gittins", "twice"] <= written["gittins", "all"]
 
 
-def test_all_routers_are_compared(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_all_routers_are_compared(run_kvray, tmp_path):
     picture = tmp_path / "routers.png"
     done = run_kvray(
         *("replay", CONVERSATION, "--replicas", "4", "--speed", "2.5", "--json", "--plot", picture)
@@ -242,7 +239,7 @@ def test_all_routers_are_compared(run_kvray: RunKvray, tmp_path: Path) -> None:
     assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
-def test_the_table_has_a_line_for_each_router_that_was_asked_for(run_kvray: RunKvray) -> None:
+def test_the_table_has_a_line_for_each_router_that_was_asked_for(run_kvray):
     options = ("--replicas", "3", "--router", "pow2,kvray", "--nvme", "1k", "--host", "0.2k")
     done = run_kvray("replay", SESSIONS, *options)
     assert done.returncode == 0, done.stderr
@@ -265,8 +262,6 @@ def test_the_table_has_a_line_for_each_router_that_was_asked_for(run_kvray: RunK
         (("--replicas", "2", "--disk-rate", "3"), ("--disk-rate", "--nvme")),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    run_kvray: RunKvray, options: tuple[str, ...], words: tuple[str, ...]
-) -> None:
+def test_options_that_do_not_go_together_are_refused(run_kvray, options, words):
     done = run_kvray("replay", CONVERSATION, *options)
     assert_refused(done, *words)

@@ -37,14 +37,12 @@ from tests.unit.cli.conftest import rows, shown
     ],
     ids=["it serves", "it gets ready", "it does not answer"],
 )
-def test_a_shard_shows_its_memory_or_its_state(shard: dict[str, Any], row: str) -> None:
+def test_a_shard_shows_its_memory_or_its_state(shard, row):
     table = shards_table([{"shard": "kvray-shard-0123456789ab", **shard}])
     assert f"0123456789ab {row}" in rows(shown(table))
 
 
-def test_process_that_is_stopped_with_the_lock_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_process_that_is_stopped_with_the_lock_is_named(capsys):
     stopped = {"pid": 4242, "name": "[bold]engine", "since": 1.0}
     found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
     _print(found)
@@ -58,9 +56,7 @@ def test_process_that_is_stopped_with_the_lock_is_named(
     assert "kill -CONT 4242" in said
 
 
-def test_lookup_that_does_not_answer_is_said_beside_the_shards(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_lookup_that_does_not_answer_is_said_beside_the_shards(capsys):
     silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
     _print({"cluster_name": "c", "lookup": silent, "shards": [SERVING]})
     said = capsys.readouterr().out
@@ -80,9 +76,7 @@ class WatchedClient:
         return {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
 
 
-def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(monkeypatch):
     client, console = WatchedClient(), Console(width=120, record=True)
 
     def sleep(seconds: float) -> None:
@@ -96,7 +90,7 @@ def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(
     assert "3MiB/1GiB" in text
 
 
-def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:
+def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
     one = {"keys": 3, "entries": 6, "bytes": 600, "queries": 2, "resyncs": 1, "shards": {"a": 1}}
     two = {**one, "keys": 5, "entries": 10, "bytes": 2**20}
     silent = {"state": "unreachable", "message": "no answer"}
@@ -123,7 +117,7 @@ SLABS = {
 }
 
 
-def test_memory_is_shown_for_each_block_size_and_what_is_spare() -> None:
+def test_memory_is_shown_for_each_block_size_and_what_is_spare():
     arena = {**ARENA, "slabs": [SLABS, {**SLABS, "block_bytes": 2**22}], "spare_slabs": 13}
     lines = rows(shown(memory_table([SERVING | {"arena": arena}])))
     figures = "3 1500 36 20 25% 2MiB"
@@ -132,7 +126,7 @@ def test_memory_is_shown_for_each_block_size_and_what_is_spare() -> None:
     assert "aa spare 13" in lines
 
 
-def test_replica_shows_hits_and_misses_by_reason() -> None:
+def test_replica_shows_hits_and_misses_by_reason():
     counters = {
         "requests": 7,
         "prompt_tokens": 900,
@@ -153,12 +147,12 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
     assert "busy" not in words
 
 
-def test_replica_that_is_gone_is_marked_and_its_name_is_no_markup() -> None:
+def test_replica_that_is_gone_is_marked_and_its_name_is_no_markup():
     assert "gone" in shown(replicas_table([replica(connected=False)]))
     assert "[red]" in shown(replicas_table([replica("[red]")]))
 
 
-def test_who_ended_a_while_ago_is_a_sum() -> None:
+def test_who_ended_a_while_ago_is_a_sum():
     ended = [
         {"ranks": 40, "counters": {"requests": 1500, "prompt_tokens": 9000, "hit_tokens": 700}},
         {"ranks": 2, "counters": {}},
@@ -171,9 +165,7 @@ def test_who_ended_a_while_ago_is_a_sum() -> None:
     assert totals["prompt_tokens"] == 9001
 
 
-def test_a_counter_or_name_with_markup_is_printed_as_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_counter_or_name_with_markup_is_printed_as_it_is(capsys):
     name = "[/nothing][bold]"
     one = replica(name, counters={name: 7, f"miss_tokens_{name}": 8})
     shard = {"shard": f"kvray-shard-{name}", "state": name, "message": name, "replicas": [one]}
@@ -205,14 +197,14 @@ def words_of(*shards: dict[str, Any]) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_replicas_of_one_namespace_need_no_table() -> None:
+def test_replicas_of_one_namespace_need_no_table():
     _, shard = shard_of(a=MINE, b=MINE)
     assert words_of(shard) == []
     assert words_of() == []
     assert words_of({"state": "preparing"}) == []
 
 
-def test_only_what_differs_is_shown_and_who_differs() -> None:
+def test_only_what_differs_is_shown_and_who_differs():
     _, shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
     title, _, first, last, digests, _, row, _, sentence = words_of(shard)
     assert title == ["Namespaces"]
@@ -222,7 +214,7 @@ def test_only_what_differs_is_shown_and_who_differs() -> None:
     assert sentence[:5] == ["Replicas", "in", "different", "columns", "share"]
 
 
-def test_replicas_of_several_nodes_are_compared() -> None:
+def test_replicas_of_several_nodes_are_compared():
     _, here = shard_of(a=MINE)
     _, there = shard_of(b=replace(MINE, kv_dtype="float8", part_bytes=256))
     lines = words_of(here, there)
@@ -230,13 +222,13 @@ def test_replicas_of_several_nodes_are_compared() -> None:
     assert ["part_bytes", "512", "256"] in lines
 
 
-def test_who_is_gone_is_shown_too_since_their_blocks_are_not_found() -> None:
+def test_who_is_gone_is_shown_too_since_their_blocks_are_not_found():
     replicas, _ = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"))
     replicas.disconnect(0)
     assert ["a", "gone", "b"] in words_of(status_of(replicas))
 
 
-def test_many_namespaces_and_replicas_are_cut_short_and_counted() -> None:
+def test_many_namespaces_and_replicas_are_cut_short_and_counted():
     many = {f"r{n}": replace(MINE, tp_layout=f"tp{n}") for n in range(8)}
     same = {f"s{n}": many["r0"] for n in range(6)}
     _, shard = shard_of(**many, **same)
@@ -246,7 +238,7 @@ def test_many_namespaces_and_replicas_are_cut_short_and_counted() -> None:
     assert ["and", "3", "more", "r1", "r2", "r3", "r4", "r5"] in lines
 
 
-def test_names_and_values_are_no_markup() -> None:
+def test_names_and_values_are_no_markup():
     _, shard = shard_of(**{"[red]": MINE, "b": replace(MINE, overrides="[bold]")})
     text = str(words_of(shard))
     assert "[red]" in text
@@ -275,15 +267,13 @@ FAR = "uses no tier until it has read its checkpoint: "
     ],
     ids=["a reading that goes on", "one that has just begun", "one that failed"],
 )
-def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(
-    counters: dict[str, int], said: str, fix: str
-) -> None:
+def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(counters, said, fix):
     ((says, remedy),) = unnamed_sentences([reading(**counters)])
     assert says == f"replica a rank 0 {said}"
     assert fix in remedy
 
 
-def test_figures_that_are_missing_count_as_none() -> None:
+def test_figures_that_are_missing_count_as_none():
     said = []
     for one in ({}, {"fingerprint_bytes_read": 2**29}):
         ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **one)])
@@ -291,12 +281,12 @@ def test_figures_that_are_missing_count_as_none() -> None:
     assert said == ["0B of 1GiB read", "512MiB of 1GiB read, about 0 s left"]
 
 
-def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence() -> None:
+def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence():
     known = replica(uptime_s=20)
     assert not list(unnamed_sentences([known, reading(connected=False)]))
 
 
-def test_doctor_says_why_nothing_is_promised_yet() -> None:
+def test_doctor_says_why_nothing_is_promised_yet():
     status = {"shards": [{"replicas": [reading()]}]}
     findings = {one.check: one for one in hit_findings(status)}
     assert "30GiB of 120GiB" in findings["checkpoint"].says
@@ -313,7 +303,7 @@ def memory_shard_of(
     return {"shard": "kvray-shard-0123", "state": "serving", "arena": arena}
 
 
-def test_every_namespace_shows_what_it_has_and_may_have() -> None:
+def test_every_namespace_shows_what_it_has_and_may_have():
     shard = memory_shard_of(("12ab34cd", 3, 5 * 2**20), ("", 2, None), over_quota=7)
     lines = rows(shown(*shares_report([shard])))
     assert "0123 12ab34cd 3 3MiB 5MiB" in lines
@@ -321,6 +311,6 @@ def test_every_namespace_shows_what_it_has_and_may_have() -> None:
     assert "7 blocks were evicted because their namespace was over its quota." in lines
 
 
-def test_one_namespace_without_a_quota_needs_no_table() -> None:
+def test_one_namespace_without_a_quota_needs_no_table():
     assert shares_report([memory_shard_of(("12ab34cd", 3, None)), {"shard": "b"}]) == []
     assert len(shares_report([memory_shard_of(("12ab34cd", 3, 2**30))])) == 1

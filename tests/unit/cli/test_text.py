@@ -45,7 +45,7 @@ EVICTED = {
 }
 
 
-def test_a_request_is_told_range_by_range_and_in_a_sentence() -> None:
+def test_a_request_is_told_range_by_range_and_in_a_sentence():
     text = shown(*request_report(request(**EVICTED), now=NOW))
     assert "Request 7 of replica one" in text
     assert "brought over NIXL from node 0123456789ab" in text
@@ -56,7 +56,7 @@ def test_a_request_is_told_range_by_range_and_in_a_sentence() -> None:
     assert "Raise arena.capacity" in text
 
 
-def test_what_was_never_stored_is_so_as_far_as_is_remembered() -> None:
+def test_what_was_never_stored_is_so_as_far_as_is_remembered():
     missed = span(0, 304, "miss", reason="never_stored", places=[])
     one = request(reason="never_stored", hit_tokens=0, missed_tokens=304, ranges=[missed])
     text = shown(*request_report(one, now=NOW))
@@ -65,12 +65,12 @@ def test_what_was_never_stored_is_so_as_far_as_is_remembered() -> None:
     assert "0 of 320 tokens were hits" in text
 
 
-def test_a_request_that_had_nothing_to_miss_says_why() -> None:
+def test_a_request_that_had_nothing_to_miss_says_why():
     one = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
     assert "the request has no keys" in shown(*request_report(one, now=NOW))
 
 
-def test_several_requests_are_one_line_each_and_a_sentence() -> None:
+def test_several_requests_are_one_line_each_and_a_sentence():
     some = [
         request(**EVICTED),
         request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0),
@@ -80,7 +80,7 @@ def test_several_requests_are_one_line_each_and_a_sentence() -> None:
     assert "464 of 640 tokens of these 2 requests were hits" in shown(requests_sentence(some))
 
 
-def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
+def test_a_prompt_is_told_by_where_its_blocks_are():
     prompt = {
         "replica": "one",
         "namespace": "3f0a91c2",
@@ -103,7 +103,7 @@ def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
     assert "only whole blocks are stored" in shown(*prompt_report(whole, now=NOW))
 
 
-def test_every_reason_and_cause_has_its_words() -> None:
+def test_every_reason_and_cause_has_its_words():
     assert REASONS.keys() == MISS_REASONS
     assert set(CAUSE_NAMES) == CAUSES.keys()
 
@@ -111,7 +111,7 @@ def test_every_reason_and_cause_has_its_words() -> None:
 @pytest.mark.parametrize(
     ("seconds", "ago"), [(0.2, "0 s"), (90, "2 min"), (7200, "2 h"), (200_000, "2 d")]
 )
-def test_moments_are_told_with_how_long_ago_they_were(seconds: float, ago: str) -> None:
+def test_moments_are_told_with_how_long_ago_they_were(seconds, ago):
     assert clock(NOW - seconds, NOW).endswith(f"({ago} ago)")
     assert clock(0.0, NOW) == "never"
 
@@ -145,7 +145,7 @@ def status(
     }
 
 
-def test_rates_are_those_of_the_time_that_is_kept() -> None:
+def test_rates_are_those_of_the_time_that_is_kept():
     history = History(5.0)
     for second in range(8):
         now = 100.0 + second
@@ -160,7 +160,7 @@ def test_rates_are_those_of_the_time_that_is_kept() -> None:
     assert [node.staged_bytes for node in history.nodes()] == [1.0, 0.0]
 
 
-def test_an_engine_that_was_restarted_has_no_negative_rate() -> None:
+def test_an_engine_that_was_restarted_has_no_negative_rate():
     history = History(5.0)
     history.add(1.0, status(prompt=1000, evicted=50))
     history.add(2.0, status(prompt=10))
@@ -168,7 +168,7 @@ def test_an_engine_that_was_restarted_has_no_negative_rate() -> None:
     assert history.nodes()[0].evicted == 0.0
 
 
-def test_rates_of_replicas_are_shown_with_why_tokens_were_missed() -> None:
+def test_rates_of_replicas_are_shown_with_why_tokens_were_missed():
     history = History(5.0)
     history.add(1.0, status())
     history.add(2.0, status(prompt=1000, hit=900, missed=50))
@@ -198,14 +198,12 @@ BOTH = "nixl: both have it; "
     ],
     ids=["the first of both", "RDMA at one end only", "who lacks the better one", "none in common"],
 )
-def test_the_transport_between_two_movers_has_its_reason(
-    sender: dict[str, Any], receiver: dict[str, Any], chosen: str
-) -> None:
+def test_the_transport_between_two_movers_has_its_reason(sender, receiver, chosen):
     transport, why = choose("a", mover("a", **sender), "b", mover("b", **receiver))
     assert f"{transport}: {why}" == chosen
 
 
-def test_a_transport_that_keeps_failing_between_them_is_passed_over() -> None:
+def test_a_transport_that_keeps_failing_between_them_is_passed_over():
     sender, receiver = (mover(name, nixl=HAS, object_ref=HAS) for name in "ab")
     way = {
         "source": "kvray-mover-a",
@@ -226,7 +224,7 @@ def test_a_transport_that_keeps_failing_between_them_is_passed_over() -> None:
     assert choose("a", sender, "b", receiver)[0] == "nixl"
 
 
-def test_if_nothing_else_is_there_it_is_tried_all_the_same() -> None:
+def test_if_nothing_else_is_there_it_is_tried_all_the_same():
     sender, receiver = (mover(name, nixl=HAS) for name in "ab")
     receiver["failing_links"] = [
         {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
@@ -236,7 +234,7 @@ def test_if_nothing_else_is_there_it_is_tried_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("end", ["a", "b"])
-def test_a_mover_that_does_not_serve_moves_nothing(end: str) -> None:
+def test_a_mover_that_does_not_serve_moves_nothing(end):
     ends = {name: mover(name, nixl=HAS) for name in "ab"}
     ends[end] = {"mover": end, "state": "unreachable", "message": "It did not answer."}
 
@@ -246,7 +244,7 @@ def test_a_mover_that_does_not_serve_moves_nothing(end: str) -> None:
     assert why == f"the mover of {end} is unreachable: It did not answer."
 
 
-def test_each_way_has_what_its_target_measured() -> None:
+def test_each_way_has_what_its_target_measured():
     peer = {
         "peer": "kvray-mover-a",
         "bytes_per_s": 5.0,
@@ -269,7 +267,7 @@ def test_each_way_has_what_its_target_measured() -> None:
     assert (made["b", "a"].bytes_per_s, made["b", "a"].breaker) == (None, "closed")
 
 
-def test_a_tier_of_one_node_has_no_ways() -> None:
+def test_a_tier_of_one_node_has_no_ways():
     alone = {"shard": "kvray-shard-a", "state": "serving"}
     assert node_links({"shards": [alone], "movers": []}) == []
 
@@ -282,7 +280,7 @@ def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
     }
 
 
-def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace() -> None:
+def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace():
     shards = [
         shard_of("a", "one", 10),
         shard_of("b", "two", 50),
@@ -304,7 +302,7 @@ def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace() -> None:
     assert namespaces_table([other, mine]).row_count == 2
 
 
-def test_a_prefix_that_several_nodes_have_is_one() -> None:
+def test_a_prefix_that_several_nodes_have_is_one():
     def one(key: str, uses: int, age: float | None) -> dict[str, Any]:
         return {"key": key, "num_blocks": 4, "uses": uses, "used_s_ago": age}
 
@@ -331,7 +329,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
     return say
 
 
-def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said: Said) -> None:
+def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said):
     text = said(node("a", disk=[0.2, 0.1, 0.04, 0.0]))
     now = "At today's 40B of host memory 34 % of prompt tokens hit: 10 % are in the engines' own"
     more = "With +40B of host memory 40 % of prompt tokens would hit instead of 34 %"
@@ -342,29 +340,29 @@ def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said: Said
     assert "too fast to be looked at: 1." in text
 
 
-def test_a_size_beyond_the_curve_gets_no_figure(said: Said) -> None:
+def test_a_size_beyond_the_curve_gets_no_figure(said):
     assert "The curve ends at 80B" in said(node("a"), more=[1000])
 
 
-def test_where_all_fits_it_says_so(said: Said) -> None:
+def test_where_all_fits_it_says_so(said):
     one = node("a")
     one["traffic"]["distinct_bytes"] = 30
     assert "fit into 30B" in said(one)
     assert "fit into" not in said(node("a"))
 
 
-def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said: Said) -> None:
+def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said):
     assert "Too little traffic" in said()
     assert "Too little traffic" in sizing_line(combined([]))
 
 
-def test_status_has_one_sentence() -> None:
+def test_status_has_one_sentence():
     line = sizing_line(combined([node("a")]))
     assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit")
     assert "`kvray size`" in line
 
 
-def test_the_picture_has_a_curve_for_each_namespace() -> None:
+def test_the_picture_has_a_curve_for_each_namespace():
     figure = make_figure(combined([node("a")]))
     (axes,) = figure.axes
     assert [line.get_label() for line in axes.lines[:2]] == [
@@ -374,6 +372,6 @@ def test_the_picture_has_a_curve_for_each_namespace() -> None:
     assert make_figure(combined([])).axes == []
 
 
-def test_json_has_everything() -> None:
+def test_json_has_everything():
     found = combined([node("a")])
     assert json.loads(json.dumps(found)) == found

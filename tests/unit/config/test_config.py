@@ -44,7 +44,7 @@ def load(path: Path | None = None, /, environ: Any = None, **options: Any) -> KV
 # Sources and their order.
 
 
-def test_without_any_source_the_defaults_hold() -> None:
+def test_without_any_source_the_defaults_hold():
     assert load() == KVRayConfig()
 
 
@@ -71,54 +71,50 @@ LAYERS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_later_source_wins(write_yaml: WriteYaml, name: str) -> None:
+def test_a_later_source_wins(write_yaml, name):
     text, environ, overrides, capacity = LAYERS[name]
     given = load(write_yaml(text), environ=environ, overrides=overrides)
     assert given.arena.capacity == capacity * GiB
 
 
-def test_the_environment_can_name_the_file(write_yaml: WriteYaml) -> None:
+def test_the_environment_can_name_the_file(write_yaml):
     path = write_yaml("cluster_name: named")
     assert load(environ={"KVRAY_CONFIG": str(path)}).cluster_name == "named"
 
 
-def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml: WriteYaml) -> None:
+def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml):
     path = write_yaml("cluster_name: callers")
     assert load(path, environ={"KVRAY_CONFIG": "/nowhere.yaml"}).cluster_name == "callers"
 
 
-def test_the_well_known_file_is_read_when_nothing_names_one(
-    write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_well_known_file_is_read_when_nothing_names_one(write_yaml, monkeypatch):
     monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     assert load().cluster_name == "known"
 
 
-def test_a_named_file_wins_over_the_well_known_one(
-    write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_named_file_wins_over_the_well_known_one(write_yaml, monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     other = tmp_path / "other.yaml"
     other.write_text("cluster_name: other")
     assert load(environ={"KVRAY_CONFIG": str(other)}).cluster_name == "other"
 
 
-def test_a_variable_can_name_the_cluster() -> None:
+def test_a_variable_can_name_the_cluster():
     assert load(environ={"KVRAY_CLUSTER_NAME": "blue"}).cluster_name == "blue"
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_left_alone() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_left_alone():
     environ = {"KVRAY_PORT": "tcp://10.0.0.1:80", "KVRAY_SERVICE_HOST": "10.0.0.1"}
     assert load(environ=environ) == KVRayConfig()
 
 
-def test_no_signature_shows_the_environment() -> None:
+def test_no_signature_shows_the_environment():
     for name in config.__all__:
         if inspect.isfunction(one := getattr(config, name)):
             assert "environ(" not in str(inspect.signature(one)), name
 
 
-def test_numbers_from_the_environment_are_read_as_numbers() -> None:
+def test_numbers_from_the_environment_are_read_as_numbers():
     assert load(environ={"KVRAY_ARENA__HOLDERS_MAX": "16"}).arena.holders_max == 16
 
 
@@ -126,32 +122,30 @@ def test_numbers_from_the_environment_are_read_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "arena:\n", "arena: {}\nray:\n"])
-def test_a_file_without_settings_means_the_defaults(write_yaml: WriteYaml, text: str) -> None:
+def test_a_file_without_settings_means_the_defaults(write_yaml, text):
     assert load(write_yaml(text)) == KVRayConfig()
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     path = tmp_path / name
     with pytest.raises(ConfigError, match=f"{path} .*cannot be read.*; name "):
         load(path)
 
 
 @pytest.mark.parametrize("text", ["arena: [", "a: b: c", "\tarena: 1", "\x00"])
-def test_broken_yaml_gives_one_line_with_its_place(write_yaml: WriteYaml, text: str) -> None:
+def test_broken_yaml_gives_one_line_with_its_place(write_yaml, text):
     with pytest.raises(ConfigError, match=r"kvray.yaml.* is not valid YAML: [^\n]*; [^\n]*\.$"):
         load(write_yaml(text))
 
 
 @pytest.mark.parametrize("text", ["arena: 5", "arena: [capacity]", "arena: 1GiB"])
-def test_a_value_in_the_place_of_a_section_is_refused(write_yaml: WriteYaml, text: str) -> None:
+def test_a_value_in_the_place_of_a_section_is_refused(write_yaml, text):
     with pytest.raises(ConfigError, match=r"arena must be a section with keys, not .*capacity"):
         load(write_yaml(text))
 
 
-def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
-    write_yaml: WriteYaml,
-) -> None:
+def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(write_yaml):
     with pytest.raises(ConfigError, match="arena must be a section with keys, not 5"):
         load(write_yaml("arena: 5"), overrides={"arena.slab": "1MiB"})
 
@@ -176,7 +170,7 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("ray.cluster_name", "did you mean cluster_name[?]"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
+def test_an_unknown_key_names_the_nearest(dotted, hint):
     with pytest.raises(ConfigError, match=f"Unknown setting {dotted}; {hint}"):
         load(overrides={dotted: 1})
 
@@ -201,17 +195,17 @@ def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
         ("arena.slab", 0),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named_with_its_setting(dotted: str, value: Any) -> None:
+def test_a_value_that_cannot_be_used_is_named_with_its_setting(dotted, value):
     with pytest.raises(ConfigError, match=f"^{dotted}( must |: ).*{value}"):
         load(overrides={dotted: value})
 
 
-def test_a_configuration_cannot_be_changed_after_it_was_read() -> None:
+def test_a_configuration_cannot_be_changed_after_it_was_read():
     with pytest.raises(ValueError, match="frozen"):
         load().arena.capacity = 1
 
 
-def test_the_files_of_a_node_lie_under_the_name_of_the_cluster() -> None:
+def test_the_files_of_a_node_lie_under_the_name_of_the_cluster():
     given = load(overrides={"cluster_name": "blue", "arena.dir": "/mnt/huge"})
     assert given.node_dir == Path("/mnt/huge/kvray-blue")
 
@@ -233,26 +227,26 @@ def test_the_files_of_a_node_lie_under_the_name_of_the_cluster() -> None:
         (1e9, 10**9),
     ],
 )
-def test_a_size_is_read_in_binary_units(text: object, size: int) -> None:
+def test_a_size_is_read_in_binary_units(text, size):
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     "value", ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400]
 )
-def test_what_is_no_size_is_refused_with_an_example(value: object) -> None:
+def test_what_is_no_size_is_refused_with_an_example(value):
     with pytest.raises(ValueError, match="is no size; write a number with a unit such as 64GiB"):
         parse_size(value)
 
 
 @pytest.mark.parametrize("value", ["64GB", "64gib", "64G", "64 Gi"])
-def test_another_unit_is_answered_with_the_binary_one(value: str) -> None:
+def test_another_unit_is_answered_with_the_binary_one(value):
     with pytest.raises(ValueError, match="is no size; units are binary here: write 64GiB"):
         parse_size(value)
 
 
 @pytest.mark.parametrize("value", [0, -1, "0", "-64GiB", "0.2B", 0.5])
-def test_a_size_of_less_than_a_byte_is_refused(value: object) -> None:
+def test_a_size_of_less_than_a_byte_is_refused(value):
     with pytest.raises(ValueError, match="is not a positive size"):
         parse_size(value)
 
@@ -260,7 +254,7 @@ def test_a_size_of_less_than_a_byte_is_refused(value: object) -> None:
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (3 * 2**29, "1.5GiB")]
 )
-def test_a_size_is_written_in_the_largest_unit_that_fits(size: int, text: str) -> None:
+def test_a_size_is_written_in_the_largest_unit_that_fits(size, text):
     assert format_size(size) == text
 
 
@@ -278,25 +272,23 @@ def test_a_size_is_written_in_the_largest_unit_that_fits(size: int, text: str) -
         ({"RAY_memory_monitor_refresh_ms": "often"}, 0.95),
     ],
 )
-def test_ray_kills_workers_above_a_share_of_the_memory(
-    environ: dict[str, str], share: float
-) -> None:
+def test_ray_kills_workers_above_a_share_of_the_memory(environ, share):
     assert ray_memory_threshold(environ) == share
 
 
 # The cache directory.
 
 
-def test_the_cache_lies_where_the_desktop_standard_says() -> None:
+def test_the_cache_lies_where_the_desktop_standard_says():
     assert cache_dir({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/kvray")
 
 
-def test_the_cache_lies_in_the_home_directory_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_lies_in_the_home_directory_otherwise(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert cache_dir({}) == Path("/home/ada/.cache/kvray")
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     def refuse() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -305,7 +297,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         cache_dir({})
 
 
-def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only() -> None:
+def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only():
     tier = load_config(overrides={"arena.capacity": "1GiB", "cluster_name": "mine"}, environ={})
     environ = {
         "KVRAY_ARENA__CAPACITY": "2GiB",
@@ -321,7 +313,7 @@ def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only() -> None:
     assert here.shard == tier.shard
 
 
-def test_a_wrong_variable_of_a_node_is_named() -> None:
+def test_a_wrong_variable_of_a_node_is_named():
     with pytest.raises(ConfigError, match=r"On this node: KVRAY_ARENA__CAPACITY: arena\.cap"):
         config_on_node(load_config(environ={}), {"KVRAY_ARENA__CAPACITY": "-1"})
 
@@ -329,30 +321,30 @@ def test_a_wrong_variable_of_a_node_is_named() -> None:
 # Quotas of namespaces.
 
 
-def test_namespaces_have_no_quota_by_default() -> None:
+def test_namespaces_have_no_quota_by_default():
     arena = load().arena
     assert (arena.namespace_quota, arena.quotas) == (None, {})
 
 
-def test_a_quota_is_for_every_namespace_or_for_one(write_yaml: WriteYaml) -> None:
+def test_a_quota_is_for_every_namespace_or_for_one(write_yaml):
     path = write_yaml("arena: {namespace_quota: 1GiB, quotas: {'12ab34CD': 2GiB, '0123': 5MiB}}")
     arena = load(path).arena
     assert arena.namespace_quota == GiB
     assert arena.quotas == {"12ab34cd": 2 * GiB, "0123": 5 * 2**20}
 
 
-def test_a_quota_can_be_set_by_the_environment(write_yaml: WriteYaml) -> None:
+def test_a_quota_can_be_set_by_the_environment(write_yaml):
     path = write_yaml("arena: {quotas: {'12': 2GiB}}")
     arena = load(path, environ={"KVRAY_ARENA__QUOTAS__12AB": "1GiB"}).arena
     assert arena.quotas == {"12": 2 * GiB, "12ab": GiB}
 
 
 @pytest.mark.parametrize("name", ["12345678", "'model'", "''", "'" + 65 * "1" + "'"])
-def test_a_quota_without_a_namespaces_digits_is_refused(write_yaml: WriteYaml, name: str) -> None:
+def test_a_quota_without_a_namespaces_digits_is_refused(write_yaml, name):
     with pytest.raises(ConfigError, match=r"arena\.quotas.*in quotes"):
         load(write_yaml(f"arena: {{quotas: {{{name}: 1GiB}}}}"))
 
 
-def test_a_quota_that_is_no_size_is_refused_by_its_name(write_yaml: WriteYaml) -> None:
+def test_a_quota_that_is_no_size_is_refused_by_its_name(write_yaml):
     with pytest.raises(ConfigError, match=r":1: arena\.quotas\.12ab: 'much'"):
         load(write_yaml("arena: {quotas: {12ab: much}}"))

@@ -1,7 +1,6 @@
 """Any file and any environment is a configuration, or one sentence that says what is wrong."""
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def trees(draw: st.DrawFn) -> dict[Any, Any]:
 
 @fuzzed
 @given(tree=trees())
-def test_a_file_with_any_values_is_read_or_refused(tmp_path: Path, tree: dict[Any, Any]) -> None:
+def test_a_file_with_any_values_is_read_or_refused(tmp_path, tree):
     path = tmp_path / "kvray.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
     with contextlib.suppress(ConfigError):
@@ -65,7 +64,7 @@ def test_a_file_with_any_values_is_read_or_refused(tmp_path: Path, tree: dict[An
 
 @fuzzed
 @given(text=st.binary(max_size=200) | st.text(max_size=200).map(lambda one: one.encode("utf-8")))
-def test_a_file_of_any_bytes_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+def test_a_file_of_any_bytes_is_read_or_refused(tmp_path, text):
     path = tmp_path / "kvray.yaml"
     path.write_bytes(text)
     with contextlib.suppress(ConfigError):
@@ -93,7 +92,7 @@ WHOLE: dict[str, Any] = {
 LIKELY = VALUES | st.sampled_from([0, 1, 0.5, -1, "1GiB", "1B", "/dev/shm", "", "a=b", 1e999, []])
 
 
-def test_what_is_changed_below_is_a_configuration(tmp_path: Path) -> None:
+def test_what_is_changed_below_is_a_configuration(tmp_path):
     path = tmp_path / "kvray.yaml"
     path.write_text(yaml.safe_dump(WHOLE))
     assert load_config(path, environ={}).nvme.flush_s == 60
@@ -102,8 +101,8 @@ def test_what_is_changed_below_is_a_configuration(tmp_path: Path) -> None:
 @fuzzed
 @given(tree=changed_json(WHOLE, LIKELY, changes_max=2))
 def test_a_configuration_with_something_changed_is_read_as_it_says_or_refused_in_a_line(
-    tmp_path: Path, tree: dict[str, Any]
-) -> None:
+    tmp_path, tree
+):
     path = tmp_path / "kvray.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
     try:
@@ -120,7 +119,7 @@ def test_a_configuration_with_something_changed_is_read_as_it_says_or_refused_in
 
 @fuzzed
 @given(text=changed_bytes(yaml.safe_dump(WHOLE).encode()))
-def test_a_file_with_other_bytes_in_it_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+def test_a_file_with_other_bytes_in_it_is_read_or_refused(tmp_path, text):
     path = tmp_path / "kvray.yaml"
     path.write_bytes(text)
     with contextlib.suppress(ConfigError):
@@ -145,7 +144,7 @@ def test_a_file_with_other_bytes_in_it_is_read_or_refused(tmp_path: Path, text: 
         "arena: {capacity: " + "9" * 5000 + "}",
     ],
 )
-def test_files_that_trip_readers_of_yaml_are_refused(tmp_path: Path, text: str) -> None:
+def test_files_that_trip_readers_of_yaml_are_refused(tmp_path, text):
     path = tmp_path / "kvray.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError):
@@ -163,7 +162,7 @@ def test_files_that_trip_readers_of_yaml_are_refused(tmp_path: Path, text: str) 
         max_size=4,
     )
 )
-def test_an_environment_of_any_values_is_read_or_refused(environ: dict[str, str]) -> None:
+def test_an_environment_of_any_values_is_read_or_refused(environ):
     with contextlib.suppress(ConfigError):
         load_config("/dev/null", environ=environ)
     with contextlib.suppress(ConfigError):
@@ -171,12 +170,12 @@ def test_an_environment_of_any_values_is_read_or_refused(environ: dict[str, str]
 
 
 @given(st.integers(1, 2**60))
-def test_a_size_is_read_as_it_was_written(size: int) -> None:
+def test_a_size_is_read_as_it_was_written(size):
     assert parse_size(size) == parse_size(str(size)) == parse_size(f"{size}B") == size
     assert format_size(size)
 
 
 @given(VALUES)
-def test_any_value_is_a_size_or_none(value: object) -> None:
+def test_any_value_is_a_size_or_none(value):
     with contextlib.suppress(ValueError):
         assert parse_size(value) > 0

@@ -52,36 +52,36 @@ def load(text: str, tmp_path: Path) -> None:
     load_config(path, environ={})
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_one():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_the_published_schema_is_what_the_command_prints() -> None:
+def test_the_published_schema_is_what_the_command_prints():
     published = settings_table.SCHEMA.read_text(encoding="utf-8")
     assert published == json_schema(), "run `python -m tests.unit.config.settings_table`"
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_loads_passes_the_schema(name: str, tmp_path: Path) -> None:
+def test_what_loads_passes_the_schema(name, tmp_path):
     jsonschema.validate(yaml.safe_load(GOOD[name]), SCHEMA)
     load(GOOD[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_the_schema_refuses_does_not_load(name: str, tmp_path: Path) -> None:
+def test_what_the_schema_refuses_does_not_load(name, tmp_path):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(yaml.safe_load(BAD[name]), SCHEMA)
     with pytest.raises(ConfigError):
         load(BAD[name], tmp_path)
 
 
-def test_the_page_has_every_setting_as_it_is() -> None:
+def test_the_page_has_every_setting_as_it_is():
     page = settings_table.PAGE.read_text(encoding="utf-8")
     command = "run `python -m tests.unit.config.settings_table`"
     assert page == settings_table.with_tables(page), command
 
 
-def test_every_example_in_the_docs_passes_the_schema_and_loads(tmp_path: Path) -> None:
+def test_every_example_in_the_docs_passes_the_schema_and_loads(tmp_path):
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
     blocks = [block for text in texts for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
@@ -98,14 +98,14 @@ def _keys(block: str) -> list[str]:
     return [str(key) for key in values] if isinstance(values, dict) else [""]
 
 
-def test_every_setting_says_what_it_is_and_what_holds_without_it() -> None:
+def test_every_setting_says_what_it_is_and_what_holds_without_it():
     for row in setting_rows():
         assert len(row.description) > 5, row.name
         assert row.kind, row.name
         assert ("(seconds)" in row.description) == row.name.endswith("_s"), row.name
 
 
-def test_the_default_of_every_setting_can_be_written(tmp_path: Path) -> None:
+def test_the_default_of_every_setting_can_be_written(tmp_path):
     for row in setting_rows():
         if not row.default or row.name == "nodes":
             continue
@@ -114,13 +114,13 @@ def test_the_default_of_every_setting_can_be_written(tmp_path: Path) -> None:
         load(f"{sections[0]}: {{{text}}}" if sections else text, tmp_path)
 
 
-def test_a_size_in_the_schema_shows_how_it_is_written() -> None:
+def test_a_size_in_the_schema_shows_how_it_is_written():
     capacity = SCHEMA["$defs"]["ArenaConfig"]["properties"]["capacity"]
     assert capacity["default"] == "4GiB"
     assert "64GiB" in capacity["examples"]
     assert {one["type"] for one in capacity["anyOf"]} == {"integer", "string"}
 
 
-def test_nothing_but_settings_may_stand_anywhere() -> None:
+def test_nothing_but_settings_may_stand_anywhere():
     assert SCHEMA["additionalProperties"] is False
     assert all(one["additionalProperties"] is False for one in SCHEMA["$defs"].values())

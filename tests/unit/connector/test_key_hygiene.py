@@ -281,7 +281,7 @@ def keys(named: Named, root: Path) -> list[bytes]:
 @settings(max_examples=examples(12))
 @given(data=st.data())
 @pytest.mark.parametrize("cause", CHOICES)
-def test_blocks_of_another_cause_share_no_key(root: Path, cause: str, data: st.DataObject) -> None:
+def test_blocks_of_another_cause_share_no_key(root, cause, data):
     one = data.draw(CASES)
     others = [value for value in CHOICES[cause] if not is_same(value, getattr(one, cause))]
     other = replace(one, **{cause: data.draw(st.sampled_from(others))})
@@ -292,9 +292,7 @@ def test_blocks_of_another_cause_share_no_key(root: Path, cause: str, data: st.D
 
 @settings(max_examples=examples(60))
 @given(one=CASES, place=st.integers(0, 30), token=TOKENS)
-def test_prompts_share_keys_up_to_the_first_token_that_differs(
-    root: Path, one: Named, place: int, token: int
-) -> None:
+def test_prompts_share_keys_up_to_the_first_token_that_differs(root, one, place, token):
     tokens = (*one.tokens[:place], token, *one.tokens[place + 1 :])
     first = place if tokens != one.tokens else len(tokens)
     assert_shared_until(first, one, replace(one, tokens=tokens), root)
@@ -302,9 +300,7 @@ def test_prompts_share_keys_up_to_the_first_token_that_differs(
 
 @settings(max_examples=examples(60))
 @given(one=CASES, media=MEDIA)
-def test_prompts_share_keys_up_to_the_first_item_that_differs(
-    root: Path, one: Named, media: tuple[tuple[int, int, int], ...]
-) -> None:
+def test_prompts_share_keys_up_to_the_first_item_that_differs(root, one, media):
     differing = set(one.media) ^ set(media)
     first = min((position for position, _, _ in differing), default=len(one.tokens))
     assert_shared_until(first, one, replace(one, media=media), root)
@@ -312,34 +308,32 @@ def test_prompts_share_keys_up_to_the_first_item_that_differs(
 
 @settings(max_examples=examples(60))
 @given(one=CASES, item=ITEMS, field=st.sampled_from([0, 1, 2]))
-def test_one_figure_of_one_item_is_enough_to_part_prompts(
-    root: Path, one: Named, item: tuple[int, int, int], field: int
-) -> None:
+def test_one_figure_of_one_item_is_enough_to_part_prompts(root, one, item, field):
     changed = tuple(value + (at == field) for at, value in enumerate(item))
     assert_shared_until(item[0], replace(one, media=(item,)), replace(one, media=(changed,)), root)
 
 
 @settings(max_examples=examples(30))
 @given(one=CASES)
-def test_equal_requests_of_two_engines_share_all_keys(root: Path, one: Named) -> None:
+def test_equal_requests_of_two_engines_share_all_keys(root, one):
     assert keys(one, root) == keys(replace(one), root)
 
 
 @settings(max_examples=examples(30))
 @given(one=CASES)
-def test_all_ranks_of_an_engine_name_blocks_alike(root: Path, one: Named) -> None:
+def test_all_ranks_of_an_engine_name_blocks_alike(root, one):
     names = [keys(replace(one, rank=rank), root) for rank in range(one.num_ranks)]
     assert all(other == names[0] for other in names)
 
 
 @settings(max_examples=examples(12))
 @given(one=CASES)
-def test_releases_of_one_version_share_keys(root: Path, one: Named) -> None:
+def test_releases_of_one_version_share_keys(root, one):
     assert keys(replace(one, engine="1.2.0"), root) == keys(replace(one, engine="1.2.1"), root)
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_equal_requests_of_two_processes_share_all_keys(root: Path, hash_seed: str) -> None:
+def test_equal_requests_of_two_processes_share_all_keys(root, hash_seed):
     cases = [Named(**{name: value}) for name, values in CHOICES.items() for value in values]
     cases += [Named(media=((3, 1, 2), (9, 2, 5))), Named(num_ranks=2, attention_dp=True)]
     done = subprocess.run(

@@ -49,7 +49,7 @@ def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
     return find()[0]
 
 
-def test_a_miss_and_a_hit_are_known_with_their_blocks(shard: Shard, pair: Pair) -> None:
+def test_a_miss_and_a_hit_are_known_with_their_blocks(shard, pair):
     prompt = new_prompt()
     pair.serve(Request(9001, prompt))
     pair.flush()
@@ -67,9 +67,7 @@ def test_a_miss_and_a_hit_are_known_with_their_blocks(shard: Shard, pair: Pair) 
     assert found.namespace.tokens_per_block == BLOCK
 
 
-def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(
-    shard: Shard, pair: Pair
-) -> None:
+def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(shard, pair):
     prompt = new_prompt()
     pair.serve(Request(9011, prompt))
     pair.flush()
@@ -86,7 +84,7 @@ def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(
     assert not shard.queries.whereabouts(missed.at, keys).left_at.any()
 
 
-def test_a_request_without_keys_is_known_as_such(shard: Shard, pair: Pair) -> None:
+def test_a_request_without_keys_is_known_as_such(shard, pair):
     pair.query(Request(9021, new_prompt(), lora_task_id=7))
     assert asked(shard, pair, 9021).note.reason == "bypassed"
 
@@ -109,9 +107,7 @@ def window_with(shard: Shard, num_prompts: int) -> Window:
     return find().window
 
 
-def test_prompts_reach_the_shard_with_their_keys_when_they_end(
-    running_shard: Shard, before: int, pair: Pair
-) -> None:
+def test_prompts_reach_the_shard_with_their_keys_when_they_end(running_shard, before, pair):
     prompt = new_prompt()
     serve(pair, Request(1, prompt))
     serve(pair, Request(2, prompt[: 4 * BLOCK]))
@@ -123,9 +119,7 @@ def test_prompts_reach_the_shard_with_their_keys_when_they_end(
     assert second == first[:4]
 
 
-def test_a_request_that_is_asked_about_again_counts_once(
-    running_shard: Shard, before: int, pair: Pair
-) -> None:
+def test_a_request_that_is_asked_about_again_counts_once(running_shard, before, pair):
     request = Request(1, new_prompt(5))
     for _ in range(3):
         pair.query(request, 0)
@@ -168,7 +162,7 @@ def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
     return tables.slot_priority[found].tolist(), set(tables.slot_namespace[found].tolist())
 
 
-def test_every_block_has_the_priority_that_the_engine_gave_it(pair: Pair) -> None:
+def test_every_block_has_the_priority_that_the_engine_gave_it(pair):
     wanted = [100, 90, 80, 35, 0, 50, 50, 50]
     serve_with(pair, Request(1, SHORTER), wanted)
     namespace = namespace_id(pair.engine.pool.namespace_digest)
@@ -176,7 +170,7 @@ def test_every_block_has_the_priority_that_the_engine_gave_it(pair: Pair) -> Non
     assert namespace != 0
 
 
-def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard: Shard, pair: Pair) -> None:
+def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
     serve_with(pair, Request(1, SHORTER), None)
     status = shard.status()
     (mine,) = (one for one in status["arena"]["namespaces"] if one["namespace"])
@@ -201,15 +195,13 @@ def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard: Shard, pa
         (7, [35] * 8),
     ],
 )
-def test_without_priorities_or_with_nonsense_blocks_have_the_default(
-    pair: Pair, asked: Any, wanted: list[int]
-) -> None:
+def test_without_priorities_or_with_nonsense_blocks_have_the_default(pair, asked, wanted):
     serve_with(pair, Request(1, SHORTER), asked)
     assert kept(pair, SHORTER)[0] == wanted
     assert not pair.totals["errors"]
 
 
-def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair: Pair) -> None:
+def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair):
     serve_with(pair, Request(1, SHORTER), None)
     serve_with(pair, Request(2, SHORTER), [90, 90, 10, 10, 35, 35, 35, 35])
     assert pair.totals["hit_tokens"] == len(SHORTER) - BLOCK
@@ -219,7 +211,7 @@ def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair: P
     assert pair.totals["stored_blocks"] == 8
 
 
-def test_priorities_of_later_reports_belong_to_their_new_blocks(pair: Pair) -> None:
+def test_priorities_of_later_reports_belong_to_their_new_blocks(pair):
     request = Request(1, SHORTER)
     pair.query(request)
     pair.begin_pass(report_of(request, None))
@@ -235,20 +227,20 @@ def test_priorities_of_later_reports_belong_to_their_new_blocks(pair: Pair) -> N
     assert kept(pair, request.tokens)[0] == [*[35] * 8, 77]
 
 
-def test_metadata_travels_with_priorities_and_without() -> None:
+def test_metadata_travels_with_priorities_and_without():
     plain = ConnectorMeta(namespace=b"n", replica="r")
     with_some = plain._replace(saves=(SavePlan(1, 0, b"", (), priorities=b"\x5a"),))
     for meta in (plain, with_some):
         assert pickle.loads(pickle.dumps(meta)) == meta  # noqa: S301 (made right here)
 
 
-def test_reports_without_the_field_say_nothing() -> None:
+def test_reports_without_the_field_say_nothing():
     assert read_priorities(SimpleNamespace()) == b""
     assert read_priorities(MagicMock()) == b""
     assert read_priorities(SimpleNamespace(priorities=(1, np.int32(2)))) == b"\x01\x02"
 
 
-def test_what_has_the_default_throughout_needs_no_bytes() -> None:
+def test_what_has_the_default_throughout_needs_no_bytes():
     priorities = Priorities()
     assert priorities.of(0, 5) == b""
     priorities.extend(bytes([35, 35]), at=0, count=2)

@@ -76,7 +76,7 @@ def engine(groups: Groups) -> GroupedEngine:
 on_one_node = pytest.mark.parametrize("groups", [1], indirect=True, ids=["one node"])
 
 
-def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(groups: Groups) -> None:
+def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(groups):
     groups.store()
     request = GroupedRequest(2, PROMPT)
     assert groups.leader.query(request) == HIT
@@ -88,7 +88,7 @@ def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(groups: Gr
     groups.nodes.wait_for_release()
 
 
-def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(groups: Groups) -> None:
+def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(groups):
     groups.store(window_from=7)
     # Of the prompt's 10 blocks the window group has 7, 8 and 9; a prefix of 9 needs 6, 7 and 8.
     assert groups.leader.query(GroupedRequest(2, PROMPT)) == 0
@@ -97,7 +97,7 @@ def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(groups: Gro
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 8])
-def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups: Groups, taken: int) -> None:
+def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups, taken):
     groups.store()
     request = GroupedRequest(2, PROMPT)
     assert groups.leader.query(request) == HIT
@@ -110,7 +110,7 @@ def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups: Groups, taken: 
     groups.nodes.wait_for_release()
 
 
-def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(groups: Groups) -> None:
+def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(groups):
     groups.store(window_from=7)
     request = GroupedRequest(2, [*PROMPT, 1])
     assert groups.leader.query(request) == 10 * BLOCK
@@ -120,9 +120,7 @@ def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(groups: G
 
 
 @on_one_node
-def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(
-    engine: GroupedEngine,
-) -> None:
+def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(engine):
     request = GroupedRequest(2, PROMPT)
     assert engine.query(request) == HIT
     engine.give_pages(request)
@@ -132,7 +130,7 @@ def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(
 
 
 @on_one_node
-def test_an_offer_can_be_cut_or_called_off(engine: GroupedEngine) -> None:
+def test_an_offer_can_be_cut_or_called_off(engine):
     request = GroupedRequest(2, PROMPT)
     engine.query(request)
     engine.scheduler.cancel_load(request, 4 * BLOCK, HIT)
@@ -146,7 +144,7 @@ def test_an_offer_can_be_cut_or_called_off(engine: GroupedEngine) -> None:
 
 
 @on_one_node
-def test_a_reset_request_starts_over(engine: GroupedEngine) -> None:
+def test_a_reset_request_starts_over(engine):
     request = GroupedRequest(2, PROMPT)
     engine.query(request)
     engine.scheduler.request_reset(request)
@@ -157,7 +155,7 @@ def test_a_reset_request_starts_over(engine: GroupedEngine) -> None:
 
 
 @on_one_node
-def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine: GroupedEngine) -> None:
+def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine):
     tables = engine.arena.tables
     (victim,) = ((tables.slot_part == 0) & (tables.slot_depth == 5)).nonzero()[0]
     engine.arena.slot_bytes(int(victim))[0] ^= 1
@@ -165,7 +163,7 @@ def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine: Grouped
 
 
 @on_one_node
-def test_a_cache_of_other_blocks_than_the_arguments_say_is_refused(engine: GroupedEngine) -> None:
+def test_a_cache_of_other_blocks_than_the_arguments_say_is_refused(engine):
     engine.layout.tokens_per_block = 8
     with pytest.raises(ConfigError, match="8 tokens in a block"):
         engine.worker.register_kv_cache_layout(engine.layout)

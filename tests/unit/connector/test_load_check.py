@@ -142,9 +142,7 @@ def load(pair: Pair, tokens: list[int] = PROMPT) -> Request:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(
-    warm: Pair, fault: Fault
-) -> None:
+def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fault):
     load(warm, [*PROMPT, *range(20)])
     before = warm.totals["stored_blocks"]
     with pytest.raises(LeaseExpired):
@@ -161,7 +159,7 @@ def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm: Pair, fault: Fault) -> None:
+def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm, fault):
     request = load(warm)
     fault(warm.arena)
     with pytest.raises(LeaseExpired):
@@ -169,7 +167,7 @@ def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm: Pair, faul
     assert (warm.pool[request.block_ids] == -1.0).all()
 
 
-def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm: Pair) -> None:
+def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm):
     request = load(warm)
     warm.worker.start_load_kv(None)
     assert warm.leased == (0 if warm.worker._rank.pool.is_host else 9)
@@ -180,7 +178,7 @@ def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm: Pair
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
-def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm: Pair) -> None:
+def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm):
     load(warm)
     warm.worker.start_load_kv(None)
     break_lease(warm.arena)
@@ -189,7 +187,7 @@ def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm: Pair) -> None:
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
-def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(warm: Pair) -> None:
+def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(warm):
     load(warm)
     warm.worker.start_load_kv(None)
     arena = warm.arena
@@ -199,7 +197,7 @@ def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(wa
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
-def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm: Pair) -> None:
+def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm):
     load(warm)
     warm.worker.start_load_kv(None)
     assert warm.leased == 9
@@ -208,7 +206,7 @@ def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm: Pair) -
 
 
 @pytest.mark.parametrize("fault", [change_generation, mark_gone])
-def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm: Pair, fault: Fault) -> None:
+def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm, fault):
     arena = warm.arena
     load(warm)
     held = warm.worker._metadata.loads[0].leased.leases[0]
@@ -218,9 +216,7 @@ def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm: Pair, fault: Fau
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
-def test_a_load_by_a_lease_of_its_leaders_process_fails_when_that_has_lost_its_place(
-    warm: Pair,
-) -> None:
+def test_a_load_by_a_lease_of_its_leaders_process_fails_when_that_has_lost_its_place(warm):
     load(warm)
     meta = warm.worker._metadata
     (plan,) = meta.loads
@@ -264,15 +260,13 @@ CASES = [
 @pytest.mark.parametrize(
     ("make_pair", "verified", "is_late", "outcome"), CASES, indirect=["make_pair", "verified"]
 )
-def test_a_flipped_byte_does_what_the_page_says(
-    verified: Pair, is_late: bool, outcome: str
-) -> None:
+def test_a_flipped_byte_does_what_the_page_says(verified, is_late, outcome):
     assert serve(verified, flip=is_late, flip_first=not is_late) == outcome
     assert verified.leased == 0
 
 
 @pytest.mark.parametrize("verified", ["always", "auto", "never"], indirect=True)
-def test_a_block_that_somebody_has_found_corrupt_is_not_promised(verified: Pair) -> None:
+def test_a_block_that_somebody_has_found_corrupt_is_not_promised(verified):
     tables = verified.arena.tables
     found = ((tables.slot_depth == FLIPPED) & (tables.slot_state == 2)).nonzero()[0]
     verified.arena.quarantine(found)
@@ -292,9 +286,7 @@ def change_sizes(pair: Pair, *, is_consistent: bool) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(
-    verified: Pair, is_late: bool
-) -> None:
+def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(verified, is_late):
     request = Request(2, PROMPT)
     if not is_late:
         change_sizes(verified, is_consistent=False)
@@ -308,7 +300,7 @@ def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(
     verified.finish(request)
 
 
-def test_blocks_of_another_size_than_the_engines_are_not_promised(verified: Pair) -> None:
+def test_blocks_of_another_size_than_the_engines_are_not_promised(verified):
     change_sizes(verified, is_consistent=True)
     assert verified.query(Request(2, PROMPT)) == 0
     assert verified.leased == 0

@@ -49,7 +49,7 @@ def elsewhere(server: StageServer, make_pair: MakePair) -> Answer:
     return answer
 
 
-def test_what_was_staged_is_leased_and_promised(elsewhere: Answer, pair: Pair) -> None:
+def test_what_was_staged_is_leased_and_promised(elsewhere, pair):
     assert pair.serve(Request(1, PROMPT)) == HIT
     assert pair.totals["staged_tokens"] == pair.totals["hit_tokens"] == HIT
     assert pair.totals["stage_calls"] == 1
@@ -58,8 +58,8 @@ def test_what_was_staged_is_leased_and_promised(elsewhere: Answer, pair: Pair) -
 
 
 def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again(
-    server: StageServer, elsewhere: Answer, pair: Pair
-) -> None:
+    server, elsewhere, pair
+):
     arrivals = [[2, "nvme", ""], [NUM_WANTED, "nixl", "kvray-shard-b"]]
     server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
     for times in (1, 2):
@@ -74,7 +74,7 @@ def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again
     assert sum(came) == pair.totals["hit_tokens"]
 
 
-def test_all_keys_of_what_may_be_promised_are_asked_for(server: StageServer, pair: Pair) -> None:
+def test_all_keys_of_what_may_be_promised_are_asked_for(server, pair):
     pair.query(Request(1, PROMPT))
     (asked,) = server.asked
     keys = pair.scheduler._leader.states[1].keys
@@ -83,21 +83,21 @@ def test_all_keys_of_what_may_be_promised_are_asked_for(server: StageServer, pai
     assert 0 < asked["wait_s"] < 5
 
 
-def test_only_what_the_arena_really_has_is_promised(server: StageServer, pair: Pair) -> None:
+def test_only_what_the_arena_really_has_is_promised(server, pair):
     server.answer = lambda _: {"num_blocks": NUM_WANTED, "reason": "none"}
     assert pair.query(Request(1, PROMPT)) == 0
     assert pair.leased == 0
     assert pair.totals["staged_tokens"] == 0
 
 
-def test_a_longer_lease_takes_the_place_of_the_local_one(begun: Pair, elsewhere: Answer) -> None:
+def test_a_longer_lease_takes_the_place_of_the_local_one(begun, elsewhere):
     assert begun.query(Request(2, PROMPT)) == HIT
     assert begun.leased == NUM_WANTED
     assert begun.arena.tables.page_holder.astype(bool).sum() == 1
     assert begun.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
 
 
-def test_the_local_lease_is_kept_if_nothing_more_came(server: StageServer, begun: Pair) -> None:
+def test_the_local_lease_is_kept_if_nothing_more_came(server, begun):
     before = len(server.asked)  # it may have heard of other nodes already
     for num_blocks in (0, 3, NUM_WANTED):
         server.answer = lambda _, n=num_blocks: {"num_blocks": n, "reason": "too_slow"}
@@ -111,16 +111,14 @@ def test_the_local_lease_is_kept_if_nothing_more_came(server: StageServer, begun
 
 
 @pytest.mark.parametrize("reason", ["too_slow", "cheaper_to_recompute", "store_down", "not_stored"])
-def test_a_miss_is_counted_by_what_the_shard_says(
-    server: StageServer, pair: Pair, reason: str
-) -> None:
+def test_a_miss_is_counted_by_what_the_shard_says(server, pair, reason):
     server.answer = lambda _: {"num_blocks": 0, "reason": reason}
     assert pair.query(Request(1, PROMPT)) == 0
     missed = {name: n for name, n in pair.totals.items() if name.startswith("miss_tokens_") and n}
     assert missed == {f"miss_tokens_{reason}": HIT}
 
 
-def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, warm: Pair) -> None:
+def test_a_prompt_that_is_here_is_not_asked_about(server, warm):
     hear_of_peers(warm)
     del server.asked[:]
     assert warm.serve(Request(2, PROMPT)) == HIT
@@ -129,9 +127,7 @@ def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, warm: Pai
     assert server.asked == []
 
 
-def test_nobody_is_asked_before_the_shard_says_that_there_are_others(
-    server: StageServer, make_pair: MakePair
-) -> None:
+def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, make_pair):
     server.report = {}
     pair = make_pair()
     wait_for(lambda: pair.engine.pool._registration.accepted, "registering")
@@ -146,8 +142,8 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(
 
 @pytest.mark.parametrize("args", [{}, {"cache": {"enable_block_reuse": False}}])
 def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
-) -> None:
+    server, make_pair, monkeypatch, args
+):
     if not args:
         monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     pair = make_pair(args_for(**args))
@@ -156,9 +152,7 @@ def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
     assert server.asked == []
 
 
-def test_the_same_miss_is_asked_about_once_in_a_while(
-    server: StageServer, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_miss_is_asked_about_once_in_a_while(server, pair, monkeypatch):
     """A full engine asks about its waiting requests in every pass."""
     for _ in range(5):
         pair.query(Request(1, PROMPT))
@@ -173,9 +167,7 @@ def test_the_same_miss_is_asked_about_once_in_a_while(
     assert len(server.asked) == 4
 
 
-def test_what_came_too_late_is_asked_about_again(
-    server: StageServer, elsewhere: Answer, pair: Pair
-) -> None:
+def test_what_came_too_late_is_asked_about_again(server, elsewhere, pair):
     server.answer = lambda _: {"num_blocks": 0, "reason": "too_slow"}
     assert pair.query(Request(1, PROMPT)) == 0
     server.answer = elsewhere
@@ -183,8 +175,8 @@ def test_what_came_too_late_is_asked_about_again(
 
 
 def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, make_pair, monkeypatch
+):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
     monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
 
@@ -205,9 +197,7 @@ def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
     assert len(server.asked) == len(waits) + 1
 
 
-def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(
-    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(server, make_pair, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.1")
 
     def hang(_request: dict[str, Any]) -> dict[str, Any]:
@@ -223,18 +213,14 @@ def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(
     assert pair.totals["miss_tokens_store_down"] == 2 * HIT
 
 
-def test_a_corrupt_block_here_may_come_from_elsewhere(
-    server: StageServer, warm: Pair, elsewhere: Answer
-) -> None:
+def test_a_corrupt_block_here_may_come_from_elsewhere(server, warm, elsewhere):
     hear_of_peers(warm)
     flip_a_byte(warm.arena, depth=4)
     assert warm.serve(Request(2, PROMPT)) == HIT
     assert warm.leased == 0
 
 
-def test_a_staged_block_that_is_corrupt_is_not_promised(
-    server: StageServer, elsewhere: Answer, pair: Pair
-) -> None:
+def test_a_staged_block_that_is_corrupt_is_not_promised(server, elsewhere, pair):
     def damage(request: dict[str, Any]) -> dict[str, Any]:
         answer = elsewhere(request)
         flip_a_byte(pair.arena, depth=4)
@@ -245,9 +231,7 @@ def test_a_staged_block_that_is_corrupt_is_not_promised(
     assert pair.totals["miss_tokens_corrupt"] == (NUM_WANTED - 4) * BLOCK
 
 
-def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(
-    server: StageServer, begun: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(server, begun, monkeypatch):
     def busy(_request: dict[str, Any]) -> dict[str, Any]:
         monkeypatch.setattr(Arena, "lease_for", lambda *_, **__: None)
         return {"num_blocks": NUM_WANTED, "reason": "none"}
@@ -258,9 +242,7 @@ def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(
 
 
 @pytest.mark.parametrize("what", ["sound", "lease_for"])
-def test_a_defect_after_the_call_leaves_no_lease(
-    server: StageServer, begun: Pair, elsewhere: Answer, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_defect_after_the_call_leaves_no_lease(server, begun, elsewhere, monkeypatch, what):
     def broken(request: dict[str, Any]) -> dict[str, Any]:
         answer = elsewhere(request)
         monkeypatch.setattr(Arena, what, mock.Mock(side_effect=ZeroDivisionError))
@@ -272,9 +254,7 @@ def test_a_defect_after_the_call_leaves_no_lease(
     wait_for(lambda: begun.leased == 0, "the release")
 
 
-def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(
-    server: StageServer, pair: Pair
-) -> None:
+def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(server, pair):
     long = Request(1, list(range(1000, 1200)))
     pair.query(long)
     pair.plan(long)

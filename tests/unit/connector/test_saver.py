@@ -132,7 +132,7 @@ def totals(saver: Saver) -> Counter[str]:
     return saver._totals
 
 
-def test_what_was_submitted_before_close_is_stored(link: NodeLink, saver: Saver) -> None:
+def test_what_was_submitted_before_close_is_stored(link, saver):
     keys = keys_of(1, 5)
     saver.submit(job_of(rows_of(5), keys))
     saver.close(10)
@@ -147,7 +147,7 @@ def test_what_was_submitted_before_close_is_stored(link: NodeLink, saver: Saver)
     }
 
 
-def test_blocks_that_are_there_are_not_written_again(saver: Saver) -> None:
+def test_blocks_that_are_there_are_not_written_again(saver):
     keys = keys_of(3, 6)
     saver.submit(job_of(rows_of(4), keys[:4]))
     saver.submit(job_of(rows_of(6, value=1), keys))
@@ -155,9 +155,7 @@ def test_blocks_that_are_there_are_not_written_again(saver: Saver) -> None:
     assert (totals(saver)["stored_blocks"], totals(saver)["existing_blocks"]) == (6, 4)
 
 
-def test_a_long_job_is_saved_in_pieces(
-    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_job_is_saved_in_pieces(link, saver, monkeypatch):
     monkeypatch.setattr(saver_module, "_PIECE_BYTES", 3 * BLOCK_BYTES)
     keys, rows = keys_of(4, 20), rows_of(20)
     rows += np.arange(20, dtype=np.uint8)[:, None]
@@ -175,8 +173,8 @@ def test_a_long_job_is_saved_in_pieces(
     number=st.integers(0, 60_000),
 )
 def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_foreign_bytes(
-    link: NodeLink, arena: Arena, delays: list[float], stall_s: float, blocks: int, number: int
-) -> None:
+    link, arena, delays, stall_s, blocks, number
+):
     slow = iter(delays * 50)
     write = Arena.write_slots
 
@@ -205,9 +203,7 @@ def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_forei
     ArenaOwner(arena).clear()
 
 
-def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
-    link: NodeLink, arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fence_does_not_wait_for_a_copy_that_stands_still(link, arena, saver, monkeypatch):
     gate = Gate(monkeypatch, Arena, "write_slots")
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
     keys = keys_of(5, 3)
@@ -224,11 +220,7 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
     assert (arena.tables.slot_state == 0).all()
 
 
-def test_too_many_waiting_saves_are_dropped(
-    make_saver: Callable[..., Saver],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
     gate = Gate(monkeypatch, Arena, "write_slots")
     saver = make_saver(saves_max=2)
     for number in range(6):
@@ -240,9 +232,7 @@ def test_too_many_waiting_saves_are_dropped(
     assert len([one for one in caplog.messages if "too many saves" in one]) == 1
 
 
-def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
-    arena: Arena, saver: Saver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog):
     assert arena._lock.acquire(1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
@@ -254,9 +244,7 @@ def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
     assert [one for one in caplog.messages if "stayed locked" in one]
 
 
-def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
-    saver: Saver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_whose_parent_is_not_there_is_dropped_and_said(saver, caplog):
     keys = keys_of(40, 4)
     for _ in range(2):
         saver.submit(job_of(rows_of(2), keys[2:], parent=keys[1], depth=2))
@@ -266,9 +254,7 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
     assert len([one for one in caplog.messages if "parent block is missing" in one]) == 1
 
 
-def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
-    link: NodeLink, arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(link, arena, saver, monkeypatch):
     keys = keys_of(50, 2)
     with monkeypatch.context() as patch:
         patch.setattr(Arena, "write_slots", lambda *args: 1 / 0)
@@ -281,9 +267,7 @@ def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
     assert len(stored(link, keys)) == 2
 
 
-def test_without_a_tier_blocks_are_dropped_and_said_once(
-    environment: dict[str, str], caplog: pytest.LogCaptureFixture, tmp_path: Any
-) -> None:
+def test_without_a_tier_blocks_are_dropped_and_said_once(environment, caplog, tmp_path):
     link = node.attach(tmp_path / "none", label="t", lock_wait_s=0.1, attach_retry_s=0.05)
     saver = new_saver(link)
     for _ in range(2):
@@ -296,7 +280,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_neither_saves_nor_hangs(saver: Saver) -> None:
+def test_a_forked_child_neither_saves_nor_hangs(saver):
     with saver._guard:  # as the thread may have it at the moment of the fork
         child = os.fork()
         if child == 0:
@@ -340,9 +324,7 @@ def later_job(rows: Any, keys: list[BlockKey], **fields: Any) -> tuple[Job, Late
     return dataclasses.replace(job, pool=pool), pool
 
 
-def test_copies_on_a_device_are_committed_when_they_have_ended(
-    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_on_a_device_are_committed_when_they_have_ended(link, saver, monkeypatch):
     monkeypatch.setattr(saver_module, "_PIECE_BYTES", 2 * BLOCK_BYTES)
     keys = keys_of(80, 5)
     job, pool = later_job(rows_of(5, value=3), keys, request_id=9)
@@ -357,9 +339,7 @@ def test_copies_on_a_device_are_committed_when_they_have_ended(
     assert len(stored(link, keys)) == 5
 
 
-def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
-    arena: Arena, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(arena, saver, monkeypatch):
     job, pool = later_job(rows_of(2), keys_of(81, 2))
     gate = Gate(monkeypatch, pool, "save")
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
@@ -374,9 +354,7 @@ def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
     assert (arena.tables.slot_state == 0).all()
 
 
-def test_blocks_whose_copy_fails_on_the_device_are_counted(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_whose_copy_fails_on_the_device_are_counted(saver, monkeypatch):
     def fail(self: LaterCopy) -> None:
         raise TierError("The device has failed.")
 
@@ -387,9 +365,7 @@ def test_blocks_whose_copy_fails_on_the_device_are_counted(
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_error"] == 3
 
 
-def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(saver, monkeypatch):
     has_tried = threading.Event()
 
     def find_it_locked(*_: Any) -> bool:
@@ -405,8 +381,8 @@ def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
 def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
-    link: NodeLink, arena: Arena, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+    link, arena, monkeypatch, place
+):
     saver, other = new_saver(link), Child(link.directory)
     gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 60.0)
@@ -432,9 +408,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
         other.kill()
 
 
-def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(
-    link: NodeLink, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(link, saver, monkeypatch):
     gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_STALL_S", 10.0)
     keys = keys_of(5, 3)
@@ -460,7 +434,7 @@ def pair(shard: Shard, make_pair: MakePair) -> Pair:
     return make_pair(shape=(256, 2, 2, 8))
 
 
-def test_a_pass_saves_all_blocks_of_a_long_prompt(pair: Pair) -> None:
+def test_a_pass_saves_all_blocks_of_a_long_prompt(pair):
     request = Request(1, PROMPT)
     pair.serve(request)
     pair.flush()
@@ -471,7 +445,7 @@ def test_a_pass_saves_all_blocks_of_a_long_prompt(pair: Pair) -> None:
     assert pair.serve(Request(2, PROMPT)) == (NUM_BLOCKS - 1) * BLOCK
 
 
-def test_a_saved_block_costs_its_key_and_its_page(pair: Pair) -> None:
+def test_a_saved_block_costs_its_key_and_its_page(pair):
     request = Request(1, PROMPT)
     pair.query(request)
     meta = pair.plan(request)
@@ -479,7 +453,7 @@ def test_a_saved_block_costs_its_key_and_its_page(pair: Pair) -> None:
     assert sent < 36 * NUM_BLOCKS + 500
 
 
-def test_all_requests_of_one_pass_are_saved(pair: Pair) -> None:
+def test_all_requests_of_one_pass_are_saved(pair):
     requests = [Request(n, PROMPT[n * 60 * BLOCK : (n + 1) * 60 * BLOCK]) for n in range(3)]
     for request in requests:
         pair.query(request)
@@ -498,8 +472,8 @@ def test_all_requests_of_one_pass_are_saved(pair: Pair) -> None:
 
 
 def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pair, monkeypatch
+):
     request = Request(1, PROMPT[:HIT])
     pair.query(request)
     with monkeypatch.context() as patch:
@@ -512,7 +486,7 @@ def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_e
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_store_down"] == 9
 
 
-def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
+def test_what_the_engine_names_no_page_for_is_counted(pair):
     request = Request(1, PROMPT[:HIT])
     pair.query(request)
     request.block_ids[4] = -1
@@ -525,15 +499,13 @@ def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_no_page"] == 5
 
 
-def test_saves_that_a_defect_prevents_are_counted(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_that_a_defect_prevents_are_counted(pair, monkeypatch):
     monkeypatch.setattr("kvray.engine.rank.split_keys", lambda *_: 1 / 0)
     pair.serve(Request(1, PROMPT[:HIT]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
 
 
-def test_saves_for_another_pool_are_counted(pair: Pair) -> None:
+def test_saves_for_another_pool_are_counted(pair):
     request = Request(1, PROMPT[:HIT])
     pair.query(request)
     meta = pair.plan(request)

@@ -9,14 +9,11 @@ import pytest
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
-from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for, flip_a_byte
-from tests.unit.connector.conftest import MakePair
+from tests.kit.connector import BLOCK, HIT, PROMPT, Request, args_for, flip_a_byte
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 39, 40])
-def test_all_full_blocks_but_the_last_token_are_promised(
-    make_pair: MakePair, num_tokens: int
-) -> None:
+def test_all_full_blocks_but_the_last_token_are_promised(make_pair, num_tokens):
     first = make_pair()
     assert first.serve(Request(1, PROMPT[:num_tokens])) == 0
     first.flush()
@@ -24,14 +21,12 @@ def test_all_full_blocks_but_the_last_token_are_promised(
     assert hit == (num_tokens - 1) // BLOCK * BLOCK
 
 
-def test_what_the_engine_has_itself_is_not_promised(warm: Pair) -> None:
+def test_what_the_engine_has_itself_is_not_promised(warm):
     assert warm.serve(Request(2, PROMPT), computed=3 * BLOCK) == 6 * BLOCK
     assert warm.serve(Request(3, PROMPT), computed=HIT) == 0
 
 
-def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(
-    warm: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(warm, caplog):
     for request_id in (2, 3):
         request = Request(request_id, PROMPT)
         assert warm.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
@@ -40,7 +35,7 @@ def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(
     assert warm.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
 
 
-def test_unused_promises_are_released_by_the_next_metadata(warm: Pair) -> None:
+def test_unused_promises_are_released_by_the_next_metadata(warm):
     for request_id in (2, 3):
         assert warm.query(Request(request_id, PROMPT)) == HIT
     assert warm.leased == 9
@@ -48,9 +43,7 @@ def test_unused_promises_are_released_by_the_next_metadata(warm: Pair) -> None:
     assert warm.leased == 0
 
 
-def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loaded(
-    warm: Pair,
-) -> None:
+def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loaded(warm):
     request = Request(2, PROMPT)
     warm.query(request)
     assert warm.plan(request, accepted=False).loads == ()
@@ -58,9 +51,7 @@ def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loade
     warm.worker.start_load_kv(None)
 
 
-def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_lease(
-    warm: Pair,
-) -> None:
+def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_lease(warm):
     taken, broken = Request(2, PROMPT), Request(3, PROMPT)
     warm.query(taken)
     warm.query(broken)
@@ -71,7 +62,7 @@ def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_l
     assert warm.leased == 0
 
 
-def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(warm: Pair) -> None:
+def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(warm):
     request = Request(1, PROMPT)
     warm.query(request)
     meta = warm.scheduler.build_connector_meta(later(request, 0))
@@ -81,14 +72,14 @@ def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(warm:
     assert warm.totals["errors"] == 0
 
 
-def test_one_whose_pages_nobody_has_told_stops_the_engine_and_leaves_no_lease(warm: Pair) -> None:
+def test_one_whose_pages_nobody_has_told_stops_the_engine_and_leaves_no_lease(warm):
     assert warm.scheduler.get_num_new_matched_tokens(Request(1, PROMPT), 0) == (HIT, False)
     with pytest.raises(LayoutMismatch, match="0 of them"):
         warm.scheduler.build_connector_meta(later(Request(1, PROMPT), 0))
     assert warm.leased == 0
 
 
-def test_one_that_counts_on_a_promise_given_up_stops_the_engine(warm: Pair) -> None:
+def test_one_that_counts_on_a_promise_given_up_stops_the_engine(warm):
     request = Request(1, PROMPT)
     warm.query(request)
     warm.scheduler.build_connector_meta(SchedulerOutput())
@@ -96,9 +87,7 @@ def test_one_that_counts_on_a_promise_given_up_stops_the_engine(warm: Pair) -> N
         warm.scheduler.build_connector_meta(later(request, HIT))
 
 
-def test_a_later_request_of_an_id_that_nobody_has_asked_about_is_not_taken_for_the_first(
-    pair: Pair,
-) -> None:
+def test_a_later_request_of_an_id_that_nobody_has_asked_about_is_not_taken_for_the_first(pair):
     pair.query(Request(1, PROMPT[:6]))
     pair.plan(Request(1, PROMPT[:6], block_ids=[0, 1]))
     pair.scheduler.update_state_after_alloc(Request(1, range(50, 90)), list(range(5, 15)))
@@ -115,22 +104,20 @@ def later(request: Request, position: int) -> SchedulerOutput:
     return SchedulerOutput(cached_requests=[report])
 
 
-def test_asking_again_replaces_the_promise(warm: Pair) -> None:
+def test_asking_again_replaces_the_promise(warm):
     assert warm.query(Request(2, PROMPT)) == warm.query(Request(2, PROMPT)) == HIT
     warm.scheduler.request_finished(Request(2, PROMPT), [])
     assert warm.leased == 0
 
 
-def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(pair: Pair) -> None:
+def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(pair):
     request = Request(1, PROMPT)
     pair.serve(request)
     assert not pair.scheduler.request_finished(request, request.block_ids)
     assert not pair.scheduler.request_finished(Request(77, [1]), [])
 
 
-def test_cancelled_requests_are_forgotten_oldest_first(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_requests_are_forgotten_oldest_first(make_pair, monkeypatch):
     monkeypatch.setattr("kvray.engine.leader._STATES_MAX", 3)
     pair = make_pair()
     living = Request(1, PROMPT)
@@ -141,7 +128,7 @@ def test_cancelled_requests_are_forgotten_oldest_first(
     assert list(pair.scheduler._leader.states) == [7, 8, 1]
 
 
-def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm: Pair) -> None:
+def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm):
     before = warm.arena.stats()["corrupt"]
     flip_a_byte(warm.arena, depth=4)
     assert warm.serve(Request(2, PROMPT)) == 4 * BLOCK
@@ -150,16 +137,14 @@ def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm: Pair) -> 
     assert warm.serve(Request(3, PROMPT)) == HIT
 
 
-def test_no_reuse_in_the_engine_means_no_promise(
-    make_pair: MakePair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_reuse_in_the_engine_means_no_promise(make_pair, caplog):
     pair = make_pair(args_for(cache={"enable_block_reuse": False}))
     pair.store(PROMPT)
     assert pair.serve(Request(2, PROMPT)) == 0
     assert "enable_block_reuse" in caplog.text
 
 
-def test_salts_and_adapters_keep_requests_apart(pair: Pair) -> None:
+def test_salts_and_adapters_keep_requests_apart(pair):
     pair.serve(Request(1, PROMPT, cache_salt_id=2**63))
     pair.serve(Request(2, PROMPT, lora_task_id=1))
     pair.flush()
@@ -169,7 +154,7 @@ def test_salts_and_adapters_keep_requests_apart(pair: Pair) -> None:
     assert pair.query(Request(6, PROMPT, cache_salt_id=2**63)) == HIT
 
 
-def test_metadata_of_a_real_load_is_small(pair: Pair) -> None:
+def test_metadata_of_a_real_load_is_small(pair):
     prompt = list(range(200))
     pair.store(prompt)
     request = Request(2, prompt)
@@ -181,8 +166,8 @@ def test_metadata_of_a_real_load_is_small(pair: Pair) -> None:
 
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
 def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
-    warm: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+    warm, monkeypatch, caplog, error
+):
     monkeypatch.setattr(Arena, "sound", mock.Mock(side_effect=error))
     for request_id in (2, 3):
         assert warm.serve(Request(request_id, PROMPT)) == 0
@@ -191,9 +176,7 @@ def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
 
 
-def test_a_defect_in_planning_a_save_costs_the_save_only(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_in_planning_a_save_costs_the_save_only(pair, monkeypatch):
     request = Request(1, PROMPT)
     pair.query(request)
     monkeypatch.setattr("kvray.engine.pass_plan.SavePlan", lambda **_: 1 / 0)
@@ -201,21 +184,19 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     assert pair.totals["errors"] == 1
 
 
-def test_a_prompt_of_no_token_ids_and_a_request_without_an_id_go_without(pair: Pair) -> None:
+def test_a_prompt_of_no_token_ids_and_a_request_without_an_id_go_without(pair):
     assert pair.query(Request(1, [2**40] * 9)) == 0
     assert pair.scheduler.get_num_new_matched_tokens(object(), 0) == (0, False)
     pair.scheduler.update_state_after_alloc(object(), [1])
 
 
-def test_a_scheduler_without_a_worker_says_what_to_do(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_scheduler_without_a_worker_says_what_to_do(pair, caplog):
     pair.worker.shutdown()
     assert pair.query(Request(1, PROMPT)) == 0
     assert "same configuration file" in caplog.text
 
 
-def test_halves_that_got_copies_of_the_arguments_find_each_other(make_pair: MakePair) -> None:
+def test_halves_that_got_copies_of_the_arguments_find_each_other(make_pair):
     gone = make_pair()
     gone.close()
     pair = make_pair()

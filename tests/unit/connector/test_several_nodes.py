@@ -54,17 +54,13 @@ def drop_blocks(arena: Arena, num_kept: int) -> None:
     arena.quarantine(lost)
 
 
-def test_a_fresh_engine_loads_on_every_node_what_another_stored_there(
-    stored: SpreadReplica, make_replica: MakeReplica
-) -> None:
+def test_a_fresh_engine_loads_on_every_node_what_another_stored_there(stored, make_replica):
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == HIT
     assert [rank.totals["loaded_blocks"] for rank in fresh.ranks] == [NUM_WANTED] * 2
 
 
-def test_the_ranks_are_told_of_their_own_arenas(
-    stored: SpreadReplica, make_replica: MakeReplica
-) -> None:
+def test_the_ranks_are_told_of_their_own_arenas(stored, make_replica):
     fresh = make_replica()
     request = Request(2, [*PROMPT, *range(8)])
     fresh.query(request)
@@ -72,17 +68,13 @@ def test_the_ranks_are_told_of_their_own_arenas(
     assert load.leased.arena_ids == tuple(arena.arena_id for arena in fresh.arenas)
 
 
-def test_nothing_is_promised_before_all_ranks_are_known(
-    stored: SpreadReplica, make_replica: MakeReplica
-) -> None:
+def test_nothing_is_promised_before_all_ranks_are_known(stored, make_replica):
     fresh = make_replica(meets=False)
     assert fresh.query(Request(2, PROMPT)) == 0
     assert fresh.totals["miss_tokens_store_down"] == HIT
 
 
-def test_ranks_of_one_engine_have_its_leaders_name_after_a_pass(
-    nodes: TwoNodes, make_replica: MakeReplica
-) -> None:
+def test_ranks_of_one_engine_have_its_leaders_name_after_a_pass(nodes, make_replica):
     replica = make_replica(meets=False)
     first, second = (rank.engine for rank in replica.ranks)
     assert first.pool.replica != second.pool.replica
@@ -91,9 +83,7 @@ def test_ranks_of_one_engine_have_its_leaders_name_after_a_pass(
 
 
 @pytest.mark.parametrize("loser", [0, 1])
-def test_the_shortest_prefix_of_all_nodes_is_promised(
-    stored: SpreadReplica, make_replica: MakeReplica, loser: int
-) -> None:
+def test_the_shortest_prefix_of_all_nodes_is_promised(stored, make_replica, loser):
     drop_blocks(stored.arenas[loser], num_kept=4)
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
@@ -103,8 +93,8 @@ def test_the_shortest_prefix_of_all_nodes_is_promised(
 
 @pytest.mark.parametrize("loser", [0, 1])
 def test_a_flipped_byte_on_any_node_is_a_shorter_hit_and_no_dead_engine(
-    stored: SpreadReplica, make_replica: MakeReplica, loser: int
-) -> None:
+    stored, make_replica, loser
+):
     flip_a_byte(stored.arenas[loser], depth=4)
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
@@ -114,15 +104,13 @@ def test_a_flipped_byte_on_any_node_is_a_shorter_hit_and_no_dead_engine(
     assert make_replica().serve(Request(3, PROMPT)) == HIT
 
 
-def test_what_the_engine_has_itself_is_not_promised_and_not_leased(stored: SpreadReplica) -> None:
+def test_what_the_engine_has_itself_is_not_promised_and_not_leased(stored):
     drop_blocks(stored.arenas[1], num_kept=4)
     assert stored.query(Request(2, PROMPT), computed=4 * BLOCK) == 0
     stored.pass_on()
 
 
-def test_a_promise_that_is_not_used_is_released_on_every_node(
-    nodes: TwoNodes, stored: SpreadReplica
-) -> None:
+def test_a_promise_that_is_not_used_is_released_on_every_node(nodes, stored):
     assert stored.query(Request(2, PROMPT)) == HIT
     nodes.drop_handovers()
     assert nodes.leased() == [NUM_WANTED] * 2
@@ -130,29 +118,27 @@ def test_a_promise_that_is_not_used_is_released_on_every_node(
 
 
 @pytest.mark.parametrize("how", ["request_finished", "request_reset"])
-def test_a_promise_of_a_request_that_ends_is_released_with_the_next_pass(
-    stored: SpreadReplica, how: str
-) -> None:
+def test_a_promise_of_a_request_that_ends_is_released_with_the_next_pass(stored, how):
     request = Request(2, PROMPT)
     stored.query(request)
     getattr(stored.scheduler, how)(request, *([[]] if how == "request_finished" else []))
     stored.pass_on()
 
 
-def test_asking_again_replaces_the_promise_on_every_node(stored: SpreadReplica) -> None:
+def test_asking_again_replaces_the_promise_on_every_node(stored):
     for _ in range(3):
         stored.query(Request(2, PROMPT))
     stored.pass_on()
 
 
-def test_an_offer_that_was_not_taken_is_released_on_every_node(stored: SpreadReplica) -> None:
+def test_an_offer_that_was_not_taken_is_released_on_every_node(stored):
     request = Request(2, PROMPT)
     stored.query(request)
     assert stored.plan(request, accepted=False).loads == ()
     stored.pass_on()
 
 
-def test_an_offer_that_was_taken_in_part_is_loaded_in_part(stored: SpreadReplica) -> None:
+def test_an_offer_that_was_taken_in_part_is_loaded_in_part(stored):
     request = Request(2, PROMPT)
     stored.query(request)
     stored.scheduler.cancel_load(request, 5 * BLOCK, HIT)
@@ -160,35 +146,27 @@ def test_an_offer_that_was_taken_in_part_is_loaded_in_part(stored: SpreadReplica
     stored.check(request, 5 * BLOCK)
 
 
-def test_a_node_that_is_away_means_no_promise_and_no_lease(
-    nodes: TwoNodes, stored: SpreadReplica
-) -> None:
+def test_a_node_that_is_away_means_no_promise_and_no_lease(nodes, stored):
     nodes.gone.add(NAMES[1])
     assert stored.query(Request(2, PROMPT)) == 0
     assert stored.totals["miss_tokens_store_down"] == HIT
 
 
-def test_a_leader_whose_own_arena_is_busy_gives_the_other_leases_back(
-    stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_whose_own_arena_is_busy_gives_the_other_leases_back(stored, monkeypatch):
     monkeypatch.setattr(stored.arenas[0], "lease_for", lambda *_, **__: None)
     assert stored.query(Request(2, PROMPT)) == 0
     assert stored.totals["miss_tokens_arena_busy"] == HIT
     stored.pass_on()
 
 
-def test_a_defect_while_the_leader_leases_gives_the_other_leases_back(
-    stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_while_the_leader_leases_gives_the_other_leases_back(stored, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(stored.arenas[0], "lease_for", lambda *_, **__: 1 // 0)
         assert stored.query(Request(2, PROMPT)) == 0
     stored.pass_on()
 
 
-def test_leases_whose_answer_was_lost_are_ended_with_the_next_call(
-    nodes: TwoNodes, stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_whose_answer_was_lost_are_ended_with_the_next_call(nodes, stored, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("kvray.node.stage_calls._read", mock.Mock(side_effect=ValueError))
         assert stored.query(Request(2, PROMPT)) == 0
@@ -198,8 +176,8 @@ def test_leases_whose_answer_was_lost_are_ended_with_the_next_call(
 
 
 def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_on_it(
-    stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stored, monkeypatch
+):
     request = Request(2, PROMPT)
     stored.query(request)
     with monkeypatch.context() as patch:
@@ -209,23 +187,19 @@ def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_o
     stored.close()
 
 
-def test_an_engine_that_does_not_say_that_it_is_spread_is_found_out(
-    stored: SpreadReplica, make_replica: MakeReplica, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_does_not_say_that_it_is_spread_is_found_out(stored, make_replica, caplog):
     silent = make_replica(is_spread=False)
     assert silent.serve(Request(2, PROMPT)) == 0
     assert caplog.text.count("set gpus_per_node") == 1
     assert silent.serve(Request(3, PROMPT)) == HIT
 
 
-def test_an_engine_that_would_never_wait_for_the_shards_is_refused(
-    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_would_never_wait_for_the_shards_is_refused(make_replica, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     with pytest.raises(ConfigError, match="2 ranks, 1 on a node"):
         make_replica(meets=False)
 
 
-def test_the_end_of_an_engine_ends_its_leases_on_every_node(stored: SpreadReplica) -> None:
+def test_the_end_of_an_engine_ends_its_leases_on_every_node(stored):
     stored.query(Request(2, PROMPT))
     stored.close()

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,18 +12,14 @@ import pytest
 import torch
 
 import kvray.connector
-from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.start import REPLACING, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
 from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.unit.connector.conftest import MakePair
 
 
-def test_a_name_may_carry_its_configuration_file(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_may_carry_its_configuration_file(environment, tmp_path, monkeypatch):
     path = tmp_path / "replica.yaml"
     path.write_text("connector: {replica: blue}\n")
     worker_class = getattr(kvray.connector, f"KvRayWorker@{path}")
@@ -38,15 +33,13 @@ def test_a_name_may_carry_its_configuration_file(
             getattr(kvray.connector, name)
 
 
-def test_a_configuration_file_that_is_not_there_is_refused_at_the_start() -> None:
+def test_a_configuration_file_that_is_not_there_is_refused_at_the_start():
     worker_class = getattr(kvray.connector, "KvRayWorker@/nowhere/kvray.yaml")
     with pytest.raises(ConfigError, match=r"/nowhere/kvray\.yaml"):
         worker_class(args_for())
 
 
-def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(shard, monkeypatch):
     monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
     worker = KvRayWorker(args_for())
     with pytest.raises(ConfigError, match=r"'nowhere'.*connector\.model_key"):
@@ -54,9 +47,7 @@ def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(
     worker.shutdown()
 
 
-def test_two_checkpoints_at_one_path_never_share(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_checkpoints_at_one_path_never_share(make_pair, monkeypatch, tmp_path):
     monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     mount = tmp_path / "model"
@@ -71,7 +62,7 @@ def test_two_checkpoints_at_one_path_never_share(
     assert make_pair(SimpleNamespace(**vars(args))).query(Request(3, PROMPT)) == 0
 
 
-def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair: MakePair) -> None:
+def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair):
     make_pair()
     other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
     other._rank.shared.pool._replica = "other"
@@ -80,7 +71,7 @@ def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair: M
     other.shutdown()
 
 
-def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard: Shard) -> None:
+def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard):
     pair = Pair()
     saver, engine = pair.worker._rank.saver, pair.engine
     assert saver is not None
@@ -95,7 +86,7 @@ def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard: 
         engine.close()
 
 
-def test_halves_are_built_on_threads_of_their_own(shard: Shard) -> None:
+def test_halves_are_built_on_threads_of_their_own(shard):
     built: list[Any] = []
     args = args_for()
     threads = [
@@ -120,7 +111,7 @@ print(pair.serve(Request(1, PROMPT)), "ray" in sys.modules)
 """
 
 
-def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(shard: Shard) -> None:
+def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(shard):
     for hit in (0, 36):
         done = subprocess.run(
             [sys.executable, "-c", _FULL_REQUEST],
@@ -155,7 +146,7 @@ def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return found, method
 
 
-def test_every_engine_of_the_process_leaves_the_tier(replacing: Any) -> None:
+def test_every_engine_of_the_process_leaves_the_tier(replacing):
     found, method = replacing
     engines: list[Any] = [Engine(), Engine()]
     for engine in (*engines, engines[0]):
@@ -164,7 +155,7 @@ def test_every_engine_of_the_process_leaves_the_tier(replacing: Any) -> None:
     assert [one.versions for one in engines] == [[None], [None]]
 
 
-def test_an_engine_that_is_gone_is_not_kept(replacing: Any) -> None:
+def test_an_engine_that_is_gone_is_not_kept(replacing):
     found, method = replacing
     engine: Any = Engine()
     versions = engine.versions
@@ -174,7 +165,7 @@ def test_an_engine_that_is_gone_is_not_kept(replacing: Any) -> None:
     assert versions == []
 
 
-def test_without_these_methods_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_these_methods_there_is_nothing_to_watch(monkeypatch):
     for module, owner, _ in REPLACING:
         made = ModuleType(module)
         setattr(made, owner, type(owner, (), {}))

@@ -16,7 +16,6 @@ from kvray.store.arena.quotas import name_of
 from tests.kit.connector import HIT, PROMPT, Pair, Request, args_for
 from tests.kit.tier import Tier
 from tests.unit.actors.small_shard import Line, failed_with
-from tests.unit.connector.conftest import MakePair
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def ask(pair: Pair, request_id: int, salt: str | int | None, tokens: list[int] =
     return matched
 
 
-def test_a_tenant_finds_what_it_stored_and_nobody_else_does(pair: Pair) -> None:
+def test_a_tenant_finds_what_it_stored_and_nobody_else_does(pair):
     assert ask(pair, 1, "acme/1") == 0
     assert ask(pair, 2, "acme/1") == HIT
     for request_id, salt in enumerate(["acme/2", "acme", "other/1", "other", 1], start=3):
@@ -59,9 +58,7 @@ def test_a_tenant_finds_what_it_stored_and_nobody_else_does(pair: Pair) -> None:
         assert ask(pair, 100 + request_id, salt) == HIT, salt
 
 
-def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(make_pair, monkeypatch):
     pair = make_pair()
     assert ask(pair, 1, "acme/1") == 0
     monkeypatch.delenv("KVRAY_SECURITY__TENANT_SECRET_FILE")
@@ -70,9 +67,7 @@ def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
     assert ask(without, 2, "acme/1") == 0
 
 
-def test_requests_without_a_tenant_share_nothing_and_leave_nothing(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_without_a_tenant_share_nothing_and_leave_nothing(pair, caplog):
     for request_id, salt in enumerate([None, None, "/x", "", "no tenant's name"]):
         assert ask(pair, request_id, salt) == 0
     assert (pair.totals["tenantless_requests"], pair.totals["bypassed_requests"]) == (5, 5)
@@ -81,15 +76,13 @@ def test_requests_without_a_tenant_share_nothing_and_leave_nothing(
 
 
 @pytest.mark.parametrize("half", [KvRayWorker, KvRayScheduler])
-def test_an_engine_whose_secret_is_missing_does_not_start(
-    environment: dict[str, str], secret: Path, half: type
-) -> None:
+def test_an_engine_whose_secret_is_missing_does_not_start(environment, secret, half):
     secret.unlink()
     with pytest.raises(ConfigError, match="tenant_secret_file cannot be read"):
         half(args_for())
 
 
-def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(shard: Shard, pair: Pair) -> None:
+def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(shard, pair):
     ask(pair, 1, "acme/1")
     assert prefetch(shard, pair, "acme/1") == 10
     assert prefetch(shard, pair, "other/1") == 0
@@ -97,17 +90,13 @@ def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(shard: Shard, pair:
         prefetch(shard, pair, None)
 
 
-def test_a_shard_with_another_secret_than_the_engine_says_so(
-    shard: Shard, make_pair: MakePair, secret: Path
-) -> None:
+def test_a_shard_with_another_secret_than_the_engine_says_so(shard, make_pair, secret):
     write_secret(secret, b"not the one of the shard")
     with pytest.raises(ConfigError, match="with another secret"):
         prefetch(shard, make_pair(), "acme/1")
 
 
-def test_a_shard_without_its_secret_fails_with_the_sentence(
-    environment: dict[str, str], secret: Path
-) -> None:
+def test_a_shard_without_its_secret_fails_with_the_sentence(environment, secret):
     secret.unlink()
     shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
     shard.start()
@@ -122,9 +111,7 @@ def quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRAY_CONFIG", str(path))
 
 
-def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
-    quotas: None, shard: Shard, pair: Pair
-) -> None:
+def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(quotas, shard, pair):
     tenants = ("poor", "rich", "other")
     for request_id, tenant in enumerate(tenants):
         ask(pair, request_id, f"{tenant}/1")

@@ -8,7 +8,6 @@ import pytest
 from kvray.node import link as link_module
 from tests.kit.connector import HIT, PROMPT, Pair, Request
 from tests.kit.tier import Tier
-from tests.unit.connector.conftest import MakePair
 from tests.waiting import wait_for
 
 
@@ -30,9 +29,7 @@ def joined(tier: Tier, pair: Pair) -> Pair:
     return pair
 
 
-def test_an_engine_that_started_before_its_tier_joins_it(
-    make_pair: MakePair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_started_before_its_tier_joins_it(make_pair, caplog):
     pair = make_pair()
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.totals["miss_tokens_store_down"] == HIT
@@ -45,7 +42,7 @@ def test_an_engine_that_started_before_its_tier_joins_it(
     tier.stop()
 
 
-def test_an_engine_outlives_its_tier_and_joins_the_next(tier: Tier, joined: Pair) -> None:
+def test_an_engine_outlives_its_tier_and_joins_the_next(tier, joined):
     joined.store(PROMPT)
     assert joined.serve(Request(2, PROMPT)) == HIT
     tier.stop()
@@ -56,7 +53,7 @@ def test_an_engine_outlives_its_tier_and_joins_the_next(tier: Tier, joined: Pair
     assert joined.serve(Request(20, PROMPT)) == HIT
 
 
-def test_a_shard_that_starts_again_is_not_even_noticed(tier: Tier, joined: Pair) -> None:
+def test_a_shard_that_starts_again_is_not_even_noticed(tier, joined):
     joined.store(PROMPT)
     assert joined.serve(Request(2, PROMPT)) == HIT
     tier.stop(retire=False)
@@ -66,9 +63,7 @@ def test_a_shard_that_starts_again_is_not_even_noticed(tier: Tier, joined: Pair)
     tier.wait_for_engine()
 
 
-def test_the_tiers_end_between_promise_and_load_does_not_break_the_promise(
-    tier: Tier, joined: Pair
-) -> None:
+def test_the_tiers_end_between_promise_and_load_does_not_break_the_promise(tier, joined):
     joined.store(PROMPT)
     request = Request(2, PROMPT)
     assert joined.query(request) == HIT
@@ -84,8 +79,8 @@ def test_the_tiers_end_between_promise_and_load_does_not_break_the_promise(
 
 
 def test_a_promise_is_kept_however_often_the_tier_is_replaced_before_its_load(
-    tier: Tier, joined: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tier, joined, monkeypatch
+):
     monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
     joined.store(PROMPT)
     promised = joined.arena

@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.meta import ConnectorMeta, PageIds, RankLeases, Release, SavePlan
@@ -21,16 +19,14 @@ from tests.kit.connector import (
     HIT,
     NUM_BLOCKS,
     PROMPT,
-    Pair,
     Request,
     args_for,
     flip_a_byte,
     parallel,
 )
-from tests.unit.connector.conftest import MakePair
 
 
-def test_loads_are_done_once_a_metadata_and_leases_released_once(warm: Pair) -> None:
+def test_loads_are_done_once_a_metadata_and_leases_released_once(warm):
     request = Request(2, PROMPT)
     warm.begin(request)
     assert warm.leased == 0
@@ -40,7 +36,7 @@ def test_loads_are_done_once_a_metadata_and_leases_released_once(warm: Pair) -> 
     assert warm.totals["loaded_blocks"] == 9
 
 
-def test_metadata_that_stays_bound_saves_nothing_again(warm: Pair) -> None:
+def test_metadata_that_stays_bound_saves_nothing_again(warm):
     request = Request(2, list(range(30)))
     warm.begin(request)
     warm.compute(request)
@@ -52,7 +48,7 @@ def test_metadata_that_stays_bound_saves_nothing_again(warm: Pair) -> None:
     assert warm.totals["stored_blocks"] == 10 + 7
 
 
-def test_nothing_happens_before_the_pool_is_registered(shard: Shard) -> None:
+def test_nothing_happens_before_the_pool_is_registered(shard):
     worker, scheduler = KvRayWorker(args_for()), KvRayScheduler(args_for())
     assert worker.register_forward_pass_callable() is None
     worker.start_load_kv(None)
@@ -67,12 +63,12 @@ def test_nothing_happens_before_the_pool_is_registered(shard: Shard) -> None:
     worker.shutdown()
 
 
-def test_finished_requests_are_returned_exactly_once(warm: Pair) -> None:
+def test_finished_requests_are_returned_exactly_once(warm):
     assert warm.worker.get_finished([3, 1], []) == ([3, 1], [])
     assert warm.worker.get_finished([], []) == ([], [])
 
 
-def test_blocks_are_read_when_wait_for_save_returns(warm: Pair) -> None:
+def test_blocks_are_read_when_wait_for_save_returns(warm):
     """Those of a cancelled request are freed right after, and nobody says so."""
     for number in range(20):
         request = Request(number + 10, [number, *PROMPT])
@@ -85,7 +81,7 @@ def test_blocks_are_read_when_wait_for_save_returns(warm: Pair) -> None:
 
 
 @pytest.mark.parametrize("make_pair", ["host"], indirect=True)
-def test_a_block_that_changed_under_its_lease_ends_the_engine(warm: Pair) -> None:
+def test_a_block_that_changed_under_its_lease_ends_the_engine(warm):
     first, second = Request(2, PROMPT), Request(3, PROMPT[:20])
     warm.query(first)
     warm.query(second)
@@ -96,7 +92,7 @@ def test_a_block_that_changed_under_its_lease_ends_the_engine(warm: Pair) -> Non
     assert warm.leased == 0
 
 
-def test_every_lease_is_released_when_a_load_fails(warm: Pair) -> None:
+def test_every_lease_is_released_when_a_load_fails(warm):
     requests = [Request(number, PROMPT) for number in (2, 3, 4)]
     reports = []
     for request in requests:
@@ -112,7 +108,7 @@ def test_every_lease_is_released_when_a_load_fails(warm: Pair) -> None:
     assert warm.leased == 0
 
 
-def test_a_promise_of_another_namespace_is_not_loaded(warm: Pair) -> None:
+def test_a_promise_of_another_namespace_is_not_loaded(warm):
     request = Request(2, PROMPT)
     warm.query(request)
     meta = warm.plan(request)
@@ -122,9 +118,7 @@ def test_a_promise_of_another_namespace_is_not_loaded(warm: Pair) -> None:
     assert warm.leased == 0
 
 
-def test_a_pool_that_cannot_be_read_costs_the_save_only(
-    warm: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_that_cannot_be_read_costs_the_save_only(warm, monkeypatch):
     request = Request(2, list(range(30)))
     warm.query(request)
     warm.plan(request)
@@ -135,7 +129,7 @@ def test_a_pool_that_cannot_be_read_costs_the_save_only(
     assert warm.totals["dropped_blocks"] == 7
 
 
-def test_two_ranks_hold_parts_of_their_own(make_pair: MakePair) -> None:
+def test_two_ranks_hold_parts_of_their_own(make_pair):
     """Ranks as threads of one process that share their arguments, but for the rank."""
     args = [args_for(tensor_parallel_size=2, parallel_config=parallel(rank)) for rank in (0, 1)]
     leader, other = make_pair(args[0]), KvRayWorker(args[1])
@@ -166,7 +160,7 @@ def test_two_ranks_hold_parts_of_their_own(make_pair: MakePair) -> None:
     other.shutdown()
 
 
-def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
+def test_pages_that_may_be_given_away_are_fenced_off_once(warm):
     """What a request saved is its own while it lives, and read before others may have it."""
 
     def meta_of(*requests: Request) -> ConnectorMeta:
@@ -189,7 +183,7 @@ def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
     assert warm.plan(second).is_fenced, "it started over, with other pages"
 
 
-def test_what_a_dropped_pass_was_to_save_is_saved_by_the_next(warm: Pair) -> None:
+def test_what_a_dropped_pass_was_to_save_is_saved_by_the_next(warm):
     request = Request(2, [7, *PROMPT])
     warm.begin(request)  # and no forward pass
     report = RequestData(request.request_id, [], [], 0, len(request.tokens))
@@ -203,7 +197,7 @@ def test_what_a_dropped_pass_was_to_save_is_saved_by_the_next(warm: Pair) -> Non
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
-def test_a_pass_that_did_not_wait_for_its_layers_fails(warm: Pair) -> None:
+def test_a_pass_that_did_not_wait_for_its_layers_fails(warm):
     request = Request(2, PROMPT)
     warm.begin(request)
     warm.worker.wait_for_layer_load(0, None)
@@ -213,13 +207,13 @@ def test_a_pass_that_did_not_wait_for_its_layers_fails(warm: Pair) -> None:
         warm.worker.get_finished([], [])  # where every runtime ends the engine
 
 
-def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm: Pair) -> None:
+def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm):
     dropped, request = Request(2, PROMPT), Request(3, PROMPT)
     warm.begin(dropped)
     assert warm.serve(request) == HIT
 
 
-def test_blocks_of_a_request_are_free_once_they_were_read(warm: Pair) -> None:
+def test_blocks_of_a_request_are_free_once_they_were_read(warm):
     reads = warm.engine.pending_reads
     reads.begin(7)
     is_host = warm.engine.pool.is_host
@@ -249,14 +243,8 @@ PAGES = st.tuples(IDS.map(PageIds.of)) | st.tuples(st.binary(max_size=9).map(Pag
     released=NUMBERS,
 )
 def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
-    warm: Pair,
-    fields: dict[str, Any],
-    lease: tuple[int, int] | None,
-    depth: int,
-    keys: bytes,
-    saved: tuple[PageIds],
-    released: int,
-) -> None:
+    warm, fields, lease, depth, keys, saved, released
+):
     """It comes from the engine's own leader: this is about versions that differ, and defects."""
     request = Request(next(FUZZED), PROMPT)
     assert warm.query(request) == HIT

@@ -19,18 +19,18 @@ def _handlers_are_given_back() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_signal_is_an_interrupt(signum: signal.Signals) -> None:
+def test_signal_is_an_interrupt(signum):
     with pytest.raises(KeyboardInterrupt), Interrupts().caught():
         os.kill(os.getpid(), signum)
 
 
-def test_late_signal_does_nothing() -> None:
+def test_late_signal_does_nothing():
     with Interrupts().caught():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_threads_that_start_while_masked_take_no_signal() -> None:
+def test_threads_that_start_while_masked_take_no_signal():
     masks = []
     with Interrupts().masked():
         thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(0, ())))
@@ -40,7 +40,7 @@ def test_threads_that_start_while_masked_take_no_signal() -> None:
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
 
 
-def test_signal_that_is_held_back_comes_at_the_end_of_the_block() -> None:
+def test_signal_that_is_held_back_comes_at_the_end_of_the_block():
     steps = []
 
     def run(interrupts: Interrupts) -> None:
@@ -53,7 +53,7 @@ def test_signal_that_is_held_back_comes_at_the_end_of_the_block() -> None:
     assert steps == ["after the signal"]
 
 
-def test_signal_that_is_held_back_comes_at_a_check() -> None:
+def test_signal_that_is_held_back_comes_at_a_check():
     steps = []
 
     def run(interrupts: Interrupts) -> None:
@@ -68,7 +68,7 @@ def test_signal_that_is_held_back_comes_at_a_check() -> None:
 
 
 @pytest.mark.parametrize("num_signals", [0, 1])
-def test_signal_does_not_cut_closing_short(num_signals: int) -> None:
+def test_signal_does_not_cut_closing_short(num_signals):
     closed = []
 
     def run(interrupts: Interrupts) -> None:
@@ -83,7 +83,7 @@ def test_signal_does_not_cut_closing_short(num_signals: int) -> None:
     assert closed == ["opened first"]
 
 
-def test_error_passes_through_closing() -> None:
+def test_error_passes_through_closing():
     interrupts = Interrupts()
     with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.closing():
         _ = 1 / 0

@@ -15,7 +15,7 @@ from kvray.console.output import empty_table, printer, stdout_kept, visible
 NAME = "[/bold][red]x[link=http://h]:smile:"
 
 
-def test_a_console_prints_markup_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_console_prints_markup_as_it_is(capsys):
     console = printer()
     console.print(NAME)
     table = empty_table("a", NAME, title=NAME)
@@ -27,7 +27,7 @@ def test_a_console_prints_markup_as_it_is(capsys: pytest.CaptureFixture[str]) ->
     assert error == f"{NAME}\n"
 
 
-def test_a_tables_cells_are_texts_whatever_the_console_does_with_markup() -> None:
+def test_a_tables_cells_are_texts_whatever_the_console_does_with_markup():
     table = empty_table("a", title=NAME)
     table.add_row(NAME)
     console = Console(width=99)
@@ -36,9 +36,7 @@ def test_a_tables_cells_are_texts_whatever_the_console_does_with_markup() -> Non
     assert capture.get().count(NAME) == 2
 
 
-def test_what_is_no_terminal_gets_whole_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_terminal_gets_whole_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     long = "word " * 200 + "end"
     table = empty_table("a", numbers=("b",), folds=True)
@@ -53,9 +51,7 @@ def test_what_is_no_terminal_gets_whole_lines(
 
 
 @pytest.mark.parametrize("bad", ["\x1b[2J", "\r", "\n", "\x9b", "\u202e", "\ud800", "\x00"])
-def test_characters_that_control_a_terminal_are_written_out(
-    bad: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_characters_that_control_a_terminal_are_written_out(bad, capsys):
     found = {f"k{bad}": [f"v{bad}w", {"n": 1.5, "none": None}]}
 
     def show(told: Any) -> None:
@@ -71,7 +67,7 @@ def test_characters_that_control_a_terminal_are_written_out(
     assert sys.stdout is not None
 
 
-def test_every_command_prints_through_this_console() -> None:
+def test_every_command_prints_through_this_console():
     """Another one would know markup, and cut lines of a file at 80 columns."""
     root = Path(kvray.__file__).parent
     makers = {
@@ -83,9 +79,7 @@ def test_every_command_prints_through_this_console() -> None:
     assert makers == {"console/output.py", "reference/weights.py"}
 
 
-def test_what_others_print_meanwhile_is_no_part_of_the_answer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_others_print_meanwhile_is_no_part_of_the_answer(capsys):
     with stdout_kept():
         print("(raylet) The node has been marked dead.")
     print("{}")

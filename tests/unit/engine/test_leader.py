@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.shard.shard import Shard
 from kvray.engine.figures import TimeHistogram
 from kvray.engine.leader import PrefillRate
 from kvray.engine.meta import Promise, RankLeases
@@ -25,18 +24,18 @@ from tests.unit.engine.conftest import MakeEngine
 from tests.waiting import HANG_S, wait_for
 
 
-def test_what_one_engine_has_computed_another_loads(make_engine: MakeEngine) -> None:
+def test_what_one_engine_has_computed_another_loads(make_engine):
     assert make_engine().serve(PROMPT) == 0
     assert make_engine().serve(PROMPT) == HIT
 
 
-def test_the_shard_knows_the_leader_as_one_rank_more(shard: Shard, engine: Apart) -> None:
+def test_the_shard_knows_the_leader_as_one_rank_more(shard, engine):
     name = engine.leader.shared.pool.replica
     known = [(one["replica"], one["rank"]) for one in shard.status()["replicas"]]
     assert known.count((name, 0)) == known.count((name, 1)) == 1
 
 
-def test_an_answer_counts_once_however_often_it_is_asked_for(stored: Apart, engine: Apart) -> None:
+def test_an_answer_counts_once_however_often_it_is_asked_for(stored, engine):
     for _ in range(3):
         assert engine.ask(7, PROMPT) == HIT
     totals = engine.totals
@@ -52,9 +51,7 @@ def holding(stored: Apart, make_engine: MakeEngine) -> Apart:
     return make_engine(holds_loads=True, takes_offers_later=True)
 
 
-def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_sound(
-    holding: Apart,
-) -> None:
+def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_sound(holding):
     leader, totals = holding.leader, holding.totals
     assert holding.ask(7, PROMPT) == HIT
     holding.plan()  # passes may go by until it is taken
@@ -68,7 +65,7 @@ def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_sound(
     assert leader.offer_again(7, 0, end=5) == 0
 
 
-def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding: Apart) -> None:
+def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
     assert holding.ask(7, PROMPT) == HIT
     holding.leader.decline(7, "too_slow")
     holding.leader.count(7)
@@ -76,7 +73,7 @@ def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding: Apart
     assert holding.leased == 0
 
 
-def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding: Apart) -> None:
+def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
     asked = AskedRequest(7, tokens, len(tokens), 0, Identity(), is_unread=True)
     assert holding.leader.ask(7, lambda _: asked) == 0
@@ -85,14 +82,14 @@ def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding: Ap
     assert holding.totals["miss_tokens_skipped"] == len(tokens) // BLOCK * BLOCK
 
 
-def test_a_leader_whose_ranks_hold_blocks_leaves_it_to_them_to_check(holding: Apart) -> None:
+def test_a_leader_whose_ranks_hold_blocks_leaves_it_to_them_to_check(holding):
     for slot in holding.arena.tables.slots_in(READY).tolist():
         holding.arena.slot_bytes(slot)[1] ^= 1
     assert holding.ask(7, PROMPT) == HIT
     holding.leader.finish(7)
 
 
-def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine: MakeEngine) -> None:
+def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
     other = PROMPT[:20] + [1] * 20
     warm = make_engine()
     for prompt in (PROMPT, other):
@@ -144,9 +141,7 @@ def asked(engine: Apart, number: int = 7) -> int:
     return answers[0]
 
 
-def test_it_is_promised_what_was_staged_meanwhile(
-    peered: Apart, server: StageServer, make_engine: MakeEngine
-) -> None:
+def test_it_is_promised_what_was_staged_meanwhile(peered, server, make_engine):
     go_on = threading.Event()
     other = make_engine(block_reuse=False)  # it asks for nothing: another node
 
@@ -165,15 +160,15 @@ def test_it_is_promised_what_was_staged_meanwhile(
     assert totals["staged_tokens"] == NUM_WANTED * BLOCK
 
 
-def test_it_is_asked_in_the_leader_s_own_name(peered: Apart, server: StageServer) -> None:
+def test_it_is_asked_in_the_leader_s_own_name(peered, server):
     assert asked(peered) == 0
     (request,) = server.asked
     assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
 
 
 def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
-    server: StageServer, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, make_engine, monkeypatch
+):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
     silence = threading.Event()
     server.answer = lambda _: {"late": silence.wait(10)}
@@ -185,7 +180,7 @@ def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
     silence.set()
 
 
-def test_a_request_that_ends_meanwhile_is_forgotten(peered: Apart, server: StageServer) -> None:
+def test_a_request_that_ends_meanwhile_is_forgotten(peered, server):
     go_on = threading.Event()
     server.answer = lambda _: {"num_blocks": 0, "reason": "not_stored", "_": go_on.wait(10)}
     assert peered.ask(7, PROMPT) is None
@@ -217,9 +212,7 @@ RATES = {
 
 
 @pytest.mark.parametrize(("passes", "tokens_per_s"), RATES.values(), ids=RATES)
-def test_the_speed_of_prefill_is_measured(
-    passes: list[tuple[set[int], int, float]], tokens_per_s: float
-) -> None:
+def test_the_speed_of_prefill_is_measured(passes, tokens_per_s):
     """Each pass is (requests, tokens, seconds until the next is planned)."""
     rate, at = PrefillRate(), 100.0
     for requests, tokens, seconds in passes:
@@ -252,19 +245,17 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("noted", "position", "is_exact", "taken"), TAKEN.values(), ids=TAKEN)
-def test_an_engine_that_may_take_less_notes_it_at_the_request(
-    noted: int | None, position: int, is_exact: bool, taken: tuple[int, bool]
-) -> None:
+def test_an_engine_that_may_take_less_notes_it_at_the_request(noted, position, is_exact, taken):
     promise = promise_of() if noted is None else promise_of(honoured=lambda: noted)
     assert promise.taken(position, BLOCK, is_exact=is_exact) == taken
 
 
-def test_an_engine_that_counts_on_more_is_stopped() -> None:
+def test_an_engine_that_counts_on_more_is_stopped():
     with pytest.raises(LeaseExpired, match="never promised"):
         promise_of().taken(12, BLOCK, is_exact=True)
 
 
-def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
+def test_a_lost_promise_stops_only_the_engine_that_counts_on_it():
     promises = Promises()
     promises._lost[7] = 2
     promises.check(SHARED, 8, 40)
@@ -277,7 +268,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
     promises.check(SHARED, 7, 3 * BLOCK)
 
 
-def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
     monkeypatch.setattr("kvray.engine.promises._LOST_MAX", 3)
     shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
     promises = Promises()
@@ -294,11 +285,11 @@ def bound_of(name: str) -> float:
     return math.inf if name.endswith("inf") else float(name.rpartition("_")[2])
 
 
-def test_nothing_observed_is_no_counter() -> None:
+def test_nothing_observed_is_no_counter():
     assert TimeHistogram().counters("lease") == {}
 
 
-def test_a_call_is_in_the_bucket_that_ends_above_it() -> None:
+def test_a_call_is_in_the_bucket_that_ends_above_it():
     timing = TimeHistogram()
     timing.observe(100_000)
     timing.observe(2**17)
@@ -311,7 +302,7 @@ def test_a_call_is_in_the_bucket_that_ends_above_it() -> None:
 
 
 @given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
-def test_each_call_is_in_one_bucket_and_no_count_or_bound_is_lost(calls: list[int]) -> None:
+def test_each_call_is_in_one_bucket_and_no_count_or_bound_is_lost(calls):
     timing = TimeHistogram()
     for nanoseconds in calls:
         timing.observe(nanoseconds)

@@ -29,7 +29,7 @@ def stored_of(engine: Apart) -> int:
     return engine.rank.shared.figures.totals["stored_blocks"]
 
 
-def test_blocks_of_one_version_do_not_answer_for_another(make_engine: MakeEngine) -> None:
+def test_blocks_of_one_version_do_not_answer_for_another(make_engine):
     engine, other = make_engine(), make_engine()
     assert engine.serve(PROMPT) == 0
     name(engine, "2")
@@ -42,7 +42,7 @@ def test_blocks_of_one_version_do_not_answer_for_another(make_engine: MakeEngine
     assert other.serve(PROMPT) == 0
 
 
-def test_an_engine_without_a_version_is_off_the_tier(engine: Apart) -> None:
+def test_an_engine_without_a_version_is_off_the_tier(engine):
     engine.serve(PROMPT)
     before = stored_of(engine)
     name(engine, None)
@@ -54,18 +54,14 @@ def test_an_engine_without_a_version_is_off_the_tier(engine: Apart) -> None:
     assert engine.serve(OTHER) == HIT
 
 
-def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(
-    stored: Apart, make_engine: MakeEngine
-) -> None:
+def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(stored, make_engine):
     engine = make_engine(weights_may_change=True)
     assert engine.serve(PROMPT) == 0
     name(engine, "")
     assert engine.serve(PROMPT) == HIT
 
 
-def test_the_setting_names_what_an_engine_begins_with(
-    stored: Apart, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_setting_names_what_an_engine_begins_with(stored, make_engine, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "7")
     engine = make_engine(weights_may_change=True)
     assert engine.serve(PROMPT) == 0
@@ -106,9 +102,7 @@ def report_of(number: int, start: int, end: int, blocks: list[int] | None = None
 
 
 @pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""]])
-def test_nothing_more_is_stored_of_a_request_in_flight(
-    engine: Apart, make_engine: MakeEngine, versions: list[str | None]
-) -> None:
+def test_nothing_more_is_stored_of_a_request_in_flight(engine, make_engine, versions):
     blocks = begin(engine, 1, end=16)
     for version in versions:
         name(engine, version)
@@ -119,7 +113,7 @@ def test_nothing_more_is_stored_of_a_request_in_flight(
     assert engine.serve(PROMPT) == 36  # stored by the one before, whole
 
 
-def test_the_same_version_twice_changes_nothing(engine: Apart) -> None:
+def test_the_same_version_twice_changes_nothing(engine):
     name(engine, "2")
     blocks = begin(engine, 1, end=16)
     name(engine, "2")
@@ -128,9 +122,7 @@ def test_the_same_version_twice_changes_nothing(engine: Apart) -> None:
 
 
 @pytest.mark.parametrize("version", ["2", None])
-def test_what_was_promised_before_is_loaded_and_stored_under_no_version(
-    stored: Apart, engine: Apart, version: str | None
-) -> None:
+def test_what_was_promised_before_is_loaded_and_stored_under_no_version(stored, engine, version):
     assert engine.ask(1, PROMPT) == HIT
     name(engine, version)
     assert engine.ask(2, OTHER) == 0
@@ -152,7 +144,7 @@ def test_what_was_promised_before_is_loaded_and_stored_under_no_version(
         assert engine.serve(PROMPT) == 0
 
 
-def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engine: Apart) -> None:
+def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engine):
     engine.leader.shared.pool.name_weights("2")
     assert engine.serve(PROMPT) == 0
     assert engine.serve(PROMPT) == HIT
@@ -165,9 +157,7 @@ def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engin
     assert list(engine.rank.shared.link.arena.has_slots_of([number])) == [True]
 
 
-def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(
-    stored: Apart, engine: Apart
-) -> None:
+def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(stored, engine):
     assert engine.ask(1, PROMPT) == HIT
     name(engine, "2")
     assert engine.ask(1, PROMPT) == 0
@@ -187,9 +177,7 @@ def tell(shard: Shard, replica: str, version: str | None) -> dict[int, int]:
     return shard.requests.set_weights_version(replica, version, WAIT_S)
 
 
-def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(
-    shard: Shard, told: Apart
-) -> None:
+def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(shard, told):
     replica = told.leader.shared.pool.replica
     told.serve(PROMPT)
     assert tell(shard, replica, "2") == {0: 1, 1: 1}
@@ -201,7 +189,7 @@ def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(
     assert reader.namespace.digest() == told.leader.shared.pool.namespace_digest
 
 
-def test_prompts_have_no_keys_while_the_weights_have_no_version(shard: Shard, told: Apart) -> None:
+def test_prompts_have_no_keys_while_the_weights_have_no_version(shard, told):
     replica = told.leader.shared.pool.replica
     tell(shard, replica, None)
     with pytest.raises(ShardUnavailable, match="set_weights_version"):
@@ -210,16 +198,14 @@ def test_prompts_have_no_keys_while_the_weights_have_no_version(shard: Shard, to
     assert shard.requests.prefetch(replica, bytes(160))["reason"] != "none"
 
 
-def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard: Shard, told: Apart) -> None:
+def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard, told):
     replica = told.leader.shared.pool.replica
     told.close()
     wait_for(lambda: not shard._parts.replicas.connected(), "the end of the connection")
     assert tell(shard, replica, "2") == tell(shard, "nobody", "2") == {}
 
 
-def test_an_engine_that_does_not_answer_in_time_is_not_told_later(
-    shard: Shard, told: Apart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, monkeypatch):
     pool = told.leader.shared.pool
     is_silent = threading.Event()
     report = Registrations.report

@@ -103,9 +103,7 @@ def has(subscriber: Subscriber, name: str, publisher: Publisher) -> bool:
 
 
 @pytest.mark.parametrize("prefix", [(), (b"topic",)])
-def test_who_comes_late_has_everything_in_either_form_of_answer(
-    subscriber: Subscriber, publisher: Publisher, prefix: tuple[bytes, ...]
-) -> None:
+def test_who_comes_late_has_everything_in_either_form_of_answer(subscriber, publisher, prefix):
     for token in range(50):
         publisher.store(None, [token, 1])
     with closing(Wire(publisher, prefix=prefix)) as wire:
@@ -115,7 +113,7 @@ def test_who_comes_late_has_everything_in_either_form_of_answer(
         wait_for(lambda: has(subscriber, "a", publisher), "what came then")
 
 
-def test_a_batch_that_is_lost_is_asked_for(subscriber: Subscriber, publisher: Publisher) -> None:
+def test_a_batch_that_is_lost_is_asked_for(subscriber, publisher):
     with closing(Wire(publisher)) as wire:
         subscriber.follow({"a": wire.source})
         wait_for(lambda: wire.num_asked, "the first question")
@@ -127,9 +125,7 @@ def test_a_batch_that_is_lost_is_asked_for(subscriber: Subscriber, publisher: Pu
         assert subscriber.totals()["lost"] == 0
 
 
-def test_a_restarted_publisher_has_only_what_it_has_now(
-    subscriber: Subscriber, publisher: Publisher
-) -> None:
+def test_a_restarted_publisher_has_only_what_it_has_now(subscriber, publisher):
     with closing(Wire(publisher)) as wire:
         subscriber.follow({"a": wire.source})
         publisher.store(None, [1, 1])
@@ -145,9 +141,7 @@ def test_a_restarted_publisher_has_only_what_it_has_now(
         )
 
 
-def test_a_publisher_that_is_not_there_yet_is_found(
-    subscriber: Subscriber, publisher: Publisher
-) -> None:
+def test_a_publisher_that_is_not_there_yet_is_found(subscriber, publisher):
     with closing(Wire(publisher)) as wire:
         source, ports = wire.source, wire.ports
     subscriber.follow({"a": source})
@@ -156,7 +150,7 @@ def test_a_publisher_that_is_not_there_yet_is_found(
         wait_for(lambda: has(subscriber, "a", publisher), "its blocks")
 
 
-def test_publishers_are_followed_and_left(subscriber: Subscriber) -> None:
+def test_publishers_are_followed_and_left(subscriber):
     publishers = {name: Publisher(log_max=1000, has_snapshot=False) for name in "ab"}
     for number, one in enumerate(publishers.values()):
         one.store(None, [number, 5])
@@ -169,7 +163,7 @@ def test_publishers_are_followed_and_left(subscriber: Subscriber) -> None:
         assert has(subscriber, "b", publishers["b"])
 
 
-def test_an_address_that_is_none_harms_nobody(subscriber: Subscriber, publisher: Publisher) -> None:
+def test_an_address_that_is_none_harms_nobody(subscriber, publisher):
     publisher.store(None, [1, 1])
     with closing(Wire(publisher)) as wire:
         subscriber.follow({"bad": Source(endpoint="nowhere"), "a": wire.source})
@@ -177,9 +171,7 @@ def test_an_address_that_is_none_harms_nobody(subscriber: Subscriber, publisher:
         assert subscriber.content("bad") is None
 
 
-def test_a_publisher_that_never_answers_is_named_once(
-    subscriber: Subscriber, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_publisher_that_never_answers_is_named_once(subscriber, caplog, monkeypatch):
     monkeypatch.setattr("kvray.events.subscriber._RECONNECT_MAX_S", 0.01)
     address = f"tcp://[::1]:{free_port()}"
     subscriber.follow({"a": Source(endpoint=address)})
@@ -188,12 +180,7 @@ def test_a_publisher_that_never_answers_is_named_once(
     assert caplog.text.count(address) == 1
 
 
-def test_a_defect_at_one_publisher_costs_no_other(
-    subscriber: Subscriber,
-    publisher: Publisher,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_defect_at_one_publisher_costs_no_other(subscriber, publisher, monkeypatch, caplog):
     publisher.store(None, [1, 1])
     serve = subscriber_module._Feed.serve
 
@@ -226,9 +213,7 @@ class Held:
         return [self._publisher.event(block) for block in blocks[after : after + 1]], more
 
 
-def test_our_own_publisher_is_followed_from_its_snapshot_on(
-    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_publisher_is_followed_from_its_snapshot_on(subscriber, monkeypatch):
     monkeypatch.setattr("kvray.events.outlet._START_S", 0.0)
     monkeypatch.setattr("kvray.events.outlet._BATCHES_MAX", 3)
     publisher = Publisher(log_max=1, has_snapshot=False)
@@ -280,9 +265,7 @@ def leading(subscriber: Subscriber, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_subscriber_hears_what_an_engine_stores_and_removes(
-    subscriber: Subscriber, host: str
-) -> None:
+def test_a_subscriber_hears_what_an_engine_stores_and_removes(subscriber, host):
     engine, buffer = Engine(), Buffer()
     buffer.is_up = False
     buffer.waiting.append(engine.event(stored([1, 2], [*range(8)])))
@@ -297,9 +280,7 @@ def test_a_subscriber_hears_what_an_engine_stores_and_removes(
         assert content.is_whole
 
 
-def test_lost_events_are_told_of_once(
-    subscriber: Subscriber, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_events_are_told_of_once(subscriber, caplog):
     engine, buffer = Engine(), Buffer()
     buffer.waiting.append(engine.event(stored([1], [*range(4)])))
     engine.event(removed(1))
@@ -311,9 +292,7 @@ def test_lost_events_are_told_of_once(
     assert caplog.text.count("raise event_buffer_max_size") == 1
 
 
-def test_events_that_make_no_sense_and_a_defect_do_not_end_it(
-    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_that_make_no_sense_and_a_defect_do_not_end_it(subscriber, monkeypatch):
     monkeypatch.setattr("kvray.events.pool_feed._AGAIN_S", 0.0)
     engine, buffer, take = Engine(), Buffer(), NativePool.take
     answers: list[Any] = [7, None]
@@ -338,7 +317,7 @@ def test_events_that_make_no_sense_and_a_defect_do_not_end_it(
         wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what came after")
 
 
-def test_an_address_of_another_node_is_refused() -> None:
+def test_an_address_of_another_node_is_refused():
     with pytest.raises(ConfigError, match="cannot be published"):
         PoolFeed(Buffer().drain, block_size=BLOCK, host="192.0.2.1")
 
@@ -378,7 +357,7 @@ def drain(server: Server) -> list[Any]:
     return HttpDrain(f"http://127.0.0.1:{server.server_port}/")()
 
 
-def test_events_are_taken_as_they_are(server: Server) -> None:
+def test_events_are_taken_as_they_are(server):
     events = [{"event_id": 0, "data": {"type": "created"}}]
     server.answer = 200, "application/json", json.dumps(events).encode()
     assert drain(server) == events
@@ -393,15 +372,13 @@ def test_events_are_taken_as_they_are(server: Server) -> None:
         ((200, "text/html", b"<html>"), "gives no KV events"),
     ],
 )
-def test_other_answers_are_told_in_a_sentence(
-    server: Server, answer: tuple[int, str, bytes], said: str
-) -> None:
+def test_other_answers_are_told_in_a_sentence(server, answer, said):
     server.answer = answer
     with pytest.raises(TransferError, match=said):
         drain(server)
 
 
-def test_an_answer_without_end_is_not_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_not_kept(server, monkeypatch):
     server.answer = 200, "application/json", b"[" + b" " * 2**20 + b"]"
     monkeypatch.setattr(http_drain, "_BYTES_MAX", 2**19)
     with pytest.raises(TransferError, match="more than"):
@@ -412,7 +389,7 @@ def test_an_answer_without_end_is_not_kept(server: Server, monkeypatch: pytest.M
         drain(server)
 
 
-def test_a_server_that_is_not_there_is_told_in_a_sentence() -> None:
+def test_a_server_that_is_not_there_is_told_in_a_sentence():
     with pytest.raises(TransferError, match="gives no KV events"):
         HttpDrain("http://127.0.0.1:9")()
 
@@ -447,9 +424,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize("what", ["endpoint", "replay_endpoint"])
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_an_engines_feed_goes_on_whatever_is_done_to_its_ports(
-    subscriber: Subscriber, what: str, seconds: float
-) -> None:
+def test_an_engines_feed_goes_on_whatever_is_done_to_its_ports(subscriber, what, seconds):
     engine, buffer = Engine(), Buffer()
     with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
         subscriber.follow({"a": source_of(feed)})
@@ -544,9 +519,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_a_publisher_that_sends_anything_without_end_costs_itself(
-    subscriber: Subscriber, publisher: Publisher, seconds: float
-) -> None:
+def test_a_publisher_that_sends_anything_without_end_costs_itself(subscriber, publisher, seconds):
     with closing(Wire(publisher)) as wire, closing(Hostile(1)) as hostile:
         subscriber.follow({"a": wire.source, "bad": hostile.source})
         for number in rounds(seconds, "subscriber"):

@@ -80,13 +80,13 @@ def pages(content: Content, step: int) -> Iterator[Sequence[Event]]:
         yield events
 
 
-def test_stored_blocks_of_a_chain_are_one_event() -> None:
+def test_stored_blocks_of_a_chain_are_one_event():
     assert Engine().tell(stored([1, 2], [*range(8)])) == [
         BlockStored(block_hashes=(1, 2), token_ids=[*range(8)], block_size=BLOCK, medium="GPU")
     ]
 
 
-def test_a_partial_block_is_none_and_neither_is_its_end() -> None:
+def test_a_partial_block_is_none_and_neither_is_its_end():
     engine = Engine()
     (event,) = engine.tell(stored([1, 2], [*range(6)]))
     assert event == BlockStored(
@@ -96,7 +96,7 @@ def test_a_partial_block_is_none_and_neither_is_its_end() -> None:
     assert engine.tell(removed(1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_a_block_that_moves_to_host_memory_is_still_there() -> None:
+def test_a_block_that_moves_to_host_memory_is_still_there():
     engine = Engine()
     engine.tell(stored([1], [*range(4)]))
     first, second = engine.tell(updated(1, 0, 1))
@@ -109,7 +109,7 @@ def test_a_block_that_moves_to_host_memory_is_still_there() -> None:
     assert engine.leading([*range(4)]) == 0, "it is on the engine's disk"
 
 
-def test_only_the_widest_window_counts() -> None:
+def test_only_the_widest_window_counts():
     engine = Engine()
     created = {"type": "created", "num_blocks_per_cache_level": [8, 0]}
     engine.tell(created, window_size=512)
@@ -120,7 +120,7 @@ def test_only_the_widest_window_counts() -> None:
     assert engine.leading([*range(4)]) == 1
 
 
-def test_a_block_goes_with_the_last_rank_that_has_it() -> None:
+def test_a_block_goes_with_the_last_rank_that_has_it():
     engine = Engine()
     assert len(engine.tell(stored([1], [*range(4)]), rank=0)) == 1
     assert engine.tell(stored([1], [*range(4)]), rank=1) == []
@@ -128,7 +128,7 @@ def test_a_block_goes_with_the_last_rank_that_has_it() -> None:
     assert engine.tell(removed(1), rank=1) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_lost_events_take_what_was_known() -> None:
+def test_lost_events_take_what_was_known():
     engine = Engine()
     engine.tell(stored([1], [*range(4)]))
     engine.event(removed(1))
@@ -149,18 +149,18 @@ def test_lost_events_take_what_was_known() -> None:
         stored([1, 2], [*range(8)], tokens=[{"token_id": 1, "token_extra_id": 7}] * BLOCK),
     ],
 )
-def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(data: dict[str, Any]) -> None:
+def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(data):
     engine = Engine()
     assert engine.tell(data, stored([3], [9] * 4, parent=2), removed(3, 2, 1)) == []
 
 
-def test_hashes_as_text_are_taken() -> None:
+def test_hashes_as_text_are_taken():
     (event,) = Engine().tell(stored(["ab"], [*range(4)]))  # type: ignore[list-item]
     assert isinstance(event, BlockStored)
     assert event.block_hashes == (b"ab",)
 
 
-def test_lists_and_json_are_taken_and_nonsense_is_counted() -> None:
+def test_lists_and_json_are_taken_and_nonsense_is_counted():
     engine = Engine()
     first, second = engine.event(stored([1], [*range(4)])), engine.event(removed(1))
     assert len(engine.pool.take([[first], json.dumps(second)])) == 2
@@ -188,7 +188,7 @@ def test_lists_and_json_are_taken_and_nonsense_is_counted() -> None:
         None,
     ],
 )
-def test_an_event_that_makes_no_sense_costs_itself(bad: Any) -> None:
+def test_an_event_that_makes_no_sense_costs_itself(bad):
     engine = Engine()
     engine.tell(stored([1], [*range(4)]))
     pack(Batch(at=0.0, events=engine.tell(bad)))  # what it means, if anything, can be sent
@@ -209,19 +209,19 @@ def test_an_event_that_makes_no_sense_costs_itself(bad: Any) -> None:
         {"event_id": "0"},
     ],
 )
-def test_what_is_no_event_is_counted(item: Any) -> None:
+def test_what_is_no_event_is_counted(item):
     pool = NativePool(block_size=BLOCK)
     assert pool.take([item]) == []
     assert pool.num_unread == 1
 
 
-def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken() -> None:
+def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken():
     engine = Engine()
     engine.tell(stored([1], [*range(4)]))
     assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_there_is_an_end_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_an_end_of_blocks(monkeypatch):
     monkeypatch.setattr(native, "_BLOCKS_MAX", 3)
     engine = Engine()
     for number in range(1, 9):
@@ -232,7 +232,7 @@ def test_there_is_an_end_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
-def test_events_of_a_version_give_its_pool(shape: Path) -> None:
+def test_events_of_a_version_give_its_pool(shape):
     told = json.loads(shape.read_text())
     pool, content = NativePool(block_size=told["block_size"]), PoolContent(blocks_max=1000)
     content.apply(Batch(at=0.0, events=pool.take(told["events"])))
@@ -244,7 +244,7 @@ def test_events_of_a_version_give_its_pool(shape: Path) -> None:
 
 
 @given(st.data())
-def test_a_snapshot_of_any_moment_gives_what_all_events_give(data: st.DataObject) -> None:
+def test_a_snapshot_of_any_moment_gives_what_all_events_give(data):
     engine, chains = Engine(), {None: []}
     for number in range(1, 12):
         act = data.draw(st.sampled_from(["store", "remove", "move"]))

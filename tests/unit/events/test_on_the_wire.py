@@ -1,7 +1,7 @@
 """KV events on the wire: messages, and connections in ZeroMQ's protocol."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import msgpack
@@ -178,7 +178,7 @@ MESSAGES = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), m
 
 
 @given(MESSAGES, st.integers(1, 500))
-def test_messages_arrive_whole_in_whatever_pieces(messages: list[list[bytes]], piece: int) -> None:
+def test_messages_arrive_whole_in_whatever_pieces(messages, piece):
     sent = GREETING + READY
     for parts in messages:
         sent += b"".join(frame(1, part) for part in parts[:-1]) + frame(0, parts[-1])
@@ -190,7 +190,7 @@ def test_messages_arrive_whole_in_whatever_pieces(messages: list[list[bytes]], p
 
 
 @given(MESSAGES)
-def test_two_ends_understand_each_other(messages: list[list[bytes]]) -> None:
+def test_two_ends_understand_each_other(messages):
     with connected() as (wire, other), closing(Wire(other, "DEALER", message_max=10**6)) as second:
         other.setblocking(False)
         heard: list[list[bytes]] = []
@@ -219,14 +219,12 @@ def test_two_ends_understand_each_other(messages: list[list[bytes]]) -> None:
         GREETING + b"\x06" + (2**40).to_bytes(8, "big"),  # a command without end
     ],
 )
-def test_who_breaks_the_protocol_or_its_bounds_is_hung_up_on(
-    pair: tuple[Wire, socket.socket], sent: bytes
-) -> None:
+def test_who_breaks_the_protocol_or_its_bounds_is_hung_up_on(pair, sent):
     with pytest.raises(TransferError):
         hear(*pair, sent)
 
 
-def test_a_peer_that_has_gone_is_told_in_a_sentence(pair: tuple[Wire, socket.socket]) -> None:
+def test_a_peer_that_has_gone_is_told_in_a_sentence(pair):
     wire, other = pair
     assert wire.receive(100) == (0, [])
     other.close()
@@ -234,9 +232,7 @@ def test_a_peer_that_has_gone_is_told_in_a_sentence(pair: tuple[Wire, socket.soc
         wire.receive(100)
 
 
-def test_pings_are_answered_and_subscriptions_come_in_either_form(
-    pair: tuple[Wire, socket.socket],
-) -> None:
+def test_pings_are_answered_and_subscriptions_come_in_either_form(pair):
     wire, other = pair
     sent = GREETING + READY + b"\x04\x0a\x04PING\x00\x07abc" + frame(4, b"\x09SUBSCRIBEa")
     assert hear(
@@ -259,19 +255,19 @@ def test_pings_are_answered_and_subscriptions_come_in_either_form(
         ("tcp://node-7:*", "node-7", 0),
     ],
 )
-def test_addresses_are_read(address: str, host: str, port: int) -> None:
+def test_addresses_are_read(address, host, port):
     assert parse_endpoint(address) == (host, port)
 
 
 @pytest.mark.parametrize(
     "address", ["", "5557", "tcp://:1", "udp://a:1", "tcp://a:70000", "tcp://a:-1", "tcp://a:x"]
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="is no address of KV events"):
         parse_endpoint(address)
 
 
 @pytest.mark.parametrize("make", [lambda host: host, lambda host: f"[{host}]"])
-def test_an_ipv6_address_is_bracketed_once(make: Callable[[str], str]) -> None:
+def test_an_ipv6_address_is_bracketed_once(make):
     assert endpoint(make("::1"), 7) == "tcp://[::1]:7"
     assert endpoint("10.0.0.7", 7) == "tcp://10.0.0.7:7"

@@ -155,7 +155,7 @@ def followed(log_max: int = 100) -> tuple[Publisher, Reception]:
     return publisher, made
 
 
-def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted() -> None:
+def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted():
     publisher, made = followed()
     for _ in range(3):
         made.live(*publisher.store(None, [len(publisher.blocks), 1]))
@@ -170,7 +170,7 @@ def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted() -> 
     assert (made.num_gaps, made.num_lost) == (1, 0)
 
 
-def test_who_comes_late_asks_for_all() -> None:
+def test_who_comes_late_asks_for_all():
     publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
     publisher.store(None, [1, 2, 3, 4])
     assert made.replay_from == 0
@@ -179,7 +179,7 @@ def test_who_comes_late_asks_for_all() -> None:
     assert made.content.digests == publisher.digests
 
 
-def test_what_the_log_no_longer_has_is_lost_and_said() -> None:
+def test_what_the_log_no_longer_has_is_lost_and_said():
     publisher, made = followed(log_max=2)
     made.live(*publisher.store(None, [1, 2]))
     for token in range(4):
@@ -191,7 +191,7 @@ def test_what_the_log_no_longer_has_is_lost_and_said() -> None:
     assert made.num_lost == 1
 
 
-def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
+def test_an_unreadable_batch_costs_the_wholeness_only():
     publisher, made = followed()
     made.live(*publisher.store(None, [1, 2]))
     publisher.number += 1
@@ -201,7 +201,7 @@ def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
     assert len(made.content) == 2
 
 
-def test_what_waits_for_a_replay_is_bounded_in_bytes() -> None:
+def test_what_waits_for_a_replay_is_bounded_in_bytes():
     content = PoolContent(blocks_max=10)
     made = Reception(content, can_replay=True, pending_max=1000, pending_bytes=1000)
     made.replay_begun()
@@ -214,7 +214,7 @@ def test_what_waits_for_a_replay_is_bounded_in_bytes() -> None:
     assert len(made._pending) == 11
 
 
-def test_a_publisher_without_replays_is_followed_from_where_it_is() -> None:
+def test_a_publisher_without_replays_is_followed_from_where_it_is():
     publisher, made = Publisher(log_max=100, has_snapshot=False), reception(can_replay=False)
     assert made.replay_from is None
     publisher.store(None, [1, 2])
@@ -231,7 +231,7 @@ def test_a_publisher_without_replays_is_followed_from_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("failures", [3, 7])
-def test_a_publisher_that_answers_no_question_is_followed_all_the_same(failures: int) -> None:
+def test_a_publisher_that_answers_no_question_is_followed_all_the_same(failures):
     publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
     for _ in range(failures):
         made.live(*publisher.store(None, [publisher.number, 1]))
@@ -271,7 +271,7 @@ def leading(made: PoolContent, tokens: list[int] = PROMPT, salt: str | None = No
     return made.num_tokens(digests) // BLOCK
 
 
-def test_a_prompt_finds_its_leading_blocks_over_several_events() -> None:
+def test_a_prompt_finds_its_leading_blocks_over_several_events():
     made = content(stored([1, 2], PROMPT[:8]), stored([b"\3"], PROMPT[8:12], parent=2))
     assert leading(made) == 3
     assert leading(made, PROMPT[:7]) == 1
@@ -279,13 +279,13 @@ def test_a_prompt_finds_its_leading_blocks_over_several_events() -> None:
     assert made.block_sizes == {BLOCK}
 
 
-def test_a_removed_block_and_all_behind_it_are_not_found() -> None:
+def test_a_removed_block_and_all_behind_it_are_not_found():
     made = content(stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99]))
     assert leading(made) == 2
     assert len(made) == 2
 
 
-def test_a_block_counts_while_a_fast_medium_has_it() -> None:
+def test_a_block_counts_while_a_fast_medium_has_it():
     gpu = stored([1], PROMPT[:4], medium="GPU")
     made = content(gpu, stored([1], PROMPT[:4], medium="CPU"), BlockRemoved(block_hashes=[1]))
     assert leading(made) == 1
@@ -294,7 +294,7 @@ def test_a_block_counts_while_a_fast_medium_has_it() -> None:
     assert (leading(made), len(made)) == (0, 1)
 
 
-def test_ranks_have_blocks_of_their_own() -> None:
+def test_ranks_have_blocks_of_their_own():
     made = content(stored([1], PROMPT[:4]), dp_rank=0)
     made.apply(Batch(at=0.0, events=[stored([1], PROMPT[:4])], dp_rank=1))
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=[1])], dp_rank=0))
@@ -304,29 +304,27 @@ def test_ranks_have_blocks_of_their_own() -> None:
 @pytest.mark.parametrize(
     "marks", [{"lora_name": "a"}, {"lora_id": 3}, {"extra_keys": [("salt",), None]}]
 )
-def test_blocks_of_an_adapter_or_a_salt_are_no_block_of_a_plain_prompt(
-    marks: dict[str, object],
-) -> None:
+def test_blocks_of_an_adapter_or_a_salt_are_no_block_of_a_plain_prompt(marks):
     assert leading(content(stored([1, 2], PROMPT[:8], **marks))) == 0
 
 
-def test_a_salted_prompt_finds_blocks_of_its_salt_only() -> None:
+def test_a_salted_prompt_finds_blocks_of_its_salt_only():
     made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
     assert leading(made, salt="salt") == 2
     assert leading(made, salt="other") == 0
 
 
-def test_blocks_behind_an_unknown_one_are_passed_over() -> None:
+def test_blocks_behind_an_unknown_one_are_passed_over():
     made = content(stored([5], PROMPT[4:8], parent=4))
     assert len(made) == 0
 
 
-def test_a_cleared_pool_is_known_to_be_empty() -> None:
+def test_a_cleared_pool_is_known_to_be_empty():
     made = content(stored([1], PROMPT[:4]), AllBlocksCleared())
     assert (len(made), made.is_whole, made.digests) == (0, True, frozenset())
 
 
-def test_of_too_many_blocks_the_oldest_are_forgotten() -> None:
+def test_of_too_many_blocks_the_oldest_are_forgotten():
     made = content(AllBlocksCleared(), blocks_max=50)
     for number in range(200):
         assert made.is_whole == (number <= 50)
@@ -386,27 +384,25 @@ def sparse(kind: str, *resident: int) -> BlockStored:
         of_group(1, "cross_attention", size=8, blocks=5),
     ],
 )
-def test_of_a_hybrid_model_only_full_attention_counts(
-    other: BlockStored, others_first: bool
-) -> None:
+def test_of_a_hybrid_model_only_full_attention_counts(other, others_first):
     full = of_group(0, FULL)
     assert held(content(*([other, full] if others_first else [full, other]))) == 40
     assert held(content(other)) == 0
 
 
 @pytest.mark.parametrize("kind", [None, FULL, "mla_attention", "sink_full_attention"])
-def test_kinds_that_every_prompt_begins_with_count(kind: str | None) -> None:
+def test_kinds_that_every_prompt_begins_with_count(kind):
     assert held(content(of_group(0, kind))) == 40
 
 
-def test_of_a_group_of_unsaid_kind_that_names_other_tokens_nothing_counts() -> None:
+def test_of_a_group_of_unsaid_kind_that_names_other_tokens_nothing_counts():
     assert (
         held(content(BlockStored(block_hashes=[1, 2], token_ids=PROMPT_TOKENS, block_size=BLOCK)))
         == 0
     )
 
 
-def test_a_prompt_is_there_as_far_as_every_full_group_has_it() -> None:
+def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
     made = content(of_group(0, FULL), of_group(1, FULL, size=8, blocks=5))
     assert made.block_sizes == {4, 8}
     assert held(made) == 40
@@ -416,18 +412,18 @@ def test_a_prompt_is_there_as_far_as_every_full_group_has_it() -> None:
     assert held(made) == 12
 
 
-def test_a_window_that_moves_on_takes_nothing_from_the_full_group() -> None:
+def test_a_window_that_moves_on_takes_nothing_from_the_full_group():
     made = content(of_group(0, FULL), of_group(1, WINDOW))
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1000, 1008), group_idx=1)]))
     assert held(made) == 40
 
 
-def test_blocks_in_memory_far_away_do_not_count() -> None:
+def test_blocks_in_memory_far_away_do_not_count():
     assert held(content(of_group(0, FULL, medium="CPU", locality="REMOTE"))) == 0
     assert held(content(of_group(0, FULL, medium="CPU", locality="LOCAL"))) == 40
 
 
-def test_groups_without_end_are_not_kept() -> None:
+def test_groups_without_end_are_not_kept():
     made = content(AllBlocksCleared(), *(of_group(at, FULL, blocks=1) for at in range(1000)))
     assert len(made) < 100
     assert not made.is_whole

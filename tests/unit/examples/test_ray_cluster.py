@@ -48,18 +48,18 @@ def start_commands(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_rays_own_schema_takes_the_cluster_files(name: str) -> None:
+def test_rays_own_schema_takes_the_cluster_files(name):
     jsonschema.validate(prepared(name), schema())
 
 
-def test_rays_own_schema_refuses_resources_that_are_no_integers() -> None:
+def test_rays_own_schema_refuses_resources_that_are_no_integers():
     config = prepared("cluster.yaml")
     config["available_node_types"]["gpu"]["resources"]["kvray_shard"] = 0.5
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(config, schema())
 
 
-def test_shards_are_on_the_nodes_with_gpus() -> None:
+def test_shards_are_on_the_nodes_with_gpus():
     types = prepared("cluster.yaml")["available_node_types"]
     resource = load_config(TIER, environ={}).shard.resource
     assert {name: kind["resources"][resource] for name, kind in types.items()} == {
@@ -69,7 +69,7 @@ def test_shards_are_on_the_nodes_with_gpus() -> None:
     assert types["gpu"]["resources"]["GPU"] > 0
 
 
-def test_machines_of_ones_own_name_the_resource_themselves() -> None:
+def test_machines_of_ones_own_name_the_resource_themselves():
     resource = load_config(TIER, environ={}).shard.resource
     for command in start_commands("cluster-local.yaml"):
         if "ray-node start" in command:
@@ -77,7 +77,7 @@ def test_machines_of_ones_own_name_the_resource_themselves() -> None:
             assert json.loads(given.partition("=")[2]) == {resource: 1}
 
 
-def test_containers_do_not_see_the_processes_of_their_machine() -> None:
+def test_containers_do_not_see_the_processes_of_their_machine():
     """Else the `ray stop` in the start commands would end every Ray of the machine."""
     docker = prepared("cluster.yaml")["docker"]
     assert "ray stop" in start_commands("cluster.yaml")
@@ -85,12 +85,12 @@ def test_containers_do_not_see_the_processes_of_their_machine() -> None:
     assert not any("--pid" in option for option in options)
 
 
-def test_without_containers_nothing_runs_ray_stop() -> None:
+def test_without_containers_nothing_runs_ray_stop():
     assert not any("ray stop" in command for command in start_commands("cluster-local.yaml"))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name: str) -> None:
+def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name):
     head, worker = (
         dict(PORT.findall(command)) for command in start_commands(name) if "metrics" in command
     )
@@ -101,7 +101,7 @@ def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name: str
     assert listed == {*head.values(), f"{low}-{high}"}
 
 
-def test_the_head_starts_the_tier_once_ray_is_up() -> None:
+def test_the_head_starts_the_tier_once_ray_is_up():
     assert start_commands("cluster.yaml")[2].endswith("kvray up --no-wait")
     config = yaml.safe_load((EXAMPLE / "cluster-local.yaml").read_text())
     assert f"--address {config['provider']['head_ip']}:6379" in config["head_start_ray_commands"][1]
@@ -165,7 +165,7 @@ def wait_until_over(*processes: psutil.Process) -> None:
         )
 
 
-def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -> None:
+def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node):
     assert ray_node.run("start", "--head").returncode == 0
     first = ray_node.process()
     assert f"--temp-dir={ray_node.home}/ray --head" in (ray_node.home / "ray-start.log").read_text()
@@ -178,7 +178,7 @@ def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -
     assert ray_node.run("stop").returncode == 0
 
 
-def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node: RayNode) -> None:
+def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node):
     assert ray_node.run("start", "--head", FAKE_RAY_STAYS="yes").returncode == 0
     ray = ray_node.process()
     (raylet,) = [one for one in ray.children() if "600" in one.cmdline()]
@@ -186,7 +186,7 @@ def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node
     wait_until_over(ray, raylet)
 
 
-def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node: RayNode) -> None:
+def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node):
     foreign = subprocess.Popen(["sleep", "60"])
     try:
         ray_node.home.mkdir()
@@ -198,12 +198,12 @@ def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node: RayNode) -
         foreign.wait()
 
 
-def test_a_start_that_fails_is_tried_again_and_then_says_what_ray_said(ray_node: RayNode) -> None:
+def test_a_start_that_fails_is_tried_again_and_then_says_what_ray_said(ray_node):
     done = ray_node.run("start", "--head", FAKE_RAY_FAILS="yes")
     assert done.returncode == 1
     assert "no luck" in done.stderr
     assert "did not start in 3 attempts" in done.stderr
 
 
-def test_another_command_is_refused(ray_node: RayNode) -> None:
+def test_another_command_is_refused(ray_node):
     assert ray_node.run("restart").returncode == 2

@@ -37,9 +37,7 @@ from tests.waiting import HANG_S
 # Several processes, and those that stop.
 
 
-def test_of_processes_that_want_one_checkpoint_one_reads_it(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_processes_that_want_one_checkpoint_one_reads_it(checkpoint, cache, monkeypatch):
     may_read, waiting = threading.Event(), threading.Event()
     sizes = read_sizes(monkeypatch, before=lambda: may_read.wait(HANG_S))
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
@@ -56,7 +54,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(
     assert sorted(sizes) == sorted(path.stat().st_size for path in checkpoint.iterdir())
 
 
-def test_a_known_checkpoint_waits_for_nobody(checkpoint: Path, cache: Path) -> None:
+def test_a_known_checkpoint_waits_for_nobody(checkpoint, cache):
     fingerprint_model(checkpoint, cache_dir=cache)
     (lock,) = cache.glob("*.lock")
 
@@ -71,8 +69,8 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint: Path, cache: Path) -> N
 
 @pytest.mark.parametrize(("every_s", "is_said"), [(0.0, True), (60.0, False)])
 def test_what_is_known_so_far_is_kept_and_said_now_and_then(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, is_said: bool
-) -> None:
+    checkpoint, cache, monkeypatch, every_s, is_said
+):
     progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep
 
     def note(memory: fingerprint.DigestCache, digests: Any) -> None:
@@ -111,7 +109,7 @@ def held_turn(checkpoint: Path, cache: Path) -> "Iterator[subprocess.Popen[str]]
         held.kill()
 
 
-def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) -> None:
+def test_the_turn_of_a_process_that_died_is_over(checkpoint, cache):
     steps: list[int] = []
     with held_turn(checkpoint, cache) as held:
         progress = Progress(on_step=lambda: (held.kill(), held.wait(10), steps.append(1))[2])
@@ -119,9 +117,7 @@ def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) 
     assert steps
 
 
-def test_who_stands_still_is_not_waited_for(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_stands_still_is_not_waited_for(checkpoint, cache, monkeypatch):
     monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.01)
     with held_turn(checkpoint, cache) as held:
@@ -129,7 +125,7 @@ def test_who_stands_still_is_not_waited_for(
         assert held.poll() is None
 
 
-def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint: Path, cache: Path) -> None:
+def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint, cache):
     progress = Progress()
 
     def stop() -> None:
@@ -142,9 +138,7 @@ def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint: Path, cac
     assert (progress.done_bytes, progress.total_bytes) == (7, 9)
 
 
-def test_a_reading_that_was_ended_goes_on_where_it_was(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_that_was_ended_goes_on_where_it_was(tmp_path, cache, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model", a__bin=b"1" * 1000, b__bin=b"2" * 10)
     monkeypatch.setattr(fingerprint, "_KEEP_S", 0.0)
     progress = Progress()
@@ -161,9 +155,7 @@ def test_a_reading_that_was_ended_goes_on_where_it_was(
     assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
-def test_a_cache_without_locks_is_used(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_without_locks_is_used(checkpoint, cache, monkeypatch):
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -183,8 +175,8 @@ def entry(checkpoint: Path, cache: Path) -> Path:
 
 
 def test_known_checkpoints_are_not_read_and_have_one_file_for_this_user_only(
-    checkpoint: Path, cache: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoint, cache, entry, monkeypatch
+):
     monkeypatch.setattr(os, "preadv", refuse_to_read)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
     assert list(cache.glob("*.json")) == [entry]
@@ -204,13 +196,13 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen_through_the_cache(checkpoint: Path, cache: Path, name: str) -> None:
+def test_a_change_is_seen_through_the_cache(checkpoint, cache, name):
     before = fingerprint_model(checkpoint, cache_dir=cache)
     CHANGES[name](checkpoint)
     assert fingerprint_model(checkpoint, cache_dir=cache) != before
 
 
-def test_retargeted_links_show_in_the_cache(checkpoint: Path, cache: Path, tmp_path: Path) -> None:
+def test_retargeted_links_show_in_the_cache(checkpoint, cache, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(checkpoint)
     before = fingerprint_model(link, cache_dir=cache)
@@ -225,16 +217,14 @@ def test_retargeted_links_show_in_the_cache(checkpoint: Path, cache: Path, tmp_p
     [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"sha256": 2}'],
     ids=lambda content: repr(content[:20]),
 )
-def test_damaged_caches_are_written_again(
-    checkpoint: Path, cache: Path, entry: Path, content: bytes
-) -> None:
+def test_damaged_caches_are_written_again(checkpoint, cache, entry, content):
     sound = entry.read_bytes()
     entry.write_bytes(content)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
     assert entry.read_bytes() == sound
 
 
-def test_entries_of_made_up_digests_are_misses(checkpoint: Path, cache: Path, entry: Path) -> None:
+def test_entries_of_made_up_digests_are_misses(checkpoint, cache, entry):
     kept = json.loads(entry.read_text())
     for made_up in ("short", 7, None, "ab" * 32):
         made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
@@ -242,9 +232,7 @@ def test_entries_of_made_up_digests_are_misses(checkpoint: Path, cache: Path, en
         assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
 
 
-def test_changed_files_are_read(
-    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_files_are_read(checkpoint, cache, monkeypatch):
     fingerprint_model(checkpoint, cache_dir=cache)
     (checkpoint / "config.json").write_text("{}")
     sizes = read_sizes(monkeypatch)
@@ -252,19 +240,19 @@ def test_changed_files_are_read(
     assert sizes == [2]
 
 
-def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
 
 
-def test_irreplaceable_entries_leave_no_file(checkpoint: Path, cache: Path, entry: Path) -> None:
+def test_irreplaceable_entries_leave_no_file(checkpoint, cache, entry):
     entry.unlink()
     entry.mkdir()
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
     assert sorted(cache.iterdir()) == [entry, entry.with_suffix(".lock")]
 
 
-def test_no_cache_is_written_without_a_directory_for_it(checkpoint: Path) -> None:
+def test_no_cache_is_written_without_a_directory_for_it(checkpoint):
     before = sorted(checkpoint.parent.rglob("*"))
     of(checkpoint)
     assert sorted(checkpoint.parent.rglob("*")) == before
@@ -293,9 +281,7 @@ def snapshot(checkpoint: Path, tmp_path: Path) -> Path:
     return write_snapshot(tmp_path / "hub", "abc", checkpoint)
 
 
-def test_blobs_named_by_digest_stay_unread(
-    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blobs_named_by_digest_stay_unread(snapshot, tmp_path, monkeypatch):
     link = tmp_path / "link"
     link.symlink_to(snapshot)
     sizes = read_sizes(monkeypatch)
@@ -304,7 +290,7 @@ def test_blobs_named_by_digest_stay_unread(
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_blobs_edited_in_place_are_read(snapshot: Path, tmp_path: Path, keeps_times: bool) -> None:
+def test_blobs_edited_in_place_are_read(snapshot, tmp_path, keeps_times):
     assert of(snapshot) == GOLDEN
     weights = snapshot / "model.safetensors"
     if keeps_times:
@@ -314,16 +300,14 @@ def test_blobs_edited_in_place_are_read(snapshot: Path, tmp_path: Path, keeps_ti
     assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
 
 
-def test_edited_blobs_are_read_in_later_revisions(
-    checkpoint: Path, snapshot: Path, tmp_path: Path
-) -> None:
+def test_edited_blobs_are_read_in_later_revisions(checkpoint, snapshot, tmp_path):
     of(snapshot)  # waits until a change shows
     change_byte(snapshot / "model.safetensors", 1000)
     time.sleep(0.02)
     assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == of(snapshot) != GOLDEN
 
 
-def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot: Path, tmp_path: Path) -> None:
+def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot, tmp_path):
     of(snapshot)
     (snapshot / "model.safetensors").write_bytes(b"other")
     for name in ("blobs", "snapshots"):  # links later than the files, as after a download
@@ -332,7 +316,7 @@ def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot: Path, tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
-def test_names_that_no_hub_gave_are_no_proof(checkpoint: Path, tmp_path: Path, layout: str) -> None:
+def test_names_that_no_hub_gave_are_no_proof(checkpoint, tmp_path, layout):
     target = tmp_path / layout.format("0" * 64)
     snapshot = tmp_path / "hub" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -31,11 +31,11 @@ WhenRead = Callable[[Callable[[], object], int], None]
 # The format.
 
 
-def test_a_fingerprint_is_the_golden_one(checkpoint: Path) -> None:
+def test_a_fingerprint_is_the_golden_one(checkpoint):
     assert of(checkpoint) == GOLDEN
 
 
-def test_a_fingerprint_follows_its_written_format(checkpoint: Path) -> None:
+def test_a_fingerprint_follows_its_written_format(checkpoint):
     def framed(item: bytes) -> bytes:
         return struct.pack("<Q", len(item)) + item
 
@@ -49,7 +49,7 @@ def test_a_fingerprint_follows_its_written_format(checkpoint: Path) -> None:
 # What must not play a part.
 
 
-def test_links_into_a_store_of_blobs_are_followed(checkpoint: Path, tmp_path: Path) -> None:
+def test_links_into_a_store_of_blobs_are_followed(checkpoint, tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -59,7 +59,7 @@ def test_links_into_a_store_of_blobs_are_followed(checkpoint: Path, tmp_path: Pa
     assert of(snapshot) == of(checkpoint)
 
 
-def test_the_order_in_which_files_were_made_plays_no_part(tmp_path: Path) -> None:
+def test_the_order_in_which_files_were_made_plays_no_part(tmp_path):
     parts = {"a__bin": b"1", "b__bin": b"2"}
     there = write_checkpoint(tmp_path / "there", **parts)
     back = write_checkpoint(tmp_path / "back", **dict(reversed(parts.items())))
@@ -89,13 +89,13 @@ WITHOUT_PART: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_PART)
-def test_what_no_engine_computes_with_plays_no_part(checkpoint: Path, name: str) -> None:
+def test_what_no_engine_computes_with_plays_no_part(checkpoint, name):
     before = of(checkpoint)
     WITHOUT_PART[name](checkpoint)
     assert of(next(checkpoint.parent.iterdir())) == before
 
 
-def test_the_name_of_a_single_file_plays_no_part(tmp_path: Path) -> None:
+def test_the_name_of_a_single_file_plays_no_part(tmp_path):
     left, right = tmp_path / "a.gguf", tmp_path / "b.gguf"
     left.write_bytes(b"GGUF weights")
     right.write_bytes(b"GGUF weights")
@@ -142,7 +142,7 @@ WITH_PART: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", WITH_PART)
-def test_what_an_engine_computes_with_shows(checkpoint: Path, name: str) -> None:
+def test_what_an_engine_computes_with_shows(checkpoint, name):
     if name in CONFIGURATIONS:  # there, too, before
         (checkpoint / name).write_text('{"rope_theta": 10000}')
     before = of(checkpoint)
@@ -151,7 +151,7 @@ def test_what_an_engine_computes_with_shows(checkpoint: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_changed_bytes_further_inside_show(checkpoint: Path, tmp_path: Path, is_link: bool) -> None:
+def test_changed_bytes_further_inside_show(checkpoint, tmp_path, is_link):
     inside = write_checkpoint(tmp_path / "tower" if is_link else checkpoint / "vision_tower")
     if is_link:
         (checkpoint / "vision_tower").symlink_to(inside)
@@ -160,18 +160,18 @@ def test_changed_bytes_further_inside_show(checkpoint: Path, tmp_path: Path, is_
     assert GOLDEN != before != of(checkpoint)
 
 
-def test_a_directory_that_holds_itself_has_an_end(checkpoint: Path) -> None:
+def test_a_directory_that_holds_itself_has_an_end(checkpoint):
     (checkpoint / "self").symlink_to(checkpoint)
     assert of(checkpoint) == of(checkpoint)
 
 
-def test_bytes_moved_from_one_file_to_the_next_show(tmp_path: Path) -> None:
+def test_bytes_moved_from_one_file_to_the_next_show(tmp_path):
     left = write_checkpoint(tmp_path / "left", a__bin=b"ab", b__bin=b"c")
     right = write_checkpoint(tmp_path / "right", a__bin=b"a", b__bin=b"bc")
     assert of(left) != of(right)
 
 
-def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path):
     made = set()
     for rank in (8, 16):
         directory = tmp_path / f"{rank}"
@@ -182,7 +182,7 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     assert len(made) == 2
 
 
-def test_an_engine_directory_has_a_fingerprint(tmp_path: Path) -> None:
+def test_an_engine_directory_has_a_fingerprint(tmp_path):
     (tmp_path / "config.json").write_text(CONFIG)
     (tmp_path / "rank0.engine").write_bytes(b"engine")
     assert len(of(tmp_path)) == 64
@@ -191,7 +191,7 @@ def test_an_engine_directory_has_a_fingerprint(tmp_path: Path) -> None:
 # The stamp.
 
 
-def test_a_stamp_changes_with_every_file_that_counts(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_stamp_changes_with_every_file_that_counts(checkpoint, tmp_path):
     changes: list[Callable[[], object]] = [
         lambda: change_byte(checkpoint / "model.safetensors", 1000),
         lambda: (checkpoint / "config.json").write_text("{}"),
@@ -214,9 +214,7 @@ def test_a_stamp_changes_with_every_file_that_counts(checkpoint: Path, tmp_path:
     assert stamps[5] == stamps[2]
 
 
-def test_a_stamp_ignores_other_files_and_reads_none(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stamp_ignores_other_files_and_reads_none(checkpoint, monkeypatch):
     monkeypatch.setattr(os, "preadv", refuse_to_read)
     before = stamp_model(checkpoint)
     (checkpoint / "README.md").write_text("notes")
@@ -229,7 +227,7 @@ def test_a_stamp_ignores_other_files_and_reads_none(
 
 @pytest.mark.parametrize("size", [2**26, pytest.param(5 * 10**9, marks=pytest.mark.long)])
 @pytest.mark.parametrize("place", [0.0, 0.1234, 0.5, 0.9999])
-def test_one_changed_byte_of_a_large_file_shows(tmp_path: Path, size: int, place: float) -> None:
+def test_one_changed_byte_of_a_large_file_shows(tmp_path, size, place):
     weights = tmp_path / "model.gguf"
     with weights.open("wb") as file:
         file.truncate(size)  # a sparse file: it takes no space
@@ -238,7 +236,7 @@ def test_one_changed_byte_of_a_large_file_shows(tmp_path: Path, size: int, place
     assert of(weights) != before
 
 
-def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path: Path) -> None:
+def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path):
     holes, written = tmp_path / "holes.gguf", tmp_path / "written.gguf"
     with holes.open("wb") as file:
         for at in (0, 5 * 2**20 + 17, 2**24):
@@ -251,8 +249,8 @@ def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path: Path) -> None:
 
 
 def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     checkpoint = write_checkpoint(tmp_path / "model")
     for number in range(4):
         with (checkpoint / f"model-{number}.bin").open("wb") as file:
@@ -264,7 +262,7 @@ def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
     assert of(checkpoint) == alone
 
 
-def test_unreadable_files_end_all_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_end_all_reading(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model")
 
     def fail(*_arguments: object) -> int:
@@ -300,16 +298,16 @@ def change_on_read(monkeypatch: pytest.MonkeyPatch) -> WhenRead:
 
 @pytest.mark.parametrize("change", [change_weights(1000), cut_weights], ids=["changed", "cut"])
 def test_a_file_that_changes_once_while_it_is_read_is_read_again(
-    checkpoint: Path, change_on_read: WhenRead, change: Change
-) -> None:
+    checkpoint, change_on_read, change
+):
     change_on_read(lambda: change(checkpoint), 1)
     changed = of(checkpoint)
     assert changed == of(checkpoint) != GOLDEN
 
 
 def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
-    checkpoint: Path, cache: Path, change_on_read: WhenRead
-) -> None:
+    checkpoint, cache, change_on_read
+):
     change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
     with pytest.raises(ConfigError, match="change while they are read; wait until"):
         fingerprint_model(checkpoint, cache_dir=cache)
@@ -317,13 +315,13 @@ def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
     assert json.loads(entry.read_text())["sha256"] == {}
 
 
-def test_a_file_that_vanishes_is_left_out(tmp_path: Path, change_on_read: WhenRead) -> None:
+def test_a_file_that_vanishes_is_left_out(tmp_path, change_on_read):
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
     change_on_read((checkpoint / "z.bin").unlink, 1)
     assert of(checkpoint) == GOLDEN
 
 
-def test_files_of_this_tick_wait_for_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_this_tick_wait_for_it(checkpoint, monkeypatch):
     stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
     waits: list[float] = []
     monkeypatch.setattr(time, "time_ns", lambda: max(stamps) + 1_000_000)
@@ -335,7 +333,7 @@ def test_files_of_this_tick_wait_for_it(checkpoint: Path, monkeypatch: pytest.Mo
 # Bad paths.
 
 
-def test_a_missing_path_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_a_missing_path_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint at .*nowhere; .* connector\.model_key"):
         of(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no checkpoint at"):
@@ -343,7 +341,7 @@ def test_a_missing_path_is_refused_with_the_fix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "training_args.bin", "notes.txt"])
-def test_a_directory_without_weights_is_refused_with_the_fix(tmp_path: Path, name: str) -> None:
+def test_a_directory_without_weights_is_refused_with_the_fix(tmp_path, name):
     (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no weight files .*connector\.model_key"):
         of(tmp_path)
@@ -361,21 +359,19 @@ NO_WEIGHTS, PIECE = "holds no weight files", "is one piece of a checkpoint; name
         ("rank0.engine", Path.touch, PIECE),
     ],
 )
-def test_a_single_file_that_is_no_checkpoint_is_refused(
-    tmp_path: Path, name: str, make: Change, said: str
-) -> None:
+def test_a_single_file_that_is_no_checkpoint_is_refused(tmp_path, name, make, said):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=said):
         of(tmp_path / name)
 
 
-def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint: Path) -> None:
+def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint):
     (checkpoint / "more.safetensors").symlink_to("gone")
     with pytest.raises(ConfigError, match=r"more\.safetensors cannot be read"):
         of(checkpoint)
 
 
-def test_pipes_for_files_are_not_awaited(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_for_files_are_not_awaited(checkpoint, monkeypatch):
     def replace_by_pipe(_files: object) -> None:
         (checkpoint / "config.json").unlink(missing_ok=True)
         if not (checkpoint / "pipe").exists():
@@ -388,7 +384,7 @@ def test_pipes_for_files_are_not_awaited(checkpoint: Path, monkeypatch: pytest.M
     assert found == of(checkpoint) != GOLDEN
 
 
-def test_without_enough_threads_none_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_enough_threads_none_reads(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model")
     started, start = list[threading.Thread](), threading.Thread.start
 

@@ -90,17 +90,17 @@ def derived_keys(
     return keys
 
 
-def test_keys_are_the_golden_ones() -> None:
+def test_keys_are_the_golden_ones():
     assert [key.hex() for key in keys_of(TOKENS)] == GOLDEN_KEYS
     assert [key.hex() for key in keys_of(TOKENS, media=[PICTURE])] == GOLDEN_KEYS_WITH_PICTURE
 
 
 @pytest.mark.parametrize(("options", "golden"), GOLDEN_SEEDS)
-def test_seeds_are_the_golden_ones(options: dict[str, Any], golden: str) -> None:
+def test_seeds_are_the_golden_ones(options, golden):
     assert request_seed(NAMESPACE_DIGEST, **options).hex() == golden
 
 
-def test_a_seed_follows_its_written_format() -> None:
+def test_a_seed_follows_its_written_format():
     items = [b"kvray.seed", NAMESPACE_DIGEST, b"int:ff", b"lora:adapter"]
     message = b"".join(struct.pack("<Q", len(item)) + item for item in items)
     seed = request_seed(NAMESPACE_DIGEST, salt=255, lora=b"adapter")
@@ -115,16 +115,14 @@ def test_a_seed_follows_its_written_format() -> None:
         st.builds(MediaItem, position=st.integers(0, 45), digest=st.binary(min_size=1)), max_size=4
     ),
 )
-def test_keys_follow_their_written_format(
-    tokens: list[int], size: int, seed: bytes, media: list[MediaItem]
-) -> None:
+def test_keys_follow_their_written_format(tokens, size, seed, media):
     assert keys_of(tokens, size=size, seed=seed, media=media) == derived_keys(
         tokens, size, seed, media
     )
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_keys_are_equal_in_every_process(hash_seed: str) -> None:
+def test_keys_are_equal_in_every_process(hash_seed):
     code = f"""
 from kvray.identity.block import Namespace
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
@@ -221,7 +219,7 @@ PAIRS = REQUESTS.flatmap(
 
 @settings(max_examples=examples(500))
 @given(PAIRS)
-def test_requests_share_keys_up_to_the_first_difference(pair: tuple[Request, Request]) -> None:
+def test_requests_share_keys_up_to_the_first_difference(pair):
     left, right = pair
     both = zip(left.contents(), right.contents(), strict=False)
     num_equal = len(list(takewhile(lambda contents: contents[0] == contents[1], both)))
@@ -230,19 +228,19 @@ def test_requests_share_keys_up_to_the_first_difference(pair: tuple[Request, Req
     assert not set(left_keys[num_equal:]) & set(right_keys)
 
 
-def test_equal_salts_give_one_seed_whatever_type_holds_them() -> None:
+def test_equal_salts_give_one_seed_whatever_type_holds_them():
     number: Any = np.int64(7)
     assert request_seed(SEED, salt=number) == request_seed(SEED, salt=7)
     assert request_seed(SEED, salt=np.str_("a")) == request_seed(SEED, salt="a")
 
 
-def test_any_text_and_any_number_can_be_a_salt() -> None:
+def test_any_text_and_any_number_can_be_a_salt():
     for one, other in (("\ud83d\ude00", "\U0001f600"), (10**5000, 10**5000 + 1)):
         assert request_seed(SEED, salt=one) != request_seed(SEED, salt=other)
 
 
 @pytest.mark.parametrize("salt", [1.0, b"tenant", ["tenant"]])
-def test_a_salt_that_is_neither_text_nor_number_is_refused(salt: Any) -> None:
+def test_a_salt_that_is_neither_text_nor_number_is_refused(salt):
     with pytest.raises(ConfigError, match="The cache salt must be a text or a whole number"):
         request_seed(SEED, salt=salt)
 
@@ -250,7 +248,7 @@ def test_a_salt_that_is_neither_text_nor_number_is_refused(salt: Any) -> None:
 # Media.
 
 
-def test_media_without_a_digest_is_refused() -> None:
+def test_media_without_a_digest_is_refused():
     with pytest.raises(ConfigError, match="at token 5 has no digest"):
         MediaItem(position=5, digest=b"")
 
@@ -273,12 +271,12 @@ def test_media_without_a_digest_is_refused() -> None:
     ],
     ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.24}",
 )
-def test_every_form_of_the_same_tokens_gives_the_same_keys(tokens: Any) -> None:
+def test_every_form_of_the_same_tokens_gives_the_same_keys(tokens):
     assert keys_of(tokens) == keys_of(TOKENS)
     assert [int(token) for token in tokens] == TOKENS, "they are left as they were"
 
 
-def test_unsigned_and_empty_arrays_have_the_keys_of_their_lists() -> None:
+def test_unsigned_and_empty_arrays_have_the_keys_of_their_lists():
     assert keys_of(np.array([1, 2, 3, 4], dtype=np.uint64)) == keys_of([1, 2, 3, 4])
     assert keys_of(np.array([])) == []
 
@@ -317,35 +315,35 @@ def test_unsigned_and_empty_arrays_have_the_keys_of_their_lists() -> None:
     ],
     ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.24}",
 )
-def test_what_is_no_flat_list_of_32_bit_integers_is_refused(tokens: Any) -> None:
+def test_what_is_no_flat_list_of_32_bit_integers_is_refused(tokens):
     with pytest.raises(ConfigError, match=r"[Tt]oken"):
         keys_of(tokens)
 
 
-def test_a_bad_token_in_the_unfinished_tail_is_refused_too() -> None:
+def test_a_bad_token_in_the_unfinished_tail_is_refused_too():
     tokens: Any = [1, 2, 3, 4, 5.0]
     with pytest.raises(ConfigError, match="integers of 32 bits"):
         keys_of(tokens)
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_blocks_of_no_tokens_are_refused(size: int) -> None:
+def test_blocks_of_no_tokens_are_refused(size):
     with pytest.raises(ConfigError, match="tokens_per_block must be at least 1"):
         keys_of(TOKENS, size=size)
 
 
 @pytest.mark.parametrize("seed", [b"", b"short", bytes(33)])
-def test_a_seed_of_another_length_than_a_key_is_refused(seed: bytes) -> None:
+def test_a_seed_of_another_length_than_a_key_is_refused(seed):
     with pytest.raises(ConfigError, match="A seed has 32 bytes"):
         keys_of(TOKENS, seed=seed)
 
 
-def test_namespace_digest_is_the_golden_one() -> None:
+def test_namespace_digest_is_the_golden_one():
     golden = "e013e717c222f42781bb36d79bcfede4341101579964b73ec8c34c49c312ee08"
     assert NAMESPACE.digest().hex() == golden
 
 
-def test_namespace_digest_follows_its_written_format() -> None:
+def test_namespace_digest_follows_its_written_format():
     message = struct.pack("<Q", 15) + b"kvray.namespace"
     for name, value in NAMESPACE.to_wire().items():
         text = f"str:{value}" if isinstance(value, str) else f"int:{value:x}"
@@ -355,19 +353,19 @@ def test_namespace_digest_follows_its_written_format() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Namespace)])
-def test_every_field_changes_the_digest(name: str) -> None:
+def test_every_field_changes_the_digest(name):
     value = getattr(NAMESPACE, name)
     other: Any = value + 1 if isinstance(value, int) else value + "x"
     assert replace(NAMESPACE, **{name: other}).digest() != NAMESPACE.digest()
 
 
-def test_fields_are_kept_apart_and_may_hold_any_text() -> None:
+def test_fields_are_kept_apart_and_may_hold_any_text():
     moved = [{"model": "ab", "quantization": "c"}, {"model": "a", "quantization": "bc"}]
     odd = [{"model": "\ud800"}, {}]
     assert len({replace(NAMESPACE, **one).digest() for one in moved + odd}) == 4
 
 
-def test_equal_namespaces_have_one_digest_whatever_type_holds_a_number() -> None:
+def test_equal_namespaces_have_one_digest_whatever_type_holds_a_number():
     num_layers: Any = np.int64(30)
     other = replace(NAMESPACE, num_layers=num_layers)
     assert other == NAMESPACE
@@ -375,12 +373,12 @@ def test_equal_namespaces_have_one_digest_whatever_type_holds_a_number() -> None
 
 
 @pytest.mark.parametrize("value", [None, 1.0, b"model", ["model"]])
-def test_a_field_that_is_neither_text_nor_number_is_refused(value: Any) -> None:
+def test_a_field_that_is_neither_text_nor_number_is_refused(value):
     with pytest.raises(ConfigError, match="model must be a text or a whole number"):
         replace(NAMESPACE, model=value).digest()
 
 
-def test_difference_names_the_fields_that_differ_with_both_values() -> None:
+def test_difference_names_the_fields_that_differ_with_both_values():
     other = replace(NAMESPACE, kv_dtype="bfloat16", num_parts=2)
     assert NAMESPACE.difference(other) == {
         "kv_dtype": ("float32", "bfloat16"),
@@ -389,19 +387,19 @@ def test_difference_names_the_fields_that_differ_with_both_values() -> None:
     assert NAMESPACE.difference(replace(NAMESPACE)) == {}
 
 
-def test_a_namespace_comes_back_from_the_wire() -> None:
+def test_a_namespace_comes_back_from_the_wire():
     values = msgpack.unpackb(msgpack.packb(NAMESPACE.to_wire()))
     assert Namespace.from_wire(values) == NAMESPACE
 
 
 @pytest.mark.parametrize("values", [{}, NAMESPACE.to_wire() | {"colour": "red"}])
-def test_a_wire_mapping_with_other_fields_is_refused(values: dict[str, object]) -> None:
+def test_a_wire_mapping_with_other_fields_is_refused(values):
     with pytest.raises(TypeError):
         Namespace.from_wire(values)
 
 
 @given(st.lists(st.binary(max_size=9)), st.lists(st.binary(max_size=9)), st.integers(0, 9))
-def test_different_lists_have_other_frames(left: list[bytes], right: list[bytes], cut: int) -> None:
+def test_different_lists_have_other_frames(left, right, cut):
     data = b"".join(left)
     for other in (right, [data[:cut], data[cut:]], [data]):
         assert (frame(*left) == frame(*other)) == (left == other)

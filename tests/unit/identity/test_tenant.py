@@ -23,7 +23,7 @@ def derived(salt: str | int | None, salts: TenantSalts = SALTS) -> str:
     return found.salt
 
 
-def test_the_salt_is_the_hmac_of_the_secret_over_tenant_and_salt() -> None:
+def test_the_salt_is_the_hmac_of_the_secret_over_tenant_and_salt():
     message = frame(b"kvray.tenant", b"acme", b"v1/x")
     assert derived("acme/v1/x") == hmac.new(SECRET, message, hashlib.sha256).hexdigest()
     # Keys outlive processes on disk: this must never change.
@@ -31,7 +31,7 @@ def test_the_salt_is_the_hmac_of_the_secret_over_tenant_and_salt() -> None:
     assert derived(7) == "7d882f60fdbf8ae57101277e882c5ca0f2f76c281c367b1d7e9f93774caadd4e"
 
 
-def test_tenants_salts_and_secrets_are_kept_apart() -> None:
+def test_tenants_salts_and_secrets_are_kept_apart():
     told = ["acme", "acme/1", "acme/2", "acm/e1", "acme/1/", "other/1", 1, 2, 17, "1"]
     found = [derived(one) for one in told]
     found += [derived(one, TenantSalts(b"another secret of 26 bytes")) for one in told]
@@ -42,11 +42,11 @@ def test_tenants_salts_and_secrets_are_kept_apart() -> None:
 @pytest.mark.parametrize(
     "salt", [None, "", "/", "/acme", " acme/1", "a b/1", "é/1", "a" * 129, "\0"]
 )
-def test_a_request_without_a_tenant_gets_no_salt(salt: str | None) -> None:
+def test_a_request_without_a_tenant_gets_no_salt(salt):
     assert SALTS.derive(salt) is None
 
 
-def test_a_tenant_is_known_to_an_arena_whatever_its_salt() -> None:
+def test_a_tenant_is_known_to_an_arena_whatever_its_salt():
     found = [SALTS.derive(salt) for salt in ("acme", "acme/1", "acme/2", 1, 2)]
     ids = [one.tenant_id for one in found if one is not None]
     assert ids[:3] == [tenant_id("acme")] * 3
@@ -54,17 +54,17 @@ def test_a_tenant_is_known_to_an_arena_whatever_its_salt() -> None:
 
 
 @given(st.text(), st.text())
-def test_what_a_tenant_chooses_never_makes_it_another(mine: str, theirs: str) -> None:
+def test_what_a_tenant_chooses_never_makes_it_another(mine, theirs):
     found = [SALTS.derive(f"mine/{mine}"), SALTS.derive(f"theirs/{theirs}")]
     assert len({one.salt for one in found if one is not None}) == 2
 
 
-def test_equal_secrets_are_told_by_their_check_which_is_no_salt() -> None:
+def test_equal_secrets_are_told_by_their_check_which_is_no_salt():
     assert SALTS.check == TenantSalts(SECRET).check != TenantSalts(SECRET + b".").check
     assert len(SALTS.check) == 16
 
 
-def test_without_a_secret_there_are_no_salts(tmp_path: Path) -> None:
+def test_without_a_secret_there_are_no_salts(tmp_path):
     with pytest.raises(ConfigError, match="tenant_secret_file cannot be read"):
         TenantSalts.read(tmp_path / "none")
 
@@ -76,31 +76,31 @@ def write(path: Path, text: bytes, mode: int = 0o600) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
-def test_a_secret_is_what_stands_between_white_space(tmp_path: Path, mode: int) -> None:
+def test_a_secret_is_what_stands_between_white_space(tmp_path, mode):
     path = write(tmp_path / "secret", b"\n 0123456789abcdef\n", mode)
     assert read_secret(path, setting="x.y") == b"0123456789abcdef"
 
 
-def test_a_link_to_a_secret_is_followed_as_kubernetes_mounts_them(tmp_path: Path) -> None:
+def test_a_link_to_a_secret_is_followed_as_kubernetes_mounts_them(tmp_path):
     write(tmp_path / "data", b"0123456789abcdef")
     (tmp_path / "link").symlink_to("data")
     assert read_secret(tmp_path / "link", setting="x.y") == b"0123456789abcdef"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o620, 0o610, 0o644, 0o666])
-def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_or_change_is_refused(tmp_path, mode):
     path = write(tmp_path / "secret", b"0123456789abcdef", mode)
     with pytest.raises(ConfigError, match=rf"x\.y has mode {mode:04o}.*chmod 600"):
         read_secret(path, setting="x.y")
 
 
 @pytest.mark.parametrize("text", [b"", b"  \n", b"too short", bytes(5000)])
-def test_a_secret_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_a_secret_that_is_none_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="must hold 16 to 4096 bytes"):
         read_secret(write(tmp_path / "secret", text), setting="x.y")
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     pipe, directory = tmp_path / "pipe", tmp_path / "directory"
     os.mkfifo(pipe, 0o600)
     directory.mkdir(0o700)

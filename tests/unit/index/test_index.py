@@ -181,7 +181,7 @@ def sum_of(holders: dict[str, int]) -> int:
 TestIndexAgainstSet = IndexAgainstSet.TestCase
 
 
-def test_a_long_run_is_found_to_its_end() -> None:
+def test_a_long_run_is_found_to_its_end():
     keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(2000)]
     index = index_of(a=[(key, 0) for key in keys[:1500]], b=[(key, 0) for key in keys[:700]])
     found = index.match(b"".join(keys), 1)
@@ -192,7 +192,7 @@ def test_a_long_run_is_found_to_its_end() -> None:
     ]
 
 
-def test_a_purge_goes_on_where_it_stopped() -> None:
+def test_a_purge_goes_on_where_it_stopped():
     index = index_of(a=[(key, 0) for key in KEYS])
     index.drop("a")
     assert 1 < purged(index, 1000) <= 17
@@ -207,23 +207,23 @@ def halves() -> Index:
     return index_of(**{one: [(KEYS[0], at), (KEYS[1], at)] for at, one in enumerate("ab")})
 
 
-def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves: Index) -> None:
+def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves):
     assert halves.remove("a", KEYS[1], [0]) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_a_part_that_another_shard_has_too_is_no_loss(halves: Index, is_silent: bool) -> None:
+def test_a_part_that_another_shard_has_too_is_no_loss(halves, is_silent):
     halves.add("c", KEYS[1], [0])
     halves.set_silent("c", is_silent)
     assert halves.remove("a", KEYS[1], [0]) == []
 
 
-def test_a_part_that_a_shard_lets_go_of_what_it_keeps_is_no_loss(halves: Index) -> None:
+def test_a_part_that_a_shard_lets_go_of_what_it_keeps_is_no_loss(halves):
     halves.add("a", KEYS[1], [2])
     assert halves.remove("a", KEYS[1], [2]) == []
 
 
-def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves: Index) -> None:
+def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves):
     halves.drop("a")
     (loss,) = halves.purge(EVERYTHING)
     assert {loss.keys[:32], loss.keys[32:]} == set(KEYS[:2])
@@ -231,7 +231,7 @@ def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves: Index) -> No
     assert halves.purge(EVERYTHING) == []
 
 
-def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves: Index) -> None:
+def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves):
     halves.restart("a")
     assert halves.purge(EVERYTHING) == []
     halves.add("a", KEYS[0], [0])
@@ -239,13 +239,13 @@ def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves: 
     assert halves.purge(EVERYTHING) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
-def test_what_is_removed_before_it_is_said_again_is_no_loss_yet(halves: Index) -> None:
+def test_what_is_removed_before_it_is_said_again_is_no_loss_yet(halves):
     halves.restart("a")
     halves.add("a", b"", [])
     assert halves.remove("a", KEYS[0], [0]) == []
 
 
-def test_a_part_that_was_stored_again_is_not_lost_any_more(halves: Index) -> None:
+def test_a_part_that_was_stored_again_is_not_lost_any_more(halves):
     halves.remove("a", KEYS[0] + KEYS[1], [0, 0])
     halves.add("c", KEYS[0], [0])
     assert halves.still_lost(KEYS[0] + KEYS[1], 1) == KEYS[1]
@@ -255,7 +255,7 @@ def test_a_part_that_was_stored_again_is_not_lost_any_more(halves: Index) -> Non
 
 
 @pytest.mark.parametrize("parts", [[], [0, 1], [-1], [PARTS_MAX], [2**32 - 1], [2**70]])
-def test_entries_that_cannot_be_are_refused_and_change_nothing(parts: list[int]) -> None:
+def test_entries_that_cannot_be_are_refused_and_change_nothing(parts):
     index = Index()
     with pytest.raises(ConfigError):
         index.add("a", KEYS[0], parts)
@@ -264,19 +264,19 @@ def test_entries_that_cannot_be_are_refused_and_change_nothing(parts: list[int])
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, PARTS_MAX + 1])
-def test_a_number_of_parts_that_no_block_has_is_refused(num_parts: int) -> None:
+def test_a_number_of_parts_that_no_block_has_is_refused(num_parts):
     with pytest.raises(ConfigError, match="num_parts"):
         Index().match(KEYS[0], num_parts)
 
 
 @given(st.integers(0, 5), st.integers(1, 31))
-def test_keys_that_are_not_whole_are_refused(whole: int, rest: int) -> None:
+def test_keys_that_are_not_whole_are_refused(whole, rest):
     for ask in (Index().locate, lambda keys: Index().match(keys, 1)):
         with pytest.raises(ConfigError, match="no whole number of keys"):
             ask(bytes(32 * whole + rest))
 
 
-def test_a_slice_of_a_purge_is_smaller_where_blocks_have_many_holders() -> None:
+def test_a_slice_of_a_purge_is_smaller_where_blocks_have_many_holders():
     index = Index()
     random = np.random.default_rng(0)
     keys = random.integers(1, 2**63, (8192, 4), dtype="<u8")
@@ -291,7 +291,7 @@ def test_a_slice_of_a_purge_is_smaller_where_blocks_have_many_holders() -> None:
 # -- many holders ---------------------------------------------------------------------------------
 
 
-def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own() -> None:
+def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own():
     index = Index()
     random = np.random.default_rng(0)
     keys = random.integers(1, 2**63, (2000, 4), dtype="<u8")
@@ -305,7 +305,7 @@ def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own() -> None
     assert starts == [{f"s{one}": 1 for one in np.flatnonzero(held)} for held in is_held]
 
 
-def test_a_holder_too_many_is_not_entered_until_another_leaves() -> None:
+def test_a_holder_too_many_is_not_entered_until_another_leaves():
     index = Index()
     many = [f"s{number}" for number in range(holder_rows.HOLDERS_MAX)]
     for shard in [*many, "late"]:
@@ -327,9 +327,7 @@ changes = st.lists(
 
 @settings(max_examples=examples(90))
 @given(changes)
-def test_of_too_many_holders_all_known_are_right(
-    changes: list[tuple[str, str, list[Entry]]],
-) -> None:
+def test_of_too_many_holders_all_known_are_right(changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holder_rows, "_WIDTHS", (1, 2))
         patch.setattr(index_module, "HOLDERS_MAX", 2)
@@ -428,7 +426,7 @@ TableAgainstDict.TestCase.settings = settings(max_examples=examples(60), statefu
 TestTableAgainstDict = TableAgainstDict.TestCase
 
 
-def test_many_keys_are_found_again_after_the_table_has_grown() -> None:
+def test_many_keys_are_found_again_after_the_table_has_grown():
     rng = np.random.default_rng(1)
     keys = rng.integers(0, 2**63, (60_000, 4)).astype("<u8")
     table = KeyTable()

@@ -22,7 +22,7 @@ from kvray.store import Arena, Lease
 from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
-from tests.unit.node.conftest import MakeLink, StartShard, arena_of, registration
+from tests.unit.node.conftest import StartShard, arena_of, registration
 from tests.unit.store.small_arena import chain, fetch, spec, store
 from tests.waiting import HANG_S, wait_for
 
@@ -34,17 +34,13 @@ def threads() -> list[str]:
 # -- attaching ------------------------------------------------------------------------------------
 
 
-def test_a_link_has_the_arena_at_once_and_logs_its_id(
-    shard: Shard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_link_has_the_arena_at_once_and_logs_its_id(shard, make_link, caplog):
     caplog.set_level(logging.INFO, logger="kvray.node")
     assert make_link().arena is not None
     assert f"attached to arena {shard.status()['arena']['arena_id']}" in caplog.text
 
 
-def test_an_engine_that_started_before_its_shard_attaches_by_itself(
-    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_started_before_its_shard_attaches_by_itself(start_shard, make_link, caplog):
     link = make_link()
     assert link.arena is None
     time.sleep(0.1)
@@ -53,7 +49,7 @@ def test_an_engine_that_started_before_its_shard_attaches_by_itself(
     assert caplog.text.count("no tier yet") == 1
 
 
-def test_all_who_ask_in_one_process_share_a_link(shard: Shard, make_link: MakeLink) -> None:
+def test_all_who_ask_in_one_process_share_a_link(shard, make_link):
     found: list[NodeLink] = []
     askers = [threading.Thread(target=lambda: found.append(make_link())) for _ in range(8)]
     for asker in askers:
@@ -65,7 +61,7 @@ def test_all_who_ask_in_one_process_share_a_link(shard: Shard, make_link: MakeLi
     assert len(threads()) == 1
 
 
-def test_the_last_user_ends_the_thread_and_the_holder(shard: Shard, make_link: MakeLink) -> None:
+def test_the_last_user_ends_the_thread_and_the_holder(shard, make_link):
     first, second = make_link(), make_link()
     first.detach()
     assert second.arena is not None
@@ -76,9 +72,7 @@ def test_the_last_user_ends_the_thread_and_the_holder(shard: Shard, make_link: M
     second.detach()
 
 
-def test_a_link_made_after_the_last_one_ended_is_a_new_one(
-    shard: Shard, make_link: MakeLink
-) -> None:
+def test_a_link_made_after_the_last_one_ended_is_a_new_one(shard, make_link):
     first = make_link()
     first.detach()
     second = make_link()
@@ -87,9 +81,7 @@ def test_a_link_made_after_the_last_one_ended_is_a_new_one(
 
 
 @pytest.mark.parametrize("how", ["retired", "removed by hand"])
-def test_an_arena_is_left_for_its_successor(
-    shard: Shard, start_shard: StartShard, link: NodeLink, directory: Path, how: str
-) -> None:
+def test_an_arena_is_left_for_its_successor(shard, start_shard, link, directory, how):
     first = arena_of(link)
     shard.stop(retire=how == "retired", timeout_s=5)
     if how == "retired":
@@ -138,8 +130,8 @@ def lease(arena: Arena, keys: list[BlockKey]) -> list[Lease]:
 
 
 def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_replaced(
-    link: NodeLink, replace: Callable[[], Shard], mapped: Callable[[], int]
-) -> None:
+    link, replace, mapped
+):
     held = []
     for number in range(3):
         arena, keys = arena_of(link), chain(3, seed=str(number))
@@ -157,17 +149,15 @@ def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_re
         held[0][0].leased_slots(held[0][2])
 
 
-def test_an_arena_of_which_nothing_is_leased_is_unmapped_soon(
-    replace: Callable[[], Shard], mapped: Callable[[], int]
-) -> None:
+def test_an_arena_of_which_nothing_is_leased_is_unmapped_soon(replace, mapped):
     for _ in range(2):
         replace()
     wait_for(lambda: mapped() == 1, "unmapping")
 
 
 def test_an_arena_is_mapped_while_another_process_that_lives_has_a_lease_in_it(
-    link: NodeLink, replace: Callable[[], Shard], directory: Path
-) -> None:
+    link, replace, directory
+):
     """A rank reads by a lease that its leader's process has taken."""
     first = arena_of(link)
     leader = Arena(directory, lock_wait_s=1)
@@ -181,9 +171,7 @@ def test_an_arena_is_mapped_while_another_process_that_lives_has_a_lease_in_it(
     leader.close()
 
 
-def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(
-    link: NodeLink, replace: Callable[[], Shard], mapped: Callable[[], int]
-) -> None:
+def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(link, replace, mapped):
     first = arena_of(link)
     leases = lease(first, chain(3))
     replace()
@@ -195,9 +183,7 @@ def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(
     wait_for(lambda: mapped() == 1, "unmapping")
 
 
-def test_the_end_of_a_link_unmaps_everything(
-    link: NodeLink, replace: Callable[[], Shard], mapped: Callable[[], int]
-) -> None:
+def test_the_end_of_a_link_unmaps_everything(link, replace, mapped):
     first = arena_of(link)
     leases = lease(first, chain(3))
     replace().stop(retire=True, timeout_s=5)
@@ -207,9 +193,7 @@ def test_the_end_of_a_link_unmaps_everything(
         first.leased_slots(leases[0])
 
 
-def test_a_link_outlives_its_shard_and_goes_on_with_the_next(
-    shard: Shard, start_shard: StartShard, link: NodeLink
-) -> None:
+def test_a_link_outlives_its_shard_and_goes_on_with_the_next(shard, start_shard, link):
     link.register(registration())
     arena = arena_of(link)
     shard.stop(retire=False, timeout_s=5)
@@ -221,9 +205,7 @@ def test_a_link_outlives_its_shard_and_goes_on_with_the_next(
     wait_for(lambda: second.status()["replicas"], "registering again")
 
 
-def test_a_full_holder_table_is_tried_again(
-    start_shard: StartShard, make_link: MakeLink, directory: Path
-) -> None:
+def test_a_full_holder_table_is_tried_again(start_shard, make_link, directory):
     start_shard(spec=spec(holders_max=4))
     others = [Arena(directory, lock_wait_s=1) for _ in range(4)]
     for other in others:
@@ -236,7 +218,7 @@ def test_a_full_holder_table_is_tried_again(
         other.close()
 
 
-def test_an_unreadable_arena_is_no_arena(make_link: MakeLink, directory: Path) -> None:
+def test_an_unreadable_arena_is_no_arena(make_link, directory):
     directory.mkdir()
     (directory / "arena").write_bytes(b"garbage")
     assert make_link().arena is None
@@ -249,9 +231,7 @@ def populators() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "kvray-populate"]
 
 
-def test_a_link_maps_its_arena_in_the_background(
-    shard: Shard, make_link: MakeLink, directory: Path
-) -> None:
+def test_a_link_maps_its_arena_in_the_background(shard, make_link, directory):
     figures = ArenaPages(directory / "arena")
     link = make_link()
     wait_for(lambda: link.arena and not populators(), "populating")
@@ -275,7 +255,7 @@ def slow_populating(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.usefixtures("slow_populating")
-def test_populating_ends_with_the_link(shard: Shard, make_link: MakeLink) -> None:
+def test_populating_ends_with_the_link(shard, make_link):
     of_the_shard = populators()
     link = make_link()
     assert set(populators()) > set(of_the_shard)
@@ -283,9 +263,7 @@ def test_populating_ends_with_the_link(shard: Shard, make_link: MakeLink) -> Non
     assert populators() == of_the_shard
 
 
-def test_populating_ends_with_the_arena(
-    slow_populating: threading.Event, shard: Shard, make_link: MakeLink
-) -> None:
+def test_populating_ends_with_the_arena(slow_populating, shard, make_link):
     make_link()
     assert slow_populating.wait(HANG_S)
     shard.stop(retire=True, timeout_s=5)
@@ -295,7 +273,7 @@ def test_populating_ends_with_the_arena(
 # -- deferring ------------------------------------------------------------------------------------
 
 
-def test_a_deferred_action_is_tried_until_it_succeeds(link: NodeLink) -> None:
+def test_a_deferred_action_is_tried_until_it_succeeds(link):
     tries = iter([False, False, True])
     done = threading.Event()
 
@@ -309,7 +287,7 @@ def test_a_deferred_action_is_tried_until_it_succeeds(link: NodeLink) -> None:
     assert done.wait(HANG_S)
 
 
-def test_an_action_that_has_become_void_keeps_no_other_waiting(link: NodeLink) -> None:
+def test_an_action_that_has_become_void_keeps_no_other_waiting(link):
     done = threading.Event()
 
     def void(arena: Arena) -> bool:
@@ -320,7 +298,7 @@ def test_an_action_that_has_become_void_keeps_no_other_waiting(link: NodeLink) -
     assert done.wait(HANG_S)
 
 
-def test_detach_does_what_was_deferred(shard: Shard, link: NodeLink) -> None:
+def test_detach_does_what_was_deferred(shard, link):
     arena = arena_of(link)
     held = lease(arena, chain(2))
     tries = iter([False] * 5)
@@ -330,7 +308,7 @@ def test_detach_does_what_was_deferred(shard: Shard, link: NodeLink) -> None:
     assert next(tries, None) is None
 
 
-def test_detach_does_not_wait_for_ever(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detach_does_not_wait_for_ever(link, monkeypatch):
     monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
     link.defer(arena_of(link), lambda arena: False)
     began = time.monotonic()
@@ -338,9 +316,7 @@ def test_detach_does_not_wait_for_ever(link: NodeLink, monkeypatch: pytest.Monke
     assert time.monotonic() - began < 3
 
 
-def test_what_is_deferred_is_bounded(
-    link: NodeLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_deferred_is_bounded(link, monkeypatch, caplog):
     monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
     monkeypatch.setattr(link_module, "_WAITING_MAX", 2)
     for _ in range(9):
@@ -352,9 +328,7 @@ def test_what_is_deferred_is_bounded(
 # -- forks ----------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_cannot_use_the_link_and_does_the_parent_no_harm(
-    shard: Shard, link: NodeLink
-) -> None:
+def test_a_forked_child_cannot_use_the_link_and_does_the_parent_no_harm(shard, link):
     link.register(registration())
     arena = arena_of(link)
     held = lease(arena, chain(2))
@@ -384,7 +358,7 @@ def _use_as_a_child(link: NodeLink, arena: Arena) -> int:
     return 3 if time.monotonic() - began > 1 else 0
 
 
-def test_a_forked_child_may_attach_again(shard: Shard, directory: Path) -> None:
+def test_a_forked_child_may_attach_again(shard, directory):
     first = attach(directory, label="parent", lock_wait_s=0.05, attach_retry_s=0.02)
     child = os.fork()
     if child == 0:
@@ -398,9 +372,7 @@ def test_a_forked_child_may_attach_again(shard: Shard, directory: Path) -> None:
     first.detach()
 
 
-def test_the_registry_is_not_locked_in_a_child_that_was_forked_while_it_was(
-    directory: Path,
-) -> None:
+def test_the_registry_is_not_locked_in_a_child_that_was_forked_while_it_was(directory):
     with link_module._links_lock:
         child = os.fork()
         if child == 0:
@@ -434,12 +406,8 @@ def frozen(shard: Shard) -> Iterator[None]:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_end_beside_a_frozen_shard_is_bounded_and_says_what_is_lost(
-    shard: Shard,
-    link: NodeLink,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    is_known: bool,
-) -> None:
+    shard, link, caplog, monkeypatch, is_known
+):
     ranks = [registration("one"), registration("two")]
     for rank in ranks:
         link.register(rank)
@@ -480,9 +448,7 @@ def test_an_end_beside_a_frozen_shard_is_bounded_and_says_what_is_lost(
     assert sum_s <= 2.0
 
 
-def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(
-    shard: Shard, link: NodeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(shard, link, caplog):
     ranks = [registration("one"), registration("two")]
     for rank in ranks:
         link.register(rank)
@@ -495,9 +461,7 @@ def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(
     assert "lost" not in caplog.text
 
 
-def test_two_processes_of_one_host_name_and_number_have_names_of_their_own(
-    make_link: MakeLink,
-) -> None:
+def test_two_processes_of_one_host_name_and_number_have_names_of_their_own(make_link):
     first = make_link()
     first.detach()
     second = make_link()

@@ -17,7 +17,7 @@ def note(request_id: int, *, end: int = 0) -> RequestNote:
     return RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored")
 
 
-def test_what_was_noted_is_taken_once_in_its_order() -> None:
+def test_what_was_noted_is_taken_once_in_its_order():
     notes = RequestNotes()
     for number in (3, 1, 2):
         notes.note(note(number))
@@ -25,7 +25,7 @@ def test_what_was_noted_is_taken_once_in_its_order() -> None:
     assert notes.take() == []
 
 
-def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once() -> None:
+def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once():
     notes = RequestNotes()
     notes.note(note(1))
     notes.note(note(1))
@@ -33,7 +33,7 @@ def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once() -
     assert [one.end for one in notes.take()] == [0, 4]
 
 
-def test_what_could_not_be_reported_waits_in_front_of_the_rest() -> None:
+def test_what_could_not_be_reported_waits_in_front_of_the_rest():
     notes = RequestNotes()
     notes.note(note(1))
     taken = notes.take()
@@ -42,7 +42,7 @@ def test_what_could_not_be_reported_waits_in_front_of_the_rest() -> None:
     assert [one.request_id for one in notes.take()] == [1, 2]
 
 
-def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay() -> None:
+def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
     notes = RequestNotes()
     for number in range(2000):
         notes.note(note(number))
@@ -55,7 +55,7 @@ def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay() -> None:
     assert [one.request_id for one in taken] == list(range(2000 - len(taken), 2000))
 
 
-def test_a_number_that_no_frame_carries_costs_its_own_note_only() -> None:
+def test_a_number_that_no_frame_carries_costs_its_own_note_only():
     assert len(packed([note(1), note(2**70), note(2)])) == 2
 
 
@@ -87,7 +87,7 @@ def number(key: BlockKey) -> int:
     return int.from_bytes(key[:8], "little")
 
 
-def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants() -> None:
+def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
     notes = PromptNotes()
     notes.note(keys(4), 130, 4, 0)
     assert notes.take() is None
@@ -98,7 +98,7 @@ def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants() -> None:
     assert notes.take() is None
 
 
-def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all() -> None:
+def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     clock = Clock()
     notes = PromptNotes(clock)
     first, second = keys(50, 1), keys(60, 2)
@@ -117,14 +117,14 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all() -> None:
     assert taken.ages.tolist() == [2.5, 0.0]
 
 
-def test_a_prompt_without_a_sampled_key_is_in_the_sums() -> None:
+def test_a_prompt_without_a_sampled_key_is_in_the_sums():
     notes = heard(0)
     notes.note(keys(10), 320, 10, 0)
     taken = taken_of(notes)
     assert (len(taken.ages), taken.num_blocks) == (0, 10)
 
 
-def test_of_a_very_long_prompt_the_first_blocks_are_looked_at() -> None:
+def test_of_a_very_long_prompt_the_first_blocks_are_looked_at():
     notes = heard()
     notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), 32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90, 0)
     taken = taken_of(notes)
@@ -133,7 +133,7 @@ def test_of_a_very_long_prompt_the_first_blocks_are_looked_at() -> None:
     assert taken.num_tokens == 32 * (BLOCKS_MAX + 100), "the rest counts as never found"
 
 
-def test_a_report_has_a_bound_and_the_next_one_has_the_rest() -> None:
+def test_a_report_has_a_bound_and_the_next_one_has_the_rest():
     notes = heard()
     prompt = keys(10_000)
     for _ in range(5):
@@ -146,7 +146,7 @@ def test_a_report_has_a_bound_and_the_next_one_has_the_rest() -> None:
     assert len(counts) > 1
 
 
-def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once() -> None:
+def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once():
     notes = heard()
     prompt = keys(1000)
     for _ in range(1000):

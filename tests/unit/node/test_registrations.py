@@ -11,12 +11,12 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.errors import LayoutMismatch
-from kvray.node import NodeLink, Registration
+from kvray.node import Registration
 from kvray.store import PartRequest
 from kvray.wire import FRAME_MAX
 from tests.kit.shard_socket import StageServer
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
-from tests.unit.node.conftest import MakeLink, StartShard, arena_of, registration
+from tests.unit.node.conftest import arena_of, registration
 from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -30,22 +30,20 @@ def counted(shard: Shard) -> dict[str, dict[str, int]]:
     return {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
 
 
-def test_a_rank_registers_and_its_figures_arrive(shard: Shard, link: NodeLink) -> None:
+def test_a_rank_registers_and_its_figures_arrive(shard, link):
     link.register(registration())
     (entry,) = shard.status()["replicas"]
     assert (entry["replica"], entry["connected"]) == ("one", True)
     wait_for(lambda: counted(shard) == {"one": {"hits": 3}})
 
 
-def test_a_rank_of_a_link_without_a_shard_registers_later(
-    start_shard: StartShard, make_link: MakeLink
-) -> None:
+def test_a_rank_of_a_link_without_a_shard_registers_later(start_shard, make_link):
     make_link().register(registration())
     shard = start_shard()
     wait_for(lambda: shard.status()["replicas"])
 
 
-def test_the_last_figures_arrive_when_the_link_ends(shard: Shard, link: NodeLink) -> None:
+def test_the_last_figures_arrive_when_the_link_ends(shard, link):
     hits = 0
     link.register(registration(counters=lambda: {"hits": hits}))
     hits = 7
@@ -54,7 +52,7 @@ def test_the_last_figures_arrive_when_the_link_ends(shard: Shard, link: NodeLink
     assert counted(shard) == {"one": {"hits": 7}}
 
 
-def test_a_refused_registration_raises_and_is_forgotten(shard: Shard, link: NodeLink) -> None:
+def test_a_refused_registration_raises_and_is_forgotten(shard, link):
     link.register(registration())
     with pytest.raises(LayoutMismatch):
         link.register(registration("two", namespace=OTHER_LAYOUT))
@@ -63,8 +61,8 @@ def test_a_refused_registration_raises_and_is_forgotten(shard: Shard, link: Node
 
 
 def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
-    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+    start_shard, make_link, caplog
+):
     link = make_link()
     first, last = registration(), registration("three")
     refused = registration("two", namespace=OTHER_LAYOUT)
@@ -79,9 +77,7 @@ def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
     link.unregister(last)
 
 
-def test_a_refused_rank_is_accepted_once_the_other_is_gone(
-    shard: Shard, make_link: MakeLink, directory: Path
-) -> None:
+def test_a_refused_rank_is_accepted_once_the_other_is_gone(shard, make_link, directory):
     process = subprocess.Popen(
         [sys.executable, "-c", REGISTERED.format(directory=str(directory))],
         cwd=ROOT,
@@ -102,9 +98,7 @@ def test_a_refused_rank_is_accepted_once_the_other_is_gone(
     assert waiting.accepted
 
 
-def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(
-    shard: Shard, link: NodeLink
-) -> None:
+def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(shard, link):
     renewed = dataclasses.replace(NAMESPACE, model="renewed")
 
     def counters() -> dict[str, int]:
@@ -133,9 +127,7 @@ time.sleep(60)
 """
 
 
-def test_figures_that_fail_end_neither_thread_nor_link(
-    link: NodeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_figures_that_fail_end_neither_thread_nor_link(link, caplog):
     link.register(registration(counters=lambda: {"a": 1 // 0}))
     wait_for(lambda: "a defect in the background" in caplog.text)
     time.sleep(0.1)
@@ -145,15 +137,13 @@ def test_figures_that_fail_end_neither_thread_nor_link(
     assert done.wait(HANG_S)
 
 
-def test_figures_that_no_frame_takes_are_refused_quietly(shard: Shard, link: NodeLink) -> None:
+def test_figures_that_no_frame_takes_are_refused_quietly(shard, link):
     link.register(registration("huge", counters=lambda: {"x" * FRAME_MAX: 1}))
     link.register(registration("two"))
     wait_for(lambda: counted(shard) == {"huge": {}, "two": {"hits": 3}})
 
 
-def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(
-    directory: Path, link: NodeLink
-) -> None:
+def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(directory, link):
     arena = arena_of(link)
     membership = arena.membership
     with StageServer(directory) as server:
@@ -175,9 +165,7 @@ def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(
     }
 
 
-def test_a_rank_tells_its_place_in_the_next_arena_too(
-    directory: Path, shard: Shard, start_shard: StartShard, link: NodeLink
-) -> None:
+def test_a_rank_tells_its_place_in_the_next_arena_too(directory, shard, start_shard, link):
     link.register(registration())
     before = arena_of(link).arena_id
     shard.stop(retire=True, timeout_s=5)
@@ -189,9 +177,7 @@ def test_a_rank_tells_its_place_in_the_next_arena_too(
         link.detach()
 
 
-def test_whether_there_are_other_nodes_is_known_from_reports(
-    directory: Path, link: NodeLink
-) -> None:
+def test_whether_there_are_other_nodes_is_known_from_reports(directory, link):
     with StageServer(directory) as server:
         one = registration()
         link.register(one)
@@ -201,7 +187,7 @@ def test_whether_there_are_other_nodes_is_known_from_reports(
         link.detach()
 
 
-def test_a_rank_that_follows_its_leaders_name_has_no_other(shard: Shard, link: NodeLink) -> None:
+def test_a_rank_that_follows_its_leaders_name_has_no_other(shard, link):
     one = registration("process-7")
     link.register(one)
     one.rename("leader")
@@ -211,9 +197,7 @@ def test_a_rank_that_follows_its_leaders_name_has_no_other(shard: Shard, link: N
     assert not counted(shard)["process-7"]
 
 
-def test_two_engines_of_one_name_are_two_and_the_second_says_so(
-    shard: Shard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_engines_of_one_name_are_two_and_the_second_says_so(shard, make_link, caplog):
     one, two = registration("chat"), registration("chat", counters=lambda: {"hits": 10})
     for each in (one, two):
         make_link().register(each)
@@ -225,8 +209,8 @@ def test_two_engines_of_one_name_are_two_and_the_second_says_so(
 
 
 def test_a_name_that_is_taken_while_the_engine_gives_another_is_not_kept(
-    shard: Shard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shard, make_link, monkeypatch
+):
     make_link().register(registration("chat"))
     two = registration("chat")
     take_name = Registration.take_name

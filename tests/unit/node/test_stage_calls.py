@@ -18,7 +18,6 @@ from kvray.node import StageCalls, StageReply, stage_calls
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Lease
 from tests.kit.shard_socket import Peer, Script, echo, request_on
-from tests.unit.node.conftest import StartShard
 from tests.unit.store.small_arena import chain
 from tests.waiting import HANG_S
 
@@ -79,9 +78,7 @@ def answering(*replies: dict[str, Any], heard: list[dict[str, Any]] | None = Non
     return play
 
 
-def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
-    peer: Peer, calls: StageCalls
-) -> None:
+def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(peer, calls):
     heard: list[dict[str, Any]] = []
     peer.scripts = [answering({"num_blocks": 4, "reason": "too_slow"}, heard=heard)]
     assert ask(calls) == StageReply(num_blocks=4, reason="too_slow")
@@ -101,7 +98,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
     ]
 
 
-def test_leases_of_ranks_on_other_nodes_come_with_the_answer(peer: Peer, calls: StageCalls) -> None:
+def test_leases_of_ranks_on_other_nodes_come_with_the_answer(peer, calls):
     leases = {1: ["far", 7, 3, 4, 5], "3": ["farther", 8, 0, 4, 6]}
     peer.scripts = [answering({"num_blocks": 4, "reason": "none", "leases": leases})]
     assert ask(calls).leases == {
@@ -123,31 +120,29 @@ def test_leases_of_ranks_on_other_nodes_come_with_the_answer(peer: Peer, calls: 
         *map(sending, GARBAGE),
     ],
 )
-def test_a_shard_that_refuses_or_answers_otherwise_is_left_alone_for_a_while(
-    peer: Peer, calls: StageCalls, script: Script
-) -> None:
+def test_a_shard_that_refuses_or_answers_otherwise_is_left_alone_for_a_while(peer, calls, script):
     peer.scripts = [script, answering({"num_blocks": 3, "reason": "not_stored"})]
     assert ask(calls) == GONE
     assert not calls.can_ask
     assert ask(calls) == StageReply(num_blocks=3, reason="not_stored")
 
 
-def test_more_blocks_than_were_asked_for_are_none(peer: Peer, calls: StageCalls) -> None:
+def test_more_blocks_than_were_asked_for_are_none(peer, calls):
     peer.scripts = [answering({"num_blocks": 99, "reason": "none"})]
     assert ask(calls).num_blocks == len(KEYS)
 
 
-def test_an_unknown_reason_is_the_stores_fault(peer: Peer, calls: StageCalls) -> None:
+def test_an_unknown_reason_is_the_stores_fault(peer, calls):
     peer.scripts = [answering({"num_blocks": 1, "reason": ["odd"]})]
     assert ask(calls) == StageReply(num_blocks=1, reason="store_down")
 
 
-def test_without_a_shard_the_answer_is_that_it_is_away(calls: StageCalls) -> None:
+def test_without_a_shard_the_answer_is_that_it_is_away(calls):
     assert ask(calls) == GONE
     assert not calls.can_ask
 
 
-def test_a_frozen_shard_costs_the_wait_once_and_then_nothing(peer: Peer, calls: StageCalls) -> None:
+def test_a_frozen_shard_costs_the_wait_once_and_then_nothing(peer, calls):
     with silent(peer):
         began = time.monotonic()
         assert ask(calls, wait_s=0.1) == LATE
@@ -155,7 +150,7 @@ def test_a_frozen_shard_costs_the_wait_once_and_then_nothing(peer: Peer, calls: 
         assert not calls.can_ask
 
 
-def test_a_full_backlog_does_not_hold_the_scheduler_up(directory: Path, calls: StageCalls) -> None:
+def test_a_full_backlog_does_not_hold_the_scheduler_up(directory, calls):
     directory.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / wire.SOCKET_FILE))
@@ -171,9 +166,7 @@ def test_a_full_backlog_does_not_hold_the_scheduler_up(directory: Path, calls: S
             client.close()
 
 
-def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(
-    peer: Peer, calls: StageCalls
-) -> None:
+def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(peer, calls):
     reply = {"num_blocks": 0, "reason": "store_down"}
     peer.scripts = [answering(*[reply] * 6)]
     for _ in range(6):
@@ -183,7 +176,7 @@ def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(
     assert calls.can_ask
 
 
-def test_the_shard_hears_once_whose_answers_did_not_arrive(peer: Peer, calls: StageCalls) -> None:
+def test_the_shard_hears_once_whose_answers_did_not_arrive(peer, calls):
     """It may have leased for ranks on other nodes, which nobody would ever release."""
     released = threading.Event()
     lost: list[dict[str, Any]] = []
@@ -204,9 +197,7 @@ def test_the_shard_hears_once_whose_answers_did_not_arrive(peer: Peer, calls: St
     assert len({request["token"] for request in lost + heard}) == 3
 
 
-def test_a_prompt_that_fills_more_than_a_frame_is_asked_about_in_part(
-    peer: Peer, calls: StageCalls
-) -> None:
+def test_a_prompt_that_fills_more_than_a_frame_is_asked_about_in_part(peer, calls):
     heard: list[dict[str, Any]] = []
     peer.scripts = [answering({"num_blocks": 1, "reason": "none"}, heard=heard)]
     many = [KEYS[0]] * 200_000
@@ -221,7 +212,7 @@ def client(directory: Path) -> Iterator[ShardSocket]:
     made.close()
 
 
-def test_replies_belong_to_their_requests(peer: Peer, client: ShardSocket) -> None:
+def test_replies_belong_to_their_requests(peer, client):
     peer.scripts = [echo]
     got: list[tuple[int, object]] = []
 
@@ -237,12 +228,12 @@ def test_replies_belong_to_their_requests(peer: Peer, client: ShardSocket) -> No
     assert peer.connections == 1
 
 
-def test_without_a_shard_the_call_says_so(client: ShardSocket) -> None:
+def test_without_a_shard_the_call_says_so(client):
     with pytest.raises(ShardUnavailable, match="did not answer"):
         client.call("hello", timeout_s=1)
 
 
-def test_a_shard_that_never_answers_costs_the_deadline(peer: Peer, client: ShardSocket) -> None:
+def test_a_shard_that_never_answers_costs_the_deadline(peer, client):
     with silent(peer):
         began = time.monotonic()
         with pytest.raises(ShardUnavailable):
@@ -250,9 +241,7 @@ def test_a_shard_that_never_answers_costs_the_deadline(peer: Peer, client: Shard
         assert 0.15 < time.monotonic() - began < 1
 
 
-def test_an_answer_that_trickles_in_does_not_extend_the_deadline(
-    peer: Peer, client: ShardSocket
-) -> None:
+def test_an_answer_that_trickles_in_does_not_extend_the_deadline(peer, client):
     def trickle(connection: socket.socket) -> None:
         for byte in wire.encode({"ok": True, "text": "x" * 100}):
             connection.sendall(bytes([byte]))
@@ -266,8 +255,8 @@ def test_an_answer_that_trickles_in_does_not_extend_the_deadline(
 
 
 def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_deadline(
-    peer: Peer, client: ShardSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    peer, client, monkeypatch
+):
     """A thread that asked may get no core until its deadline is over."""
     answered = threading.Event()
 
@@ -287,7 +276,7 @@ def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_dead
     assert client.call("echo", timeout_s=0.2, n=1)["n"] == 1
 
 
-def test_a_late_reply_is_never_taken_for_the_next_one(peer: Peer, client: ShardSocket) -> None:
+def test_a_late_reply_is_never_taken_for_the_next_one(peer, client):
     def late(connection: socket.socket) -> None:
         request_on(connection)
         time.sleep(0.3)
@@ -300,18 +289,14 @@ def test_a_late_reply_is_never_taken_for_the_next_one(peer: Peer, client: ShardS
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_after_garbage_the_next_call_has_a_new_connection(
-    peer: Peer, client: ShardSocket, garbage: bytes
-) -> None:
+def test_after_garbage_the_next_call_has_a_new_connection(peer, client, garbage):
     peer.scripts = [sending(garbage), echo]
     with pytest.raises(TransferError):
         client.call("echo", timeout_s=5, n=1)
     assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
-def test_a_shard_that_was_restarted_is_reached_at_the_first_call(
-    start_shard: StartShard, directory: Path, client: ShardSocket
-) -> None:
+def test_a_shard_that_was_restarted_is_reached_at_the_first_call(start_shard, directory, client):
     first = start_shard()
     assert client.call("hello", timeout_s=5)["shard_epoch"] == 1
     first.stop(retire=False, timeout_s=5)
@@ -322,18 +307,14 @@ def test_a_shard_that_was_restarted_is_reached_at_the_first_call(
     assert client.call("hello", timeout_s=5)["shard_epoch"] == 3
 
 
-def test_a_hang_up_between_calls_is_noticed_before_the_next(
-    peer: Peer, client: ShardSocket
-) -> None:
+def test_a_hang_up_between_calls_is_noticed_before_the_next(peer, client):
     peer.scripts = [answering({"n": n}) for n in range(3)]
     for n in range(3):
         assert client.call("echo", timeout_s=5, n=n)["n"] == n
         time.sleep(0.05)
 
 
-def test_a_request_that_no_frame_takes_leaves_the_connection_alone(
-    peer: Peer, client: ShardSocket
-) -> None:
+def test_a_request_that_no_frame_takes_leaves_the_connection_alone(peer, client):
     peer.scripts = [echo]
     assert client.call("echo", timeout_s=5, n=1)["n"] == 1
     with pytest.raises(TransferError):
@@ -342,7 +323,7 @@ def test_a_request_that_no_frame_takes_leaves_the_connection_alone(
     assert peer.connections == 1
 
 
-def test_a_forked_child_cannot_use_it_and_does_no_harm(peer: Peer, client: ShardSocket) -> None:
+def test_a_forked_child_cannot_use_it_and_does_no_harm(peer, client):
     peer.scripts = [echo]
     assert client.call("echo", timeout_s=5, n=1)["n"] == 1
     child = os.fork()
@@ -360,7 +341,7 @@ def test_a_forked_child_cannot_use_it_and_does_no_harm(peer: Peer, client: Shard
     assert peer.connections == 1
 
 
-def test_it_works_with_descriptors_above_what_select_takes(peer: Peer, client: ShardSocket) -> None:
+def test_it_works_with_descriptors_above_what_select_takes(peer, client):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1200:
         pytest.skip("this user may not open that many files")
@@ -377,9 +358,7 @@ def test_it_works_with_descriptors_above_what_select_takes(peer: Peer, client: S
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(
-    peer: Peer, client: ShardSocket
-) -> None:
+def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(peer, client):
     asked, done = threading.Event(), threading.Event()
 
     def silent(connection: socket.socket) -> None:

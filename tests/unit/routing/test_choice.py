@@ -58,19 +58,19 @@ def drawn(costs: list[Cost]) -> list[float]:
     return [number / 10 for number in range(len(costs))]
 
 
-def test_the_replica_that_has_the_prefix_gets_the_request() -> None:
+def test_the_replica_that_has_the_prefix_gets_the_request():
     costs = [cost("a", work_s=1.0), cost("b", work_s=0.2)]
     found = choose(costs, draws=[0, 1])
     assert (found.replica, found.reason) == ("b", "prefix")
 
 
-def test_a_queue_that_costs_more_than_copying_sends_the_request_on() -> None:
+def test_a_queue_that_costs_more_than_copying_sends_the_request_on():
     costs = [cost("a", work_s=0.5), cost("b", work_s=0.2, queue_s=1.0)]
     found = choose(costs, draws=[0, 1])
     assert (found.replica, found.reason) == ("a", "queue")
 
 
-def test_near_saturation_a_longer_queue_is_worth_the_work_that_it_saves() -> None:
+def test_near_saturation_a_longer_queue_is_worth_the_work_that_it_saves():
     costs = [
         cost("a", work_s=0.5, utilization=0.9),
         cost("b", work_s=0.2, queue_s=1.0, utilization=0.9),
@@ -80,21 +80,21 @@ def test_near_saturation_a_longer_queue_is_worth_the_work_that_it_saves() -> Non
     assert found.ranked[1].later_s > 0
 
 
-def test_without_a_shared_prefix_the_shortest_queue_gets_the_request() -> None:
+def test_without_a_shared_prefix_the_shortest_queue_gets_the_request():
     queues = {"a": 3.0, "b": 1.0, "c": 2.0}
     costs = [cost(name, work_s=1.0, queue_s=queue_s) for name, queue_s in queues.items()]
     found = choose(costs, draws=[0, 1, 2])
     assert (found.replica, found.reason) == ("b", "fallback")
 
 
-def test_a_tie_goes_to_the_replica_that_did_least_lately_and_then_by_lot() -> None:
+def test_a_tie_goes_to_the_replica_that_did_least_lately_and_then_by_lot():
     costs = [cost("a", work_s=1.0, utilization=0.4), cost("b", work_s=1.0, utilization=0.3)]
     assert choose(costs, draws=[0, 1]).replica == "b"
     costs = [cost("a", work_s=1.0), cost("b", work_s=1.0)]
     assert [choose(costs, draws=draws).replica for draws in ([0, 1], [1, 0])] == ["a", "b"]
 
 
-def test_a_replica_with_more_than_its_share_loses_its_credit() -> None:
+def test_a_replica_with_more_than_its_share_loses_its_credit():
     busy, idle = cost("a", work_s=0.2, utilization=0.5), cost("b", work_s=1.0, utilization=0.05)
     found = choose([busy, idle], draws=[0, 1])
     assert found.replica == "b"
@@ -103,7 +103,7 @@ def test_a_replica_with_more_than_its_share_loses_its_credit() -> None:
 
 
 @given(COSTS)
-def test_every_candidate_is_explained_and_the_parts_add_up(costs: list[Cost]) -> None:
+def test_every_candidate_is_explained_and_the_parts_add_up(costs):
     found = choose(costs, draws=drawn(costs))
     assert sorted(map(id, (one.cost for one in found.ranked))) == sorted(map(id, costs))
     for one in found.ranked:
@@ -115,12 +115,12 @@ def test_every_candidate_is_explained_and_the_parts_add_up(costs: list[Cost]) ->
 
 
 @given(COSTS)
-def test_the_same_numbers_make_the_same_choice(costs: list[Cost]) -> None:
+def test_the_same_numbers_make_the_same_choice(costs):
     assert choose(costs, draws=drawn(costs)) == choose(costs, draws=drawn(costs))
 
 
 @given(COSTS, st.floats(0.001, 10))
-def test_no_shared_prefix_means_least_loaded(costs: list[Cost], work_s: float) -> None:
+def test_no_shared_prefix_means_least_loaded(costs, work_s):
     equal = [
         cost("r", work_s=work_s, queue_s=one.queue_s, utilization=one.utilization) for one in costs
     ]
@@ -131,9 +131,7 @@ def test_no_shared_prefix_means_least_loaded(costs: list[Cost], work_s: float) -
 
 @pytest.mark.parametrize("utilization", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("count", [3, 8])
-def test_a_prefix_in_every_request_spreads_over_all_replicas(
-    count: int, utilization: float
-) -> None:
+def test_a_prefix_in_every_request_spreads_over_all_replicas(count, utilization):
     """The first replica has it; the others may copy it, and a copy costs ten times the tail."""
     numbers = random.Random(0)
     loads, pools = [Load() for _ in range(count)], [Lru[object](50) for _ in range(count)]
@@ -172,18 +170,18 @@ STRETCHES = st.lists(
 )
 
 
-def test_a_prompt_that_nobody_has_is_computed() -> None:
+def test_a_prompt_that_nobody_has_is_computed():
     found = predict(candidate(queue_s=2.0), 500, [])
     assert (found.pool_tokens, found.brings, found.computed_tokens) == (0, (), 500)
     assert (found.queue_s, found.compute_s, found.first_token_s) == (2.0, 0.5, 2.5)
 
 
-def test_what_the_pool_has_costs_nothing() -> None:
+def test_what_the_pool_has_costs_nothing():
     found = predict(candidate(pool_tokens=400), 500, [])
     assert (found.pool_tokens, found.work_s) == (400, pytest.approx(0.1))
 
 
-def test_the_last_token_is_computed_in_any_case() -> None:
+def test_the_last_token_is_computed_in_any_case():
     found = predict(candidate(pool_tokens=500), 500, [])
     assert (found.pool_tokens, found.computed_tokens) == (499, 1)
     found = predict(candidate(), 500, [Stretch(num_tokens=500, holders={"a": "host"})])
@@ -200,9 +198,7 @@ def test_the_last_token_is_computed_in_any_case() -> None:
         ({"b": "disk"}, "remote", 0.095),
     ],
 )
-def test_each_stretch_comes_from_its_fastest_source(
-    holders: dict[str, str], source: str, seconds: float
-) -> None:
+def test_each_stretch_comes_from_its_fastest_source(holders, source, seconds):
     found = predict(candidate(), 200, [Stretch(num_tokens=100, holders=holders)])  # type: ignore[arg-type]
     assert found.brings == (
         Bring(source=source, num_tokens=100, seconds=pytest.approx(seconds)),  # type: ignore[arg-type]
@@ -210,14 +206,14 @@ def test_each_stretch_comes_from_its_fastest_source(
     assert found.work_s == pytest.approx(seconds + 0.1)
 
 
-def test_a_link_that_was_measured_by_itself_counts_for_its_node() -> None:
+def test_a_link_that_was_measured_by_itself_counts_for_its_node():
     rates = replace(RATES, peers={"b": Link(bytes_per_s=1e9)})
     stretches = [Stretch(num_tokens=100, holders={"b": "host", "c": "host"})]
     found = predict(candidate(rates=rates), 200, stretches)
     assert found.bring_s == pytest.approx(1e-5 + 0.01)
 
 
-def test_what_is_slower_to_bring_than_to_compute_is_computed() -> None:
+def test_what_is_slower_to_bring_than_to_compute_is_computed():
     rates = replace(RATES, remote=Link(bytes_per_s=1e4))
     stretches = [
         Stretch(num_tokens=100, holders={"a": "host"}),
@@ -228,7 +224,7 @@ def test_what_is_slower_to_bring_than_to_compute_is_computed() -> None:
     assert found.computed_tokens == 200
 
 
-def test_a_slow_stretch_is_brought_if_what_follows_is_worth_it() -> None:
+def test_a_slow_stretch_is_brought_if_what_follows_is_worth_it():
     stretches = [
         Stretch(num_tokens=10, holders={"b": "host"}),
         Stretch(num_tokens=400, holders={"a": "host"}),
@@ -237,14 +233,14 @@ def test_a_slow_stretch_is_brought_if_what_follows_is_worth_it() -> None:
     assert [bring.source for bring in found.brings] == ["remote", "host"]
 
 
-def test_a_prompt_without_tokens_costs_nothing() -> None:
+def test_a_prompt_without_tokens_costs_nothing():
     assert predict(candidate(), 0, []).first_token_s == 0
 
 
 @given(st.integers(1, 2000), st.integers(0, 2000), STRETCHES)
 def test_every_token_is_somewhere_and_bringing_never_costs_more_than_computing(
-    num_tokens: int, pool_tokens: int, stretches: list[Stretch]
-) -> None:
+    num_tokens, pool_tokens, stretches
+):
     found = predict(candidate(pool_tokens=pool_tokens, queue_s=1.0), num_tokens, stretches)
     brought = sum(bring.num_tokens for bring in found.brings)
     assert found.pool_tokens + brought + found.computed_tokens == num_tokens
@@ -255,7 +251,7 @@ def test_every_token_is_somewhere_and_bringing_never_costs_more_than_computing(
     assert found.work_s <= alone.work_s + 1e-9
 
 
-def test_newer_answers_count_more() -> None:
+def test_newer_answers_count_more():
     speed = PrefillSpeed()
     assert speed.tokens_per_s == 0.0
     speed.note(1000, 0.5, 0)
@@ -266,13 +262,13 @@ def test_newer_answers_count_more() -> None:
 
 
 @pytest.mark.parametrize(("num_computed", "seconds"), [(10, 0.1), (0, 0.1), (1000, -0.1)])
-def test_answers_that_tell_little_do_not_count(num_computed: int, seconds: float) -> None:
+def test_answers_that_tell_little_do_not_count(num_computed, seconds):
     speed = PrefillSpeed()
     speed.note(num_computed, seconds, 0)
     assert (speed.tokens_per_s, speed.decode_slowdown) == (0.0, 0.0)
 
 
-def test_prompts_of_one_pass_share_its_time() -> None:
+def test_prompts_of_one_pass_share_its_time():
     speed = PrefillSpeed()
     for _ in range(10):
         for seconds in (0.5, 0.0, 0.0, 0.0, 0.0):
@@ -280,7 +276,7 @@ def test_prompts_of_one_pass_share_its_time() -> None:
     assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.3)
 
 
-def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each() -> None:
+def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each():
     speed = PrefillSpeed()
     for number in range(100):
         speed.note(1000, 0.1 * (1 + 0.1 * (number % 20)), number % 20)
@@ -291,7 +287,7 @@ def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each() -> None:
     assert speed.decode_slowdown == pytest.approx(0.0, abs=1e-2)
 
 
-def test_a_slowdown_is_believed_as_far_as_the_answers_varied() -> None:
+def test_a_slowdown_is_believed_as_far_as_the_answers_varied():
     speed = PrefillSpeed()
     for number in range(100):
         speed.note(1000, 0.1 * (1 + 0.1 * (number % 3)), number % 3)
@@ -299,7 +295,7 @@ def test_a_slowdown_is_believed_as_far_as_the_answers_varied() -> None:
     assert (1 + speed.decode_slowdown) / speed.tokens_per_s == pytest.approx(0.00011, rel=0.01)
 
 
-def test_what_answers_cost_does_not_show_while_they_are_always_as_many() -> None:
+def test_what_answers_cost_does_not_show_while_they_are_always_as_many():
     speed = PrefillSpeed()
     for _ in range(3):
         speed.note(1000, 0.2, 3)
@@ -311,9 +307,7 @@ _notes = st.tuples(st.integers(0, 10_000), st.floats(0, 100), st.integers(0, 64)
 
 
 @given(st.lists(_notes, max_size=60))
-def test_a_speed_is_never_negative_and_a_slowdown_bounded(
-    notes: list[tuple[int, float, int]],
-) -> None:
+def test_a_speed_is_never_negative_and_a_slowdown_bounded(notes):
     speed = PrefillSpeed()
     for note in notes:
         speed.note(*note)

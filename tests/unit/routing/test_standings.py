@@ -62,25 +62,25 @@ def route(made: Standings, found: Survey, number: int, now: float) -> str:
     return choice.replica
 
 
-def test_an_idle_fleet_sends_a_prompt_where_its_blocks_are() -> None:
+def test_an_idle_fleet_sends_a_prompt_where_its_blocks_are():
     assert route(standings(), survey("p", 100, held=99, on="node-c"), 1, 0.0) == "c"
 
 
-def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely() -> None:
+def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
     made = standings()
     first = route(made, survey("p", 100), 1, 0.0)
     made.done("1", 1.0)
     assert {route(made, survey("p", 100), 2, 100.0), first} == {first}
 
 
-def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks() -> None:
+def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks():
     made, found = standings(), survey("p", 300, held=299, on="node-a")
     for number in range(3):
         route(made, survey(f"other {number}", 3000, held=2999, on="node-a"), number, 0.0)
     assert route(made, found, 10, 0.0) != "a"
 
 
-def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica() -> None:
+def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
     made, now = standings(), 0.0
     counts: Counter[str] = Counter()
     for number in range(400):
@@ -90,7 +90,7 @@ def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica() -> None:
     assert max(counts.values()) <= 1.4 * 100
 
 
-def test_a_replica_that_is_measured_slow_gets_less() -> None:
+def test_a_replica_that_is_measured_slow_gets_less():
     made = standings()
     slow = places(a=1_000.0, b=10_000.0, c=10_000.0, d=10_000.0)
     counts: Counter[str] = Counter()
@@ -102,7 +102,7 @@ def test_a_replica_that_is_measured_slow_gets_less() -> None:
     assert counts["a"] < min(counts[name] for name in "bcd")
 
 
-def test_what_is_due_waits_no_longer_and_an_end_is_noted_once() -> None:
+def test_what_is_due_waits_no_longer_and_an_end_is_noted_once():
     made, found = standings(), survey("p", 100)
     choice = made.choose(places(), 3200, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
@@ -114,7 +114,7 @@ def test_what_is_due_waits_no_longer_and_an_end_is_noted_once() -> None:
     assert all(one.cost.queue_s == 0.0 for one in after.ranked)
 
 
-def test_answers_under_way_make_a_prompt_longer_there() -> None:
+def test_answers_under_way_make_a_prompt_longer_there():
     made, found = standings(), survey("p", 100)
     speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}
     slow = [replace(one, **speed) for one in places()]
@@ -132,7 +132,7 @@ def test_answers_under_way_make_a_prompt_longer_there() -> None:
     assert list(computed().values()) == pytest.approx([0.32] * 4)
 
 
-def test_speeds_that_differ_by_chance_leave_no_replica_idle() -> None:
+def test_speeds_that_differ_by_chance_leave_no_replica_idle():
     made = standings()
     speeds = (10_000.0, 9_000.0, 8_500.0, 4_000.0)
     alike = [
@@ -149,7 +149,7 @@ def test_speeds_that_differ_by_chance_leave_no_replica_idle() -> None:
     assert counts["d"] < 0.7 * max(counts.values()), "which is a slower machine"
 
 
-def test_a_replica_that_went_takes_its_requests_along() -> None:
+def test_a_replica_that_went_takes_its_requests_along():
     made, found = standings(), survey("p", 100)
     replica = route(made, found, 1, 0.0)
     made.retain(set(NAMES) - {replica})
@@ -158,7 +158,7 @@ def test_a_replica_that_went_takes_its_requests_along() -> None:
     assert made.choose(left, 3200, found, now=0.2).replica != replica
 
 
-def test_an_idle_replica_that_stays_keeps_what_lately_came() -> None:
+def test_an_idle_replica_that_stays_keeps_what_lately_came():
     made, found = standings(), survey("p", 100)
     replica = route(made, found, 1, 0.0)
     made.done("1", 0.1)
@@ -184,13 +184,13 @@ def pool_tokens(made: Standings, at: list[Place], found: Survey) -> dict[str, in
     return {one.cost.replica: one.cost.pool_tokens for one in choice.ranked}
 
 
-def test_a_pool_that_tells_is_believed() -> None:
+def test_a_pool_that_tells_is_believed():
     made, found = standings(), survey("p", 100)
     choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
     assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
 
 
-def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there() -> None:
+def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
     made, found = standings(), survey("p", 100)
     choice = made.choose(told(99 * BLOCK), 100 * BLOCK, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
@@ -200,7 +200,7 @@ def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there() 
     assert pool_tokens(made, unsure, found)["c"] == 100 * BLOCK - 1, "it may be there untold"
 
 
-def test_a_prompt_under_way_counts_before_its_engine_tells_of_it() -> None:
+def test_a_prompt_under_way_counts_before_its_engine_tells_of_it():
     made, found = standings(), survey("p", 100)
     choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
@@ -210,7 +210,7 @@ def test_a_prompt_under_way_counts_before_its_engine_tells_of_it() -> None:
     assert pool_tokens(made, told(0), found)["c"] == 0
 
 
-def test_blocks_are_here_while_a_prompt_with_them_is_under_way() -> None:
+def test_blocks_are_here_while_a_prompt_with_them_is_under_way():
     coming: Coming[str] = Coming()
     coming.add("abc")
     coming.add("abd")
@@ -222,9 +222,7 @@ def test_blocks_are_here_while_a_prompt_with_them_is_under_way() -> None:
 
 
 @given(st.integers(1, 8), st.lists(st.lists(st.integers(0, 12), unique=True, max_size=10)))
-def test_a_pool_is_bounded_and_leaves_of_the_least_recently_used_prompt_go_first(
-    size: int, prompts: list[list[int]]
-) -> None:
+def test_a_pool_is_bounded_and_leaves_of_the_least_recently_used_prompt_go_first(size, prompts):
     pool, model = Lru[int](size), OrderedDict[int, None]()
     for prompt in prompts:
         gone = pool.use(prompt)
@@ -236,11 +234,11 @@ def test_a_pool_is_bounded_and_leaves_of_the_least_recently_used_prompt_go_first
         assert pool.leading(prompt) == [*there, False].index(False)
 
 
-def test_an_idle_replica_has_no_queue() -> None:
+def test_an_idle_replica_has_no_queue():
     assert Load().queue_s(5.0) == 0
 
 
-def test_waiting_work_shrinks_while_the_oldest_request_runs() -> None:
+def test_waiting_work_shrinks_while_the_oldest_request_runs():
     load = Load()
     load.routed("r1", 2.0, now=10.0)
     load.routed("r2", 3.0, now=10.5)
@@ -248,14 +246,14 @@ def test_waiting_work_shrinks_while_the_oldest_request_runs() -> None:
     assert load.queue_s(12.0) == pytest.approx(3.5), "r1 is due, and r2 has not begun"
 
 
-def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is() -> None:
+def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is():
     load = Load()
     load.routed("r1", 2.0, now=10.0)
     waits = [load.queue_s(10.0 + ran_s) for ran_s in (2.0, 4.0, 6.0, 8.0, 99.0)]
     assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
-def test_a_first_token_ends_the_wait_for_its_request() -> None:
+def test_a_first_token_ends_the_wait_for_its_request():
     load = Load()
     load.routed("r1", 2.0, now=10.0)
     load.routed("r2", 3.0, now=10.5)
@@ -265,7 +263,7 @@ def test_a_first_token_ends_the_wait_for_its_request() -> None:
     assert load.queue_s(15.0) == 0
 
 
-def test_a_request_that_overtakes_leaves_the_oldest_one_running() -> None:
+def test_a_request_that_overtakes_leaves_the_oldest_one_running():
     load = Load()
     load.routed("r1", 5.0, now=0.0)
     load.routed("r2", 1.0, now=0.0)
@@ -273,14 +271,14 @@ def test_a_request_that_overtakes_leaves_the_oldest_one_running() -> None:
     assert load.queue_s(3.0) == pytest.approx(2.0)
 
 
-def test_an_unknown_request_changes_nothing() -> None:
+def test_an_unknown_request_changes_nothing():
     load = Load()
     load.routed("r1", 2.0, now=0.0)
     load.done("r0", now=1.0)
     assert (len(load), load.queue_s(1.0)) == (1, 1.0)
 
 
-def test_steady_work_is_its_share_of_time() -> None:
+def test_steady_work_is_its_share_of_time():
     load = Load()
     for second in range(600):
         load.routed(second, 0.3, now=float(second))
@@ -290,9 +288,7 @@ def test_steady_work_is_its_share_of_time() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.booleans())))
-def test_a_queue_is_never_negative_nor_more_than_all_that_waits(
-    steps: list[tuple[float, float, bool]],
-) -> None:
+def test_a_queue_is_never_negative_nor_more_than_all_that_waits(steps):
     load, now, waiting = Load(), 0.0, {}
     for number, (wait_s, work_s, has_token) in enumerate(steps):
         now += wait_s
@@ -345,7 +341,7 @@ def router() -> Router:
     return Router()
 
 
-def test_a_request_is_followed_from_its_choice_to_its_first_token(router: Router) -> None:
+def test_a_request_is_followed_from_its_choice_to_its_first_token(router):
     choice = router.begin("one", now=1.0)
     assert router.decisions.order("one") == [one.cost.replica for one in choice.ranked]
     assert choice.replica == "r0", "its node has half of the prompt"
@@ -364,7 +360,7 @@ def test_a_request_is_followed_from_its_choice_to_its_first_token(router: Router
     assert router.total("first_token_error_seconds_bucket_total", "+Inf") == 1
 
 
-def test_work_waits_until_its_first_token_if_somebody_tells(router: Router) -> None:
+def test_work_waits_until_its_first_token_if_somebody_tells(router):
     router.begin("told", is_told=True)
     router.decisions.sent("told", "r0", now=0.0)
     waiting = router.choice(60.0)
@@ -374,7 +370,7 @@ def test_work_waits_until_its_first_token_if_somebody_tells(router: Router) -> N
     assert len(router.standings._loads["r0"]) == 0
 
 
-def test_work_ends_when_it_is_due_if_nobody_tells(router: Router) -> None:
+def test_work_ends_when_it_is_due_if_nobody_tells(router):
     router.begin("untold", is_told=False)
     router.decisions.sent("untold", "r0", now=0.0)
     router.choice(60.0)
@@ -382,7 +378,7 @@ def test_work_ends_when_it_is_due_if_nobody_tells(router: Router) -> None:
     router.decisions.over("untold", now=61.0)
 
 
-def test_the_replica_that_took_it_has_the_work_and_the_blocks(router: Router) -> None:
+def test_the_replica_that_took_it_has_the_work_and_the_blocks(router):
     router.begin("one")
     router.decisions.sent("one", "r3", now=0.0)
     loads = {name: len(load) for name, load in router.standings._loads.items()}
@@ -390,7 +386,7 @@ def test_the_replica_that_took_it_has_the_work_and_the_blocks(router: Router) ->
     assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
 
 
-def test_without_a_choice_it_is_a_fallback_without_candidates(router: Router) -> None:
+def test_without_a_choice_it_is_a_fallback_without_candidates(router):
     router.decisions.begin("one", None, None, now=0.0, is_told=True)
     assert router.decisions.order("one") == []
     assert router.decisions.order("another") is None
@@ -400,7 +396,7 @@ def test_without_a_choice_it_is_a_fallback_without_candidates(router: Router) ->
     assert router.total("first_token_count_total") == 0
 
 
-def test_a_choice_that_was_given_back_counts_for_nothing(router: Router) -> None:
+def test_a_choice_that_was_given_back_counts_for_nothing(router):
     router.begin("one")
     router.decisions.over("one", now=0.1)
     router.decisions.sent("one", "r0", now=0.2)
@@ -409,7 +405,7 @@ def test_a_choice_that_was_given_back_counts_for_nothing(router: Router) -> None
     assert len(router.standings._loads["r0"]) == 0
 
 
-def test_of_two_decisions_for_one_request_the_first_counts(router: Router) -> None:
+def test_of_two_decisions_for_one_request_the_first_counts(router):
     router.begin("one")
     order = router.decisions.order("one")
     router.begin("one", now=1.0)
@@ -419,7 +415,7 @@ def test_of_two_decisions_for_one_request_the_first_counts(router: Router) -> No
     assert all(load.queue_s(2.0) == 0 for load in router.standings._loads.values())
 
 
-def test_of_requests_that_never_end_the_oldest_are_forgotten(router: Router) -> None:
+def test_of_requests_that_never_end_the_oldest_are_forgotten(router):
     for number in range(5000):
         router.decisions.begin(str(number), None, None, now=0.0, is_told=False)
     assert router.decisions.order("0") is None

@@ -27,7 +27,7 @@ from kvray.serve.router import KvRayRouter, _prompt_of
 from kvray.serve.text import Answer, Prompts, load_prompts
 
 
-def test_values_of_a_command_line_are_read_as_those_of_a_file() -> None:
+def test_values_of_a_command_line_are_read_as_those_of_a_file():
     told = Settings.model_validate(
         {"model": "tiny", "num_replicas": "3", "engine_options": '{"num_blocks": 128}'}
     )
@@ -37,12 +37,12 @@ def test_values_of_a_command_line_are_read_as_those_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("options", ["num_blocks=128", "[128]"])
-def test_options_that_are_no_json_object_are_refused(options: str) -> None:
+def test_options_that_are_no_json_object_are_refused(options):
     with pytest.raises(ValidationError, match="engine_options"):
         Settings.model_validate({"engine_options": options})
 
 
-def test_engines_are_of_a_number_or_scaled_by_serve() -> None:
+def test_engines_are_of_a_number_or_scaled_by_serve():
     scaled = '{"min_replicas": 1, "max_replicas": 3}'
     told = Settings.model_validate({"autoscaling_config": scaled})
     assert told.autoscaling_config == {"min_replicas": 1, "max_replicas": 3}
@@ -50,19 +50,19 @@ def test_engines_are_of_a_number_or_scaled_by_serve() -> None:
         Settings.model_validate({"autoscaling_config": scaled, "num_replicas": 2})
 
 
-def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end() -> None:
+def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end():
     ingress = app({"model": "tiny", "request_timeout_s": 450})._bound_deployment
     assert ingress._deployment_config.graceful_shutdown_timeout_s == 450
 
 
-def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvray.serve.ingress", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ConfigError, match=r"fastapi: run pip install 'kvray\[serve\]'"):
         app({"model": "tiny"})
 
 
-def test_a_defect_is_told_in_openais_form() -> None:
+def test_a_defect_is_told_in_openais_form():
     from fastapi.testclient import TestClient
 
     from kvray.serve.ingress import app
@@ -88,25 +88,23 @@ MARKS = {"salt": None, "lora": None}
         ([{"messages": []}], {"kvray_tokens": np.array([7])}, [7]),
     ],
 )
-def test_token_ids_are_found(args: list[Any], kwargs: dict[str, Any], tokens: list[int]) -> None:
+def test_token_ids_are_found(args, kwargs, tokens):
     found, marks = _prompt_of(args, kwargs)
     assert list(found) == tokens
     assert marks == MARKS
 
 
 @pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
-def test_what_is_no_prompt_is_passed_over(args: list[Any]) -> None:
+def test_what_is_no_prompt_is_passed_over(args):
     assert _prompt_of(args, {}) == (None, NOTHING)
 
 
-def test_salt_and_adapter_are_parts_of_the_keys() -> None:
+def test_salt_and_adapter_are_parts_of_the_keys():
     kwargs = {"kvray_tokens": [1], "kvray_salt": "a/b", "kvray_lora": "/l"}
     assert _prompt_of([], kwargs)[1] == {"salt": "a/b", "lora": "/l"}
 
 
-def test_an_argument_that_it_does_not_have_is_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
     monkeypatch.delenv("KVRAY_CONFIG", raising=False)
     monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
     KvRayRouter.initialize_state(object.__new__(KvRayRouter), pool_block=8)  # type: ignore[call-arg]
@@ -128,13 +126,13 @@ def pieces(prompts: Prompts, text: str, *stop: str) -> list[str]:
     return [*found, answer.finish()]
 
 
-def test_pieces_are_the_text_and_none_has_half_a_character(prompts: Prompts) -> None:
+def test_pieces_are_the_text_and_none_has_half_a_character(prompts):
     found = pieces(prompts, TEXT)
     assert "".join(found) == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
 
 
-def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole(prompts: Prompts) -> None:
+def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole(prompts):
     tokens = [3 + byte for byte in b"a\xff\xfeb\xc3"]
     whole = Answer(prompts.decode, [])
     text = whole.add(tokens) + whole.finish()
@@ -144,30 +142,28 @@ def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole(prompts: 
 
 
 @pytest.mark.parametrize("stop", ["café", "naïve", "end", ", e"])
-def test_a_stop_text_ends_the_answer_and_no_piece_shows_its_beginning(
-    prompts: Prompts, stop: str
-) -> None:
+def test_a_stop_text_ends_the_answer_and_no_piece_shows_its_beginning(prompts, stop):
     shown = "".join(pieces(prompts, TEXT, "nothing of it", stop))
     assert shown == TEXT[: TEXT.index(stop)]
 
 
-def test_what_may_begin_a_stop_text_is_shown_at_the_end(prompts: Prompts) -> None:
+def test_what_may_begin_a_stop_text_is_shown_at_the_end(prompts):
     assert "".join(pieces(prompts, "one, tw", "two")) == "one, tw"
 
 
-def test_tokens_after_the_stop_are_not_counted(prompts: Prompts) -> None:
+def test_tokens_after_the_stop_are_not_counted(prompts):
     answer = Answer(prompts.decode, [], ["b"])
     assert answer.add(prompts.encode("abcdef")) == "a"
     assert (answer.is_stopped, answer.num_tokens) == (True, 2)
 
 
-def test_a_model_without_a_template_gets_a_line_a_message(prompts: Prompts) -> None:
+def test_a_model_without_a_template_gets_a_line_a_message(prompts):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     told = prompts.decode(prompts.encode_chat(chat))
     assert told == "system: Be brief.\nuser: Hi\nassistant:"
 
 
-def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
+def test_arguments_that_change_nothing_are_taken_and_others_refused():
     messages = [{"role": "user", "content": "Hi"}]
     ChatRequest(model="m", messages=messages, temperature=0, n=1, seed=3, user="me", top_p=0.9)
     for options, said in (
@@ -180,26 +176,26 @@ def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
             ChatRequest(model="m", messages=messages, **options)
 
 
-def test_messages_may_have_text_in_parts_and_developers_are_the_system() -> None:
+def test_messages_may_have_text_in_parts_and_developers_are_the_system():
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     asked = ChatRequest(model="m", messages=[{"role": "developer", "content": parts}])
     assert asked.messages[0].plain() == {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("prompt", ["text", [5, 6]])
-def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
+def test_a_list_of_one_prompt_is_that_prompt(prompt):
     assert CompletionRequest(model="m", prompt=prompt).prompt == prompt
     assert CompletionRequest(model="m", prompt=[prompt]).prompt == prompt
 
 
-def test_usage_does_not_say_what_is_not_known() -> None:
+def test_usage_does_not_say_what_is_not_known():
     whole = Writer("m").whole("text", "stop", usage(3, 4, None))
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     chunk = ChatWriter("m").usage_chunk(usage(3, 4, 2))
     assert (chunk["choices"], chunk["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 2})
 
 
-def test_answers_are_of_the_types_of_openais_package() -> None:
+def test_answers_are_of_the_types_of_openais_package():
     used = usage(3, 4, 2, {"pool": 2, "tier": 0})
     writer, chat = Writer("m"), ChatWriter("m")
     Model.model_validate(describe_model("m", 1), strict=True)
@@ -216,6 +212,6 @@ def test_answers_are_of_the_types_of_openais_package() -> None:
     assert writer.chunk("text")["choices"] == [{"index": 0, "text": "text", "finish_reason": None}]
 
 
-def test_several_prompts_are_refused() -> None:
+def test_several_prompts_are_refused():
     with pytest.raises(ValidationError, match="one prompt a request"):
         CompletionRequest(model="m", prompt=["a", "b"])

@@ -173,7 +173,7 @@ def taken(name: str) -> dict[str, str]:
     return {"engine": f"engine-{name}", "route": "fallback"}
 
 
-async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there() -> None:
+async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there():
     handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
     assert await listen(handle) == [taken("a"), {"tokens": [8]}, ENDING]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
@@ -185,33 +185,31 @@ async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatch
     ]
 
 
-async def test_a_replica_that_is_gone_is_passed_over() -> None:
+async def test_a_replica_that_is_gone_is_passed_over():
     handle = Handle([ReplicaUnavailableError("a")], [taken("b"), ENDING])
     assert await listen(handle) == [taken("b"), ENDING]
     assert handle.log[3:] == ["leave a", "choose b", "bring to engine-b", "dispatch b", "leave b"]
 
 
-async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeypatch):
     monkeypatch.setattr("kvray.serve.dispatch._TAKE_TIMEOUT_S", 0.05)
     handle = Handle(["silence"], [taken("b"), ENDING])
     assert await listen(handle) == [taken("b"), ENDING]
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
 
 
-async def test_after_three_replicas_a_request_has_failed() -> None:
+async def test_after_three_replicas_a_request_has_failed():
     handle = Handle(*[[ReplicaUnavailableError(name)] for name in "abc"])
     assert (await failure(handle)).status == 503
     assert handle.log[-1] == "leave c"
 
 
-async def test_full_engines_are_not_asked_again() -> None:
+async def test_full_engines_are_not_asked_again():
     full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
     assert (await failure(Handle(failure=full))).status == 429
 
 
-async def test_a_choice_whose_client_has_gone_is_given_back() -> None:
+async def test_a_choice_whose_client_has_gone_is_given_back():
     handle = Handle()
 
     prefetcher = Bringer(handle.log, is_late=True)
@@ -223,28 +221,26 @@ async def test_a_choice_whose_client_has_gone_is_given_back() -> None:
     assert handle.log == ["choose a", "bring to engine-a", "leave a"]
 
 
-async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(monkeypatch):
     monkeypatch.setattr("kvray.serve.dispatch._RIVAL_S", 0.05)
     handle = Handle([taken("b"), ENDING], frozen="a")
     assert await listen(handle) == [taken("b"), ENDING]
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
-async def test_a_choice_that_never_comes_ends_in_time() -> None:
+async def test_a_choice_that_never_comes_ends_in_time():
     handle = Handle(frozen="a")
     assert (await failure(handle, timeout_s=0.05)).status == 504
     assert handle.log == ["leave a"]
 
 
-async def test_an_answer_that_ends_without_an_ending_is_a_failure() -> None:
+async def test_an_answer_that_ends_without_an_ending_is_a_failure():
     handle = Handle([taken("a"), {"tokens": [8]}, StopAsyncIteration()])
     failed = await failure(handle)
     assert (failed.status, "engine-a is gone" in str(failed)) == (503, True)
 
 
-async def test_an_answer_that_nobody_hears_is_cancelled() -> None:
+async def test_an_answer_that_nobody_hears_is_cancelled():
     handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
     events = dispatcher(handle).answer(ASKED)
     await anext(events)
@@ -252,15 +248,13 @@ async def test_an_answer_that_nobody_hears_is_cancelled() -> None:
     assert handle.answers[0].is_cancelled
 
 
-async def test_time_that_is_up_is_said() -> None:
+async def test_time_that_is_up_is_said():
     handle = Handle([taken("a"), "silence"])
     failed = await failure(handle, timeout_s=0.05)
     assert (failed.status, "engine-a did not answer in time" in str(failed)) == (504, True)
 
 
-async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("kvray.serve.dispatch._log.warning", said.append)
     handle = OldHandle([taken("a"), ENDING], [taken("b"), ENDING])
@@ -281,9 +275,7 @@ async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
         (((32, "disk"), (500, "remote")), {"pool": 64, "host": 0, "disk": 0, "remote": 128}),
     ],
 )
-async def test_the_tiers_tokens_are_told_by_where_they_were(
-    sources: Any, found: dict[str, int]
-) -> None:
+async def test_the_tiers_tokens_are_told_by_where_they_were(sources, found):
     by_source = {"pool": 64, "tier": 128}
     handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
     prefetcher = Bringer(handle.log)
@@ -295,7 +287,7 @@ async def test_the_tiers_tokens_are_told_by_where_they_were(
     assert ending["cached_tokens_by_source"] == found
 
 
-async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory() -> None:
+async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory():
     by_source = {"pool": 0, "tier": 32}
     handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
     handle.here = ["a", "b"]
@@ -305,7 +297,7 @@ async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory(
     assert ending["cached_tokens_by_source"] == found
 
 
-async def test_an_engine_that_tells_no_sources_has_none() -> None:
+async def test_an_engine_that_tells_no_sources_has_none():
     handle = Handle([taken("a"), ENDING])
     assert (await listen(handle))[-1] == ENDING
 
@@ -335,7 +327,7 @@ class Choices:
             self.log.append(f"leave {number}")
 
 
-async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used() -> None:
+async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used():
     late, now = asyncio.Event(), asyncio.Event()
     now.set()
     choices = Choices(late, now)
@@ -347,20 +339,20 @@ async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used() 
     assert choices.log[-1] == "leave 1"
 
 
-async def test_a_second_choice_that_fails_changes_nothing() -> None:
+async def test_a_second_choice_that_fails_changes_nothing():
     comes = asyncio.Event()
     asyncio.get_running_loop().call_later(0.02, comes.set)
     async with first_choice(Choices(comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
         assert chosen == 0
 
 
-async def test_a_first_choice_that_fails_is_the_failure() -> None:
+async def test_a_first_choice_that_fails_is_the_failure():
     with pytest.raises(BackPressureError):
         async with first_choice(Choices(FULL), rival_s=20.0, timeout_s=20.0):
             pass
 
 
-async def test_what_the_block_raises_gives_the_choice_back() -> None:
+async def test_what_the_block_raises_gives_the_choice_back():
     comes = asyncio.Event()
     comes.set()
     choices = Choices(comes)
@@ -370,7 +362,7 @@ async def test_what_the_block_raises_gives_the_choice_back() -> None:
     assert choices.log == ["enter 0", "leave 0"]
 
 
-async def test_each_choice_is_a_request_of_its_own_for_serve() -> None:
+async def test_each_choice_is_a_request_of_its_own_for_serve():
     seen = []
 
     @asynccontextmanager
@@ -425,20 +417,18 @@ def client(prefetcher: Prefetcher) -> Any:
     return prefetcher._client
 
 
-async def test_it_asks_for_the_prompt_with_its_salt(prefetcher: Prefetcher, client: Any) -> None:
+async def test_it_asks_for_the_prompt_with_its_salt(prefetcher, client):
     assert await bring(prefetcher, "a") == [BROUGHT]
     assert client.asked == [("a", "acme/1")]
 
 
-async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(
-    prefetcher: Prefetcher, client: Any
-) -> None:
+async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(prefetcher, client):
     client.failures["a"] = ShardUnavailable("No answer.")
     assert await bring(prefetcher, "a", "a", "b") == [None, None, BROUGHT]
     assert [name for name, _ in client.asked] == ["a", "b"]
 
 
-async def test_a_late_answer_is_not_waited_for_twice(prefetcher: Prefetcher, client: Any) -> None:
+async def test_a_late_answer_is_not_waited_for_twice(prefetcher, client):
     client.is_free.clear()
     try:
         assert await bring(prefetcher, "a", "a") == [None, None]
@@ -448,8 +438,8 @@ async def test_a_late_answer_is_not_waited_for_twice(prefetcher: Prefetcher, cli
 
 
 async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
-    prefetcher: Prefetcher, client: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    prefetcher, client, caplog
+):
     client.failures["a"] = ConfigError("The prompt names no tenant.")
     assert await bring(prefetcher, "a", "a") == [None, None]
     client.failures.clear()
@@ -457,12 +447,10 @@ async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
     assert caplog.text.count("names no tenant") == 1, "once is enough"
 
 
-async def test_token_ids_that_are_none_are_asked_of_nobody(
-    prefetcher: Prefetcher, client: Any
-) -> None:
+async def test_token_ids_that_are_none_are_asked_of_nobody(prefetcher, client):
     assert await prefetcher.bring([2**40], "a", None) is None
     assert client.asked == []
 
 
-async def test_without_time_nothing_is_asked() -> None:
+async def test_without_time_nothing_is_asked():
     assert await bring(Prefetcher(Settings(prefetch_timeout_s=0)), "a") == [None]

@@ -57,7 +57,7 @@ async def listen(
     return [event async for event in engine.generate([*prompt], max_tokens)]
 
 
-def test_a_router_knows_what_the_engine_has_and_has_evicted(engine: Any) -> None:
+def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
     with closing(Pools()) as pools:
         pools.follow({"engine-0": engine.record_routing_stats()})
         prompts = [[3 + (at * (number + 7)) % 250 for at in range(1000)] for number in range(6)]
@@ -76,7 +76,7 @@ def test_a_router_knows_what_the_engine_has_and_has_evicted(engine: Any) -> None
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -> None:
+async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine):
     assert (await listen(engine, 2))[-1]["finish_reason"] == "length"
     await asyncio.sleep(2 * STALL_S)
     engine.check_health()  # nothing is under way
@@ -95,9 +95,7 @@ async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: 
 
 
 @pytest.mark.anyio
-async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
-    engine: Any,
-) -> None:
+async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(engine):
     calls = engine._replica._calls
     os.kill(engine._replica.pid, signal.SIGSTOP)
     try:
@@ -119,7 +117,7 @@ async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_req
 
 
 @pytest.mark.anyio
-async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start: Start) -> None:
+async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start):
     has_left = threading.Event()
     engine = start(has_left.set)
     asked = asyncio.create_task(listen(engine, LONG_TOKENS))
@@ -132,7 +130,7 @@ async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(star
     engine.__del__()
 
 
-def test_a_replica_that_serve_ends_leaves_by_itself(start: Start) -> None:
+def test_a_replica_that_serve_ends_leaves_by_itself(start):
     has_left = threading.Event()
     engine = start(has_left.set)
     engine.__del__()

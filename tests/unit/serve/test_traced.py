@@ -22,7 +22,7 @@ from kvray.serve.protocol import RequestError
 from kvray.serve.traced import TracedRequests
 from kvray.trace import spans
 from tests.unit.serve.test_dispatch import ASKED, ENDING, Bringer, Handle, dispatcher
-from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, id_of, parent_of, sdk
+from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk
 
 __all__ = ["sdk"]
 
@@ -61,7 +61,7 @@ def post(app: ASGIApp, path: str = "/v1/chat/completions") -> int:
     return TestClient(app).post(path, headers=HEADERS).status_code
 
 
-def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk: Spans) -> None:
+def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk):
     handle = Handle([*TOKENS, {**ENDING, "cached_tokens": 2, **SOURCES}])
     nothing = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
     assert post(app_with(handle, nothing)) == 200
@@ -97,9 +97,7 @@ def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk: Span
         ([{"engine": "engine-a"}, StopAsyncIteration()], 503, "replica_gone"),
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error(
-    sdk: Spans, events: list[Any], status: int, kind: str
-) -> None:
+def test_an_answer_that_breaks_off_is_an_error(sdk, events, status, kind):
     assert post(app_with(Handle(events)), "/v1/completions") == status
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR
@@ -107,19 +105,19 @@ def test_an_answer_that_breaks_off_is_an_error(
     assert ingress.attributes["http.response.status_code"] == status
 
 
-def test_a_choice_that_fails_ends_its_span_as_an_error(sdk: Spans) -> None:
+def test_a_choice_that_fails_ends_its_span_as_an_error(sdk):
     handle = Handle(failure=asyncio.TimeoutError())
     assert post(app_with(handle), "/v1/completions") == 504
     assert {one.status.status_code for one in sdk.named("route")} == {StatusCode.ERROR}
 
 
-def test_what_is_no_request_for_an_answer_has_no_span(sdk: Spans) -> None:
+def test_what_is_no_request_for_an_answer_has_no_span(sdk):
     assert TestClient(app_with(Handle())).get("/v1/models").status_code == 200
     assert sdk.names() == []
 
 
 @pytest.mark.anyio
-async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> None:
+async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
     app = app_with(Handle([*TOKENS, "silence"]))
     heard = asyncio.Event()
 
@@ -141,6 +139,6 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk: Spans) -> 
     assert ingress.attributes["error.type"] == "disconnected"
 
 
-def test_without_an_sdk_a_request_is_answered_as_ever() -> None:
+def test_without_an_sdk_a_request_is_answered_as_ever():
     assert not spans.is_on()
     assert post(app_with(Handle([*TOKENS, ENDING]))) == 200

@@ -127,7 +127,7 @@ def replica(options: dict[str, Any]) -> Iterator[Replica]:
         yield replica
 
 
-def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica: Replica) -> None:
+def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica):
     heard: list[int] = []
     call = replica.submit([1, 2, 3], max_tokens=5, listener=heard.extend)
     output = call.future.result(DEADLINE_S)
@@ -135,9 +135,7 @@ def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica: Repl
     assert (output.prompt_tokens, output.reused_tokens, output.finish_reason) == (3, 4, "length")
 
 
-def test_an_engine_that_makes_spans_gets_the_requests_traceparent(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_engine_that_makes_spans_gets_the_requests_traceparent(options, tmp_path):
     takes_it = LLM.replace("*, streaming):", "*, streaming, trace_headers=None):")
     told = "return Result([len(trace_headers['traceparent'])] if trace_headers else [0], params)"
     (tmp_path / "tensorrt_llm" / "__init__.py").write_text(
@@ -149,14 +147,12 @@ def test_an_engine_that_makes_spans_gets_the_requests_traceparent(
         assert replica.generate([1], max_tokens=1).token_ids == (0,)
 
 
-def test_one_that_does_not_is_asked_as_ever(replica: Replica) -> None:
+def test_one_that_does_not_is_asked_as_ever(replica):
     traced = replica.submit([1], max_tokens=1, trace="t" * 55)
     assert traced.future.result(DEADLINE_S).token_ids == (1,)
 
 
-def test_its_kv_events_are_published_from_the_first_request_on(
-    options: dict[str, Any],
-) -> None:
+def test_its_kv_events_are_published_from_the_first_request_on(options):
     options |= {"event_host": "127.0.0.1", "event_buffer_max_size": 8}
     options["kv_cache_config"] = {"tokens_per_block": 4}
     pools = Pools()
@@ -167,7 +163,7 @@ def test_its_kv_events_are_published_from_the_first_request_on(
         wait_for(lambda: pools.match([0, 1, 2, 3]) == found, "the block")
 
 
-def test_a_cancelled_call_ends_early(replica: Replica) -> None:
+def test_a_cancelled_call_ends_early(replica):
     begun = threading.Event()
     call = replica.submit([1], max_tokens=100_000, listener=lambda _: begun.set())
     assert begun.wait(DEADLINE_S)
@@ -176,7 +172,7 @@ def test_a_cancelled_call_ends_early(replica: Replica) -> None:
     assert replica.generate([1], max_tokens=1).token_ids == (1,)
 
 
-def test_a_call_that_is_cancelled_before_it_has_begun_ends_early(replica: Replica) -> None:
+def test_a_call_that_is_cancelled_before_it_has_begun_ends_early(replica):
     calls = [replica.submit([1], max_tokens=100_000) for _ in range(8)]
     for call in calls:
         replica.cancel(call)
@@ -184,18 +180,18 @@ def test_a_call_that_is_cancelled_before_it_has_begun_ends_early(replica: Replic
         assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
 
 
-def test_a_defect_of_the_engine_is_an_answer_and_others_go_on(replica: Replica) -> None:
+def test_a_defect_of_the_engine_is_an_answer_and_others_go_on(replica):
     with pytest.raises(KVRayError, match="a defect of the engine"):
         replica.generate([7], timeout_s=DEADLINE_S)
     assert replica.generate([1], max_tokens=1).token_ids == (1,)
 
 
-def test_what_the_engine_refuses_is_a_sentence(replica: Replica) -> None:
+def test_what_the_engine_refuses_is_a_sentence(replica):
     with pytest.raises(ConfigError, match="the prompt is too long"):
         replica.generate([1] * 9)
 
 
-def test_an_engine_that_does_not_start_says_why(options: dict[str, Any]) -> None:
+def test_an_engine_that_does_not_start_says_why(options):
     with pytest.raises(KVRayError, match="there is no such model"):
         with started({**options, "model": "none"}):
             pass

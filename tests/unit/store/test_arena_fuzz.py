@@ -91,7 +91,7 @@ def damaged(image: Path, damage: list[tuple[str, float, bytes]]) -> bytes:
 
 @fuzzed
 @given(st.binary(max_size=300) | st.binary(max_size=60).map(MAGIC.__add__))
-def test_bytes_that_are_no_arena_are_refused(directory: Path, memory: bytes) -> None:
+def test_bytes_that_are_no_arena_are_refused(directory, memory):
     (directory / ARENA_FILE).write_bytes(memory.ljust(5000, b"\1"))
     assert attach(directory) is None
     retire_file(directory / ARENA_FILE)
@@ -100,9 +100,7 @@ def test_bytes_that_are_no_arena_are_refused(directory: Path, memory: bytes) -> 
 
 @fuzzed
 @given(fields=FIELDS)
-def test_any_header_is_refused_or_used(
-    directory: Path, image: Path, fields: dict[str, object]
-) -> None:
+def test_any_header_is_refused_or_used(directory, image, fields):
     memory = bytearray(image.read_bytes())
     header = np.frombuffer(memory, HEADER, count=1)
     for name, value in fields.items():
@@ -117,7 +115,7 @@ def test_any_header_is_refused_or_used(
 
 @fuzzed
 @given(place=st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 1 / 4096, 0.5, 0.999999]))
-def test_an_arena_that_was_cut_short_is_refused(directory: Path, image: Path, place: float) -> None:
+def test_an_arena_that_was_cut_short_is_refused(directory, image, place):
     """What is not there cannot be mapped: to read it would end the process with a bus error."""
     memory = image.read_bytes()
     (directory / ARENA_FILE).write_bytes(memory[: int(place * len(memory))])
@@ -138,8 +136,8 @@ DAMAGE = st.lists(
 @fuzzed
 @given(damage=DAMAGE)
 def test_an_engine_reads_nothing_wrong_from_damaged_tables_that_nobody_has_put_in_order(
-    directory: Path, image: Path, damage: list[tuple[str, float, bytes]]
-) -> None:
+    directory, image, damage
+):
     """A shard puts them in order in its first round of looks, and engines go on meanwhile.
 
     What is found may make no sense to it, which its connector counts as a defect and misses. What
@@ -154,9 +152,7 @@ def test_an_engine_reads_nothing_wrong_from_damaged_tables_that_nobody_has_put_i
 
 @settings(fuzzed, max_examples=examples(60))
 @given(damage=DAMAGE)
-def test_damaged_tables_are_put_in_order_by_the_next_owner(
-    directory: Path, image: Path, damage: list[tuple[str, float, bytes]]
-) -> None:
+def test_damaged_tables_are_put_in_order_by_the_next_owner(directory, image, damage):
     (directory / ARENA_FILE).write_bytes(damaged(image, damage))
     arena = Arena(directory, lock_wait_s=1.0)
     owner = ArenaOwner(arena)

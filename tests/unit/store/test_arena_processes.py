@@ -63,7 +63,7 @@ def other(arena: Arena, child: Callable[[], Child]) -> Child:
     return started
 
 
-def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena: Arena, other: Child) -> None:
+def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena, other):
     store(arena, KEYS)
     other.say(LEASE)
     other.say(RESERVE)
@@ -81,7 +81,7 @@ def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena: Arena, ot
     assert set(state[reserved].tolist()) == {FREE}
 
 
-def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
+def test_stopped_holder_keeps_what_it_has(arena, other):
     store(arena, KEYS)
     other.say(LEASE)
     other.say(RESERVE)
@@ -95,7 +95,7 @@ def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
     assert other.say("arena.leave()") == "True"
 
 
-def test_a_lock_that_is_kept_is_a_miss_in_time(arena: Arena, other: Child, directory: Path) -> None:
+def test_a_lock_that_is_kept_is_a_miss_in_time(arena, other, directory):
     store(arena, KEYS)
     hurried = Arena.attach(directory, label="hurried", lock_wait_s=0.002)
     assert other.say("arena._lock.acquire(0)") == "True"
@@ -111,7 +111,7 @@ def test_a_lock_that_is_kept_is_a_miss_in_time(arena: Arena, other: Child, direc
     hurried.close()
 
 
-def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, other: Child) -> None:
+def test_death_inside_a_section_is_repaired_by_the_next_taker(arena, other):
     store(arena, KEYS)
     other.say(LEASE)
     other.say("arena._lock.acquire(0)")
@@ -123,7 +123,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, othe
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_fork_can_do_nothing_and_breaks_nothing(arena: Arena, other: Child) -> None:
+def test_fork_can_do_nothing_and_breaks_nothing(arena, other):
     store(arena, KEYS)
     held = leased(arena, KEYS)
     pid = os.fork()
@@ -142,7 +142,7 @@ NUM_PROCESSES = 8
 
 
 @pytest.mark.parametrize("seconds", [5.0, pytest.param(30.0, marks=pytest.mark.long)])
-def test_eight_processes_read_right_and_lease_in_time(directory: Path, seconds: float) -> None:
+def test_eight_processes_read_right_and_lease_in_time(directory, seconds):
     node_dir = directory / "kvray-test"
     node_dir.mkdir()
     arena = make_arena(node_dir, asked=arena_spec())
@@ -248,9 +248,7 @@ def live(survivor: Survivor, directory: Path, name: str, sent: str, step: int) -
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_death_or_stop_before_a_store_harms_nobody(
-    survivor: Survivor, directory: Path, name: str, sent: str, step: int
-) -> None:
+def test_death_or_stop_before_a_store_harms_nobody(survivor, directory, name, sent, step):
     assert live(survivor, directory, name, sent, step) >= (2 if step == 1 else 1)
     assert survivor.waited_s < LOCK_WAIT_S + SLACK_S
 
@@ -270,7 +268,7 @@ def node_dir(directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("kills", "seed"), [(60, 1), pytest.param(520, 2, marks=pytest.mark.long)])
-def test_kills_at_any_moment_lose_and_spoil_nothing(node_dir: Path, kills: int, seed: int) -> None:
+def test_kills_at_any_moment_lose_and_spoil_nothing(node_dir, kills, seed):
     with Workers("stress_worker") as workers:
         fire = Fire(workers, node_dir, random.Random(seed))
         epochs = fire.shard_epoch()

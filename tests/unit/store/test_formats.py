@@ -1,14 +1,12 @@
 """docs/arena_format.md and docs/nvme_format.md say what the code does, byte for byte."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from kvray.store import Arena, ArenaSpec
+from kvray.store import ArenaSpec
 from kvray.store.arena import layout
-from kvray.store.arena.tables import Tables
 from kvray.store.nvme import record, recovery
 from tests.unit.store.conftest import ROOT
 from tests.unit.store.nvme.small_store import demote, open_store
@@ -36,7 +34,7 @@ def in_code(dtype: "np.dtype[np.void]") -> list[list[str]]:
     return listed
 
 
-def test_versions_are_those_of_the_code() -> None:
+def test_versions_are_those_of_the_code():
     assert ARENA.startswith(f"# The arena's format, version {layout.FORMAT_VERSION}\n")
     assert ["8", "format_version", "u4", str(layout.FORMAT_VERSION)] in rows(ARENA, "Header")
     assert NVME.startswith(f"# The NVMe tier's format, version {record.FORMAT_VERSION}\n")
@@ -44,20 +42,20 @@ def test_versions_are_those_of_the_code() -> None:
     assert ["8", "format_version", "u8", str(record.FORMAT_VERSION)] in said
 
 
-def test_headers_and_records_have_their_fields_where_the_pages_say() -> None:
+def test_headers_and_records_have_their_fields_where_the_pages_say():
     assert [row[:3] for row in rows(ARENA, "Header")] == in_code(layout.HEADER)
     assert [row[:3] for row in rows(NVME, "Header")] == in_code(record.HEADER)
     assert [row[:3] for row in rows(NVME, "Record")] == in_code(record.RECORD)
 
 
-def test_tables_stand_where_the_page_says() -> None:
+def test_tables_stand_where_the_page_says():
     offsets = DEFAULT.offsets()
     in_code = [[name, dtype.lstrip("<"), str(offsets[name])] for name, dtype, _ in DEFAULT.tables()]
     assert [[row[0], row[1], row[-1]] for row in rows(ARENA, "Tables")] == in_code
     assert f"here at byte {offsets['data']}." in ARENA
 
 
-def test_shapes_follow_from_the_header_as_the_page_says() -> None:
+def test_shapes_follow_from_the_header_as_the_page_says():
     geometry = DEFAULT
     names = {
         "S": geometry.capacity // geometry.slot_min,
@@ -75,12 +73,12 @@ def test_shapes_follow_from_the_header_as_the_page_says() -> None:
         assert [names.get(one) or int(one) for one in dimensions] == in_code[row[0]], row[0]
 
 
-def test_columns_of_the_undo_record_have_the_numbers_of_the_page(tables: Tables) -> None:
+def test_columns_of_the_undo_record_have_the_numbers_of_the_page(tables):
     named = re.findall(r"(\d+) `(\w+)`", ARENA.split("know them by:")[1].split("All else")[0])
     assert [(int(code), name) for code, name in named] == list(enumerate(tables.columns))
 
 
-def test_a_block_of_an_arena_is_found_by_the_page_alone(arena: Arena) -> None:
+def test_a_block_of_an_arena_is_found_by_the_page_alone(arena):
     """Follow the page from a key to the bytes, over the file as it is."""
     keys = chain(5)
     store(arena, keys)
@@ -100,13 +98,13 @@ def test_a_block_of_an_arena_is_found_by_the_page_alone(arena: Arena) -> None:
     assert (file[start : start + 4096] == content(keys[3])).all()
 
 
-def test_record_lies_in_one_sector() -> None:
+def test_record_lies_in_one_sector():
     assert record.RECORD.itemsize == 128
     assert 512 % record.RECORD.itemsize == 0
     assert record.HEADER.itemsize <= 512
 
 
-def test_counts_have_the_names_of_the_report() -> None:
+def test_counts_have_the_names_of_the_report():
     named = [row[1].split("`")[0].strip() for row in rows(NVME, "At the start")]
     named = [one.rstrip(":") for one in named if one.rstrip(":").isidentifier()]
     fields = recovery.RecoveryReport.__dataclass_fields__
@@ -114,7 +112,7 @@ def test_counts_have_the_names_of_the_report() -> None:
     assert set(named) <= set(fields)
 
 
-def test_a_block_on_disk_is_found_by_the_page_alone(tmp_path: Path) -> None:
+def test_a_block_on_disk_is_found_by_the_page_alone(tmp_path):
     """Follow the page from a key to the bytes, over the file as it is."""
     keys = chain(5)
     store = open_store(tmp_path)

@@ -87,9 +87,7 @@ def fail(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("act", [plain, fail, read])
-def test_exception_before_any_bytecode_leaves_no_lock(
-    arena: Arena, probe: Callable[[], bool], act: Callable[[Arena], None]
-) -> None:
+def test_exception_before_any_bytecode_leaves_no_lock(arena, probe, act):
     store(arena, KEYS)
     kept = []
     for at in itertools.count(1):
@@ -118,7 +116,7 @@ def test_exception_before_any_bytecode_leaves_no_lock(
     assert fetch(arena, KEYS, held)
 
 
-def test_exceptions_of_other_threads_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
+def test_exceptions_of_other_threads_leave_no_lock(arena, probe):
     store(arena, KEYS)
     rng, ended, struck = random.Random(1), threading.Event(), []
 
@@ -147,7 +145,7 @@ def test_exceptions_of_other_threads_leave_no_lock(arena: Arena, probe: Callable
     assert probe()
 
 
-def test_signals_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
+def test_signals_leave_no_lock(arena, probe):
     store(arena, KEYS)
     rng, kept = random.Random(2), []
 
@@ -172,7 +170,7 @@ def test_signals_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
     assert len(kept) > 100
 
 
-def test_a_handler_inside_of_a_section_is_refused(arena: Arena, probe: Callable[[], bool]) -> None:
+def test_a_handler_inside_of_a_section_is_refused(arena, probe):
     answers: list[Any] = []
     before = signal.signal(signal.SIGALRM, lambda *_: answers.append(arena.match(KEYS)))
     try:
@@ -188,7 +186,7 @@ def test_a_handler_inside_of_a_section_is_refused(arena: Arena, probe: Callable[
     assert SideFile.at(arena.side_file.path) is arena.side_file
 
 
-def test_leaving_halfway_leaves_no_live_row(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_halfway_leaves_no_live_row(arena, monkeypatch):
     def fail(*_: object) -> None:
         raise Outside
 
@@ -201,7 +199,7 @@ def test_leaving_halfway_leaves_no_live_row(arena: Arena, monkeypatch: pytest.Mo
     assert not arena.side_file.is_locked(HOLDER_BYTES + row)
 
 
-def test_joining_halfway_keeps_no_row(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_halfway_keeps_no_row(arena, monkeypatch):
     def fail(*_: object, **__: object) -> str:
         raise IndexError  # as a damaged table makes it
 

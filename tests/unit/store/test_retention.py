@@ -33,7 +33,7 @@ def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:
     return key_index.find(arena.tables, key_index.pack_keys(keys), 0)
 
 
-def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena: Arena) -> None:
+def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena):
     retention = Retention(arena, "lru", "all")
     old, new = chain(4, seed="old"), chain(4, seed="new")
     store(arena, old)
@@ -49,7 +49,7 @@ def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena: A
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_came_since_the_last_look_goes_last(arena: Arena, policy: str) -> None:
+def test_what_came_since_the_last_look_goes_last(arena, policy):
     retention, owner = Retention(arena, policy, "all"), ArenaOwner(arena)
     for number in range(8):
         store(arena, chain(7, seed=str(number)))
@@ -63,7 +63,7 @@ def test_what_came_since_the_last_look_goes_last(arena: Arena, policy: str) -> N
     assert here.all()
 
 
-def test_what_was_found_once_is_worth_its_write(arena: Arena) -> None:
+def test_what_was_found_once_is_worth_its_write(arena):
     retention = Retention(arena, "lru", "twice")
     once, twice = chain(4, seed="once"), chain(4, seed="twice")
     store(arena, once)
@@ -100,7 +100,7 @@ HELD = st.lists(
 
 
 @given(HELD)
-def test_one_holder_of_a_block_has_the_original(held: list[tuple[int, set[str]]]) -> None:
+def test_one_holder_of_a_block_has_the_original(held):
     heads = np.array([head for head, _ in held], dtype="<u4")
     has = {node: np.array([node in holders for _, holders in held]) for node in NODES}
     extra = np.zeros(len(held), dtype=int)
@@ -110,7 +110,7 @@ def test_one_holder_of_a_block_has_the_original(held: list[tuple[int, set[str]]]
     assert extra.tolist() == [len(holders) - 1 for _, holders in held]
 
 
-def test_of_a_chain_one_node_has_all_originals_and_of_many_each_has_some() -> None:
+def test_of_a_chain_one_node_has_all_originals_and_of_many_each_has_some():
     everybody = {node: np.ones(300, dtype=bool) for node in "bc"}
     assert len(set(are_extra(np.full(300, 7), "a", everybody).tolist())) == 1
     num_extra = int(are_extra(np.arange(300), "a", everybody).sum())
@@ -123,9 +123,7 @@ EVENTS = st.lists(
 
 
 @given(st.integers(1, 2**24 - 1), st.sampled_from(NODES), EVENTS)
-def test_however_old_a_look_is_the_last_holder_never_lets_go_of_an_extra_copy(
-    head: int, first: str, events: list[tuple[str, str]]
-) -> None:
+def test_however_old_a_look_is_the_last_holder_never_lets_go_of_an_extra_copy(head, first, events):
     holders, seen = {first}, dict[str, set[str]]()
     for node, event in events:
         if event == "fetch":
@@ -144,8 +142,8 @@ TIMES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=40, max
 
 @given(TIMES, st.integers(0, 40), st.booleans())
 def test_extra_copies_that_are_idle_or_beyond_the_bound_go_first_and_no_others(
-    blocks: list[tuple[bool, int]], most: int, is_stale: bool
-) -> None:
+    blocks, most, is_stale
+):
     tables = make_tables()
     slots = put(tables, chain(40)).slots
     used_at = np.zeros(tables.geometry.num_slots)
@@ -168,7 +166,7 @@ def test_extra_copies_that_are_idle_or_beyond_the_bound_go_first_and_no_others(
     assert not marks.go_first(tables, slots, now=now + FRESH_S + 1.0).any(), "it is too old"
 
 
-def test_what_was_found_of_a_block_does_not_count_for_the_next_one_in_its_slot() -> None:
+def test_what_was_found_of_a_block_does_not_count_for_the_next_one_in_its_slot():
     tables = make_tables(num_slabs=1)
     slots = put(tables, chain(3)).slots
     marks = CopyMarks(tables.geometry.num_slots)
@@ -184,7 +182,7 @@ def due(marks: CopyMarks, tables: Tables, used_at: Array, now: float) -> list[in
     return list(found.tolist())
 
 
-def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often() -> None:
+def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often():
     tables = make_tables()
     slots = put(tables, chain(8)).slots
     tables.slot_head[slots[7]] = 0  # its chain is not known
@@ -203,7 +201,7 @@ def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_copies_go_first_the_longest_unused_before_all(arena: Arena, policy: str) -> None:
+def test_copies_go_first_the_longest_unused_before_all(arena, policy):
     retention, tables = Retention(arena, policy, "all"), arena.tables
     names = ("original", "copy", "later copy")
     chains = {name: chain(6, seed=name) for name in names}
@@ -225,7 +223,7 @@ def test_copies_go_first_the_longest_unused_before_all(arena: Arena, policy: str
     assert retention.admits(found["original"]).all()
 
 
-def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena: Arena) -> None:
+def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena):
     retention, tables = Retention(arena, "gittins", "all"), arena.tables
     keys = chain(6)
     store(arena, keys)
@@ -246,7 +244,7 @@ def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena: 
 # -- which prefixes are used most -----------------------------------------------------------------
 
 
-def test_common_beginnings_and_what_goes_on_more_often_are_told(arena: Arena) -> None:
+def test_common_beginnings_and_what_goes_on_more_often_are_told(arena):
     tables, uses = arena.tables, UseCounts(arena.tables.geometry.num_slots)
     keys = chain(6)
     store(arena, keys)
@@ -262,7 +260,7 @@ def test_common_beginnings_and_what_goes_on_more_often_are_told(arena: Arena) ->
     assert hot_prefixes(tables, uses, namespace=7, most=10, now=10.0) == []
 
 
-def test_what_is_known_of_a_slot_ends_with_the_block_in_it(arena: Arena) -> None:
+def test_what_is_known_of_a_slot_ends_with_the_block_in_it(arena):
     uses = UseCounts(arena.tables.geometry.num_slots)
     store(arena, chain(2))
     slots = slots_of(arena, chain(2))
@@ -279,7 +277,7 @@ def words(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype="<u8")
 
 
-def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause() -> None:
+def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause():
     gone = BlockHistory(8)
     gone.note(words(1, 2), HOST, AHEAD, now=10.0)
     gone.note(words(2), NVME, CLEARED, now=20.0)
@@ -291,7 +289,7 @@ def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause() 
     assert (CAUSES[WRITER], CAUSES[QUOTA], CAUSES[CORRUPT]) == ("writer", "quota", "corrupt")
 
 
-def test_of_a_moment_only_what_left_before_counts() -> None:
+def test_of_a_moment_only_what_left_before_counts():
     gone = BlockHistory(8)
     gone.note(words(1), HOST, AHEAD, now=10.0)
     gone.note(words(1), HOST, QUOTA, now=20.0)
@@ -299,7 +297,7 @@ def test_of_a_moment_only_what_left_before_counts() -> None:
     assert gone.of(words(1), before=5.0)["at"].tolist() == [0.0]
 
 
-def test_what_its_owner_noted_is_not_put_down_to_a_writer() -> None:
+def test_what_its_owner_noted_is_not_put_down_to_a_writer():
     gone = BlockHistory(8)
     gone.note(words(1, 2), HOST, AHEAD, now=10.0)
     gone.note_rest(words(2, 3), HOST, np.full(2, WRITER), now=11.0)
@@ -309,7 +307,7 @@ def test_what_its_owner_noted_is_not_put_down_to_a_writer() -> None:
     assert gone.of(words(2))["cause"].tolist() == [WRITER]
 
 
-def test_what_is_noted_of_one_tier_says_nothing_of_the_other() -> None:
+def test_what_is_noted_of_one_tier_says_nothing_of_the_other():
     gone = BlockHistory(8)
     gone.note(words(1), HOST, AHEAD, now=10.0)
     gone.note_rest(words(1), NVME, np.full(1, CORRUPT), now=11.0)
@@ -317,7 +315,7 @@ def test_what_is_noted_of_one_tier_says_nothing_of_the_other() -> None:
     assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [CORRUPT])
 
 
-def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known() -> None:
+def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known():
     began = time.time()
     gone = BlockHistory(4)
     assert gone.since >= began
@@ -330,7 +328,7 @@ def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known() ->
 
 
 @pytest.mark.parametrize("cause", ["cleared", "ahead"])
-def test_an_owner_says_why_blocks_went(arena: Arena, cause: str) -> None:
+def test_an_owner_says_why_blocks_went(arena, cause):
     owner, keys = ArenaOwner(arena), chain(arena.tables.geometry.num_slots)
     store(arena, keys)
     owner.clear() if cause == "cleared" else owner.evict_ahead(1.0)

@@ -17,7 +17,6 @@ from kvray.store.arena.layout import QUARANTINED, READY, header_offset
 from kvray.store.arena.lease import Lease
 from kvray.store.arena.tables import Array
 from kvray.store.scan import scan
-from tests.unit.store.conftest import Child
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, spec, store
 
@@ -35,7 +34,7 @@ def spoil(arena: Arena, slot: int) -> str:
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 
 
-def test_every_block_of_every_size_is_checked(arena: Arena) -> None:
+def test_every_block_of_every_size_is_checked(arena):
     found = scan(arena, quiet)
     assert (found.blocks, found.num_bytes, found.skipped) == (0, 0, 0)
     store(arena, KEYS)
@@ -45,7 +44,7 @@ def test_every_block_of_every_size_is_checked(arena: Arena) -> None:
     assert found.num_bytes == 20 * SLOT + 5 * (2 * SLOT + 1)
 
 
-def test_a_wrong_byte_is_found_named_and_never_served_again(arena: Arena) -> None:
+def test_a_wrong_byte_is_found_named_and_never_served_again(arena):
     made = store(arena, KEYS)
     names = {spoil(arena, int(made.slots[row])) for row in (3, 11)}
     found = scan(arena, quiet)
@@ -58,14 +57,14 @@ def test_a_wrong_byte_is_found_named_and_never_served_again(arena: Arena) -> Non
     assert scan(arena, quiet).corrupt == ()
 
 
-def test_what_is_being_written_is_not_looked_at(arena: Arena) -> None:
+def test_what_is_being_written_is_not_looked_at(arena):
     store(arena, KEYS[:2])
     assert arena.reserve(KEYS[2:], parent=KEYS[1], depth=2, part=0, block_bytes=SLOT)
     found = scan(arena, quiet)
     assert (found.blocks, found.corrupt, found.skipped) == (2, (), 0)
 
 
-def test_batches_are_small_and_nothing_is_leased_between_them(arena: Arena) -> None:
+def test_batches_are_small_and_nothing_is_leased_between_them(arena):
     store(arena, KEYS)
     seen: list[tuple[int, int]] = []
 
@@ -81,7 +80,7 @@ def test_batches_are_small_and_nothing_is_leased_between_them(arena: Arena) -> N
     assert scan(arena, quiet, batch_bytes=1).blocks == 20, "a block may be larger than a batch"
 
 
-def test_blocks_that_go_during_the_walk_are_passed_over(arena: Arena) -> None:
+def test_blocks_that_go_during_the_walk_are_passed_over(arena):
     store(arena, KEYS)
 
     def clear(done: int, total: int) -> None:
@@ -93,7 +92,7 @@ def test_blocks_that_go_during_the_walk_are_passed_over(arena: Arena) -> None:
     assert found.corrupt == ()
 
 
-def test_an_end_between_batches_leaves_no_lease(arena: Arena) -> None:
+def test_an_end_between_batches_leaves_no_lease(arena):
     store(arena, KEYS)
 
     def interrupt(done: int, total: int) -> None:
@@ -105,7 +104,7 @@ def test_an_end_between_batches_leaves_no_lease(arena: Arena) -> None:
     assert not arena.tables.slot_leases.any()
 
 
-def test_the_walk_does_not_disturb_the_leases_of_others(arena: Arena, other: Child) -> None:
+def test_the_walk_does_not_disturb_the_leases_of_others(arena, other):
     store(arena, KEYS)
     other.say("arena.join('other')")
     other.say("arena.lease(small.chain(20))")
@@ -113,7 +112,7 @@ def test_the_walk_does_not_disturb_the_leases_of_others(arena: Arena, other: Chi
     assert arena.tables.slot_leases.sum() == 20
 
 
-def test_blocks_that_come_and_go_are_never_called_corrupt(arena: Arena, directory: Path) -> None:
+def test_blocks_that_come_and_go_are_never_called_corrupt(arena, directory):
     over = threading.Event()
 
     def churn() -> None:
@@ -141,8 +140,8 @@ def test_blocks_that_come_and_go_are_never_called_corrupt(arena: Arena, director
 
 
 def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    arena, directory, monkeypatch
+):
     monkeypatch.setattr("kvray.store.scan._PATIENT_S", 0.1)
     store(arena, KEYS)
     hurried = Arena.attach(directory, label="hurried", lock_wait_s=0.001)
@@ -160,13 +159,13 @@ def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
     hurried.close()
 
 
-def test_an_arena_that_is_given_up_ends_the_walk(arena: Arena) -> None:
+def test_an_arena_that_is_given_up_ends_the_walk(arena):
     store(arena, KEYS)
     with pytest.raises(ShardUnavailable, match="given up"):
         scan(arena, lambda done, total: ArenaOwner(arena).retire())
 
 
-def test_who_is_no_holder_cannot_walk(arena: Arena) -> None:
+def test_who_is_no_holder_cannot_walk(arena):
     store(arena, KEYS)
     arena.leave()
     with pytest.raises(LeaseExpired, match="join"):
@@ -274,7 +273,7 @@ each_count = pytest.mark.parametrize("count", [FLIPS, pytest.param(None, marks=p
 
 
 @each_count
-def test_a_bit_flipped_before_a_lease_gives_no_other_block(scene: Scene, count: int | None) -> None:
+def test_a_bit_flipped_before_a_lease_gives_no_other_block(scene, count):
     for _ in flips(scene, scene.image, count):
         leases: tuple[Lease, ...] = ()
         with contextlib.suppress(KVRayError):
@@ -284,20 +283,20 @@ def test_a_bit_flipped_before_a_lease_gives_no_other_block(scene: Scene, count: 
 
 
 @each_count
-def test_a_bit_flipped_before_a_load_gives_no_other_block(scene: Scene, count: int | None) -> None:
+def test_a_bit_flipped_before_a_load_gives_no_other_block(scene, count):
     for _ in flips(scene, scene.leased_image, count):
         scene.go_on()
         scene.read(scene.leases)
 
 
 @each_count
-def test_without_checksums_flipped_bits_give_no_other_key(scene: Scene, count: int | None) -> None:
+def test_without_checksums_flipped_bits_give_no_other_key(scene, count):
     for _ in flips(scene, scene.leased_image, count):
         scene.read(scene.leases, verify=False)
 
 
 @each_count
-def test_the_owner_mends_what_a_flipped_bit_contradicts(scene: Scene, count: int | None) -> None:
+def test_the_owner_mends_what_a_flipped_bit_contradicts(scene, count):
     for _ in flips(scene, scene.leased_image, count):
         owner = ArenaOwner(scene.arena)
         owner.audit()

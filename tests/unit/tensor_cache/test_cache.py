@@ -44,9 +44,7 @@ pytestmark = pytest.mark.usefixtures("shard")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
 @pytest.mark.parametrize("layout", ["huggingface", "vllm"])
-def test_what_was_stored_is_retrieved_bit_for_bit(
-    make_cache: MakeCache, layout: str, dtype: torch.dtype
-) -> None:
+def test_what_was_stored_is_retrieved_bit_for_bit(make_cache, layout, dtype):
     cache = make_cache(layout=layout, dtype=dtype)
     blob = random_blob(len(TOKENS), cache.metadata)
     assert cache.store(TOKENS, pairs(blob)) == len(TOKENS)
@@ -56,7 +54,7 @@ def test_what_was_stored_is_retrieved_bit_for_bit(
     assert ret_mask.tolist() == [True] * len(TOKENS)
 
 
-def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored: TensorCache) -> None:
+def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored):
     as_tuple, _ = stored.retrieve(TOKENS)
     as_one, _ = stored.retrieve(TOKENS, return_tuple=False)
     assert isinstance(as_tuple, tuple)
@@ -68,9 +66,7 @@ def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored: TensorCache)
     assert_same(stored.retrieve(TOKENS)[0], BLOB)
 
 
-def test_a_cache_of_one_layout_answers_one_of_the_other(
-    stored: TensorCache, make_cache: MakeCache
-) -> None:
+def test_a_cache_of_one_layout_answers_one_of_the_other(stored, make_cache):
     assert_same(make_cache(layout="vllm").retrieve(TOKENS)[0], BLOB.transpose(2, 3).contiguous())
 
 
@@ -85,9 +81,7 @@ def test_a_cache_of_one_layout_answers_one_of_the_other(
         {"rank": 1, "world_size": 2},
     ],
 )
-def test_caches_of_other_metadata_do_not_share(
-    stored: TensorCache, make_cache: MakeCache, changes: dict[str, Any]
-) -> None:
+def test_caches_of_other_metadata_do_not_share(stored, make_cache, changes):
     other = make_cache(**changes)
     assert other.lookup(TOKENS) == 0
     assert other.retrieve(TOKENS)[0] == ()
@@ -119,13 +113,8 @@ PARTED = [*TOKENS[: 2 * BLOCK + 1], *range(BLOCK)]
 )
 @pytest.mark.parametrize("return_tuple", [True, False])
 def test_the_longest_run_of_full_blocks_is_found(
-    cache: TensorCache,
-    held: list[int],
-    asked: list[int],
-    num_masked: int,
-    num_found: int,
-    return_tuple: bool,
-) -> None:
+    cache, held, asked, num_masked, num_found, return_tuple
+):
     blob = random_blob(len(held))
     assert cache.store(held, blob) == len(held) // BLOCK * BLOCK
     assert cache.lookup(asked) == num_found
@@ -139,9 +128,7 @@ def test_the_longest_run_of_full_blocks_is_found(
         assert cache.store(asked, random_blob(len(asked), seed=1)) == BLOCK
 
 
-def test_many_steps_of_conversion_make_one_answer(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_steps_of_conversion_make_one_answer(make_cache, monkeypatch):
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
     cache = make_cache()
     assert cache.store(TOKENS, BLOB) == len(TOKENS)
@@ -151,7 +138,7 @@ def test_many_steps_of_conversion_make_one_answer(
 # -- masks, storing again, and in the background ------------------------------------------------
 
 
-def test_a_suffix_is_stored_behind_its_prefix(cache: TensorCache) -> None:
+def test_a_suffix_is_stored_behind_its_prefix(cache):
     head = 2 * BLOCK
     cache.store(TOKENS[:head], cut(BLOB, 0, head))
     mask = suffix_mask(len(TOKENS), head)
@@ -159,9 +146,7 @@ def test_a_suffix_is_stored_behind_its_prefix(cache: TensorCache) -> None:
     assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
-def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(
-    cache: TensorCache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(cache, caplog):
     mask = suffix_mask(len(TOKENS), BLOCK)
     for _ in range(2):
         assert cache.store(TOKENS, random_blob(5 * BLOCK), mask) == 0
@@ -170,12 +155,12 @@ def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(
 
 
 @pytest.mark.parametrize("skip_existing", [True, False])
-def test_what_is_there_is_not_stored_again(stored: TensorCache, skip_existing: bool) -> None:
+def test_what_is_there_is_not_stored_again(stored, skip_existing):
     assert stored.store(TOKENS, BLOB, skip_existing=skip_existing) == 0
     assert stored.counters()["dropped_tokens"] == 0
 
 
-def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache: TensorCache) -> None:
+def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache):
     given_kv = BLOB.clone()
     assert cache.store(TOKENS, pairs(given_kv), blocking=False) == 0
     given_kv.zero_()
@@ -184,7 +169,7 @@ def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache: TensorCac
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
-def test_a_background_store_adds_what_is_missing(cache: TensorCache) -> None:
+def test_a_background_store_adds_what_is_missing(cache):
     cache.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
     mask = suffix_mask(len(TOKENS), BLOCK)
     cache.store(TOKENS, cut(BLOB, BLOCK, len(TOKENS)), mask, blocking=False)
@@ -193,7 +178,7 @@ def test_a_background_store_adds_what_is_missing(cache: TensorCache) -> None:
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
-def test_close_finishes_background_stores(cache: TensorCache, make_cache: MakeCache) -> None:
+def test_close_finishes_background_stores(cache, make_cache):
     other = make_cache()
     for number in range(8):
         cache.store([number, *TOKENS[1:]], random_blob(len(TOKENS), seed=number), blocking=False)
@@ -201,9 +186,7 @@ def test_close_finishes_background_stores(cache: TensorCache, make_cache: MakeCa
     assert [other.lookup([number, *TOKENS[1:]]) for number in range(8)] == [len(TOKENS)] * 8
 
 
-def test_a_background_that_is_full_drops_and_says_so(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_background_that_is_full_drops_and_says_so(cache, monkeypatch, caplog):
     monkeypatch.setattr(cache._stores, "has_room", lambda size: False)
     for _ in range(2):
         cache.store(TOKENS, BLOB, blocking=False)
@@ -233,22 +216,18 @@ def test_a_background_that_is_full_drops_and_says_so(
         ((TOKENS, random_blob(24, VLLM)), LayoutMismatch, "layout 'huggingface'"),
     ],
 )
-def test_bad_input_gets_a_sentence_and_stores_nothing(
-    cache: TensorCache, arguments: Any, error: type[Exception], sentence: str
-) -> None:
+def test_bad_input_gets_a_sentence_and_stores_nothing(cache, arguments, error, sentence):
     with pytest.raises(error, match=sentence):
         cache.store(*arguments)
     assert cache.lookup(TOKENS) == 0
 
 
-def test_a_path_without_a_checkpoint_is_refused(make_cache: MakeCache) -> None:
+def test_a_path_without_a_checkpoint_is_refused(make_cache):
     with pytest.raises(ConfigError, match="no-such-model"):
         make_cache(model="/no-such-model")
 
 
-def test_checkpoints_at_one_path_do_not_share(
-    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_at_one_path_do_not_share(make_cache, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     namespaces = []
     checkpoint = tmp_path / "model"
@@ -268,9 +247,7 @@ def test_checkpoints_at_one_path_do_not_share(
         (None, {"model": "tiny"}, "TensorMetadata, not a dict"),
     ],
 )
-def test_arguments_of_another_kind_are_refused_in_a_sentence(
-    given: Any, metadata: Any, words: str
-) -> None:
+def test_arguments_of_another_kind_are_refused_in_a_sentence(given, metadata, words):
     with pytest.raises(ConfigError, match=words):
         TensorCache(given, metadata)
     with pytest.raises(ConfigError, match=words):
@@ -280,7 +257,7 @@ def test_arguments_of_another_kind_are_refused_in_a_sentence(
 # -- its life, and by instance id ---------------------------------------------------------------
 
 
-def test_close_twice_is_fine_and_use_after_it_is_refused(cache: TensorCache) -> None:
+def test_close_twice_is_fine_and_use_after_it_is_refused(cache):
     with cache:
         assert cache.lookup(TOKENS) == 0
     cache.close()
@@ -298,8 +275,8 @@ def shown(shard: Shard) -> dict[str, Any]:
 
 
 def test_the_shard_shows_each_cache_with_its_figures_also_when_it_has_closed(
-    stored: TensorCache, make_cache: MakeCache, shard: Shard
-) -> None:
+    stored, make_cache, shard
+):
     second = make_cache(layout="vllm")
     second.retrieve([*TOKENS, 1])
     hit = {"requests": 1, "prompt_tokens": 25, "local_tokens": 0, "hit_tokens": 24}
@@ -321,7 +298,7 @@ def create(config: KVRayConfig) -> Iterator[Callable[..., TensorCache]]:
 Create = Callable[..., TensorCache]
 
 
-def test_an_id_names_one_cache_with_a_name_of_its_own(create: Create) -> None:
+def test_an_id_names_one_cache_with_a_name_of_its_own(create):
     made = create("one")
     assert create("one", replace(METADATA)) is made
     assert TensorCache.get("one") is made
@@ -330,7 +307,7 @@ def test_an_id_names_one_cache_with_a_name_of_its_own(create: Create) -> None:
     assert [made._place[2], second._place[2]] == ["test", "test.2"]
 
 
-def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create: Create) -> None:
+def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create):
     made = create("one")
     TensorCache.destroy("one")
     assert made.closed
@@ -341,14 +318,14 @@ def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create: Create) ->
     assert again._place[2] == "test"
 
 
-def test_a_cache_that_was_closed_is_recreated(create: Create) -> None:
+def test_a_cache_that_was_closed_is_recreated(create):
     with create("one"):
         pass
     assert TensorCache.get("one") is None
     assert not create("one").closed
 
 
-def test_other_values_under_a_known_id_are_refused(create: Create, config: KVRayConfig) -> None:
+def test_other_values_under_a_known_id_are_refused(create, config):
     create("one")
     with pytest.raises(ConfigError, match="'one' exists with other values of num_layers, layout"):
         create("one", changed(METADATA, num_layers=1, layout="vllm"))
@@ -357,7 +334,7 @@ def test_other_values_under_a_known_id_are_refused(create: Create, config: KVRay
         TensorCache.get_or_create("one", other, METADATA)
 
 
-def test_threads_that_ask_at_once_get_one_cache(create: Create) -> None:
+def test_threads_that_ask_at_once_get_one_cache(create):
     found: list[TensorCache] = []
     together = threading.Barrier(8)
 
@@ -427,7 +404,7 @@ def continue_greedily(model: Any, past: Any, tokens: list[int], count: int) -> l
     return answer
 
 
-def test_past_key_values_round_trip_bit_for_bit(model: Any, of_model: TensorCache) -> None:
+def test_past_key_values_round_trip_bit_for_bit(model, of_model):
     past = prefill(model, PROMPT)
     of_model.store(PROMPT, to_pairs(past))
     kv, ret_mask = of_model.retrieve(PROMPT)
@@ -435,9 +412,7 @@ def test_past_key_values_round_trip_bit_for_bit(model: Any, of_model: TensorCach
     assert torch.equal(as_blob(kv), as_blob(to_pairs(past))[:, :, :, : 5 * BLOCK])
 
 
-def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(
-    model: Any, of_model: TensorCache
-) -> None:
+def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(model, of_model):
     head = PROMPT[: 5 * BLOCK]
     past = prefill(model, head)
     of_model.store(head, to_pairs(past))
@@ -449,13 +424,13 @@ def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(
     assert continue_greedily(model, retrieved, PROMPT, 12) == expected
 
 
-def test_a_past_that_carries_gradients_is_stored(model: Any, of_model: TensorCache) -> None:
+def test_a_past_that_carries_gradients_is_stored(model, of_model):
     past = model(torch.tensor([PROMPT]), use_cache=True).past_key_values
     assert past.layers[0].keys.requires_grad
     assert of_model.store(PROMPT, to_pairs(past)) == 5 * BLOCK
 
 
-def test_the_batch_dimension_is_refused_with_the_fix(model: Any, of_model: TensorCache) -> None:
+def test_the_batch_dimension_is_refused_with_the_fix(model, of_model):
     past = prefill(model, PROMPT)
     with pytest.raises(LayoutMismatch, match=r"take the batch dimension off with tensor\[0\]"):
         of_model.store(PROMPT, [(layer.keys, layer.values) for layer in past.layers])
@@ -490,13 +465,7 @@ def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
     layout=st.sampled_from(["huggingface", "vllm"]),
     data=st.data(),
 )
-def test_retrieve_returns_what_was_stored_for_lookup_tokens(
-    config: KVRayConfig,
-    shard: Shard,
-    prompts: list[list[int]],
-    layout: str,
-    data: st.DataObject,
-) -> None:
+def test_retrieve_returns_what_was_stored_for_lookup_tokens(config, shard, prompts, layout, data):
     shard.clear(10)
     with TensorCache(config, changed(METADATA, layout=layout)) as cache:
         held: set[tuple[int, ...]] = set()  # the full-block prefixes that must be found
@@ -534,9 +503,7 @@ def check_found(
 PAGE = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
 
 
-def test_every_example_of_the_page_runs_top_to_bottom(
-    config: KVRayConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_example_of_the_page_runs_top_to_bottom(config, monkeypatch):
     monkeypatch.setenv("KVRAY_ARENA__DIR", str(config.arena.dir))
     monkeypatch.setenv("KVRAY_ARENA__CAPACITY", str(config.arena.capacity))
     found = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -548,7 +515,7 @@ def test_every_example_of_the_page_runs_top_to_bottom(
     assert len(examples) >= 6
 
 
-def test_page_and_help_name_everything_that_is_public() -> None:
+def test_page_and_help_name_everything_that_is_public():
     names = [name for name in kvray.__all__ if not name.startswith("__")]
     assert [name for name in names if f"`{name}" not in PAGE] == []
     assert all(getattr(kvray, name).__name__ == name for name in names)

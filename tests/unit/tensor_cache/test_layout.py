@@ -25,27 +25,27 @@ def packed(blob: Any, metadata: Any = METADATA, blocks: Any = (0, 1)) -> Any:
     return layout.pack(layout.heads_of(blob, metadata), np.array(blocks), metadata)
 
 
-def test_a_block_is_stored_layer_by_layer_keys_before_values_head_by_head() -> None:
+def test_a_block_is_stored_layer_by_layer_keys_before_values_head_by_head():
     blob = random_blob(2 * BLOCK)
     for block in (0, 1):
         tokens = cut(blob, block * BLOCK, (block + 1) * BLOCK)
         assert packed(blob)[block].tobytes() == tokens.numpy().tobytes()
 
 
-def test_both_layouts_and_pairs_give_equal_bytes() -> None:
+def test_both_layouts_and_pairs_give_equal_bytes():
     blob = random_blob(2 * BLOCK)
     assert np.array_equal(packed(blob.transpose(2, 3), VLLM), packed(blob))
     assert np.array_equal(packed(pairs(blob)), packed(blob))
 
 
-def test_blocks_with_gaps_between_them_are_packed_each_for_itself() -> None:
+def test_blocks_with_gaps_between_them_are_packed_each_for_itself():
     blob = random_blob(6 * BLOCK, METADATA)
     assert np.array_equal(
         packed(blob, blocks=(0, 2, 3, 5)), packed(blob, blocks=range(6))[[0, 2, 3, 5]]
     )
 
 
-def test_no_blocks_pack_to_no_bytes() -> None:
+def test_no_blocks_pack_to_no_bytes():
     assert packed(random_blob(3, METADATA), blocks=()).shape == (0, METADATA.block_bytes)
 
 
@@ -54,7 +54,7 @@ def test_no_blocks_pack_to_no_bytes() -> None:
     "dtype",
     [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool],
 )
-def test_unpacking_gives_back_every_bit(metadata: Any, dtype: torch.dtype) -> None:
+def test_unpacking_gives_back_every_bit(metadata, dtype):
     metadata = changed(metadata, dtype=dtype)
     blob = random_blob(3 * BLOCK, metadata)
     room = layout.empty_blob(3 * BLOCK, metadata)
@@ -64,7 +64,7 @@ def test_unpacking_gives_back_every_bit(metadata: Any, dtype: torch.dtype) -> No
     assert_same(room, blob)
 
 
-def test_strided_and_differentiable_tensors_are_packed_as_they_are() -> None:
+def test_strided_and_differentiable_tensors_are_packed_as_they_are():
     wide = random_blob(4 * BLOCK, changed(METADATA, head_size=16)).requires_grad_()
     assert np.array_equal(
         packed(wide[..., ::2, ::2]), packed(wide[..., ::2, ::2].detach().contiguous())
@@ -87,7 +87,7 @@ def test_strided_and_differentiable_tensors_are_packed_as_they_are() -> None:
         ([pairs(random_blob(8))[0]] * 2 + [(torch.zeros(2, 4, 8),) * 2], "numbers of"),
     ],
 )
-def test_tensors_that_do_not_fit_the_metadata_are_refused(kv: Any, sentence: str) -> None:
+def test_tensors_that_do_not_fit_the_metadata_are_refused(kv, sentence):
     with pytest.raises(LayoutMismatch, match=sentence):
         layout.heads_of(kv, METADATA)
 
@@ -108,7 +108,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-def test_what_changes_the_bytes_changes_the_namespace(changes: dict[str, Any]) -> None:
+def test_what_changes_the_bytes_changes_the_namespace(changes):
     other = changed(METADATA, **changes)
     assert other.namespace().digest() != METADATA.namespace().digest()
 
@@ -121,24 +121,22 @@ def test_what_changes_the_bytes_changes_the_namespace(changes: dict[str, Any]) -
     ],
     ids=["ranks", "name and revision do not run into each other"],
 )
-def test_different_figures_have_namespaces_of_their_own(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_different_figures_have_namespaces_of_their_own(one, other):
     assert changed(METADATA, **one).namespace() != changed(METADATA, **other).namespace()
 
 
-def test_the_layout_of_the_tensors_is_no_part_of_the_namespace() -> None:
+def test_the_layout_of_the_tensors_is_no_part_of_the_namespace():
     assert VLLM.namespace() == METADATA.namespace()
 
 
-def test_a_checkpoint_goes_by_its_fingerprint_and_revision() -> None:
+def test_a_checkpoint_goes_by_its_fingerprint_and_revision():
     named = changed(METADATA, model="f00d")
     assert named.namespace() != named.namespace(fingerprint="f00d")
     one, other = (changed(METADATA, revision=r).namespace(fingerprint="f00d") for r in ("1", "2"))
     assert one != other
 
 
-def test_a_block_has_the_bytes_of_its_tensors() -> None:
+def test_a_block_has_the_bytes_of_its_tensors():
     assert METADATA.block_bytes == 3 * 2 * 2 * 4 * 8 * 4
 
 
@@ -157,12 +155,12 @@ def test_a_block_has_the_bytes_of_its_tensors() -> None:
         ({"model": ""}, "model must be a name or the path"),
     ],
 )
-def test_values_that_no_model_has_are_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_values_that_no_model_has_are_refused(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         changed(METADATA, **changes)
 
 
-def test_metadata_survives_pickling() -> None:
+def test_metadata_survives_pickling():
     assert pickle.loads(pickle.dumps(METADATA)) == METADATA  # noqa: S301 - our own bytes
 
 
@@ -174,7 +172,7 @@ def read(tokens: Any, mask: Any = None) -> MaskedPrompt:
     return read_prompt(tokens, mask, tokens_per_block=4, seed=SEED)
 
 
-def test_full_blocks_have_keys_and_the_tail_has_none() -> None:
+def test_full_blocks_have_keys_and_the_tail_has_none():
     assert read(TOKENS).keys == chain_keys(TOKENS, tokens_per_block=4, seed=SEED)
     assert read(TOKENS).num_blocks == 2
 
@@ -183,17 +181,17 @@ def test_full_blocks_have_keys_and_the_tail_has_none() -> None:
     "tokens",
     [TOKENS, tuple(TOKENS), torch.arange(10), torch.arange(10, dtype=torch.int16), np.arange(10)],
 )
-def test_lists_arrays_and_tensors_of_equal_tokens_have_equal_keys(tokens: Any) -> None:
+def test_lists_arrays_and_tensors_of_equal_tokens_have_equal_keys(tokens):
     assert read(tokens) == read(TOKENS)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
-def test_a_mask_begins_at_its_first_true(kind: Any) -> None:
+def test_a_mask_begins_at_its_first_true(kind):
     prompt = read(TOKENS, kind([False] * 4 + [True] * 6))
     assert (prompt.num_masked, prompt.first, prompt.num_blocks) == (4, 1, 1)
 
 
-def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none() -> None:
+def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none():
     assert read(TOKENS, [False] * 8 + [True] * 2).num_blocks == 0
     assert read([], []).num_blocks == 0
 
@@ -209,7 +207,7 @@ def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none() 
         (torch.ones(1, 10, dtype=torch.bool), "one boolean"),
     ],
 )
-def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask: Any, sentence: str) -> None:
+def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask, sentence):
     with pytest.raises(ConfigError, match=sentence):
         read(TOKENS, mask)
 
@@ -217,6 +215,6 @@ def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask: Any, sentence: str)
 @pytest.mark.parametrize(
     "tokens", ["text", [1.5, 2.0], ["a"], torch.ones(8), torch.ones(1, 8).int(), [2**31], None]
 )
-def test_tokens_that_are_no_integers_are_refused(tokens: Any) -> None:
+def test_tokens_that_are_no_integers_are_refused(tokens):
     with pytest.raises(ConfigError, match=r"Tokens must be|does not fit"):
         read(tokens)

@@ -88,9 +88,7 @@ def on_disk(
     return config
 
 
-def test_what_is_on_disk_is_found_and_counted_as_such(
-    make_cache: MakeCache, on_disk: KVRayConfig
-) -> None:
+def test_what_is_on_disk_is_found_and_counted_as_such(make_cache, on_disk):
     cache = make_cache(on_disk)
     assert_finds(cache, [*TOKENS, 1], BLOB, 6)
     cache.retrieve(TOKENS)
@@ -104,8 +102,8 @@ def test_what_is_on_disk_is_found_and_counted_as_such(
 
 
 def test_nothing_is_left_on_disk_for_being_slower_than_a_model_that_nobody_knows(
-    make_cache: MakeCache, on_disk: KVRayConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_cache, on_disk, monkeypatch
+):
     stage, speeds = StageCalls.stage, list[float]()
 
     def note(calls: StageCalls, *args: Any, tokens_per_s: float, **named: Any) -> Any:
@@ -117,9 +115,7 @@ def test_nothing_is_left_on_disk_for_being_slower_than_a_model_that_nobody_knows
     assert set(speeds) == {0.0}
 
 
-def test_without_a_wait_only_prefetch_brings_what_is_on_disk(
-    make_cache: MakeCache, on_disk: KVRayConfig
-) -> None:
+def test_without_a_wait_only_prefetch_brings_what_is_on_disk(make_cache, on_disk):
     connector = on_disk.connector.model_copy(update={"stage_wait_s": 0.0})
     cache = make_cache(on_disk.model_copy(update={"connector": connector}))
     assert cache.lookup(TOKENS) == 0
@@ -127,17 +123,13 @@ def test_without_a_wait_only_prefetch_brings_what_is_on_disk(
     assert cache.lookup(TOKENS) == len(TOKENS)
 
 
-def test_a_suffix_is_stored_behind_a_prefix_that_is_on_disk(
-    make_cache: MakeCache, on_disk: KVRayConfig
-) -> None:
+def test_a_suffix_is_stored_behind_a_prefix_that_is_on_disk(make_cache, on_disk):
     longer = [*TOKENS, *range(BLOCK)]
     mask = suffix_mask(len(longer), len(TOKENS))
     assert make_cache(on_disk).store(longer, random_blob(BLOCK), mask) == BLOCK
 
 
-def test_threads_that_want_blocks_from_disk_at_once_all_get_them(
-    make_cache: MakeCache, on_disk: KVRayConfig
-) -> None:
+def test_threads_that_want_blocks_from_disk_at_once_all_get_them(make_cache, on_disk):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(make_cache(on_disk).lookup, [TOKENS] * 16))
     assert found == [len(TOKENS)] * 16
@@ -147,8 +139,8 @@ def test_threads_that_want_blocks_from_disk_at_once_all_get_them(
 
 
 def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
-    make_cache: MakeCache, own_config: KVRayConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+    make_cache, own_config, caplog
+):
     cache = make_cache(own_config)
     for blocking in (True, False):
         assert cache.store(TOKENS, BLOB, blocking=blocking) == 0
@@ -165,9 +157,7 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert "no tier" in warnings(caplog)[0]
 
 
-def test_a_cache_works_once_the_tier_appears(
-    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
-) -> None:
+def test_a_cache_works_once_the_tier_appears(make_cache, own_config, own_shards):
     cache = make_cache(own_config)
     assert cache.store(TOKENS, BLOB) == 0
     own_shards.append(start_shard(own_config))
@@ -187,9 +177,7 @@ def own_cache(
     return cache
 
 
-def test_a_cache_goes_on_when_the_tier_is_replaced(
-    own_cache: TensorCache, own_config: KVRayConfig, own_shards: list[Shard]
-) -> None:
+def test_a_cache_goes_on_when_the_tier_is_replaced(own_cache, own_config, own_shards):
     own_shards[0].stop(retire=True, timeout_s=10)
     assert own_cache.retrieve(TOKENS)[0] == ()
     assert own_cache.store(TOKENS, BLOB) == 0
@@ -198,9 +186,7 @@ def test_a_cache_goes_on_when_the_tier_is_replaced(
     assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
 
 
-def test_what_was_stored_outlives_a_shard_that_is_started_again(
-    own_cache: TensorCache, own_config: KVRayConfig, own_shards: list[Shard]
-) -> None:
+def test_what_was_stored_outlives_a_shard_that_is_started_again(own_cache, own_config, own_shards):
     own_shards[0].stop(retire=False, timeout_s=10)
     assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
     own_shards.append(start_shard(own_config))
@@ -209,8 +195,8 @@ def test_what_was_stored_outlives_a_shard_that_is_started_again(
 
 @pytest.mark.parametrize("call", ["read_sound", "write"])
 def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
-    own_cache: TensorCache, own_shards: list[Shard], call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_cache, own_shards, call, monkeypatch
+):
     copy = getattr(Arena, call)
 
     def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +212,7 @@ def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
         assert_finds(own_cache, TOKENS, BLOB, 0)
 
 
-def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored: TensorCache) -> None:
+def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored):
     process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(stored,))
     process.start()
     process.join(HANG_S)
@@ -246,7 +232,7 @@ def _use_in_child(cache: TensorCache) -> None:
 # -- full ---------------------------------------------------------------------------------------
 
 
-def test_a_full_arena_keeps_storing(cache: TensorCache, shard: Shard) -> None:
+def test_a_full_arena_keeps_storing(cache, shard):
     for number in range(80):
         assert cache.store(prompt(number), blob(number)) == 6 * BLOCK
         assert_same(cache.retrieve(prompt(number))[0], blob(number))
@@ -257,9 +243,7 @@ def test_a_full_arena_keeps_storing(cache: TensorCache, shard: Shard) -> None:
     assert cache.lookup(prompt(0)) == 0
 
 
-def test_blocks_are_counted_for_the_namespace_of_their_cache(
-    stored: TensorCache, make_cache: MakeCache, shard: Shard
-) -> None:
+def test_blocks_are_counted_for_the_namespace_of_their_cache(stored, make_cache, shard):
     other = make_cache(model="another")
     other.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
     held = {one["namespace"]: one["blocks"] for one in shard.status()["arena"]["namespaces"]}
@@ -267,7 +251,7 @@ def test_blocks_are_counted_for_the_namespace_of_their_cache(
     assert held == {names[0]: 6, names[1]: 2}
 
 
-def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(cache: TensorCache) -> None:
+def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(cache):
     tokens, large = prompt(0, 300), blob(0, 300)
     num_stored = cache.store(tokens, large)
     assert 128 * BLOCK <= num_stored < len(tokens)
@@ -276,9 +260,7 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(cache: TensorCache)
     assert_same(kv, cut(large, 0, int(ret_mask.sum())))
 
 
-def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(
-    make_cache: MakeCache, shard: Shard, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(make_cache, shard, caplog):
     cache = make_cache(tokens_per_block=2048)
     large = random_blob(2048)
     assert [cache.store(list(range(2048)), large) for _ in range(2)] == [0, 0]
@@ -286,9 +268,7 @@ def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(
     assert "raise arena.slab" in warnings(caplog)[0]
 
 
-def test_blocks_know_their_place_in_the_prompt(
-    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_know_their_place_in_the_prompt(make_cache, shard, monkeypatch):
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
     cache = make_cache()
     cache.store(TOKENS[:BLOCK], cut(BLOB, 0, BLOCK))
@@ -315,9 +295,7 @@ def damage(cache: TensorCache, block: int) -> None:
 
 @pytest.mark.parametrize("block", [0, 3, 5])
 @pytest.mark.parametrize("step", [1, 2, 16])
-def test_a_damaged_block_makes_a_shorter_answer(
-    make_cache: MakeCache, shard: Shard, block: int, step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_block_makes_a_shorter_answer(make_cache, shard, block, step, monkeypatch):
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", step * METADATA.block_bytes)
     cache = make_cache()
     cache.store(TOKENS, BLOB)
@@ -326,7 +304,7 @@ def test_a_damaged_block_makes_a_shorter_answer(
     assert cache.lookup(TOKENS) == block * BLOCK
 
 
-def test_a_damaged_block_is_replaced_once_it_was_found(stored: TensorCache) -> None:
+def test_a_damaged_block_is_replaced_once_it_was_found(stored):
     damage(stored, 2)
     stored.retrieve(TOKENS)
     assert stored.store(TOKENS, BLOB) == BLOCK
@@ -334,9 +312,7 @@ def test_a_damaged_block_is_replaced_once_it_was_found(stored: TensorCache) -> N
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_storing_again_finds_and_replaces_what_is_damaged(
-    stored: TensorCache, blocking: bool
-) -> None:
+def test_storing_again_finds_and_replaces_what_is_damaged(stored, blocking):
     damage(stored, 2)
     damage(stored, 4)
     assert stored.store(TOKENS, BLOB) == 0
@@ -349,16 +325,12 @@ def test_storing_again_finds_and_replaces_what_is_damaged(
 # -- shared -------------------------------------------------------------------------------------
 
 
-def test_an_arena_that_others_keep_locked_is_a_miss(
-    stored: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_that_others_keep_locked_is_a_miss(stored, monkeypatch):
     monkeypatch.setattr(Arena, "lease", lambda *args, **kwargs: None)
     assert stored.retrieve(TOKENS)[0] == ()
 
 
-def test_a_release_that_found_the_arena_locked_is_made_up_for(
-    stored: TensorCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_found_the_arena_locked_is_made_up_for(stored, shard, monkeypatch):
     release, refused = Arena.release, iter([True])
 
     def busy_once(arena: Arena, *args: Any, **kwargs: Any) -> bool:
@@ -369,9 +341,7 @@ def test_a_release_that_found_the_arena_locked_is_made_up_for(
     wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0)
 
 
-def test_a_failed_conversion_gives_its_slots_back(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_conversion_gives_its_slots_back(cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("kvray.tensor_cache.layout.pack", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -380,14 +350,14 @@ def test_a_failed_conversion_gives_its_slots_back(
     assert cache.store(TOKENS, BLOB) == len(TOKENS)
 
 
-def test_nothing_stays_leased_after_a_retrieve(stored: TensorCache, shard: Shard) -> None:
+def test_nothing_stays_leased_after_a_retrieve(stored, shard):
     stored.retrieve(TOKENS)
     stored.lookup(TOKENS)
     stored.store(TOKENS, BLOB, skip_existing=False)
     assert shard.status()["arena"]["leased_blocks"] == 0
 
 
-def test_two_processes_share(cache: TensorCache, config: KVRayConfig) -> None:
+def test_two_processes_share(cache, config):
     with subprocess.Popen(
         [sys.executable, "-m", "tests.unit.tensor_cache.kv", config.model_dump_json()],
         cwd=ROOT,
@@ -412,7 +382,7 @@ def test_two_processes_share(cache: TensorCache, config: KVRayConfig) -> None:
     assert process.returncode == 0
 
 
-def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache: TensorCache) -> None:
+def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache):
     wrong: list[int] = []
 
     def work(worker: int) -> None:
@@ -435,9 +405,7 @@ def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache: Ten
     assert wrong == []
 
 
-def test_close_waits_for_a_call_that_is_under_way(
-    cache: TensorCache, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_waits_for_a_call_that_is_under_way(cache, make_cache, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     write = Arena.write
 
@@ -464,9 +432,7 @@ def test_close_waits_for_a_call_that_is_under_way(
 # -- weights that are replaced --------------------------------------------------------------------
 
 
-def test_kv_of_one_version_of_the_weights_is_not_found_under_another(
-    stored: TensorCache, make_cache: MakeCache, config: KVRayConfig
-) -> None:
+def test_kv_of_one_version_of_the_weights_is_not_found_under_another(stored, make_cache, config):
     cache = stored
     cache.set_weights_version("2")
     assert cache.lookup(TOKENS) == 0
@@ -479,9 +445,7 @@ def test_kv_of_one_version_of_the_weights_is_not_found_under_another(
     assert_same(other.retrieve(TOKENS, return_tuple=False)[0], new)
 
 
-def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(
-    stored: TensorCache,
-) -> None:
+def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(stored):
     stored.set_weights_version(None)
     mask = suffix_mask(len(TOKENS), 2 * BLOCK)
     assert stored.lookup(TOKENS) == stored.store(prompt(1), blob(1)) == 0
@@ -516,7 +480,7 @@ def occupy(queue: StoreQueue, gate: threading.Event) -> None:
     assert started.wait(HANG_S)
 
 
-def test_actions_run_in_order_whatever_their_size_and_though_one_fails(queue: StoreQueue) -> None:
+def test_actions_run_in_order_whatever_their_size_and_though_one_fails(queue):
     done: list[int] = []
     assert queue.submit(1, lambda: done.append(1 // 0))
     assert queue.flush(5)
@@ -528,14 +492,12 @@ def test_actions_run_in_order_whatever_their_size_and_though_one_fails(queue: St
     assert done == [1, 2, 3]
 
 
-def test_too_many_actions_are_refused(queue: StoreQueue, gate: threading.Event) -> None:
+def test_too_many_actions_are_refused(queue, gate):
     occupy(queue, gate)
     assert [queue.submit(0, gate.wait) for _ in range(3)] == [True, True, False]
 
 
-def test_too_many_bytes_are_refused_until_there_is_room(
-    queue: StoreQueue, gate: threading.Event
-) -> None:
+def test_too_many_bytes_are_refused_until_there_is_room(queue, gate):
     assert queue.submit(60, lambda: gate.wait() and None)
     assert not queue.has_room(41)
     assert not queue.submit(41, gate.wait)
@@ -545,9 +507,7 @@ def test_too_many_bytes_are_refused_until_there_is_room(
     assert queue.has_room(41)
 
 
-def test_close_gives_up_what_it_has_no_time_for_and_takes_nothing_after_it(
-    queue: StoreQueue, gate: threading.Event
-) -> None:
+def test_close_gives_up_what_it_has_no_time_for_and_takes_nothing_after_it(queue, gate):
     occupy(queue, gate)
     done: list[int] = []
     queue.submit(1, lambda: done.append(1))

@@ -35,7 +35,7 @@ NOTE = RequestNote(
 )
 
 
-def test_a_note_comes_out_as_it_went_in() -> None:
+def test_a_note_comes_out_as_it_went_in():
     assert unpack(pack(NOTE)) == NOTE
 
 
@@ -56,32 +56,32 @@ def test_a_note_comes_out_as_it_went_in() -> None:
         {"keys": (b"x" * 31,)},
     ],
 )
-def test_what_no_note_has_is_refused(change: dict[str, object]) -> None:
+def test_what_no_note_has_is_refused(change):
     with pytest.raises(ConfigError, match="no note on a request"):
         unpack(pack(NOTE._replace(**change)))
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_note_are_refused(junk: bytes) -> None:
+def test_bytes_that_are_no_note_are_refused(junk):
     with pytest.raises(ConfigError):
         unpack(junk)
 
 
-def test_other_things_than_notes_are_refused() -> None:
+def test_other_things_than_notes_are_refused():
     for junk in (None, 3, "text", msgpack.packb([1, 2]), b"x" * 20_000):
         with pytest.raises(ConfigError):
             unpack(junk)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
-def test_of_many_missing_keys_some_are_noted_the_first_one_first(count: int, end: int) -> None:
+def test_of_many_missing_keys_some_are_noted_the_first_one_first(count, end):
     keys = chain(count)
     step, some = sampled(keys, min(end, count))
     assert len(some) <= KEYS_MAX
     assert list(some) == keys[min(end, count) :: step]
 
 
-def test_keys_that_are_no_bytes_are_refused() -> None:
+def test_keys_that_are_no_bytes_are_refused():
     for keys in ("x" * 32, ["x"] * 32, None):
         with pytest.raises(ConfigError, match="no note on a request"):
             unpack(msgpack.packb((*NOTE[:-1], keys)))
@@ -100,15 +100,15 @@ def ways_of(arrivals: Arrivals, count: int) -> list[tuple[str, str]]:
 
 
 @given(WAYS)
-def test_runs_say_of_each_block_how_it_came(ways: list[tuple[str, str] | None]) -> None:
+def test_runs_say_of_each_block_how_it_came(ways):
     assert ways_of(arrivals_of(ways), len(ways)) == [one or (HERE, "") for one in ways]
 
 
-def test_what_was_there_is_not_told() -> None:
+def test_what_was_there_is_not_told():
     assert arrivals_of([None] * 5) == ()
 
 
-def test_runs_between_begin_and_end_where_they_are_asked_to() -> None:
+def test_runs_between_begin_and_end_where_they_are_asked_to():
     arrivals = (Arrival(4, HERE), Arrival(8, "nvme"), Arrival(12, "nixl", "b"))
     assert list(runs_between(arrivals, 6, 14)) == [
         (6, 8, "nvme", ""),
@@ -119,9 +119,7 @@ def test_runs_between_begin_and_end_where_they_are_asked_to() -> None:
 
 
 @given(WAYS, WAYS)
-def test_what_the_first_stage_brought_was_brought(
-    first: list[tuple[str, str] | None], second: list[tuple[str, str] | None]
-) -> None:
+def test_what_the_first_stage_brought_was_brought(first, second):
     count = max(len(first), len(second))
     padded = [(ways + [None] * count)[:count] for ways in (first, second)]
     merged = joined(arrivals_of(first), arrivals_of(second))
@@ -130,7 +128,7 @@ def test_what_the_first_stage_brought_was_brought(
     ]
 
 
-def test_runs_are_bounded_and_still_end_where_they_did() -> None:
+def test_runs_are_bounded_and_still_end_where_they_did():
     ways = [("nvme", "") if block % 2 else None for block in range(500)]
     told = arrivals_of(ways)
     assert len(told) == ARRIVALS_MAX

@@ -15,14 +15,14 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.trace import spans
 from kvray.trace.otlp import export
 from tests.collector import open_collector
-from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, id_of, parent_of, sdk, trace_of
+from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk, trace_of
 
 __all__ = ["sdk"]
 
 ABOUT = {"gen_ai.operation.name": "chat"}
 
 
-def test_without_an_sdk_nothing_is_made_and_nothing_crosses() -> None:
+def test_without_an_sdk_nothing_is_made_and_nothing_crosses():
     assert not spans.is_on()
     with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT) as request:
         assert not request.is_recording()
@@ -30,7 +30,7 @@ def test_without_an_sdk_nothing_is_made_and_nothing_crosses() -> None:
             assert not route.is_recording()
 
 
-def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk: Spans) -> None:
+def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk):
     assert spans.is_on()
     with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT):
         with spans.span("route", {"kvray.replica": "a"}):
@@ -44,7 +44,7 @@ def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk: S
     assert parent_of(sdk.one("lookup")) == id_of(route)
 
 
-def test_what_no_request_asked_for_is_in_no_trace(sdk: Spans) -> None:
+def test_what_no_request_asked_for_is_in_no_trace(sdk):
     with spans.span("lookup") as made:
         assert not made.is_recording()
     spans.past_span("load", "", 1.0, 2.0, {})
@@ -54,7 +54,7 @@ def test_what_no_request_asked_for_is_in_no_trace(sdk: Spans) -> None:
 
 
 @given(st.text(max_size=80))
-def test_a_malformed_traceparent_is_ignored(text: str) -> None:
+def test_a_malformed_traceparent_is_ignored(text):
     with spans.under(text), spans.span("lookup") as made:
         assert made.get_span_context().is_valid == spans.current().get_span_context().is_valid
 
@@ -71,20 +71,20 @@ def test_a_malformed_traceparent_is_ignored(text: str) -> None:
         "\x00" * 55,
     ],
 )
-def test_with_a_malformed_header_a_trace_begins_here(sdk: Spans, header: str) -> None:
+def test_with_a_malformed_header_a_trace_begins_here(sdk, header):
     with spans.request("ingress", {"traceparent": header}, ABOUT):
         pass
     assert parent_of(sdk.one("ingress")) == ""
 
 
-def test_a_request_that_its_caller_does_not_sample_is_not_told_of(sdk: Spans) -> None:
+def test_a_request_that_its_caller_does_not_sample_is_not_told_of(sdk):
     with spans.request("ingress", {"traceparent": f"00-{TRACE}-{CALLER}-00"}, ABOUT):
         with spans.span("route"):
             assert spans.traceparent() == ""
     assert sdk.names() == []
 
 
-def test_a_span_of_the_callers_trace_that_is_nearer_is_the_parent(sdk: Spans) -> None:
+def test_a_span_of_the_callers_trace_that_is_nearer_is_the_parent(sdk):
     headers = {"traceparent": TRACEPARENT}
     with spans.under(TRACEPARENT), spans.span("proxy"):
         with spans.request("ingress", headers, ABOUT):
@@ -96,7 +96,7 @@ def test_a_span_of_the_callers_trace_that_is_nearer_is_the_parent(sdk: Spans) ->
     assert {trace_of(one) for one in sdk.named("ingress")} == {TRACE}
 
 
-def test_a_fault_ends_its_span_and_says_what_it_was(sdk: Spans) -> None:
+def test_a_fault_ends_its_span_and_says_what_it_was(sdk):
     with pytest.raises(ShardUnavailable), spans.under(TRACEPARENT), spans.span("prefetch"):
         raise ShardUnavailable("The shard kvray-shard-a did not answer.")
     failed = sdk.one("prefetch")
@@ -105,7 +105,7 @@ def test_a_fault_ends_its_span_and_says_what_it_was(sdk: Spans) -> None:
     assert failed.attributes["error.type"] == "ShardUnavailable"
 
 
-def test_what_other_errors_say_stays_here(sdk: Spans) -> None:
+def test_what_other_errors_say_stays_here(sdk):
     with pytest.raises(ValueError, match="secret"), spans.under(TRACEPARENT), spans.span("route"):
         raise ValueError("the prompt was: secret")
     failed = sdk.one("route")
@@ -113,16 +113,14 @@ def test_what_other_errors_say_stays_here(sdk: Spans) -> None:
     assert "secret" not in failed.to_json()
 
 
-def test_what_is_over_is_told_with_its_own_times(sdk: Spans) -> None:
+def test_what_is_over_is_told_with_its_own_times(sdk):
     spans.past_span("load", TRACEPARENT, 5.0, 7.5, {"kvray.blocks": 3}, error="CorruptBlock")
     load = sdk.one("load")
     assert (load.start_time, load.end_time) == (5 * 10**9, 75 * 10**8)
     assert (parent_of(load), load.status.status_code) == (CALLER, StatusCode.ERROR)
 
 
-def test_a_hook_sets_up_the_sdk_unless_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_hook_sets_up_the_sdk_unless_there_is_one(monkeypatch, request):
     called: list[int] = []
     hooks = SimpleNamespace(start=lambda: called.append(1))
     monkeypatch.setitem(sys.modules, "some_hooks", hooks)
@@ -135,9 +133,7 @@ def test_a_hook_sets_up_the_sdk_unless_there_is_one(
 
 
 @pytest.mark.parametrize("hook", ["no_such_module:start", "kvray.trace.spans:no_such_name"])
-def test_a_hook_that_fails_is_told_and_costs_the_traces_only(
-    hook: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_that_fails_is_told_and_costs_the_traces_only(hook, caplog):
     with caplog.at_level(logging.ERROR, "kvray"):
         spans.start_sdk(hook)
     assert f"tracing.startup_hook {hook} failed" in caplog.text
@@ -166,7 +162,7 @@ def run(**environ: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("service", ["", "llm"])
-def test_a_collector_gets_what_opentelemetrys_variables_say(service: str) -> None:
+def test_a_collector_gets_what_opentelemetrys_variables_say(service):
     pytest.importorskip(EXPORTER)
     with open_collector() as (collector, url):
         run(OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_SERVICE_NAME=service)
@@ -174,12 +170,12 @@ def test_a_collector_gets_what_opentelemetrys_variables_say(service: str) -> Non
     assert collector.services == {service or "kvray"}
 
 
-def test_a_collector_that_is_not_there_costs_the_spans_only() -> None:
+def test_a_collector_that_is_not_there_costs_the_spans_only():
     pytest.importorskip(EXPORTER)
     run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_EXPORTER_OTLP_TIMEOUT="1")
 
 
-def test_a_missing_exporter_is_said_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_exporter_is_said_with_its_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, EXPORTER, None)
     with pytest.raises(ConfigError, match=r"pip install 'kvray\[otlp\]'"):
         export()

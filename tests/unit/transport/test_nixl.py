@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from kvray.errors import TransferError, TransferTimeout
 from kvray.transport.nixl import choose_wires, rdma_drivers
-from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, Couple, check_transport
+from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, check_transport
 from tests.unit.transport.conftest import NixlCouple
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +40,7 @@ def run_python(code: str, environ: "dict[str, str] | None") -> "subprocess.Compl
 
 
 @pytest.mark.parametrize("behaviour", TRANSPORT_BEHAVIOURS, ids=lambda one: one.__name__)
-def test_nixl(behaviour: Callable[[Couple], None], couple: NixlCouple) -> None:
+def test_nixl(behaviour, couple):
     check_transport(behaviour, couple)
 
 
@@ -57,7 +56,7 @@ def test_push_to_a_frozen_target_ends_by_its_deadline(couple: NixlCouple) -> Non
     couple.target.send(address, one, one, one + 4096, timeout_s=10)
 
 
-def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple: NixlCouple) -> None:
+def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple):
     address = couple.far.call("address", timeout_s=10)
     none = np.zeros(0, dtype=np.int64)
     couple.target.send(address, none, none, none, timeout_s=10)
@@ -66,7 +65,7 @@ def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple: NixlCouple)
         couple.target.send(address, none, none, none, timeout_s=1)
 
 
-def test_agent_that_waits_uses_no_core(couple: NixlCouple) -> None:
+def test_agent_that_waits_uses_no_core(couple):
     one = np.zeros(1, dtype=np.int64)
     couple.send(couple.target.address, one, one, one + 4096, timeout_s=10)
     before = sum(os.times()[:2])
@@ -76,7 +75,7 @@ def test_agent_that_waits_uses_no_core(couple: NixlCouple) -> None:
     assert sum(os.times()[:2]) - before < 0.5
 
 
-def test_node_without_nixl_says_what_to_install() -> None:
+def test_node_without_nixl_says_what_to_install():
     done = run_python(WITHOUT, None)
     assert done.stdout.startswith("{} NIXL is not installed; run `pip install"), done.stderr
 
@@ -94,15 +93,13 @@ GIVEN = {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
         pytest.param(GIVEN, [], GIVEN, id="what the environment says of UCX stands"),
     ],
 )
-def test_wires_and_modules_of_ucx_are_those_that_the_devices_need(
-    given: dict[str, str], drivers: list[str], chosen: dict[str, str]
-) -> None:
+def test_wires_and_modules_of_ucx_are_those_that_the_devices_need(given, drivers, chosen):
     environ = dict(given)
     choose_wires(environ, drivers)
     assert environ == chosen
 
 
-def test_drivers_of_rdma_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
+def test_drivers_of_rdma_devices_are_read_from_the_kernel(tmp_path):
     assert rdma_drivers(tmp_path / "none") == []
     driver = tmp_path / "drivers" / "efa"
     driver.mkdir(parents=True)

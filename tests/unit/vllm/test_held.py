@@ -84,9 +84,7 @@ def slots_of(engine: Apart, hold: Hold) -> list[int]:
     return found
 
 
-def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(
-    engine: Apart, held: HeldBlocks
-) -> None:
+def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(engine, held):
     hold = leased(engine)
     assert answer(held, hold) == NUM_WANTED
     flip(engine.arena, engine.arena.tables.slots_in(READY).tolist())
@@ -96,7 +94,7 @@ def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(
     assert engine.rank.shared.figures.totals["loaded_blocks"] == NUM_WANTED
 
 
-def test_what_the_engine_has_itself_is_passed_over(engine: Apart, held: HeldBlocks) -> None:
+def test_what_the_engine_has_itself_is_passed_over(engine, held):
     hold = leased(engine, first=2)
     assert answer(held, hold) == NUM_WANTED - 2
     blocks = engine.new_blocks(PROMPT)
@@ -107,7 +105,7 @@ def test_what_the_engine_has_itself_is_passed_over(engine: Apart, held: HeldBloc
     assert (before == 255).all()
 
 
-def test_a_block_that_is_wrong_ends_what_is_held(engine: Apart, held: HeldBlocks) -> None:
+def test_a_block_that_is_wrong_ends_what_is_held(engine, held):
     hold = leased(engine, first=1)
     wrong = slots_of(engine, hold)[4]
     flip(engine.arena, [wrong])
@@ -115,9 +113,7 @@ def test_a_block_that_is_wrong_ends_what_is_held(engine: Apart, held: HeldBlocks
     assert engine.arena.tables.slot_state[wrong] == QUARANTINED
 
 
-def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(
-    engine: Apart, held: HeldBlocks
-) -> None:
+def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(engine, held):
     hold = leased(engine)
     gone = hold._replace(hold_id=1, leased=hold.leased._replace(arena_ids=("nowhere",)))
     assert answer(held, gone) == 0
@@ -125,9 +121,7 @@ def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_g
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(
-    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monkeypatch):
     hold, read = leased(engine), payload.read
 
     def read_and_release(*args: Any, **options: Any) -> Any:
@@ -139,25 +133,21 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
-    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(engine, held, monkeypatch):
     hold = leased(engine)
     holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
     monkeypatch.setattr(Arena, "holder_of", lambda *_: next(holders))
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_another_pool_s_blocks(
-    engine: Apart, held: HeldBlocks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
     hold = leased(engine)
     held.begin([hold], (), are_ours=False)
     assert wait_for_answer(held, hold) == 0
     assert "the same engine arguments" in caplog.text
 
 
-def test_the_lease_ends_with_the_copy(engine: Apart, held: HeldBlocks) -> None:
+def test_the_lease_ends_with_the_copy(engine, held):
     hold = leased(engine)
     answer(held, hold)
     assert engine.leased == 0
@@ -165,7 +155,7 @@ def test_the_lease_ends_with_the_copy(engine: Apart, held: HeldBlocks) -> None:
     assert engine.leased == 0
 
 
-def test_more_than_is_held_is_never_loaded(engine: Apart, held: HeldBlocks) -> None:
+def test_more_than_is_held_is_never_loaded(engine, held):
     hold = leased(engine)
     flip(engine.arena, slots_of(engine, hold)[2:3])
     assert answer(held, hold) == 2
@@ -176,7 +166,7 @@ def test_more_than_is_held_is_never_loaded(engine: Apart, held: HeldBlocks) -> N
         held.load(HeldLoad(99, 0, pages), None)
 
 
-def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: HeldBlocks) -> None:
+def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
     chance, holds = random.Random(4), Holds(num_ranks=1, num_blocks=ROOM)
     living = {}
     for number in range(200):
@@ -222,9 +212,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine: Apart, held: He
     assert engine.leased == 0
 
 
-def test_the_end_waits_for_the_present_copy_only(
-    engine: Apart, held: HeldBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_for_the_present_copy_only(engine, held, monkeypatch):
     copied: list[int] = []
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -255,7 +243,7 @@ def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
     return asked
 
 
-def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have() -> None:
+def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
     holds = Holds(num_ranks=3, num_blocks=10)
     asked = begin(holds, 6, first=2)
     holds.hear({0: 5}, {0: 1})
@@ -265,7 +253,7 @@ def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have() 
     assert (asked.num_sound, asked.end) == (4, 6)
 
 
-def test_the_ranks_are_told_once() -> None:
+def test_the_ranks_are_told_once():
     holds = Holds(num_ranks=1, num_blocks=10)
     asked = begin(holds, 6)
     assert holds.take() == ((Hold(0, LEASED, 0, 6),), ())
@@ -274,21 +262,21 @@ def test_the_ranks_are_told_once() -> None:
     assert holds.take() == ((), ())
 
 
-def test_what_is_dropped_before_they_are_told_is_never_told() -> None:
+def test_what_is_dropped_before_they_are_told_is_never_told():
     holds = Holds(num_ranks=2, num_blocks=10)
     holds.drop(begin(holds, 6))
     assert holds.take() == ((), ())
     assert holds.room == 10
 
 
-def test_no_more_is_held_than_there_is_room_for() -> None:
+def test_no_more_is_held_than_there_is_room_for():
     holds = Holds(num_ranks=1, num_blocks=10)
     begin(holds, 6)
     assert holds.begin(LEASED, first=0, stop=5) is None
     assert holds.begin(LEASED, first=0, stop=4) is not None
 
 
-def test_room_comes_back_with_the_load_of_an_answered_hold() -> None:
+def test_room_comes_back_with_the_load_of_an_answered_hold():
     holds = Holds(num_ranks=1, num_blocks=10)
     asked = begin(holds, 6)
     holds.take()
@@ -298,7 +286,7 @@ def test_room_comes_back_with_the_load_of_an_answered_hold() -> None:
     assert holds.room == 10
 
 
-def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it() -> None:
+def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it():
     holds = Holds(num_ranks=2, num_blocks=10)
     asked = begin(holds, 6)
     holds.take()
@@ -309,7 +297,7 @@ def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it() -> None
     assert holds.room == 10
 
 
-def test_after_any_life_all_room_is_back() -> None:
+def test_after_any_life_all_room_is_back():
     for seed in range(50):
         chance, holds = random.Random(seed), Holds(num_ranks=2, num_blocks=20)
         living: list[Asked] = []

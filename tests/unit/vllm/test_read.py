@@ -1,7 +1,6 @@
 """What kvray reads of vLLM: requests, the caches that it registers, its configuration."""
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,13 +53,13 @@ def read(reader: RequestReader, **changes: Any) -> AskedRequest:
     return found
 
 
-def test_a_text_is_its_tokens_with_what_it_has_generated(reader: RequestReader) -> None:
+def test_a_text_is_its_tokens_with_what_it_has_generated(reader):
     found = read(reader)
     assert (found.request_id, found.tokens, found.prompt_len) == (7, TOKENS, 5)
     assert found.identity.is_plain
 
 
-def test_a_salt_is_part_of_it(reader: RequestReader) -> None:
+def test_a_salt_is_part_of_it(reader):
     assert read(reader, cache_salt="a").identity.salt == "a"
 
 
@@ -76,13 +75,11 @@ def test_a_salt_is_part_of_it(reader: RequestReader) -> None:
         {"mm_features": [feature("")]},
     ],
 )
-def test_more_than_tokens_bypasses_the_cache(
-    reader: RequestReader, changes: dict[str, Any]
-) -> None:
+def test_more_than_tokens_bypasses_the_cache(reader, changes):
     assert reader.read(request(**changes), 7, 0) is None
 
 
-def test_media_differ_by_name_place_length_and_mask(reader: RequestReader) -> None:
+def test_media_differ_by_name_place_length_and_mask(reader):
     kinds = [
         feature("a"),
         feature("b"),
@@ -97,8 +94,8 @@ def test_media_differ_by_name_place_length_and_mask(reader: RequestReader) -> No
 
 
 def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
-    reader: RequestReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    reader, tmp_path, monkeypatch
+):
     monkeypatch.setattr("kvray.engine.model.adapters._WAIT_S", 10.0)
     loras = []
     for number in (1, 2):
@@ -148,7 +145,7 @@ def caches(of: SimpleNamespace) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed: bool) -> None:
+def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed):
     described = cache_config(is_packed=is_packed)
     tensors = caches(described)
     (group,) = read_layout(tensors, described).groups
@@ -158,7 +155,7 @@ def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed: bool) -> None:
     assert [step.layers for region in group.own for step in region.steps] == [(0,), (1,), (2,)]
 
 
-def test_pages_are_the_engine_s_own_memory() -> None:
+def test_pages_are_the_engine_s_own_memory():
     described = cache_config()
     tensors = caches(described)
     (group,) = read_layout(tensors, described).groups
@@ -166,21 +163,21 @@ def test_pages_are_the_engine_s_own_memory() -> None:
     assert (tensors["model.layers.1.attn"][2] == 7).all()
 
 
-def test_a_latent_cache_is_the_same_on_all_ranks() -> None:
+def test_a_latent_cache_is_the_same_on_all_ranks():
     for head_size_v, expected in ((0, (1, 1)), (8, (2, 4))):
         described = cache_config(head_size_v=head_size_v)
         layout = read_layout(caches(described), described)
         assert (layout.kv_factor, layout.num_parts(4)) == expected
 
 
-def test_several_groups_of_layers_are_refused() -> None:
+def test_several_groups_of_layers_are_refused():
     described = cache_config()
     described.kv_cache_groups *= 2
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
         read_layout(caches(cache_config()), described)
 
 
-def test_a_layer_without_a_cache_is_refused() -> None:
+def test_a_layer_without_a_cache_is_refused():
     described = cache_config()
     tensors = caches(described)
     del tensors["model.layers.2.attn"]
@@ -191,7 +188,7 @@ def test_a_layer_without_a_cache_is_refused() -> None:
         read_layout(tensors, described)
 
 
-def test_a_layer_that_lies_elsewhere_is_refused() -> None:
+def test_a_layer_that_lies_elsewhere_is_refused():
     described = cache_config()
     tensors = caches(described)
     tensors["model.layers.1.attn"] = tensors["model.layers.1.attn"].clone()
@@ -199,7 +196,7 @@ def test_a_layer_that_lies_elsewhere_is_refused() -> None:
         read_layout(tensors, described)
 
 
-def test_blocks_that_overlap_are_refused() -> None:
+def test_blocks_that_overlap_are_refused():
     described = cache_config(page_size_bytes=2 * PAGE)
     with pytest.raises(ConfigError, match="do not overlap"):
         read_layout(caches(described), described)
@@ -221,7 +218,7 @@ def config(
     return SimpleNamespace(**{**fields, **more})
 
 
-def test_what_is_served_starts() -> None:
+def test_what_is_served_starts():
     refuse_unsupported(config())
     refuse_unsupported(config(cache={"cache_dtype": "fp8"}))
 
@@ -238,6 +235,6 @@ def test_what_is_served_starts() -> None:
         ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "set it to kv_both"),
     ],
 )
-def test_what_is_not_served_is_refused_with_a_sentence(changes: dict[str, Any], said: str) -> None:
+def test_what_is_not_served_is_refused_with_a_sentence(changes, said):
     with pytest.raises(ConfigError, match=said):
         refuse_unsupported(config(**changes))

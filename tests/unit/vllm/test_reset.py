@@ -83,7 +83,7 @@ def half(shard: Shard, scheduling: Any) -> Iterator[Any]:
         stored.close()
 
 
-def test_a_reset_of_the_connector_holds_until_a_version_is_named(half: Any) -> None:
+def test_a_reset_of_the_connector_holds_until_a_version_is_named(half):
     pool = half._leader.shared.pool
     assert ask(half, "a") == HIT
     half.reset()
@@ -95,7 +95,7 @@ def test_a_reset_of_the_connector_holds_until_a_version_is_named(half: Any) -> N
     assert ask(half, "d") == HIT
 
 
-def test_what_was_held_of_the_weights_before_is_not_promised(half: Any) -> None:
+def test_what_was_held_of_the_weights_before_is_not_promised(half):
     """A client names other weights while the ranks copy, and again once they hold it."""
     request, pool = asked("a"), half._leader.shared.pool
     assert half.ask(request, 0) is None

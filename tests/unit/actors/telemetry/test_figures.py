@@ -86,7 +86,7 @@ def check_declared(figures: Figures) -> None:
             assert len(labels) == len(declared.labels), name
 
 
-def test_a_shards_figures_are_declared_and_those_of_its_status(shard: Shard) -> None:
+def test_a_shards_figures_are_declared_and_those_of_its_status(shard):
     arena = open_arena(Path(shard.status()["directory"]))
     try:
         store(arena, chain(3))
@@ -111,7 +111,7 @@ def test_a_shards_figures_are_declared_and_those_of_its_status(shard: Shard) -> 
     assert found["announcement_seconds_total", (NODE,)] > 0
 
 
-def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard: Shard) -> None:
+def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard):
     report(shard, requests=1)
     status = shard.status()
     mine = MINE.digest().hex()[:8]
@@ -132,7 +132,7 @@ def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard
     assert quotas == [mine]
 
 
-def test_what_an_adopted_arena_had_counted_is_not_counted_again(shard: Shard) -> None:
+def test_what_an_adopted_arena_had_counted_is_not_counted_again(shard):
     status = shard.status()
     status["arena"]["shard_epoch"] = 2
 
@@ -141,14 +141,14 @@ def test_what_an_adopted_arena_had_counted_is_not_counted_again(shard: Shard) ->
     assert {one.source: one.counted_before for one in figures.totals}["arena"]
 
 
-def test_a_shard_that_does_not_serve_says_so_and_no_more() -> None:
+def test_a_shard_that_does_not_serve_says_so_and_no_more():
     figures = ShardFigures(f"kvray-shard-{NODE}", 0.0).of({"state": "preparing"}, 1.0)
 
     assert figures.gauges == {("shard_serving", (NODE,)): 0.0}
     assert figures.totals == []
 
 
-def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
+def test_figures_of_lookup_mover_and_supervisor_are_declared():
     lookup = Lookup()
     lookup.match(b"k" * 64, 1, time.monotonic())
 
@@ -163,7 +163,7 @@ def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
     check_declared(PartCounts().note({"kvray-shard-a"}, set(), []))
 
 
-def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_namespace() -> None:
+def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_namespace():
     made = ShardFigures(f"kvray-shard-{NODE}", 0.0)
     made._namespaces.add("3f0a91c2")
     curve = {"own": 0.1, "host": [0.2, 0.3], "disk": [0.05, 0.0], "error": [0.01, 0.02]}
@@ -197,7 +197,7 @@ def total(figures: Figures, name: str, kind: str) -> float:
     return one.totals[name, (kind,)]
 
 
-def test_a_part_that_starts_is_no_outage_and_one_that_stops_is_one() -> None:
+def test_a_part_that_starts_is_no_outage_and_one_that_stops_is_one():
     counts = all_parts()
     counts.note(ALL, LESS, [])
     counts.note(ALL, ALL, [])
@@ -211,7 +211,7 @@ def test_a_part_that_starts_is_no_outage_and_one_that_stops_is_one() -> None:
     assert total(figures, "outages_total", "lookup") == 0
 
 
-def test_a_part_whose_node_has_left_is_no_outage() -> None:
+def test_a_part_whose_node_has_left_is_no_outage():
     counts = all_parts()
     counts.note(ALL, ALL, [])
 
@@ -223,7 +223,7 @@ def test_a_part_whose_node_has_left_is_no_outage() -> None:
     assert figures.gauges["answering_parts", ("shard",)] == 1
 
 
-def test_a_part_that_was_not_asked_has_not_stopped() -> None:
+def test_a_part_that_was_not_asked_has_not_stopped():
     counts = all_parts()
     counts.note(ALL, ALL, [])
     figures = counts.note({"kvray-shard-b"}, set(), [])
@@ -233,7 +233,7 @@ def test_a_part_that_was_not_asked_has_not_stopped() -> None:
     assert total(figures, "outages_total", "shard") == 1
 
 
-def test_frozen_parts_that_were_ended_are_counted() -> None:
+def test_frozen_parts_that_were_ended_are_counted():
     figures = all_parts().note(ALL, LESS, ["kvray-shard-a"])
 
     assert total(figures, "ended_parts_total", "shard") == 1
@@ -279,7 +279,7 @@ class Exported:
         self._increments.retain({one.source for one in found})
 
 
-def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all() -> None:
+def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all():
     counters = {
         "requests": 4,
         "hit_tokens": 100,
@@ -300,14 +300,14 @@ def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all() -> None:
     }
 
 
-def test_reasons_that_nobody_knows_are_one_label() -> None:
+def test_reasons_that_nobody_knows_are_one_label():
     totals = totals_of({"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3})
 
     misses = {labels: value for (name, labels), value in totals.items()}
     assert misses == {("evicted",): 1, ("other",): 5}
 
 
-def test_unsaved_blocks_have_the_reasons_that_engines_name() -> None:
+def test_unsaved_blocks_have_the_reasons_that_engines_name():
     counters = {f"dropped_blocks_{reason}": 2 for reason in REASONS}
     totals = totals_of({"dropped_blocks": 2 * len(REASONS) + 3, **counters, "dropped_blocks_x": 3})
 
@@ -318,7 +318,7 @@ def test_unsaved_blocks_have_the_reasons_that_engines_name() -> None:
     assert unsaved == {**dict.fromkeys(REASONS, 2), "other": 3}
 
 
-def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None:
+def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum():
     timings = TimeHistogram()
     for nanoseconds in (1_000, 40_000, 40_000, 1_000_000, 10**11):
         timings.observe(nanoseconds)
@@ -338,14 +338,14 @@ def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None
     assert totals["lease_seconds_sum_total", ()] == 100.001081
 
 
-def test_a_bound_that_is_none_of_ours_counts_in_the_next_one() -> None:
+def test_a_bound_that_is_none_of_ours_counts_in_the_next_one():
     totals = totals_of({"stage_ns_below_100000": 2, "stage_us_sum": 150})
 
     assert totals["stage_seconds_bucket_total", (f"{2**17 / 1e9:.9f}",)] == 2
     assert totals["stage_seconds_bucket_total", (f"{2**16 / 1e9:.9f}",)] == 0
 
 
-def test_an_engine_that_is_restarted_counts_on() -> None:
+def test_an_engine_that_is_restarted_counts_on():
     exported = Exported(RankFigures("node", 0.0))
     exported.look({"requests": 10, "uptime_s": 50}, 50.0)
     exported.look({"requests": 12, "uptime_s": 60}, 60.0)
@@ -356,7 +356,7 @@ def test_an_engine_that_is_restarted_counts_on() -> None:
     assert exported.sums["requests_total", ()] == 32
 
 
-def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
+def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice():
     exported = Exported(RankFigures("node", 1000.0))
     exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
     assert exported.sums["requests_total", ()] == 0
@@ -368,7 +368,7 @@ def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
     assert exported.sums["requests_total", ()] == 10, "its next life counts from 0"
 
 
-def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice() -> None:
+def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice():
     exported = Exported(RankFigures("node", 1000.0))
     exported.look({}, 1001.0)
 
@@ -378,7 +378,7 @@ def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted
     assert exported.sums["requests_total", ()] == 1
 
 
-def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
+def test_an_engine_that_comes_and_goes_is_not_counted_twice():
     exported = Exported(RankFigures("node", 0.0))
     exported.look({"requests": 5, "uptime_s": 30}, 31.0)
 
@@ -388,7 +388,7 @@ def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
     assert exported.sums["requests_total", ()] == 6
 
 
-def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request() -> None:
+def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request():
     exported = Exported(RankFigures("node", 1000.0))
 
     exported.look({"requests": 5, "uptime_s": 30}, 1031.0)
@@ -396,7 +396,7 @@ def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_reque
     assert exported.sums["requests_total", ()] == 5
 
 
-def test_ranks_beyond_a_number_share_their_labels() -> None:
+def test_ranks_beyond_a_number_share_their_labels():
     figures = RankFigures("node", 0.0)
     ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]
 
@@ -407,7 +407,7 @@ def test_ranks_beyond_a_number_share_their_labels() -> None:
     assert ("node", "other", "0") in labels
 
 
-def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one() -> None:
+def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one():
     strange = rank({"requests": 1}, replica="a\udc80" + "b" * 300)
 
     ((_, name, _),) = counted(RankFigures("node", 0.0).look([strange], 1.0))
@@ -415,7 +415,7 @@ def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one() -> None:
     assert name.encode().decode() == "a?" + "b" * 62
 
 
-def test_however_many_have_come_and_gone_those_that_are_here_are_named() -> None:
+def test_however_many_have_come_and_gone_those_that_are_here_are_named():
     figures = RankFigures("node", 0.0)
     for number in range(200):
         gone = [rank({"requests": 1}, replica=f"r{number}", connected=False)]
@@ -428,7 +428,7 @@ def test_however_many_have_come_and_gone_those_that_are_here_are_named() -> None
     assert len(found.gauges) == 129
 
 
-def test_what_has_grown_is_given_once() -> None:
+def test_what_has_grown_is_given_once():
     increments: Increments[str] = Increments()
 
     assert increments.take("rank", {"hits": 5}) == {"hits": 5}
@@ -436,14 +436,14 @@ def test_what_has_grown_is_given_once() -> None:
     assert increments.take("rank", {"hits": 7, "misses": 1}) == {"hits": 2, "misses": 1}
 
 
-def test_what_somebody_else_has_given_is_not_given_again() -> None:
+def test_what_somebody_else_has_given_is_not_given_again():
     increments: Increments[str] = Increments()
 
     assert increments.take("arena", {"stored": 900}, counted_before=True) == {"stored": 0}
     assert increments.take("arena", {"stored": 902}, counted_before=True) == {"stored": 2}
 
 
-def test_a_total_that_falls_gives_nothing_until_it_is_higher_than_ever() -> None:
+def test_a_total_that_falls_gives_nothing_until_it_is_higher_than_ever():
     increments: Increments[str] = Increments()
     increments.take("rank", {"not_stored": 10})
 
@@ -452,7 +452,7 @@ def test_a_total_that_falls_gives_nothing_until_it_is_higher_than_ever() -> None
     assert increments.take("rank", {"not_stored": 11}) == {"not_stored": 1}
 
 
-def test_sources_do_not_meet_and_those_that_are_gone_are_forgotten() -> None:
+def test_sources_do_not_meet_and_those_that_are_gone_are_forgotten():
     increments: Increments[str] = Increments()
     increments.take("a", {"hits": 5})
     assert increments.take("b", {"hits": 3}) == {"hits": 3}
@@ -471,9 +471,7 @@ def test_sources_do_not_meet_and_those_that_are_gone_are_forgotten() -> None:
     ),
     st.booleans(),
 )
-def test_over_any_lives_the_increments_add_up_to_what_was_counted(
-    lives: list[list[tuple[str, int]]], counted_before: bool
-) -> None:
+def test_over_any_lives_the_increments_add_up_to_what_was_counted(lives, counted_before):
     increments: Increments[str] = Increments()
     given_, counted = {"x": 0.0, "y": 0.0}, {"x": 0, "y": 0}
     is_first_look = True

@@ -59,7 +59,7 @@ def log() -> Log:
     return Log(logger, output)
 
 
-def test_a_line_has_time_level_logger_tier_and_who(log: Log) -> None:
+def test_a_line_has_time_level_logger_tier_and_who(log):
     log.tick("no room")
     (line,) = log.lines
     time, level, name, text = line[:23], *line[24:].split(" ", 2)
@@ -68,12 +68,12 @@ def test_a_line_has_time_level_logger_tier_and_who(log: Log) -> None:
     assert text == f"{TIER}/{WHO}: cannot do it: no room"
 
 
-def test_who_is_not_said_twice(log: Log) -> None:
+def test_who_is_not_said_twice(log):
     log.logger.warning("%s: holder %s died", WHO, "engine")
     assert log.lines[0].endswith(f"kvray.shard {TIER}/{WHO}: holder engine died")
 
 
-def test_a_sentence_of_several_lines_is_one_line_and_a_traceback_follows_it(log: Log) -> None:
+def test_a_sentence_of_several_lines_is_one_line_and_a_traceback_follows_it(log):
     log.tick("first\nsecond")
     try:
         raise ValueError("a defect")
@@ -85,7 +85,7 @@ def test_a_sentence_of_several_lines_is_one_line_and_a_traceback_follows_it(log:
     assert traceback[-1] == "ValueError: a defect"
 
 
-def test_what_fails_every_second_for_an_hour_is_said_every_ten_minutes(log: Log) -> None:
+def test_what_fails_every_second_for_an_hour_is_said_every_ten_minutes(log):
     for _ in range(3_600):
         log.tick("the lookup does not answer")
     first, *others = log.lines
@@ -94,14 +94,14 @@ def test_what_fails_every_second_for_an_hour_is_said_every_ten_minutes(log: Log)
     assert all(line.endswith("(599 more like it since it was said)") for line in others)
 
 
-def test_sentences_that_differ_each_time_are_at_most_ten_a_minute(log: Log) -> None:
+def test_sentences_that_differ_each_time_are_at_most_ten_a_minute(log):
     for count in range(600):
         log.tick(f"{count} bytes are left")
     assert len(log.lines) == 10 * 10
     assert log.lines[10].endswith("60 bytes are left (50 more like it since it was said)")
 
 
-def test_what_is_said_often_keeps_nothing_else_from_being_said(log: Log) -> None:
+def test_what_is_said_often_keeps_nothing_else_from_being_said(log):
     for count in range(100):
         log.tick(f"{count} bytes are left", seconds=0.0)
     log.event("node 1 is gone")
@@ -112,7 +112,7 @@ def test_what_is_said_often_keeps_nothing_else_from_being_said(log: Log) -> None
     ]
 
 
-def test_what_it_remembers_is_bounded(log: Log) -> None:
+def test_what_it_remembers_is_bounded(log):
     quiet = log.logger.handlers[0].filters[0]
     assert isinstance(quiet, Quiet)
     for count in range(5_000):
@@ -120,7 +120,7 @@ def test_what_it_remembers_is_bounded(log: Log) -> None:
     assert len(quiet._counts) <= 1_024
 
 
-def test_threads_may_log_at_once(log: Log) -> None:
+def test_threads_may_log_at_once(log):
     def ticks(thread: int) -> None:
         for count in range(400):
             log.logger.warning("thread %d: %d", thread, count)
@@ -133,9 +133,7 @@ def test_threads_may_log_at_once(log: Log) -> None:
     assert len(log.lines) == 10
 
 
-def test_a_sentence_that_does_not_fit_its_values_ends_nobody(
-    log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sentence_that_does_not_fit_its_values_ends_nobody(log, capsys, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", True)  # which NIXL, once imported, turns off
     log.logger.warning("%d blocks", "no number")
     assert "no number" in capsys.readouterr().err
@@ -143,7 +141,7 @@ def test_a_sentence_that_does_not_fit_its_values_ends_nobody(
     assert log.lines[-1].endswith("goes on")
 
 
-def test_an_engines_process_is_left_its_logging() -> None:
+def test_an_engines_process_is_left_its_logging():
     looked = subprocess.run(
         [
             sys.executable,

@@ -3,8 +3,6 @@
 import logging
 import threading
 
-import pytest
-
 from kvray.actors.telemetry import metrics_export
 from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metrics_export import MetricsExport, MetricsThread
@@ -13,9 +11,7 @@ from kvray.errors import ShardUnavailable
 PATIENT_S = 60.0
 
 
-def test_what_goes_wrong_is_logged_once_and_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_goes_wrong_is_logged_once_and_tried_again(caplog):
     looks, enough = [], threading.Event()
 
     def look(now: float) -> Figures:
@@ -36,9 +32,7 @@ def test_what_goes_wrong_is_logged_once_and_tried_again(
     ]
 
 
-def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(caplog):
     def look(_: float) -> Figures:
         raise ShardUnavailable("The arena is closed.")
 
@@ -48,7 +42,7 @@ def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(
     assert caplog.records == []
 
 
-def test_figures_are_not_looked_at_twice_in_a_moment() -> None:
+def test_figures_are_not_looked_at_twice_in_a_moment():
     looks: list[float] = []
 
     def look(now: float) -> Figures:
@@ -62,9 +56,7 @@ def test_figures_are_not_looked_at_twice_in_a_moment() -> None:
     assert looks == [10.0, 11.0]
 
 
-def test_the_more_work_it_is_to_look_the_longer_is_the_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_more_work_it_is_to_look_the_longer_is_the_pause(monkeypatch):
     worked_s = 0.0
     monkeypatch.setattr(metrics_export.time, "thread_time", lambda: worked_s)
     looks: list[float] = []

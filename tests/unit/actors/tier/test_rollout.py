@@ -41,7 +41,7 @@ def changed(setting: str) -> dict[str, Any]:
     return {**DEFAULTS, setting: other}
 
 
-def test_nothing_is_decided_of_settings_that_there_are_not() -> None:
+def test_nothing_is_decided_of_settings_that_there_are_not():
     sections = {name.partition(".")[0] for name in DEFAULTS}
     assert [
         name
@@ -51,7 +51,7 @@ def test_nothing_is_decided_of_settings_that_there_are_not() -> None:
 
 
 @pytest.mark.parametrize("setting", [name for name in DEFAULTS if name != "cluster_name"])
-def test_another_value_restarts_the_parts_that_were_started_with_the_setting(setting: str) -> None:
+def test_another_value_restarts_the_parts_that_were_started_with_the_setting(setting):
     planned = plan(tier(), changed(setting))
     if effect_of(setting) is Effect.NOTHING:
         assert planned.steps == ()
@@ -63,12 +63,12 @@ def test_another_value_restarts_the_parts_that_were_started_with_the_setting(set
     assert bool(planned.costs) == (effect_of(setting) is Effect.RECREATE)
 
 
-def test_a_tier_as_it_should_be_needs_nothing() -> None:
+def test_a_tier_as_it_should_be_needs_nothing():
     assert plan(tier(), DEFAULTS).steps == ()
     assert plan(tier(), DEFAULTS, installed=INSTALLED).steps == ()
 
 
-def test_what_a_run_before_has_restarted_already_is_left_alone() -> None:
+def test_what_a_run_before_has_restarted_already_is_left_alone():
     wanted = changed("arena.free_target")
     parts = tier()
     parts |= {name: made(settings=wanted) for name in (SUPERVISOR_NAME, SHARD, MOVER)}
@@ -76,18 +76,18 @@ def test_what_a_run_before_has_restarted_already_is_left_alone() -> None:
     assert names(plan(parts, wanted)) == [f"{SHARD_PREFIX}b"]
 
 
-def test_one_node_follows_the_other_each_with_its_shard_first() -> None:
+def test_one_node_follows_the_other_each_with_its_shard_first():
     parts = tier() | {f"{SHARD_PREFIX}b": made(), f"{MOVER_PREFIX}b": made()}
     planned = plan(parts, changed("staging.fetches_max"))
     assert names(planned) == [SUPERVISOR_NAME, SHARD, MOVER, f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"]
 
 
-def test_reasons_name_the_setting_and_both_values() -> None:
+def test_reasons_name_the_setting_and_both_values():
     (step,) = plan({SHARD: made()}, changed("arena.free_target")).steps
     assert step.reasons == ("arena.free_target is 7.5 now and was 0.05",)
 
 
-def test_what_costs_blocks_is_refused_by_name_unless_it_is_meant() -> None:
+def test_what_costs_blocks_is_refused_by_name_unless_it_is_meant():
     planned = plan(tier(), {**DEFAULTS, "arena.capacity": 1, "arena.free_target": 0.1})
     with pytest.raises(ConfigError, match=r"arena\.capacity is 1 now and was 4GiB") as error:
         check_costs(planned, recreate=False)
@@ -97,33 +97,31 @@ def test_what_costs_blocks_is_refused_by_name_unless_it_is_meant() -> None:
 
 
 @pytest.mark.parametrize(("setting", "retire"), [("arena.numa", True), ("arena.slab", False)])
-def test_an_arena_that_the_next_shard_would_take_over_is_retired(
-    setting: str, retire: bool
-) -> None:
+def test_an_arena_that_the_next_shard_would_take_over_is_retired(setting, retire):
     steps = {step.name: step for step in plan(tier(), changed(setting)).steps}
     assert steps[SHARD].retire is retire
 
 
-def test_other_code_restarts_everything_that_runs_it() -> None:
+def test_other_code_restarts_everything_that_runs_it():
     now = {"node": {**INSTALLED["node"], "code": "2"}}
     assert names(plan(tier(), DEFAULTS, installed=now)) == list(PARTS)
     assert plan(tier(), DEFAULTS, installed={}).steps == (), "its node is gone"
 
 
-def test_another_format_of_the_arena_costs_its_blocks() -> None:
+def test_another_format_of_the_arena_costs_its_blocks():
     now = {"node": {"code": "2", "version": "0.2.0", "arena_format": 4}}
     planned = plan(tier(), DEFAULTS, installed=now)
     assert planned.costs == ["the arena's format is 4 now and was 3"]
     assert planned.steps[0].reasons == ("kvray is 0.2.0 now and was 0.1.0",)
 
 
-def test_a_part_that_has_failed_is_restarted_and_so_is_what_is_asked_for() -> None:
+def test_a_part_that_has_failed_is_restarted_and_so_is_what_is_asked_for():
     parts = tier() | {SHARD: made(state="failed")}
     assert names(plan(parts, DEFAULTS)) == [SHARD]
     assert names(plan(tier(), DEFAULTS, restart=True)) == list(PARTS)
 
 
-def test_what_differs_on_nodes_with_a_label_concerns_those_only() -> None:
+def test_what_differs_on_nodes_with_a_label_concerns_those_only():
     parts = {SHARD: made(), f"{SHARD_PREFIX}b": made(node_id="big"), MOVER: made(node_id="big")}
     labels = {"big": {"pool": "big"}, "node": {"pool": "small"}}
     planned = plan(parts, changed("nodes"), labels=labels)
@@ -134,14 +132,14 @@ def test_what_differs_on_nodes_with_a_label_concerns_those_only() -> None:
     assert plan(parts, changed("nodes"), labels=labels).steps == ()
 
 
-def test_a_setting_that_a_part_has_never_heard_of_had_its_default() -> None:
+def test_a_setting_that_a_part_has_never_heard_of_had_its_default():
     older = {name: value for name, value in DEFAULTS.items() if name != "arena.policy"}
     assert plan({SHARD: made(settings=older)}, DEFAULTS).steps == ()
     (step,) = plan({SHARD: made(settings=older)}, changed("arena.policy")).steps
     assert step.reasons == ("arena.policy is other now and was gittins",)
 
 
-def test_settings_are_plain_values_under_dotted_names() -> None:
+def test_settings_are_plain_values_under_dotted_names():
     config = load_config(overrides={"arena.dir": "/x", "arena.quotas": {"ab": "1GiB"}}, environ={})
     settings = settings_of(config)
     assert settings["arena.dir"] == "/x"
@@ -167,7 +165,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_wait_in_which_nothing_moves_ends(clock: Clock) -> None:
+def test_a_wait_in_which_nothing_moves_ends(clock):
     wait = Patience(30)
     assert not wait.is_over("starting")
     clock.now += 29
@@ -176,7 +174,7 @@ def test_a_wait_in_which_nothing_moves_ends(clock: Clock) -> None:
     assert wait.is_over("starting")
 
 
-def test_a_wait_in_which_something_moves_goes_on_until_it_has_taken_long(clock: Clock) -> None:
+def test_a_wait_in_which_something_moves_goes_on_until_it_has_taken_long(clock):
     wait = Patience(30, most_s=100)
     for done in range(4):
         clock.now += 25
@@ -185,7 +183,7 @@ def test_a_wait_in_which_something_moves_goes_on_until_it_has_taken_long(clock: 
     assert wait.is_over(5)
 
 
-def test_a_look_may_have_a_limit_of_its_own(clock: Clock) -> None:
+def test_a_look_may_have_a_limit_of_its_own(clock):
     wait = Patience(30)
     wait.is_over("no node")
     clock.now += 5

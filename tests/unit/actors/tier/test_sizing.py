@@ -35,7 +35,7 @@ def node(name: str, scale: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_nodes_add_up_by_what_they_see_in_a_second() -> None:
+def test_nodes_add_up_by_what_they_see_in_a_second():
     other = node("b", 2, num_tokens=3000, own=0.3, host=[0.4] * 4, error=[0.04] * 4)
     found = combined([node("a"), other, {"shard": "c", "state": "preparing"}])
     (entry,) = found["namespaces"]
@@ -48,7 +48,7 @@ def test_nodes_add_up_by_what_they_see_in_a_second() -> None:
     assert entry["error"] == pytest.approx([((0.03 / 4) ** 2 + 0.03**2) ** 0.5] * 4, abs=1e-4)
 
 
-def test_a_node_without_a_curve_is_named_and_not_counted() -> None:
+def test_a_node_without_a_curve_is_named_and_not_counted():
     silent = {"shard": "b", "traffic": {"namespaces": {}, "age_s": None, "lost_prompts": 7}}
     found = combined([node("a"), silent])
     assert (found["nodes"], found["nodes_with_curve"], found["lost_prompts"]) == (2, 1, 8)
@@ -57,7 +57,7 @@ def test_a_node_without_a_curve_is_named_and_not_counted() -> None:
     assert combined([])["age_s"] is None
 
 
-def test_the_least_memory_worth_running_lies_where_a_point_comes_from_it() -> None:
+def test_the_least_memory_worth_running_lies_where_a_point_comes_from_it():
     def worth(*host: float) -> int | None:
         (entry,) = combined([node("a", host=list(host))])["namespaces"]
         found: int | None = entry["worth_from_bytes"]
@@ -69,7 +69,7 @@ def test_the_least_memory_worth_running_lies_where_a_point_comes_from_it() -> No
     assert worth(0.0, 0.0, 0.001, 0.002) is None
 
 
-def test_between_two_points_the_curve_is_a_line_over_the_logarithm() -> None:
+def test_between_two_points_the_curve_is_a_line_over_the_logarithm():
     (entry,) = combined([node("a")])["namespaces"]
     middle = found_with(entry, 40 * 2**0.5)
     assert middle is not None

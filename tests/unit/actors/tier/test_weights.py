@@ -43,16 +43,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.mark.parametrize(("version", "text"), [("a", "a"), (7, "7"), (0, "0"), (None, None)])
-def test_every_shard_of_the_replica_is_told_once(
-    cluster: Cluster, version: Any, text: str | None
-) -> None:
+def test_every_shard_of_the_replica_is_told_once(cluster, version, text):
     cluster.ranks = {0: "a", 1: "a", 2: "b", 3: "b"}
     cluster.answers = {"a": {0: 4, 1: 4}, "b": {2: 4, 3: 4}}
     assert cluster.name(version) == [0, 1, 2, 3]
     assert cluster.told == [("a", text), ("b", text)]
 
 
-def test_a_shard_that_did_not_answer_is_told_of(cluster: Cluster) -> None:
+def test_a_shard_that_did_not_answer_is_told_of(cluster):
     cluster.ranks = {0: "a", 1: "b"}
     cluster.answers = {"a": {0: 2}, "b": ShardUnavailable("b is gone.")}
     with pytest.raises(ShardUnavailable, match="b is gone"):
@@ -60,14 +58,14 @@ def test_a_shard_that_did_not_answer_is_told_of(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("known", [{0: "a"}, {1: "a"}])
-def test_ranks_that_nobody_knows_now_are_missed(cluster: Cluster, known: dict[int, str]) -> None:
+def test_ranks_that_nobody_knows_now_are_missed(cluster, known):
     cluster.ranks = known
     cluster.answers = {"a": dict.fromkeys(known, 2)}
     with pytest.raises(ShardUnavailable, match=rf"Ranks \[{1 - min(known)}\] of replica 'one'"):
         cluster.name("2")
 
 
-def test_an_engine_that_has_ended_cannot_be_told(cluster: Cluster) -> None:
+def test_an_engine_that_has_ended_cannot_be_told(cluster):
     with pytest.raises(ConfigError, match="No engine of a replica 'one' is connected"):
         cluster.name("2")
     cluster.ranks, cluster.answers = {0: "a"}, {"a": {}}
@@ -76,9 +74,7 @@ def test_an_engine_that_has_ended_cannot_be_told(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "x" * 257, True, 1.5, b"2", []])
-def test_what_is_no_version_is_refused_before_anybody_is_told(
-    cluster: Cluster, version: Any
-) -> None:
+def test_what_is_no_version_is_refused_before_anybody_is_told(cluster, version):
     cluster.ranks, cluster.answers = {0: "a"}, {"a": {0: 1}}
     with pytest.raises(ConfigError, match="A version of weights is a number, or a text"):
         cluster.name(version)

@@ -37,7 +37,7 @@ def files_limit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_this_machine_has_no_fault() -> None:
+def test_this_machine_has_no_fault():
     found = {one.check: one for one in machine.machine_findings(DEFAULTS)}
     assert not [one for one in found.values() if one.verdict == "fault"]
     assert found["software"].says.startswith("kvray ")
@@ -45,13 +45,13 @@ def test_this_machine_has_no_fault() -> None:
     assert all(one.fix for one in found.values() if one.verdict == "hint")
 
 
-def test_few_open_files_are_a_hint(files_limit: None) -> None:
+def test_few_open_files_are_a_hint(files_limit):
     one = machine._open_files()
     assert one.verdict == "hint"
     assert "ulimit -n" in one.fix
 
 
-def test_nixl_is_not_tried_where_it_is_not_configured() -> None:
+def test_nixl_is_not_tried_where_it_is_not_configured():
     config = load_config(overrides={"staging.transports": ["object_ref"]}, environ={})
     assert machine._nixl(config).verdict == "skipped"
 
@@ -64,9 +64,7 @@ def test_nixl_is_not_tried_where_it_is_not_configured() -> None:
         ("import a_library_of_it", "does not load (No module named 'a_library_of_it')"),
     ],
 )
-def test_nixl_that_is_broken_is_not_said_to_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: str
-) -> None:
+def test_nixl_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatch, module, words):
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text("")
     (tmp_path / "nixl" / "_bindings.py").write_text(module)
@@ -76,9 +74,7 @@ def test_nixl_that_is_broken_is_not_said_to_be_missing(
     assert "pip install" not in one.says + one.fix
 
 
-def test_connector_that_cannot_be_imported_is_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connector_that_cannot_be_imported_is_a_fault(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one = machine._connector()
@@ -86,7 +82,7 @@ def test_connector_that_cannot_be_imported_is_a_fault(
     assert "torch is broken here" in one.says
 
 
-def test_locked_memory_matters_to_rdma_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_memory_matters_to_rdma_only(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, before[1]))
     try:
@@ -97,7 +93,7 @@ def test_locked_memory_matters_to_rdma_only(monkeypatch: pytest.MonkeyPatch) -> 
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
-def test_a_secret_that_cannot_be_used_is_a_fault(tmp_path: Path) -> None:
+def test_a_secret_that_cannot_be_used_is_a_fault(tmp_path):
     token = tmp_path / "token"
     token.write_text("0123456789abcdef")
     config = load_config(overrides={"security.auth_token_file": str(token)}, environ={})
@@ -155,9 +151,7 @@ def frozen(shard: ShardProcess) -> Iterator[None]:
         os.kill(shard.pid, signal.SIGCONT)
 
 
-def test_environment_in_which_everything_works_has_no_fault(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_environment_in_which_everything_works_has_no_fault(shard, config):
     found = {one.check: one for one in arena_findings(config)}
     assert {one.verdict for one in found.values()} == {"ok"}
     assert set(found) == {
@@ -165,7 +159,7 @@ def test_environment_in_which_everything_works_has_no_fault(
     }
 
 
-def test_arena_is_left_as_it_was(shard: ShardProcess, config: KVRayConfig) -> None:
+def test_arena_is_left_as_it_was(shard, config):
     before = Arena(config.node_dir, lock_wait_s=1)
     states = before.tables.slot_state.tobytes(), before.tables.holder_generation.astype(bool).sum()
     assert not faults(config)
@@ -173,26 +167,26 @@ def test_arena_is_left_as_it_was(shard: ShardProcess, config: KVRayConfig) -> No
     before.close()
 
 
-def test_missing_mount_is_named(parent: Path) -> None:
+def test_missing_mount_is_named(parent):
     found = only_fault(config_of(parent / "missing"))
     assert found.check == "mount"
     assert "mount the memory volume" in found.fix
 
 
-def test_directory_on_a_disk_is_a_hint(tmp_path: Path) -> None:
+def test_directory_on_a_disk_is_a_hint(tmp_path):
     (mount, *_) = arena_findings(config_of(tmp_path))
     assert (mount.check, mount.verdict) == ("mount", "hint")
     assert "no memory" in mount.says
 
 
-def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(parent: Path) -> None:
+def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(parent):
     found = only_fault(config_of(parent, arena__capacity="1024TiB"))
     assert "remount,size=" in found.fix
 
 
 def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
-    shard: ShardProcess, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shard, parent, monkeypatch
+):
     found = only_fault(config_of(parent, cluster_name="tset"))
     assert "'test'" in found.says
     assert "cluster_name" in found.fix
@@ -202,14 +196,12 @@ def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
     assert "'test'" in only_fault(config_of(parent, cluster_name="tset")).says
 
 
-def test_node_without_a_tier_is_told_to_start_one(config: KVRayConfig) -> None:
+def test_node_without_a_tier_is_told_to_start_one(config):
     assert "kvray up" in only_fault(config).fix
 
 
 @needs_root
-def test_tier_of_another_user_is_a_matter_of_users(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_tier_of_another_user_is_a_matter_of_users(shard, config):
     config.arena.dir.chmod(0o755)
     with another_user():
         found = only_fault(config)
@@ -218,9 +210,7 @@ def test_tier_of_another_user_is_a_matter_of_users(
 
 
 @needs_root
-def test_arena_that_another_user_has_laid_is_not_trusted_even_by_root(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_arena_that_another_user_has_laid_is_not_trusted_even_by_root(shard, config):
     os.chown(config.node_dir, NOBODY, NOBODY)
     try:
         found = only_fault(config)
@@ -245,25 +235,21 @@ def another_user() -> Iterator[None]:
         os.setgroups(groups)
 
 
-def test_arena_that_is_cut_short_is_found_out(shard: ShardProcess, config: KVRayConfig) -> None:
+def test_arena_that_is_cut_short_is_found_out(shard, config):
     shard.kill()
     shard.wait()
     os.truncate(config.node_dir / ARENA_FILE, 8192)
     assert "bytes instead of" in only_fault(config).says
 
 
-def test_arena_of_another_format_is_a_matter_of_versions(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_arena_of_another_format_is_a_matter_of_versions(shard, config):
     with (config.node_dir / ARENA_FILE).open("r+b") as file:
         file.seek(8)  # format_version
         file.write((999).to_bytes(4, "little"))
     assert "same version of kvray" in only_fault(config).fix
 
 
-def test_arena_without_its_lock_file_cannot_be_used(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_arena_without_its_lock_file_cannot_be_used(shard, config):
     arena = Arena(config.node_dir, lock_wait_s=1)
     arena_id = arena.arena_id
     arena.close()
@@ -273,14 +259,12 @@ def test_arena_without_its_lock_file_cannot_be_used(
     shard.send_signal(signal.SIGCONT)
 
 
-def test_shard_that_is_still_preparing_is_waited_for(config: KVRayConfig) -> None:
+def test_shard_that_is_still_preparing_is_waited_for(config):
     config.node_dir.mkdir(mode=0o700)
     assert "prepares" in only_fault(config).says
 
 
-def test_arena_that_stays_locked_names_what_to_look_for(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_arena_that_stays_locked_names_what_to_look_for(shard, config):
     child = Child(config.node_dir)
     try:
         assert child.say("ArenaLock(arena.side_file).acquire(1)") == "True"
@@ -292,9 +276,7 @@ def test_arena_that_stays_locked_names_what_to_look_for(
     assert "lslocks" in found.fix
 
 
-def test_arena_whose_places_are_all_taken_names_the_setting(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_arena_whose_places_are_all_taken_names_the_setting(shard, config):
     with contextlib.ExitStack() as children:
         for _ in range(7):  # of 8; the shard process has one
             child = Child(config.node_dir)
@@ -305,9 +287,7 @@ def test_arena_whose_places_are_all_taken_names_the_setting(
     assert "arena.holders_max" in found.fix
 
 
-def test_frozen_or_dead_shard_is_a_matter_of_the_socket(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config):
     with frozen(shard):
         found = only_fault(config)
     assert found.check == "socket"
@@ -317,9 +297,7 @@ def test_frozen_or_dead_shard_is_a_matter_of_the_socket(
     assert only_fault(config).check == "socket"
 
 
-def test_stranger_behind_the_socket_does_not_pass_for_a_shard(
-    shard: ShardProcess, config: KVRayConfig
-) -> None:
+def test_stranger_behind_the_socket_does_not_pass_for_a_shard(shard, config):
     path = config.node_dir / SOCKET_FILE
     with frozen(shard), socket.socket(socket.AF_UNIX) as stranger:  # it would bind its own again
         path.unlink()
@@ -328,9 +306,7 @@ def test_stranger_behind_the_socket_does_not_pass_for_a_shard(
         assert only_fault(config).check == "socket"
 
 
-def test_socket_and_file_of_two_arenas_are_told_apart(
-    shard: ShardProcess, config: KVRayConfig, parent: Path
-) -> None:
+def test_socket_and_file_of_two_arenas_are_told_apart(shard, config, parent):
     other = config_of(parent, cluster_name="other")
     with shard_process(other.node_dir, "b"):
         shutil.copytree(
@@ -343,13 +319,13 @@ def test_socket_and_file_of_two_arenas_are_told_apart(
     assert "one directory for both" in found.fix
 
 
-def test_node_without_a_shard_is_not_looked_at() -> None:
+def test_node_without_a_shard_is_not_looked_at():
     found = why_not_here([{"shard": "kvray-shard-aa"}], "bb" * 28, Path("/dev/shm/kvray-test"))
     assert found is not None
     assert found.verdict == "skipped"
 
 
-def test_shard_with_another_directory_is_a_hint() -> None:
+def test_shard_with_another_directory_is_a_hint():
     node_id = "0123456789abcdef"
     shards = [{"shard": "kvray-shard-0123456789ab", "directory": "/mnt/kvray-test"}]
     found = why_not_here(shards, node_id, Path("/dev/shm/kvray-test"))

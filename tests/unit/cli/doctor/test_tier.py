@@ -17,13 +17,13 @@ def found(*shards: dict[str, Any], movers: tuple[dict[str, Any], ...] = ()) -> d
     return {one.check: one for one in tier_findings(status)}
 
 
-def test_whole_tier_has_nothing_to_mend() -> None:
+def test_whole_tier_has_nothing_to_mend():
     shown = found({**SERVING, "nvme": NVME})
     assert {one.verdict for one in shown.values()} == {"ok"}
     assert set(shown) == {"lookup", "shard aa", "disk aa"}
 
 
-def test_partition_of_the_lookup_that_does_not_answer_is_a_fault() -> None:
+def test_partition_of_the_lookup_that_does_not_answer_is_a_fault():
     silent = {"lookup": "kvray-lookup-1", "state": "unreachable", "message": "No answer in 2 s."}
     lookup = {"keys": 7, "partitions": [{"lookup": "kvray-lookup", "keys": 7}, silent]}
     shown = [*tier_findings({"lookup": lookup, "shards": [SERVING], "movers": []})]
@@ -32,7 +32,7 @@ def test_partition_of_the_lookup_that_does_not_answer_is_a_fault() -> None:
     assert "supervisor" in fault.fix
 
 
-def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same() -> None:
+def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same():
     silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in 2 s."}
     shown = {one.check: one for one in tier_findings({"lookup": silent, "shards": [SERVING]})}
     assert {name: one.verdict for name, one in shown.items()} == {
@@ -41,7 +41,7 @@ def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same
     }
 
 
-def test_tier_without_shards_is_a_fault() -> None:
+def test_tier_without_shards_is_a_fault():
     assert "shard.resource" in found()["shards"].fix
 
 
@@ -49,14 +49,14 @@ def test_tier_without_shards_is_a_fault() -> None:
     ("state", "verdict"),
     [("preparing", "hint"), ("starting", "hint"), ("failed", "fault"), ("unreachable", "fault")],
 )
-def test_shard_that_does_not_serve_is_reported(state: str, verdict: str) -> None:
+def test_shard_that_does_not_serve_is_reported(state, verdict):
     one = found({"shard": "kvray-shard-aa", "state": state, "message": "Why."})["shard aa"]
     assert one.verdict == verdict
     assert "Why" in one.says
     assert one.fix
 
 
-def test_corrupt_blocks_are_reported() -> None:
+def test_corrupt_blocks_are_reported():
     shown = found({**SERVING, "arena": {**ARENA, "corrupt": 2}})
     assert "kvray verify" in shown["shard aa"].fix
 
@@ -92,16 +92,14 @@ def pages(**changes: Any) -> Finding:
         ),
     ],
 )
-def test_an_arena_s_pages_are_told_with_the_command_for_larger_ones(
-    changes: dict[str, Any], verdict: str, says: str
-) -> None:
+def test_an_arena_s_pages_are_told_with_the_command_for_larger_ones(changes, verdict, says):
     one = pages(**changes)
     assert (one.verdict, one.says) == (verdict, says)
     command = "for pages of 2MiB run `mount -o remount,huge=advise /dev/shm` as root, then"
     assert one.fix == (f"{command} `kvray down` and `kvray up`" if verdict == "hint" else "")
 
 
-def test_a_shard_that_does_not_know_its_pages_says_nothing() -> None:
+def test_a_shard_that_does_not_know_its_pages_says_nothing():
     assert "pages aa" not in found({**SERVING, "memory": {}})
 
 
@@ -115,15 +113,13 @@ def test_a_shard_that_does_not_know_its_pages_says_nothing() -> None:
         ({"is_direct": False}, "hint", "ext4"),
     ],
 )
-def test_disk_that_does_not_do_its_work_is_reported(
-    changed: dict[str, Any], verdict: str, word: str
-) -> None:
+def test_disk_that_does_not_do_its_work_is_reported(changed, verdict, word):
     one = found({**SERVING, "nvme": {**NVME, **changed}})["disk aa"]
     assert one.verdict == verdict
     assert word in one.fix
 
 
-def test_a_disk_that_was_hardly_meant_is_a_hint() -> None:
+def test_a_disk_that_was_hardly_meant_is_a_hint():
     remark = "/nvme is on the root file system; mount one at nvme.dir."
     status = {"lookup": {"keys": 7}, "shards": [{**SERVING, "nvme": {**NVME, "remarks": [remark]}}]}
     (one,) = [one for one in tier_findings(status) if one.verdict == "hint"]
@@ -134,13 +130,13 @@ def mover_with(node: str, *, available: bool = True) -> dict[str, Any]:
     return mover(node, nixl={"available": available, "reason": "no library", "rdma": False})
 
 
-def test_nodes_between_which_nothing_can_be_moved_are_a_fault() -> None:
+def test_nodes_between_which_nothing_can_be_moved_are_a_fault():
     shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb", available=False)))
     assert shown["link aa > bb"].verdict == "fault"
     assert "no library" in shown["link aa > bb"].says
 
 
-def test_transport_between_two_nodes_is_named() -> None:
+def test_transport_between_two_nodes_is_named():
     shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb")))
     assert shown["link aa > bb"].says == "nixl (both have it; TCP: no RDMA device)"
 
@@ -153,7 +149,7 @@ def hits_found(*replicas: dict[str, Any], **arena: int) -> dict[str, Finding]:
     return {one.check: one for one in hit_findings(status_with(*replicas, **arena))}
 
 
-def test_tier_without_engines_says_how_to_connect_one() -> None:
+def test_tier_without_engines_says_how_to_connect_one():
     (one,) = hit_findings(status_with())
     assert one.verdict == "hint"
     assert "kvray connector-config" in one.fix
@@ -172,27 +168,25 @@ GONE = replica(requests=1, prompt_tokens=64, connected=False)
     ],
     ids=["all have gone", "nothing was asked for", "all went past the cache", "defects inside"],
 )
-def test_engines_whose_requests_find_nothing_are_reported(
-    one: dict[str, Any], check: str, verdict: str, words: str
-) -> None:
+def test_engines_whose_requests_find_nothing_are_reported(one, check, verdict, words):
     finding = hits_found(one)[check]
     assert finding.verdict == verdict
     assert words in finding.says
     assert finding.fix
 
 
-def test_hit_rate_is_of_all_prompt_tokens_by_where_they_came_from() -> None:
+def test_hit_rate_is_of_all_prompt_tokens_by_where_they_came_from():
     counters = {"requests": 2, "prompt_tokens": 172, "local_tokens": 160}
     says = "172 prompt tokens: own pool 93.0%, host 0.0%, disk 0.0%, remote 0.0%, computed 7.0%"
     assert hits_found(replica(**counters))["hit rate"].says == says
 
 
-def test_a_tensor_cache_is_asked_for_something_too() -> None:
+def test_a_tensor_cache_is_asked_for_something_too():
     counters = {"requests": 3, "prompt_tokens": 1408, "hit_tokens": 1408}
     assert "requests" not in hits_found(replica(**counters))
 
 
-def test_replicas_that_share_no_namespace_are_named() -> None:
+def test_replicas_that_share_no_namespace_are_named():
     counters = {"requests": 1, "prompt_tokens": 64}
     apart = hits_found(replica("a", **counters), replica("b", namespace="02", **counters))
     assert apart["namespaces"].verdict == "hint"
@@ -201,14 +195,14 @@ def test_replicas_that_share_no_namespace_are_named() -> None:
 
 
 @pytest.mark.parametrize("reason", sorted(COUNTED))
-def test_each_reason_of_missed_tokens_has_its_fix(reason: str) -> None:
+def test_each_reason_of_missed_tokens_has_its_fix(reason):
     counters = {"requests": 1, "prompt_tokens": 640, f"miss_tokens_{reason}": 608}
     one = hits_found(replica(**counters))[f"missed: {reason}"]
     assert one.says.startswith("608 tokens: ")
     assert one.fix
 
 
-def test_reasons_of_few_tokens_explain_nothing() -> None:
+def test_reasons_of_few_tokens_explain_nothing():
     counters = {"requests": 1, "prompt_tokens": 1000}
     missed = {"miss_tokens_not_stored": 990, "miss_tokens_arena_busy": 10}
     shown = hits_found(replica(**counters, **missed))
@@ -216,7 +210,7 @@ def test_reasons_of_few_tokens_explain_nothing() -> None:
     assert "missed: arena_busy" not in shown
 
 
-def test_blocks_that_were_not_stored_are_reported() -> None:
+def test_blocks_that_were_not_stored_are_reported():
     counters = {"requests": 1, "prompt_tokens": 64}
     assert "arena.capacity" in hits_found(replica(**counters), dropped=3)["saves"].fix
     assert "connector.saves_max" in hits_found(replica(**counters, dropped_blocks=2))["saves"].fix

@@ -28,7 +28,7 @@ def state(board: Board, at: float, since: float = 0.0) -> dict[str, Any]:
     return board.state(NOW + at, since)
 
 
-def test_page_has_what_commands_show() -> None:
+def test_page_has_what_commands_show():
     found = state(told(Board("prod")), 18)
     assert found["headline"].startswith("Tier prod, last 10 s: 200 prompt tokens/s: own pool 0.0%")
     assert found["lookup"] == "the lookup knows 1,234 keys"
@@ -48,7 +48,7 @@ def test_page_has_what_commands_show() -> None:
     assert (points["own"], points["host"][2], points["disk"][2]) == (0.1, 0.33, 0.04)
 
 
-def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered() -> None:
+def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered():
     board = told(Board("prod"))
     points = state(board, 18)["shares"]["points"]
     assert points[-1]["rates"][""] == [0.0, 120.0, 0.0, 0.0, 80.0]
@@ -57,14 +57,14 @@ def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered() -> Non
     assert state(board, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
 
 
-def test_history_has_a_gap_where_nobody_asked() -> None:
+def test_history_has_a_gap_where_nobody_asked():
     board = told(Board("prod"))
     board.take({"part": STATUS, "answer": status(60)}, NOW + 60)
     points = state(board, 60)["shares"]["points"]
     assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
 
 
-def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason() -> None:
+def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason():
     board = told(Board("prod"))
     for second in (20, 22, 24):
         board.take({"part": STATUS, "trouble": "No answer."}, NOW + second)
@@ -79,7 +79,7 @@ def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason
     assert found["headline"] == "Tier prod, last 0 s: no requests"
 
 
-def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age() -> None:
+def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
     board = told(Board("prod"))
     gone = status(20)
     gone["shards"] = [gone["shards"][0], silent("bb")]
@@ -95,7 +95,7 @@ def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age() -> No
     assert fault["age_s"] == 3.0
 
 
-def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown() -> None:
+def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown():
     board = told(Board("prod"))
     lookup = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
     for second in (20, 24):
@@ -106,7 +106,7 @@ def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown() -> None:
     assert all(one["is_healthy"] for one in found["nodes"])
 
 
-def test_tier_without_an_answer_yet_has_no_figures() -> None:
+def test_tier_without_an_answer_yet_has_no_figures():
     board = Board("prod")
     assert "nodes" not in state(board, 0)
     board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, NOW)
@@ -117,7 +117,7 @@ def test_tier_without_an_answer_yet_has_no_figures() -> None:
     assert found["parts"][STATUS]["trouble_s"] == 4.0
 
 
-def test_empty_tier_says_that_no_replica_has_registered() -> None:
+def test_empty_tier_says_that_no_replica_has_registered():
     board = Board("prod")
     shards = [
         {**one, "replicas": [], "namespaces": {}, "traffic": {**TRAFFIC, "namespaces": {}}}
@@ -134,7 +134,7 @@ def test_empty_tier_says_that_no_replica_has_registered() -> None:
     assert "Too little traffic" in found["curve"]["says"][0]
 
 
-def test_replicas_of_a_silent_node_are_not_said_to_be_missing() -> None:
+def test_replicas_of_a_silent_node_are_not_said_to_be_missing():
     board = Board("prod")
     board.take({"part": STATUS, "answer": status(shards=[silent("aa")], movers=[])}, NOW)
     found = state(board, 1)
@@ -144,7 +144,7 @@ def test_replicas_of_a_silent_node_are_not_said_to_be_missing() -> None:
 
 
 @pytest.mark.parametrize("state_name", ["preparing", "flushing"])
-def test_shard_that_is_on_its_way_says_how_far(state_name: str) -> None:
+def test_shard_that_is_on_its_way_says_how_far(state_name):
     board = Board("prod")
     one = {"shard": "kvray-shard-aa", "state": state_name, "done": 1, "total": 4}
     board.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
@@ -152,7 +152,7 @@ def test_shard_that_is_on_its_way_says_how_far(state_name: str) -> None:
     assert (node["state"], node["is_healthy"], node["meters"]) == (f"{state_name} 25 %", False, [])
 
 
-def test_history_is_bounded_in_time_and_in_replicas() -> None:
+def test_history_is_bounded_in_time_and_in_replicas():
     shares = Shares()
     rank = ReplicaRates({}, {"prompt_tokens": 4.0, "hit_tokens_from_host": 3.0}, {})
     ranks = [rank._replace(rank={"replica": f"r{number}"}) for number in range(99)]
@@ -196,14 +196,14 @@ def fed(code: str, until: str, *, looks: bool = False) -> str:
     return asyncio.run(run())
 
 
-def test_process_that_ends_is_said() -> None:
+def test_process_that_ends_is_said():
     assert "has ended" in fed(ENDS, "has ended")
 
 
-def test_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_hangs_is_replaced(monkeypatch):
     monkeypatch.setattr(command, "_SILENT_S", 1.0)
     assert "does not answer" in fed(HANGS, "does not answer")
 
 
-def test_process_hears_that_somebody_looks() -> None:
+def test_process_hears_that_somebody_looks():
     assert fed(ECHOES, "", looks=True) == ""

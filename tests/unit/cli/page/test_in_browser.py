@@ -64,9 +64,7 @@ def shows(page: Page, text: str | re.Pattern[str]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(
-    browser: Browser, scheme: str
-) -> None:
+def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(browser, scheme):
     board = Board("prod")
     fill(board)
     with served(board) as address, open_page(browser, viewport=PHONE, color_scheme=scheme) as page:
@@ -86,7 +84,7 @@ def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(
         assert complaints == []
 
 
-def test_request_that_is_open_stays_open_and_keeps_the_focus(browser: Browser) -> None:
+def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
     board = Board("prod")
     fill(board)
     with served(board) as address, open_page(browser) as page:
@@ -104,7 +102,7 @@ def test_request_that_is_open_stays_open_and_keeps_the_focus(browser: Browser) -
         expect(page.locator("#requests details")).to_have_count(3, timeout=PATIENT_MS)
 
 
-def test_old_figures_are_marked_with_their_age_and_what_to_do(browser: Browser) -> None:
+def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
     board = Board("prod")
     fill(board, ago=30)
     board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
@@ -120,7 +118,7 @@ def test_old_figures_are_marked_with_their_age_and_what_to_do(browser: Browser) 
         expect(page.locator("#banner")).to_be_empty()
 
 
-def test_silent_shard_is_told_from_the_others(browser: Browser) -> None:
+def test_silent_shard_is_told_from_the_others(browser):
     board = Board("prod")
     fill(board)
     gone = status(22)
@@ -135,7 +133,7 @@ def test_silent_shard_is_told_from_the_others(browser: Browser) -> None:
         assert page.locator("section.old").count() == 0
 
 
-def test_server_that_is_gone_makes_everything_old(browser: Browser) -> None:
+def test_server_that_is_gone_makes_everything_old(browser):
     board = Board("prod")
     fill(board)
     with open_page(browser) as page:
@@ -146,7 +144,7 @@ def test_server_that_is_gone_makes_everything_old(browser: Browser) -> None:
         assert page.locator("section.old").count() == page.locator("section").count()
 
 
-def test_page_before_the_first_answer_says_what_to_do_and_nothing_else(browser: Browser) -> None:
+def test_page_before_the_first_answer_says_what_to_do_and_nothing_else(browser):
     board = Board("prod")
     with served(board) as address, open_page(browser, viewport=PHONE) as page:
         complaints = complaints_of(page)
@@ -159,7 +157,7 @@ def test_page_before_the_first_answer_says_what_to_do_and_nothing_else(browser: 
         assert complaints == []
 
 
-def test_page_of_a_tier_with_a_token_asks_for_it_once(browser: Browser, tmp_path: Path) -> None:
+def test_page_of_a_tier_with_a_token_asks_for_it_once(browser, tmp_path):
     path = tmp_path / "token"
     path.write_text("a token of this very test")
     path.chmod(0o600)

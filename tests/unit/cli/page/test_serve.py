@@ -18,7 +18,6 @@ from kvray.cli.page.board import STATUS, Board
 from kvray.cli.page.command import _announce, _listening
 from kvray.cli.page.server import Gate, make_app
 from kvray.config import load_config
-from tests.forks import RunKvray
 from tests.unit.cli.answers import NOW, status
 from tests.waiting import HANG_S
 
@@ -44,9 +43,7 @@ def serving(tmp_path: Path, *args: str) -> Iterator["tuple[subprocess.Popen[str]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_page_is_served_until_a_signal_and_leaves_no_process(
-    tmp_path: Path, signum: signal.Signals
-) -> None:
+def test_page_is_served_until_a_signal_and_leaves_no_process(tmp_path, signum):
     with serving(tmp_path) as (process, address):
         with urllib.request.urlopen(address, timeout=20) as answer:
             assert b"<title>kvray</title>" in answer.read()
@@ -57,7 +54,7 @@ def test_page_is_served_until_a_signal_and_leaves_no_process(
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-def test_port_in_use_is_one_sentence(run_kvray: RunKvray) -> None:
+def test_port_in_use_is_one_sentence(run_kvray):
     with socket.create_server(("127.0.0.1", 0)) as other:
         done = run_kvray("dashboard", "serve", "--port", str(other.getsockname()[1]))
     assert done.returncode == 2
@@ -66,7 +63,7 @@ def test_port_in_use_is_one_sentence(run_kvray: RunKvray) -> None:
     assert "--port" in done.stderr
 
 
-def test_missing_package_is_one_sentence(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_missing_package_is_one_sentence(run_kvray, tmp_path):
     (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('fastapi')")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', Path.cwd())}"
     done = run_kvray("dashboard", "serve", PYTHONPATH=path)
@@ -74,7 +71,7 @@ def test_missing_package_is_one_sentence(run_kvray: RunKvray, tmp_path: Path) ->
     assert "pip install 'kvray[dashboard]'" in done.stderr
 
 
-def test_address_that_others_reach_is_warned_of(tmp_path: Path) -> None:
+def test_address_that_others_reach_is_warned_of(tmp_path):
     with serving(tmp_path, "--host", "0.0.0.0") as (process, _):
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=HANG_S)
@@ -90,16 +87,14 @@ def test_address_that_others_reach_is_warned_of(tmp_path: Path) -> None:
         ("127.0.0.1", ["127.0.0.1"]),
     ],
 )
-def test_it_listens_at_addresses_of_both_kinds(host: str, others: list[str]) -> None:
+def test_it_listens_at_addresses_of_both_kinds(host, others):
     with _listening(host, 0) as listener:
         for other in others:
             socket.create_connection((other, listener.getsockname()[1])).close()
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_is_printed_in_brackets(
-    host: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ipv6_address_is_printed_in_brackets(host, capsys):
     _announce(host, "::1", 8270, has_token=False)
     assert capsys.readouterr().out == "The page is at http://[::1]:8270/ until Ctrl-C.\n"
 
@@ -126,7 +121,7 @@ def browse(token_file: Path | None = None, *, base_url: str = "http://localhost"
     return TestClient(make_app(board, gate, lambda: None), base_url=base_url)
 
 
-def test_page_and_its_files_come_from_here_and_load_nothing_else() -> None:
+def test_page_and_its_files_come_from_here_and_load_nothing_else():
     browser = browse()
     page = browser.get("/")
     assert page.headers["content-security-policy"].startswith("default-src 'self';")
@@ -140,21 +135,21 @@ def test_page_and_its_files_come_from_here_and_load_nothing_else() -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/", "/state", "/static/page.js"])
-def test_server_only_reads(method: str, path: str) -> None:
+def test_server_only_reads(method, path):
     assert browse().request(method, path).status_code == 405
 
 
 @pytest.mark.parametrize(
     "path", ["/docs", "/openapi.json", "/static/../board.py", "/static/..%2fboard.py"]
 )
-def test_nothing_else_is_there(path: str) -> None:
+def test_nothing_else_is_there(path):
     assert browse().get(path).status_code == 404
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example", "", "[::1", "127.0.0.1.nip.io"]
 )
-def test_page_of_another_name_that_points_here_reads_nothing(host: str) -> None:
+def test_page_of_another_name_that_points_here_reads_nothing(host):
     for path in ("/", "/state"):
         answer = browse().get(path, headers={"host": host})
         assert answer.status_code == 421
@@ -164,11 +159,11 @@ def test_page_of_another_name_that_points_here_reads_nothing(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:8270", "127.0.0.1:9", "[::1]:8270", "10.1.2.3", "Tier.Example"]
 )
-def test_own_names_and_addresses_are_known(host: str) -> None:
+def test_own_names_and_addresses_are_known(host):
     assert browse().get("/state", headers={"host": host}).status_code == 200
 
 
-def test_without_the_token_nothing_of_the_tier_is_told(token_file: Path) -> None:
+def test_without_the_token_nothing_of_the_tier_is_told(token_file):
     browser = browse(token_file)
     answer = browser.get("/state")
     assert (answer.status_code, set(answer.json())) == (401, {"says"})
@@ -179,7 +174,7 @@ def test_without_the_token_nothing_of_the_tier_is_told(token_file: Path) -> None
     assert browser.get("/", headers=wrong).status_code == 200  # the form is no secret
 
 
-def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_file: Path) -> None:
+def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_file):
     browser = browse(token_file)
     answer = browser.get("/state", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.json()["nodes"]
@@ -190,7 +185,7 @@ def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_f
     assert browser.get("/state").status_code == 200
 
 
-def test_token_in_the_address_is_taken_out_of_it(token_file: Path) -> None:
+def test_token_in_the_address_is_taken_out_of_it(token_file):
     browser = browse(token_file)
     answer = browser.get("/", params={"token": TOKEN}, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "./")
@@ -199,19 +194,19 @@ def test_token_in_the_address_is_taken_out_of_it(token_file: Path) -> None:
     assert (wrong.status_code, "set-cookie" in wrong.headers) == (200, False)
 
 
-def test_new_token_holds_at_once(token_file: Path) -> None:
+def test_new_token_holds_at_once(token_file):
     browser = browse(token_file)
     browser.get("/", params={"token": TOKEN})
     token_file.write_text("quite another token")
     assert browser.get("/state").status_code == 401
 
 
-def test_token_that_others_can_read_closes_the_page_with_the_remedy(token_file: Path) -> None:
+def test_token_that_others_can_read_closes_the_page_with_the_remedy(token_file):
     token_file.chmod(0o644)
     answer = browse(token_file).get("/state", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 503
     assert "chmod 600" in answer.json()["says"]
 
 
-def test_tier_without_a_token_gives_no_cookie() -> None:
+def test_tier_without_a_token_gives_no_cookie():
     assert "set-cookie" not in browse().get("/state").headers

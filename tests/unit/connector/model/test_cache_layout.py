@@ -14,7 +14,7 @@ from kvray.engine.model.cache_layout import LayerRange
 from kvray.errors import ConfigError
 from kvray.identity.keys import chain_keys
 from kvray.store import PartRequest
-from tests.kit.connector import Pair, buffers
+from tests.kit.connector import buffers
 
 MEMORY = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
 
@@ -41,7 +41,7 @@ def described(*groups: Any) -> Any:
     return SimpleNamespace(tokens_per_block=4, groups=groups, dtype=torch.float16)
 
 
-def test_a_tensor_is_one_group_whose_layers_lie_one_after_the_other() -> None:
+def test_a_tensor_is_one_group_whose_layers_lie_one_after_the_other():
     layout = layout_of_tensor(torch.zeros(5, 3, 2, 8, dtype=torch.float16))
     (part,) = layout.parts(0, 1, 4)
     assert part.block_bytes == 3 * 2 * 8 * 2
@@ -53,7 +53,7 @@ def test_a_tensor_is_one_group_whose_layers_lie_one_after_the_other() -> None:
     assert (layout.is_flat, layout.dtype, layout.kv_factor) == (True, "float16", 2)
 
 
-def test_ranks_have_parts_of_their_own() -> None:
+def test_ranks_have_parts_of_their_own():
     layout = layout_of_tensor(torch.zeros(5, 3, 2, 8))
     assert layout.num_parts(4) == 4
     assert [layout.parts(rank, 4, 4)[0].index for rank in range(4)] == [0, 1, 2, 3]
@@ -61,7 +61,7 @@ def test_ranks_have_parts_of_their_own() -> None:
     assert layout.part_requests(2, 4) == [[PartRequest(0, None, 192)], [PartRequest(1, None, 192)]]
 
 
-def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
+def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all():
     layout = layout_of_tensor(torch.zeros(5, 3, 1, 8))
     assert layout.num_parts(4) == 1
     parts = [layout.parts(rank, 4, 4)[0] for rank in range(4)]
@@ -76,19 +76,19 @@ def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
     [torch.zeros(4, 8), torch.zeros(4, 1, 2, 3, 8), torch.zeros(8, 2, 2, 8)[::2]],
     ids=["flat", "five", "strided"],
 )
-def test_a_pool_of_another_shape_is_refused_with_it(tensor: torch.Tensor) -> None:
+def test_a_pool_of_another_shape_is_refused_with_it(tensor):
     with pytest.raises(ConfigError, match=r"has shape \[4"):
         layout_of_tensor(tensor)
 
 
-def test_regions_are_views_on_the_engines_memory() -> None:
+def test_regions_are_views_on_the_engines_memory():
     layout = read_layout(described(group(0, [0], region(8, [0], at=16, stride=24))))
     pages = layout.groups[0].own[0].pages
     assert pages.shape == (4, 8)
     assert (pages[2] == MEMORY[16 + 48 : 16 + 56]).all()
 
 
-def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank() -> None:
+def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank():
     layout = read_layout(
         described(
             group(0, [0, 2], region(64, [0, 2]), replicated_regions=(region(8, [0], roles="key"),)),
@@ -106,7 +106,7 @@ def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank() -> N
     assert [first.block_bytes, shared.block_bytes, windowed.block_bytes] == [64, 8, 32]
 
 
-def test_a_group_without_values_is_the_same_on_all_ranks() -> None:
+def test_a_group_without_values_is_the_same_on_all_ranks():
     latent = described(group(0, [0, 1], region(64, [0, 1], roles="key")))
     assert read_layout(latent).num_parts(8) == 1
     assert read_layout(latent, may_be_latent=False).num_parts(8) == 8
@@ -117,15 +117,13 @@ def test_a_group_without_values_is_the_same_on_all_ranks() -> None:
     [(64, [0, 1, 0], "key"), (63, [0, 1], "key value")],
     ids=["mixed", "uneven"],
 )
-def test_a_page_whose_layers_cannot_be_told_apart_is_one_step(
-    size: int, layers: list[int], roles: str
-) -> None:
+def test_a_page_whose_layers_cannot_be_told_apart_is_one_step(size, layers, roles):
     layout = read_layout(described(group(0, [0, 1], region(size, layers, roles=roles))))
     regions = layout.groups[0].own + layout.groups[0].shared
     assert regions[0].steps == (LayerRange((0, 1), 0, size),)
 
 
-def test_layouts_that_differ_are_described_differently() -> None:
+def test_layouts_that_differ_are_described_differently():
     made = [
         described(group(0, [0, 1], region(64, [0, 1]))),
         described(group(0, [0, 1], region(64, [0, 1]), window_size=8)),
@@ -145,7 +143,7 @@ def test_layouts_that_differ_are_described_differently() -> None:
         (described(group(0, [0], region(8, [0], stride=4))), "do not overlap"),
     ],
 )
-def test_a_layout_that_makes_no_sense_is_refused(layout: Any, says: str) -> None:
+def test_a_layout_that_makes_no_sense_is_refused(layout, says):
     with pytest.raises(ConfigError, match=says):
         read_layout(layout)
 
@@ -155,7 +153,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_factor", [1, 2])
-def test_blocks_of_any_type_come_back(pair: Pair, dtype: str, kv_factor: int) -> None:
+def test_blocks_of_any_type_come_back(pair, dtype, kv_factor):
     arena = pair.arena
     made = torch.randint(0, 255, (6, 3, kv_factor, 8 * 4), dtype=torch.uint8)
     layout = layout_of_tensor(made.view(getattr(torch, dtype)))
@@ -177,7 +175,7 @@ def test_blocks_of_any_type_come_back(pair: Pair, dtype: str, kv_factor: int) ->
     assert not made[1:5].any()
 
 
-def test_pages_of_several_regions_that_lie_apart_come_back(pair: Pair) -> None:
+def test_pages_of_several_regions_that_lie_apart_come_back(pair):
     arena, before = pair.arena, MEMORY.clone()
     regions = region(24, [0], at=8, stride=64), region(16, [1], at=40, stride=64)
     layout = read_layout(described(group(0, [0, 1], *regions)))

@@ -2,7 +2,6 @@
 
 import enum
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,16 +17,16 @@ from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, pa
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
-def test_the_first_versions_keep_tokens_per_block_at_the_top() -> None:
+def test_the_first_versions_keep_tokens_per_block_at_the_top():
     assert read_args(SimpleNamespace(tokens_per_block=64)).tokens_per_block == 64
 
 
-def test_a_single_rank_engine_need_not_say_its_rank() -> None:
+def test_a_single_rank_engine_need_not_say_its_rank():
     args = read_args(args_for(tensor_parallel_size=1))
     assert (args.num_ranks, args.rank) == (1, 0)
 
 
-def test_the_rank_is_the_mappings() -> None:
+def test_the_rank_is_the_mappings():
     assert read_args(args_for(tensor_parallel_size=2, parallel_config=parallel(1))).rank == 1
 
 
@@ -41,16 +40,14 @@ def test_the_rank_is_the_mappings() -> None:
         (2, True, False),
     ],
 )
-def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(
-    per_node: int | None, attention_dp: bool, is_spread: bool
-) -> None:
+def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(per_node, attention_dp, is_spread):
     args = args_for(
         tensor_parallel_size=4, gpus_per_node=per_node, rank=0, enable_attention_dp=attention_dp
     )
     assert read_args(args).is_spread == is_spread
 
 
-def test_the_engines_own_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_own_rank_comes_first(monkeypatch):
     utilities = ModuleType("tensorrt_llm._utils")
     monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utilities)
     assert read_args(args_for(tensor_parallel_size=2, rank=1)).rank == 1
@@ -61,14 +58,14 @@ def test_the_engines_own_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> No
         read_args(args_for())
 
 
-def test_the_engines_version_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_version_is_part_of_its_name(monkeypatch):
     package = ModuleType("tensorrt_llm")
     vars(package)["__version__"] = "1.2.1rc3"
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
     assert read_args(args_for()).engine == "tensorrt_llm 1.2"
 
 
-def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None:
+def test_an_object_that_has_every_attribute_says_only_what_it_was_told():
     sloppy = MagicMock()
     sloppy.kv_cache_config.tokens_per_block = 16
     args = read_args(sloppy)
@@ -77,21 +74,19 @@ def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None
     assert args.checkpoint.is_mla is None
 
 
-def test_reuse_is_on_unless_it_is_switched_off() -> None:
+def test_reuse_is_on_unless_it_is_switched_off():
     args = read_args(args_for(cache={"enable_partial_reuse": False}))
     assert (args.block_reuse, args.partial_reuse) == (True, False)
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
-def test_a_compiled_model_is_noted() -> None:
+def test_a_compiled_model_is_noted():
     assert read_args(args_for(torch_compile_config=SimpleNamespace())).is_compiled
     assert read_args(args_for(torch_compile_enabled=True)).is_compiled
     assert not read_args(args_for(torch_compile_config=None)).is_compiled
 
 
-def test_attention_data_parallelism_is_served_where_every_rank_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_data_parallelism_is_served_where_every_rank_is_asked(monkeypatch):
     for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
         monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
     assert read_args(args_for(enable_attention_dp=True)).attention_dp
@@ -100,7 +95,7 @@ def test_attention_data_parallelism_is_served_where_every_rank_is_asked(
         read_args(args_for(enable_attention_dp=True))
 
 
-def test_windows_are_those_that_differ() -> None:
+def test_windows_are_those_that_differ():
     def windows(**cache: Any) -> tuple[int, ...]:
         return read_args(args_for(cache=cache)).windows
 
@@ -135,7 +130,7 @@ def test_windows_are_those_that_differ() -> None:
         {"attn_backend": "FLASHINFER"},
     ],
 )
-def test_what_changes_keys_and_values_changes_what_names_them(fields: dict[str, Any]) -> None:
+def test_what_changes_keys_and_values_changes_what_names_them(fields):
     assert names(args_for(**fields)) != names(args_for())
     assert names(args_for(**fields)) == names(args_for(**fields))
 
@@ -151,11 +146,11 @@ def test_what_changes_keys_and_values_changes_what_names_them(fields: dict[str, 
         {"lora_config": SimpleNamespace(lora_target_modules=["attn_q"], lora_dir=[])},
     ],
 )
-def test_what_leaves_keys_and_values_alone_does_not_part_engines(fields: dict[str, Any]) -> None:
+def test_what_leaves_keys_and_values_alone_does_not_part_engines(fields):
     assert names(args_for(**fields)) == names(args_for())
 
 
-def test_nothing_that_differs_between_ranks_enters_the_namespace() -> None:
+def test_nothing_that_differs_between_ranks_enters_the_namespace():
     first, second = (
         args_for(tensor_parallel_size=2, parallel_config=parallel(rank), mpi_session=object())
         for rank in (0, 1)
@@ -163,7 +158,7 @@ def test_nothing_that_differs_between_ranks_enters_the_namespace() -> None:
     assert names(first) == names(second)
 
 
-def test_a_text_and_an_enumeration_of_one_name_are_one() -> None:
+def test_a_text_and_an_enumeration_of_one_name_are_one():
     load_format = enum.Enum("LoadFormat", "AUTO DUMMY")
     quantization = enum.Enum("QuantAlgo", {"FP8": "FP8"}, type=str)
     text = args_for(load_format="auto", quant_config=SimpleNamespace(quant_algo="FP8"))
@@ -173,7 +168,7 @@ def test_a_text_and_an_enumeration_of_one_name_are_one() -> None:
     assert names(text) == names(enumerated)
 
 
-def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespace() -> None:
+def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespace():
     def one() -> EngineArgs:
         loader = ModuleType("loader")
         made = {"quant_config": MagicMock(), "model_kwargs": MagicMock()}
@@ -183,8 +178,8 @@ def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespa
 
 
 def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapter = write_tiny_checkpoint(tmp_path / "adapter", seed=1)
     args = args_for(lora_config=SimpleNamespace(lora_dir=[str(adapter)]))
@@ -196,7 +191,7 @@ def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
         names(args_for(lora_config=SimpleNamespace(lora_dir=["/nowhere"])))
 
 
-def test_how_adapters_are_read_is_told_apart() -> None:
+def test_how_adapters_are_read_is_told_apart():
     swapped = args_for(lora_config=SimpleNamespace(swap_gate_up_proj_lora_b_weight=False))
     assert read_args(swapped).adapters != read_args(args_for()).adapters
 
@@ -209,15 +204,13 @@ def told(args: EngineArgs) -> tuple[int | None, bool | None, int | None]:
     return found.num_layers, found.is_mla, found.latent_elems
 
 
-def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> None:
+def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path):
     assert told(read_args(args_for(model=checkpoint(tmp_path, LLAMA)))) == (4, False, None)
     assert told(read_args(args_for(model=checkpoint(tmp_path, DEEPSEEK)))) == (4, True, 576)
     assert told(read_args(args_for(model="org/model"))) == (None, None, None)
 
 
-def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     fetched = tmp_path / "models--org--model" / "snapshots" / "v1"
     fetched.mkdir(parents=True)
@@ -226,7 +219,7 @@ def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
     assert (args.model, told(args)) == ("org/model", (4, True, 576))
 
 
-def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) -> None:
+def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path):
     model = checkpoint(tmp_path, {"text_config": LLAMA})
     assert read_args(args_for(model=model)).checkpoint.num_layers == 4
     changes = {"text_config": {"num_hidden_layers": 1}}
@@ -235,7 +228,7 @@ def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
-def test_an_unreadable_configuration_says_nothing(tmp_path: Path, content: bytes) -> None:
+def test_an_unreadable_configuration_says_nothing(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     assert read_args(args_for(model=str(tmp_path))).checkpoint.is_mla is None
 
@@ -307,9 +300,7 @@ class Policy(enum.Enum):
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_sentence(
-    fields: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_served_is_refused_in_one_sentence(fields, named):
     with pytest.raises(ConfigError, match=named) as refused:
         read_args(args_for(**fields))
     assert_is_sentence(refused.value)
@@ -333,7 +324,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
         {"cache": {"dtype": "fp8"}, "quant_config": SimpleNamespace(kv_cache_quant_algo="FP8")},
     ],
 )
-def test_what_can_be_served_is_not_refused(fields: dict[str, Any]) -> None:
+def test_what_can_be_served_is_not_refused(fields):
     read_args(args_for(**fields))
 
 
@@ -353,8 +344,8 @@ def test_what_can_be_served_is_not_refused(fields: dict[str, Any]) -> None:
     ],
 )
 def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
-    tmp_path: Path, config: dict[str, Any], named: str
-) -> None:
+    tmp_path, config, named
+):
     with pytest.raises(ConfigError, match=named) as refused:
         read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
     assert_is_sentence(refused.value)
@@ -374,15 +365,11 @@ def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
         },
     ],
 )
-def test_models_with_attention_alone_are_not_refused(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_models_with_attention_alone_are_not_refused(tmp_path, config):
     read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
 
 
-def test_the_quantisation_beside_a_checkpoint_counts_unless_the_engine_replaces_it(
-    tmp_path: Path,
-) -> None:
+def test_the_quantisation_beside_a_checkpoint_counts_unless_the_engine_replaces_it(tmp_path):
     quantization = {"quantization": {"kv_cache_quant_algo": "NVFP4"}}
     model = checkpoint(tmp_path, LLAMA, hf_quant_config=quantization)
     for dtype in ("auto", "bfloat16"):
@@ -398,7 +385,7 @@ def flat(model: str = "", **fields: Any) -> EngineArgs:
     return read_args(args_for(model=model, **fields))
 
 
-def test_a_pool_of_all_layers_is_served(tmp_path: Path) -> None:
+def test_a_pool_of_all_layers_is_served(tmp_path):
     model = checkpoint(tmp_path, LLAMA)
     refuse_flat_pool(flat(model), (64, 4, 2, 32 * BLOCK))
     refuse_flat_pool(flat(), (64, 7, 1, 1000))
@@ -407,25 +394,25 @@ def test_a_pool_of_all_layers_is_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shape", [(64, 4, 2), (64, 4, 3, 1024), (64, 4, 0, 1024), (64, 4, 2, 8, 8)]
 )
-def test_a_pool_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_pool_of_another_form_is_refused(shape):
     with pytest.raises(ConfigError, match="shape") as refused:
         refuse_flat_pool(flat(), shape)
     assert_is_sentence(refused.value)
 
 
-def test_a_pool_without_some_of_the_layers_is_refused(tmp_path: Path) -> None:
+def test_a_pool_without_some_of_the_layers_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="3 of the model's 4 layers") as refused:
         refuse_flat_pool(flat(checkpoint(tmp_path, LLAMA)), (64, 3, 2, 1024))
     assert_is_sentence(refused.value)
 
 
-def test_layers_whose_attention_was_taken_out_are_not_missed(tmp_path: Path) -> None:
+def test_layers_whose_attention_was_taken_out_are_not_missed(tmp_path):
     blocks = [{"attention": {"no_op": no_op}} for no_op in (False, True, False, False)]
     model = checkpoint(tmp_path, LLAMA | {"block_configs": blocks})
     refuse_flat_pool(flat(model), (64, 3, 2, 1024))
 
 
-def test_one_pool_is_refused_where_there_must_be_several(tmp_path: Path) -> None:
+def test_one_pool_is_refused_where_there_must_be_several(tmp_path):
     windows = {"max_attention_window": [512, 4096], "use_kv_cache_manager_v2": "auto"}
     sparse = SimpleNamespace(algorithm="dsa")
     indexed = checkpoint(tmp_path, DEEPSEEK | {"index_topk": 2048})
@@ -437,7 +424,7 @@ def test_one_pool_is_refused_where_there_must_be_several(tmp_path: Path) -> None
     refuse_flat_pool(flat(sparse_attention_config=harmless), (64, 4, 1, 1024))
 
 
-def test_blocks_of_another_size_than_the_engine_was_told_are_refused(tmp_path: Path) -> None:
+def test_blocks_of_another_size_than_the_engine_was_told_are_refused(tmp_path):
     args = flat(checkpoint(tmp_path, DEEPSEEK))
     refuse_flat_pool(args, (64, 4, 1, 576 * BLOCK))
     with pytest.raises(ConfigError, match="tokens_per_block to 64") as refused:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayWorker
 from kvray.engine import registered_pool
 from kvray.engine.meta import ConnectorMeta
@@ -76,9 +75,7 @@ def wait_for_name(pair: Pair) -> None:
     wait_for(lambda: bool(pair.worker._rank.shared.pool.model_name.name), "reading the checkpoint")
 
 
-def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(
-    pair: Pair, reading: SlowReading
-) -> None:
+def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(pair, reading):
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.serve(Request(2, PROMPT)) == 0
     assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
@@ -92,9 +89,7 @@ def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_kn
     assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
 
 
-def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(
-    pair: Pair, reading: SlowReading
-) -> None:
+def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(pair, reading):
     request = Request(1, PROMPT)
     assert pair.query(request) == 0
     reading.may_end.set()
@@ -106,9 +101,7 @@ def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(
     pair.finish(request)
 
 
-def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
-    shard: Shard, pair: Pair, reading: SlowReading
-) -> None:
+def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard, pair, reading):
     def figures() -> dict[str, Any]:
         pair.engine.link._attempt(pair.engine.link._report)
         (found,) = [one for one in shard.status()["replicas"] if one["connected"]]
@@ -127,12 +120,8 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
 
 
 def test_the_log_says_how_far_the_reading_is_and_what_to_do(
-    make_pair: MakePair,
-    args: SimpleNamespace,
-    reading: SlowReading,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_pair, args, reading, caplog, monkeypatch
+):
     monkeypatch.setattr(model_name, "_SAY_S", 0.01)
     make_pair(args)
     wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
@@ -140,9 +129,7 @@ def test_the_log_says_how_far_the_reading_is_and_what_to_do(
     assert "s left" not in caplog.text, "it has just begun"
 
 
-def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(
-    args: SimpleNamespace, reading: SlowReading, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(args, reading, tmp_path, caplog):
     name = ModelName(args.model, None, cache_dir=tmp_path)
     wait_for(lambda: name.counters()["fingerprint_bytes_read"] > 0)
     assert "is still being read" not in caplog.text
@@ -152,7 +139,7 @@ def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(
     name.close()
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_path):
     name = ModelName("/nowhere", None, cache_dir=tmp_path)
     assert not any(name.counters().values())
     for _ in range(2):
@@ -160,7 +147,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_p
             name.find(0)
 
 
-def test_a_request_noted_before_the_name_says_why_it_missed(pair: Pair) -> None:
+def test_a_request_noted_before_the_name_says_why_it_missed(pair):
     pair.serve(Request(7, PROMPT), computed=BLOCK)
     (note,) = pair.engine.figures.request_notes.take()
     assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))
@@ -168,9 +155,7 @@ def test_a_request_noted_before_the_name_says_why_it_missed(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", [MemoryError, SystemExit])
-def test_a_reading_that_fails_leaves_the_engine_without_the_tier(
-    pair: Pair, reading: SlowReading, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
-) -> None:
+def test_a_reading_that_fails_leaves_the_engine_without_the_tier(pair, reading, caplog, kind):
     reading.found = kind("what has failed")
     reading.may_end.set()
     wait_for(lambda: "what has failed" in caplog.text, "the failure")
@@ -179,11 +164,8 @@ def test_a_reading_that_fails_leaves_the_engine_without_the_tier(
 
 
 def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
-    make_pair: MakePair,
-    args: SimpleNamespace,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_pair, args, caplog, monkeypatch
+):
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -196,8 +178,8 @@ def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the
 
 
 def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
-    shard: Shard, args: SimpleNamespace, reading: SlowReading, caplog: pytest.LogCaptureFixture
-) -> None:
+    shard, args, reading, caplog
+):
     worker = KvRayWorker(args)
     time.sleep(0.02)
     (Path(args.model) / "config.json").write_text("{}")
@@ -213,9 +195,7 @@ def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
     worker.shutdown()
 
 
-def test_an_engine_that_ends_does_not_go_on_reading(
-    shard: Shard, args: SimpleNamespace, reading: SlowReading, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_ends_does_not_go_on_reading(shard, args, reading, caplog):
     worker = KvRayWorker(args)
     thread = worker._rank.shared.pool.model_name._thread
     assert thread is not None
@@ -224,12 +204,7 @@ def test_an_engine_that_ends_does_not_go_on_reading(
     assert "goes on without the tier" not in caplog.text
 
 
-def test_a_model_key_waits_for_nothing(
-    make_pair: MakePair,
-    args: SimpleNamespace,
-    reading: SlowReading,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_key_waits_for_nothing(make_pair, args, reading, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", "mine")
     pair = make_pair(args)
     pair.store(PROMPT)
@@ -262,9 +237,7 @@ def promised(leader: Pair, rank: Pair, request: Request) -> ConnectorMeta:
     return meta
 
 
-def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_saves_nothing(
-    ranks: Ranks,
-) -> None:
+def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_saves_nothing(ranks):
     leader, rank, late = ranks
     request = Request(2, PROMPT)
     meta = promised(leader, rank, request)
@@ -290,7 +263,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     assert rank.engine.pool.namespace_digest == leader.engine.pool.namespace_digest
 
 
-def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks: Ranks) -> None:
+def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):
     leader, rank, late = ranks
     late.found = "cd" * 32
     late.may_end.set()
@@ -300,7 +273,7 @@ def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks: 
         rank.worker.start_load_kv(None)
 
 
-def test_a_rank_that_knows_no_name_refuses_another_layout(ranks: Ranks) -> None:
+def test_a_rank_that_knows_no_name_refuses_another_layout(ranks):
     leader, rank, _ = ranks
     rank.worker.register_kv_caches(torch.zeros(64, 2, 2, 16))
     promised(leader, rank, Request(2, PROMPT))
@@ -308,7 +281,7 @@ def test_a_rank_that_knows_no_name_refuses_another_layout(ranks: Ranks) -> None:
         rank.worker.start_load_kv(None)
 
 
-def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(ranks: Ranks) -> None:
+def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(ranks):
     known, late, _ = ranks
     request = Request(2, PROMPT)
     assert late.query(request) == 0

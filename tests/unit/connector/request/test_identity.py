@@ -1,7 +1,6 @@
 """What besides tokens enters a request's keys, and which requests bypass the tier."""
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import SimpleNamespace
@@ -34,48 +33,48 @@ def media_of(**fields: Any) -> list[tuple[int, bytes]]:
     return [(item.position, item.digest) for item in found.media]
 
 
-def test_a_plain_request_has_neither_salt_nor_adapter_nor_media() -> None:
+def test_a_plain_request_has_neither_salt_nor_adapter_nor_media():
     assert identity_of() == Identity(salt=None, lora=None, media=())
     assert identity_of(lora_task_id=None, multimodal_hashes=[], cache_salt_id=None) == identity_of()
     assert identity_of(position_ids=[], encoder_tokens=[], py_multimodal_data={}) == identity_of()
 
 
-def test_the_salt_itself_is_preferred_to_its_number() -> None:
+def test_the_salt_itself_is_preferred_to_its_number():
     both = identity_of(cache_salt="tenant", cache_salt_id=5)
     assert both == Identity(salt="tenant", lora=None, media=())
     assert identity_of(cache_salt_id=5) == Identity(salt=5, lora=None, media=())
 
 
-def test_an_empty_salt_and_number_zero_are_salts() -> None:
+def test_an_empty_salt_and_number_zero_are_salts():
     assert identity_of(cache_salt="") != identity_of(cache_salt_id=0) != identity_of()
     assert identity_of(cache_salt="") != identity_of()
 
 
-def test_an_adapter_is_known_by_its_content() -> None:
+def test_an_adapter_is_known_by_its_content():
     found = identity_of(lora_task_id=0, py_lora_path="/adapters/a")
     assert found is not None
     assert found.lora == b"/adapters/a"
 
 
-def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache() -> None:
+def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache():
     assert identity_of(lora_task_id=3) is None
     request = SimpleNamespace(lora_task_id=3, py_lora_path="/adapters/a")
     assert identify(request, UNKNOWN) is None
 
 
-def test_media_enter_with_digest_and_position() -> None:
+def test_media_enter_with_digest_and_position():
     (first, one), (second, two) = media_of(multimodal_positions=[4, 90])
     assert (first, second) == (4, 90)
     assert one != two
 
 
-def test_equal_media_of_other_lengths_are_other_media() -> None:
+def test_equal_media_of_other_lengths_are_other_media():
     assert media_of(multimodal_positions=[4, 90], multimodal_lengths=[9, 9]) != media_of(
         multimodal_positions=[4, 90], multimodal_lengths=[8, 9]
     )
 
 
-def test_media_that_are_woven_into_one_another_differ_by_their_runs() -> None:
+def test_media_that_are_woven_into_one_another_differ_by_their_runs():
     def woven(*runs: Any) -> list[tuple[int, bytes]]:
         return media_of(multimodal_item_runs=list(runs))
 
@@ -85,7 +84,7 @@ def test_media_that_are_woven_into_one_another_differ_by_their_runs() -> None:
     assert one != woven([(1, 1, [0]), (7, 1, [])], [(3, 1, []), (5, 1, [])])
 
 
-def test_runs_may_come_in_flat_lists() -> None:
+def test_runs_may_come_in_flat_lists():
     def flat(offsets: list[int], positions: list[int]) -> list[tuple[int, bytes]]:
         return media_of(
             multimodal_positions=[1, 3],
@@ -99,26 +98,26 @@ def test_runs_may_come_in_flat_lists() -> None:
     assert flat([0, 2, 4], [1, 7, 3, 5]) == flat([0, 2, 4], [1, 7, 3, 5])
 
 
-def test_a_digests_words_may_have_a_sign_or_none() -> None:
+def test_a_digests_words_may_have_a_sign_or_none():
     signed = identity_of(multimodal_hashes=[[-1] * 8], multimodal_positions=[4])
     unsigned = identity_of(multimodal_hashes=[[2**32 - 1] * 8], multimodal_positions=[4])
     assert signed == unsigned != identity_of(multimodal_hashes=[[1] * 8], multimodal_positions=[4])
 
 
 @pytest.mark.parametrize("words", [[2**32] * 8, []])
-def test_a_digest_of_another_form_is_none_that_we_know(words: list[int]) -> None:
+def test_a_digest_of_another_form_is_none_that_we_know(words):
     with pytest.raises(ConfigError, match="32 bits"):
         identity_of(multimodal_hashes=[words], multimodal_positions=[4])
 
 
-def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text() -> None:
+def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text():
     for config in ({}, {"mrope_position_ids": torch.arange(6).expand(3, 1, -1)}):
         assert identity_of(py_multimodal_data={"mrope_config": config}) == identity_of()
     assert identity_of(py_multimodal_data={}) == identity_of()
     assert identity_of(mrope_position_deltas=0) == identity_of()
 
 
-def test_media_may_have_their_content_beside_their_digests() -> None:
+def test_media_may_have_their_content_beside_their_digests():
     data = {"image": object(), "multimodal_embedding": object(), "mrope_config": {}}
     fields = {"multimodal_positions": [4, 8], "mrope_position_deltas": -3}
     assert media_of(**fields, py_multimodal_data=data) == media_of(**fields)
@@ -137,11 +136,11 @@ class Bound:
         return None
 
 
-def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell() -> None:
+def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell():
     assert identify(Bound(), UNKNOWN) == identity_of()
 
 
-def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
+def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
     assert identify(MagicMock(), UNKNOWN) is None
 
 
@@ -215,11 +214,11 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
         {**PLACED, "multimodal_item_runs": [[object()], [object()]]},
     ],
 )
-def test_what_cannot_be_told_apart_bypasses_the_cache(fields: dict[str, Any]) -> None:
+def test_what_cannot_be_told_apart_bypasses_the_cache(fields):
     assert identity_of(**fields) is None
 
 
-def test_a_request_that_lacks_what_others_have_cannot_be_told() -> None:
+def test_a_request_that_lacks_what_others_have_cannot_be_told():
     regularity = Regularity()
     assert not regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
     assert not regularity.is_lacking(SimpleNamespace(cache_salt="a", lora_task_id=None))
@@ -235,9 +234,7 @@ def test_a_request_that_lacks_what_others_have_cannot_be_told() -> None:
         tuple(f"multimodal_{one}" for one in ("hashes", "positions", "lengths")),
     ],
 )
-def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(
-    names: tuple[str, ...],
-) -> None:
+def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(names):
     fields = dict.fromkeys(names)
     assert not Regularity().is_lacking(SimpleNamespace(**fields))
     for name in names:
@@ -246,9 +243,7 @@ def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(
 
 
 @pytest.mark.parametrize("accessor", [5, None, "", object()])
-def test_an_encoder_that_cannot_be_asked_for_is_no_encoder_that_is_not_there(
-    accessor: object,
-) -> None:
+def test_an_encoder_that_cannot_be_asked_for_is_no_encoder_that_is_not_there(accessor):
     with pytest.raises(TypeError):
         identity_of(try_get_encoder_output_len=accessor)
 
@@ -259,7 +254,7 @@ class WithTaste:
     multimodal_taste: str | None = None
 
 
-def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set() -> None:
+def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set():
     request = WithTaste()
     assert identify(request, UNKNOWN) == identity_of()
     request.multimodal_taste = "sweet"
@@ -284,23 +279,23 @@ def digest_of(positions: Any, *, length: int | None = 6) -> bytes:
     return found[0].digest
 
 
-def test_equal_pixels_in_another_shape_are_another_image() -> None:
+def test_equal_pixels_in_another_shape_are_another_image():
     assert digest_of(WIDE) == digest_of(WIDE.clone()) == digest_of(WIDE[:, None].squeeze(1))
     assert digest_of(WIDE) != digest_of(TALL)
 
 
-def test_what_follows_an_image_in_the_prompt_is_not_part_of_it() -> None:
+def test_what_follows_an_image_in_the_prompt_is_not_part_of_it():
     longer = torch.cat([WIDE, torch.tensor([[6, 7], [6, 7]])], dim=1)
     assert digest_of(WIDE) == digest_of(longer)
 
 
-def test_positions_that_cannot_be_read_are_left_out() -> None:
+def test_positions_that_cannot_be_read_are_left_out():
     unknown = digest_of(None)
     assert digest_of({"handle": 1}) == digest_of(torch.empty(2, 9, device="meta")) == unknown
     assert digest_of(WIDE, length=None) == digest_of(None, length=None) != unknown
 
 
-def test_an_item_behind_the_prompt_has_no_place() -> None:
+def test_an_item_behind_the_prompt_has_no_place():
     fields = {"multimodal_hashes": [[7] * 8], "multimodal_positions": [9]}
     assert media_items(fields, prompt_len=9) is None
     assert media_items(fields, prompt_len=10) is not None
@@ -333,7 +328,7 @@ class Record:
     sizes: tuple[int, ...] = ()
 
 
-def test_what_is_not_there_and_what_was_made_up_are_none() -> None:
+def test_what_is_not_there_and_what_was_made_up_are_none():
     assert field_of(SimpleNamespace(a=1), "a") == 1
     assert field_of(SimpleNamespace(), "a") is field_of(None, "a") is field_of(MagicMock(), "a")
     assert number_of(MagicMock(), "a", 7) == number_of(SimpleNamespace(a="x"), "a", 7) == 7
@@ -343,7 +338,7 @@ def test_what_is_not_there_and_what_was_made_up_are_none() -> None:
     ("value", "text"),
     [("auto", "auto"), (Name.FP8, "fp8"), (Number.DUMMY, "DUMMY"), (None, ""), (7, "")],
 )
-def test_a_text_may_be_a_member_of_an_enumeration(value: object, text: str) -> None:
+def test_a_text_may_be_a_member_of_an_enumeration(value, text):
     assert text_of(SimpleNamespace(a=value), "a") == text
     assert text_of(MagicMock(), "a") == ""
 
@@ -361,15 +356,15 @@ def test_a_text_may_be_a_member_of_an_enumeration(value: object, text: str) -> N
         (ValueError("at 0x7f"), '"builtins.ValueError"'),
     ],
 )
-def test_equal_values_have_one_text(value: Any, text: str) -> None:
+def test_equal_values_have_one_text(value, text):
     assert to_text(value) == text
 
 
 @pytest.mark.parametrize("make", [object, MagicMock, lambda: print, lambda: [object()]])
-def test_no_text_has_an_address_in_it(make: Callable[[], object]) -> None:
+def test_no_text_has_an_address_in_it(make):
     assert to_text(make()) == to_text(make())
 
 
-def test_only_fields_that_are_set_enter_a_text() -> None:
+def test_only_fields_that_are_set_enter_a_text():
     source = SimpleNamespace(b=2, a=None, made_up=MagicMock())
     assert canonical_text(source, ("a", "b", "c", "made_up")) == '{"b": 2}'

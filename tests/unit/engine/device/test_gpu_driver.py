@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +136,7 @@ def is_copied(target: np.ndarray, source: np.ndarray) -> bool:
     return bool((target[32:40] == source[:8]).all() and (target[:16] == source[32:48]).all())
 
 
-def test_a_batch_is_one_call_with_one_set_of_attributes(driver: Driver, copies: Copies) -> None:
+def test_a_batch_is_one_call_with_one_set_of_attributes(driver, copies):
     target, source, pieces = copies
     opened = CudaDriver(3)
     assert opened.can_batch
@@ -153,12 +152,12 @@ def test_a_batch_is_one_call_with_one_set_of_attributes(driver: Driver, copies: 
     ]
 
 
-def test_attributes_have_the_layout_of_the_header() -> None:
+def test_attributes_have_the_layout_of_the_header():
     assert ctypes.sizeof(cuda_device._Attributes) == ctypes.sizeof(Attributes) == 24
     assert cuda_device._Attributes.flags.offset == 20
 
 
-def test_errors_have_the_names_that_the_driver_gives_them(driver: Driver) -> None:
+def test_errors_have_the_names_that_the_driver_gives_them(driver):
     opened = CudaDriver(0)
     assert opened.name_of(INVALID_VALUE) == "invalid argument"
     assert opened.name_of(999) == "CUDA error 999"
@@ -185,26 +184,18 @@ def cuda() -> CudaDevice:
     ],
     ids=["batched", "not registered", "before CUDA 12.8"],
 )
-def test_copies_take_the_best_way_that_there_is(
-    driver: Driver,
-    copies: Copies,
-    change: Callable[[Driver], None],
-    is_registered: bool,
-    expected: str,
-) -> None:
+def test_copies_take_the_best_way_that_there_is(driver, copies, change, is_registered, expected):
     target, source, pieces = copies
     change(driver)
     assert copy(cuda(), pieces, is_registered=is_registered) == expected
     assert is_copied(target, source)
 
 
-def test_a_run_is_no_batch(driver: Driver, copies: Copies) -> None:
+def test_a_run_is_no_batch(driver, copies):
     assert copy(cuda(), Pieces(*(column[:1] for column in copies[2]))) == SINGLE
 
 
-def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(
-    driver: Driver, copies: Copies, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(driver, copies, caplog):
     target, source, pieces = copies
     driver.batch_error, device = INVALID_VALUE, cuda()
     with caplog.at_level(logging.WARNING, "kvray.connector"):
@@ -215,17 +206,13 @@ def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(
     assert "invalid argument" in caplog.text
 
 
-def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(
-    driver: Driver, copies: Copies
-) -> None:
+def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(driver, copies):
     driver.batch_error = driver.single_error = INVALID_VALUE
     with pytest.raises(TierError, match=r"cuda:0 refuses a copy.*invalid argument"):
         copy(cuda(), copies[2])
 
 
-def test_a_missing_driver_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, copies: Copies
-) -> None:
+def test_a_missing_driver_is_an_error_that_names_it(monkeypatch, copies):
     def refuse(name: str) -> None:
         raise OSError(2, "no such file")
 

@@ -189,9 +189,7 @@ class Engine:
 
 @settings(max_examples=examples(300))
 @given(random=st.integers(0, 2**32).map(Random), has_hooks=st.booleans())
-def test_no_order_of_the_streams_gives_a_wrong_byte(
-    arena: Arena, slots: Array, random: Random, has_hooks: bool
-) -> None:
+def test_no_order_of_the_streams_gives_a_wrong_byte(arena, slots, random, has_hooks):
     engine = Engine(arena, slots, random, has_hooks)
     for _ in range(random.randrange(1, 16)):
         engine.run_pass()
@@ -204,7 +202,7 @@ def engine(arena: Arena, slots: Array) -> Engine:
     return Engine(arena, slots, Random(0), has_hooks=True)
 
 
-def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine: Engine) -> None:
+def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine):
     engine.pool.fence(engine.stream)
     ran = []
     engine.load({0: 0, 1: 1})
@@ -224,7 +222,7 @@ def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine: Engine) 
     engine.pool.mark(engine.stream)
 
 
-def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(engine: Engine) -> None:
+def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(engine):
     engine.pool.fence(engine.stream)
     engine.load({0: 0})
     engine.pool.wait_for_layer(1, engine.stream)
@@ -234,7 +232,7 @@ def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(engine: Engine) -> No
     engine.device.drain()
 
 
-def test_a_load_of_a_failed_pass_does_not_land_in_the_next(engine: Engine) -> None:
+def test_a_load_of_a_failed_pass_does_not_land_in_the_next(engine):
     engine.load({0: 0})
     with pytest.raises(LayoutMismatch):
         engine.pool.mark(engine.stream)
@@ -245,7 +243,7 @@ def test_a_load_of_a_failed_pass_does_not_land_in_the_next(engine: Engine) -> No
     assert (engine.region.pages == 7).all()
 
 
-def test_a_dropped_pass_does_not_fail_the_next(engine: Engine) -> None:
+def test_a_dropped_pass_does_not_fail_the_next(engine):
     engine.load({0: 0})
     engine.pool.fence(engine.stream)
     engine.pool.mark(engine.stream)

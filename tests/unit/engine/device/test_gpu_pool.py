@@ -1,7 +1,7 @@
 """The device's pool on tensors in host memory: every byte, every layout, and the arena's memory."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +71,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("pages", [[0, 1, 2, 3], [6, 2, 7, 0]], ids=["in order", "scattered"])
-def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(
-    arena: Arena, make: object, pages: list[int]
-) -> None:
+def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(arena, make, pages):
     part = make()  # type: ignore[operator]
     for one in part.regions:
         one.pages.copy_(torch.randint(0, 255, one.pages.shape, dtype=torch.uint8))
@@ -95,7 +93,7 @@ def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(
     pool.close()
 
 
-def test_loads_of_several_requests_and_parts_are_one_batch(arena: Arena) -> None:
+def test_loads_of_several_requests_and_parts_are_one_batch(arena):
     own = one_region()
     shared = part_of(region(8, even_steps(NUM_LAYERS, 8)), index=1)
     own_slots = reserve(arena, 3, own.block_bytes)
@@ -117,7 +115,7 @@ def test_loads_of_several_requests_and_parts_are_one_batch(arena: Arena) -> None
     pool.close()
 
 
-def test_a_load_of_nothing_is_done(arena: Arena) -> None:
+def test_a_load_of_nothing_is_done(arena):
     part = one_region()
     pool = pool_of(part)
     assert pool.load(arena, [], None).done()
@@ -127,23 +125,21 @@ def test_a_load_of_nothing_is_done(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("pages", [[-1], [8], [0, 1]], ids=["bad page", "beyond", "too many"])
-def test_pages_that_are_not_there_are_refused_before_any_copy(
-    arena: Arena, pages: list[int]
-) -> None:
+def test_pages_that_are_not_there_are_refused_before_any_copy(arena, pages):
     pool, part, slots = prepared(arena)
     with pytest.raises(LayoutMismatch, match="pages for 1 slots"):
         pool.load(arena, [Load(part, slots, np.array(pages))], None)
     assert (part.regions[0].pages == 0xFF).all()
 
 
-def test_slots_of_another_size_are_refused(arena: Arena) -> None:
+def test_slots_of_another_size_are_refused(arena):
     part = one_region()
     slots = reserve(arena, 1, part.block_bytes + 1)
     with pytest.raises(LayoutMismatch, match="not of one namespace"):
         pool_of(part).load(arena, [Load(part, slots, np.array([0]))], None)
 
 
-def test_a_run_of_whole_pages_is_one_copy(arena: Arena) -> None:
+def test_a_run_of_whole_pages_is_one_copy(arena):
     counted = CountingDevice()
     part = full_page()
     pool, slots = pool_of(part, device=counted), reserve(arena, 4, part.block_bytes)
@@ -156,7 +152,7 @@ def test_a_run_of_whole_pages_is_one_copy(arena: Arena) -> None:
 # -- the arena's memory -------------------------------------------------------------------------
 
 
-def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena: Arena) -> None:
+def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena):
     device = CountingDevice()
     pool, part, slots = prepared(arena, device=device)
     pool.load(arena, [Load(part, slots, np.array([0]))], None)
@@ -171,7 +167,7 @@ def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena: Are
     assert device.registered == []
 
 
-def test_chunks_are_whole_slabs(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_whole_slabs(arena, monkeypatch):
     monkeypatch.setattr(pool_module, "_CHUNK_BYTES", 3 * 2**16 + 1)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
@@ -181,7 +177,7 @@ def test_chunks_are_whole_slabs(arena: Arena, monkeypatch: pytest.MonkeyPatch) -
     pool.close()
 
 
-def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena: Arena) -> None:
+def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena):
     device = CountingDevice(chunks_max=0)
     pool, part, slots = prepared(arena, device=device)
     slot_views(arena, slots, part.block_bytes)[0][:] = 7
@@ -193,9 +189,7 @@ def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena: Arena) -
     pool.close()
 
 
-def test_only_slots_in_the_registered_part_count_as_such(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_slots_in_the_registered_part_count_as_such(arena, monkeypatch):
     monkeypatch.setattr(pool_module, "_CHUNK_BYTES", 2**16)
     device = CountingDevice(chunks_max=1)
     part = full_page(num_pages=20)
@@ -219,9 +213,7 @@ over = pytest.mark.parametrize("end", [retire, Arena.close], ids=["retired", "cl
 
 
 @over
-def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(
-    arena: Arena, end: Callable[[Arena], None]
-) -> None:
+def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena, end):
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
     with open_arena(capacity=2**18, slab=2**16) as before:
@@ -235,9 +227,7 @@ def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(
 
 
 @over
-def test_an_arena_that_is_over_is_let_go_without_a_next_one(
-    arena: Arena, end: Callable[[Arena], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_that_is_over_is_let_go_without_a_next_one(arena, end, monkeypatch):
     monkeypatch.setattr(pool_module, "_LOOK_S", 0.01)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
@@ -255,14 +245,14 @@ def test_an_arena_that_is_over_is_let_go_without_a_next_one(
     pool.close()
 
 
-def test_a_closed_arena_is_not_copied_from(arena: Arena) -> None:
+def test_a_closed_arena_is_not_copied_from(arena):
     pool, part, slots = prepared(arena)
     arena.close()
     with pytest.raises(ShardUnavailable):
         pool.load(arena, [Load(part, slots, np.array([0]))], None)
 
 
-def test_a_refused_copy_is_an_error_only_when_earlier_ones_have_ended(arena: Arena) -> None:
+def test_a_refused_copy_is_an_error_only_when_earlier_ones_have_ended(arena):
     device = RefusingDevice()
     pool, part, slots = prepared(arena, device=device)
     mark = pool.mark(None)

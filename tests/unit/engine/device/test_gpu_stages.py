@@ -1,7 +1,6 @@
 """The order in which a load brings the bytes of its pages, its copies as addresses and sizes."""
 
 import itertools
-from random import Random
 
 import numpy as np
 import pytest
@@ -34,13 +33,13 @@ def layered(num_layers: int, layer_bytes: int, *, index: int = 0) -> Part:
     return part_of(region(1, even_steps(num_layers, layer_bytes)), index=index)
 
 
-def test_a_layer_that_is_worth_a_copy_is_a_stage() -> None:
+def test_a_layer_that_is_worth_a_copy_is_a_stage():
     stages = stages_of(layered(4, PIECE_BYTES))
     assert [stage.layers for stage in stages] == [{0}, {1}, {2}, {3}]
     assert stages[1].spans == (Span(part=0, region=0, start=PIECE_BYTES, size=PIECE_BYTES),)
 
 
-def test_layers_of_few_bytes_land_together() -> None:
+def test_layers_of_few_bytes_land_together():
     stages = stages_of(layered(5, PIECE_BYTES // 2))
     assert [stage.layers for stage in stages] == [{0, 1}, {2, 3}, {4}]
     assert stages[0].spans[0].size == PIECE_BYTES
@@ -50,13 +49,13 @@ def test_layers_of_few_bytes_land_together() -> None:
     ("num_bytes", "count"),
     [(0, 1), (STAGE_BYTES, 1), (3 * STAGE_BYTES, 3), (8 * STAGE_BYTES, 8), (MUCH, 8)],
 )
-def test_a_small_load_has_fewer_stages(num_bytes: int, count: int) -> None:
+def test_a_small_load_has_fewer_stages(num_bytes, count):
     stages = stages_of(layered(8, PIECE_BYTES), num_bytes=num_bytes)
     assert len(stages) == count
     assert sorted(layer for stage in stages for layer in stage.layers) == list(range(8))
 
 
-def test_parts_and_regions_of_one_layer_land_together() -> None:
+def test_parts_and_regions_of_one_layer_land_together():
     size = PIECE_BYTES
     twice = part_of(region(1, even_steps(2, size)), region(1, even_steps(2, size)))
     stages = stages_of(twice, layered(2, size, index=3))
@@ -66,13 +65,13 @@ def test_parts_and_regions_of_one_layer_land_together() -> None:
     ]
 
 
-def test_bytes_of_several_layers_land_before_the_first_of_them() -> None:
+def test_bytes_of_several_layers_land_before_the_first_of_them():
     steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((2, 1), PIECE_BYTES, 3 * PIECE_BYTES))
     stages = stages_of(part_of(region(1, steps)))
     assert [stage.layers for stage in stages] == [{0}, {1, 2}]
 
 
-def test_bytes_that_no_layer_of_the_engine_reads_land_before_the_pass() -> None:
+def test_bytes_that_no_layer_of_the_engine_reads_land_before_the_pass():
     steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((1, 2), PIECE_BYTES, 3 * PIECE_BYTES))
     stages = stages_of(part_of(region(1, steps)), num_layers=2)
     assert [stage.layers for stage in stages] == [{BEFORE_ALL}, {0}]
@@ -83,9 +82,7 @@ def test_bytes_that_no_layer_of_the_engine_reads_land_before_the_pass() -> None:
     order=st.randoms(use_true_random=False),
     num_bytes=st.integers(0, 16 * STAGE_BYTES),
 )
-def test_stages_have_every_byte_once_and_never_after_its_layer(
-    sizes: list[int], order: Random, num_bytes: int
-) -> None:
+def test_stages_have_every_byte_once_and_never_after_its_layer(sizes, order, num_bytes):
     layers = list(range(len(sizes)))
     order.shuffle(layers)
     steps, at = [], 0
@@ -116,21 +113,21 @@ def joined(pieces: Pieces) -> list[tuple[int, ...]]:
     return listed(join(pieces, pieces.sources, base=BASE, chunk_bytes=CHUNK))
 
 
-def test_neighbours_on_both_sides_become_one_copy() -> None:
+def test_neighbours_on_both_sides_become_one_copy():
     assert joined(made((0, BASE, 8), (8, BASE + 8, 8), (16, BASE + 16, 4))) == [(0, BASE, 20)]
 
 
-def test_a_gap_on_either_side_keeps_copies_apart() -> None:
+def test_a_gap_on_either_side_keeps_copies_apart():
     gaps = made((0, BASE, 8), (9, BASE + 8, 8), (17, BASE + 20, 8))
     assert joined(gaps) == listed(gaps)
 
 
-def test_no_copy_reaches_over_the_end_of_a_chunk() -> None:
+def test_no_copy_reaches_over_the_end_of_a_chunk():
     run = made(*((at, BASE + at, 32) for at in range(0, 256, 32)))
     assert joined(run) == [(at, BASE + at, 64) for at in range(0, 256, 64)]
 
 
-def test_a_piece_alone_and_none_are_left_as_they_are() -> None:
+def test_a_piece_alone_and_none_are_left_as_they_are():
     assert joined(made((0, BASE, 8))) == [(0, BASE, 8)]
     nothing = of_size(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 8)
     assert joined(concatenate([nothing, nothing])) == []
@@ -141,7 +138,7 @@ def test_a_piece_alone_and_none_are_left_as_they_are() -> None:
         st.tuples(st.sampled_from([0, 0, 0, 8]), st.sampled_from([0, 0, 8])), max_size=40
     )
 )
-def test_joined_copies_move_the_same_bytes_to_the_same_places(steps: list[tuple[int, int]]) -> None:
+def test_joined_copies_move_the_same_bytes_to_the_same_places(steps):
     pieces, target, source = [(0, BASE, 8)], 8, BASE + 8
     for target_gap, source_gap in steps:
         target, source = target + target_gap, source + source_gap

@@ -3,7 +3,6 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -31,7 +30,7 @@ def make(*, settings: str = "{}", cache_dir: Path | None = None) -> Adapters:
     return Adapters(settings=settings, cache_dir=cache_dir)
 
 
-def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path):
     known = make()
     first = known.fingerprint(1, str(write_adapter(tmp_path / "a")))
     assert first is not None
@@ -41,15 +40,13 @@ def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path
     assert known.fingerprint(3, str(write_adapter(tmp_path / "c", b"other"))) != first
 
 
-def test_engines_that_read_adapters_differently_do_not_share(tmp_path: Path) -> None:
+def test_engines_that_read_adapters_differently_do_not_share(tmp_path):
     path = str(write_adapter(tmp_path))
     swapped = '{"swap_gate_up_proj_lora_b_weight": false}'
     assert make().fingerprint(1, path) != make(settings=swapped).fingerprint(1, path)
 
 
-def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(
-    tmp_path: Path,
-) -> None:
+def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(tmp_path):
     known, path = make(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
     before = known.fingerprint(1, path)
     write_adapter(tmp_path / "a", b"changed")
@@ -62,13 +59,13 @@ def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(
     assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
 
 
-def test_another_path_for_one_task_bypasses(tmp_path: Path) -> None:
+def test_another_path_for_one_task_bypasses(tmp_path):
     known = make()
     assert known.fingerprint(1, str(write_adapter(tmp_path / "a"))) is not None
     assert known.fingerprint(1, str(write_adapter(tmp_path / "b"))) is None
 
 
-def test_a_change_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_warned_of_once(tmp_path, caplog):
     known, path = make(), str(write_adapter(tmp_path))
     known.fingerprint(7, path)
     write_adapter(tmp_path, b"changed")
@@ -78,7 +75,7 @@ def test_a_change_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert f"adapter 7 at {path}" in record.getMessage()
 
 
-def test_other_files_beside_an_adapter_change_nothing(tmp_path: Path) -> None:
+def test_other_files_beside_an_adapter_change_nothing(tmp_path):
     known, path = make(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
     (tmp_path / "README.md").write_text("notes")
@@ -94,8 +91,8 @@ def test_other_files_beside_an_adapter_change_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, said: str
-) -> None:
+    tmp_path, monkeypatch, error, said
+):
     known, path = make(), str(write_adapter(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(adapters, "fingerprint_model", Mock(side_effect=error))
@@ -105,9 +102,7 @@ def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
     assert known.fingerprint(1, path) is not None
 
 
-def test_an_adapter_that_takes_long_to_read_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypatch):
     may_read, read = threading.Event(), adapters.fingerprint_model
 
     def read_slowly(path: str, *, cache_dir: Path | None) -> str:
@@ -125,9 +120,7 @@ def test_an_adapter_that_takes_long_to_read_is_not_waited_for(
     wait_for(lambda: known.fingerprint(2, str(tmp_path / "b")) is not None, "reading the other")
 
 
-def test_a_known_adapter_is_looked_at_and_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
     known, path = make(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
 
@@ -137,7 +130,7 @@ def test_a_known_adapter_is_looked_at_and_not_read(
     assert not read.called
 
 
-def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "_ADAPTERS_MAX", 1)
     known, path = make(), str(write_adapter(tmp_path))
     assert known.fingerprint(1, path) is not None
@@ -145,7 +138,7 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert known.fingerprint(1, path) is not None
 
 
-def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_there_is_named(tmp_path):
     known = make()
     for _ in range(2):
         with pytest.raises(ConfigError, match="nowhere"):

@@ -31,18 +31,18 @@ def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
         lambda config: {"num_hidden_layers": 9, "text_config": config},
     ],
 )
-def test_the_language_model_of_a_multimodal_one_counts(tmp_path: Path, wrap: Any) -> None:
+def test_the_language_model_of_a_multimodal_one_counts(tmp_path, wrap):
     assert read(tmp_path, wrap(LLAMA)).num_layers == 4
 
 
-def test_a_latent_cache_is_known_by_its_rank(tmp_path: Path) -> None:
+def test_a_latent_cache_is_known_by_its_rank(tmp_path):
     found = read(tmp_path, DEEPSEEK)
     assert (found.is_mla, found.latent_elems) == (True, 576)
     assert not read(tmp_path, LLAMA | {"kv_lora_rank": None}).is_mla
     assert read(tmp_path, DEEPSEEK | {"index_topk": 2048}).has_index_cache
 
 
-def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
+def test_what_is_not_said_is_not_known(tmp_path):
     found = read(tmp_path, {"text_config": {"model_type": "llama"}})
     assert (found.num_layers, found.latent_elems) == (None, None)
     assert found.recurrent == ""
@@ -50,9 +50,7 @@ def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["", "org/model", "/nowhere", "{}/model.gguf"])
-def test_what_is_no_directory_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_what_is_no_directory_says_nothing(tmp_path, monkeypatch, model):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
@@ -72,29 +70,25 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "snapshots"
 
 
-def test_a_name_on_the_hub_leads_to_the_revision_in_its_cache(hub_cache: Path) -> None:
+def test_a_name_on_the_hub_leads_to_the_revision_in_its_cache(hub_cache):
     assert find_checkpoint("org/model", None) == str(hub_cache / ("2" * 40))
     assert find_checkpoint("org/model", "v1") == str(hub_cache / ("1" * 40))
     assert find_checkpoint("org/model", "1" * 40) == str(hub_cache / ("1" * 40))
 
 
 @pytest.mark.parametrize("model", ["", "tiny:1", "model", "org/other", "/org/model", "../model"])
-def test_other_names_stay_what_they_are(hub_cache: Path, model: str) -> None:
+def test_other_names_stay_what_they_are(hub_cache, model):
     assert find_checkpoint(model, None) == model
     assert find_checkpoint("org/model", "v3") == "org/model"
 
 
-def test_a_directory_that_looks_like_a_name_is_a_directory(
-    hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_looks_like_a_name_is_a_directory(hub_cache, tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint("org/model", None) == "org/model"
 
 
-def test_without_the_hubs_package_a_name_stays_a_name(
-    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_hubs_package_a_name_stays_a_name(hub_cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert find_checkpoint("org/model", None) == "org/model"
 
@@ -124,16 +118,16 @@ def may_be_in(config: dict[str, Any], *tokens: int, vocab_size: int | None = 152
         {"bos_token_id": 1, "text_config": {"eos_token_id": 2}},
     ],
 )
-def test_a_model_of_text_takes_no_media(config: dict[str, Any]) -> None:
+def test_a_model_of_text_takes_no_media(config):
     assert read_media_tokens(config, 32_000) is None
 
 
 @pytest.mark.parametrize("token", [151_646, 151_652, 151_655, 151_656, 152_064, 160_000, -200])
-def test_media_stand_at_tokens_that_the_checkpoint_names_or_that_are_no_words(token: int) -> None:
+def test_media_stand_at_tokens_that_the_checkpoint_names_or_that_are_no_words(token):
     assert may_be_in({"thinker_config": QWEN_OMNI}, 1, token, 2)
 
 
-def test_other_prompts_are_of_text() -> None:
+def test_other_prompts_are_of_text():
     assert not may_be_in(QWEN_OMNI, 1, 2, 151_654)
     assert not may_be_in(LLAVA, 1, 31_999, vocab_size=32_064)
 
@@ -149,6 +143,6 @@ def test_other_prompts_are_of_text() -> None:
     ],
 )
 def test_without_all_their_names_or_the_size_of_the_vocabulary_media_may_be_in_any_prompt(
-    config: dict[str, Any], vocab_size: int | None
-) -> None:
+    config, vocab_size
+):
     assert may_be_in(config, 1, 2, 3, vocab_size=vocab_size)

@@ -51,8 +51,8 @@ def share(heads: Any, rank: int, size: int) -> Any:
     seed=st.integers(0, 2**16),
 )
 def test_the_pieces_of_all_parts_are_what_the_rank_would_have_computed(
-    num_layers: list[int], head_bytes: int, num_heads: int, sizes: list[int], seed: int
-) -> None:
+    num_layers, head_bytes, num_heads, sizes, seed
+):
     random, (stored_by, size) = np.random.default_rng(seed), sizes
     whole = [
         random.integers(0, 256, (2, 2 * layers, num_heads, head_bytes), dtype=np.uint8)
@@ -82,14 +82,14 @@ def test_the_pieces_of_all_parts_are_what_the_rank_would_have_computed(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("other", SIZES)
-def test_the_layout_of_another_size_is_described_as_its_engine_does(size: int, other: int) -> None:
+def test_the_layout_of_another_size_is_described_as_its_engine_does(size, other):
     heads = np.zeros((3, 6, 8, 16), dtype=np.uint8)
     mine, theirs = (layout_of([share(heads, 0, ranks)]) for ranks in (size, other))
     assert layout_among(mine, size, other).describe() == theirs.describe()
     assert layout_among(mine, size, other).num_parts(other) == theirs.num_parts(other)
 
 
-def test_a_piece_tells_which_layer_reads_it() -> None:
+def test_a_piece_tells_which_layer_reads_it():
     layout = layout_of([np.zeros((1, 6, 32), dtype=np.uint8)])
     (part,) = resliced_parts(layout, 0, 2, 1, 4)
     layers = [region.steps[0].layers[0] for region in part.regions if not region.is_gap]
@@ -112,14 +112,12 @@ def test_a_piece_tells_which_layer_reads_it() -> None:
         (2, None, (1, 4, 8)),
     ],
 )
-def test_sizes_that_deal_heads_evenly(
-    size: int, num_heads: int | None, found: tuple[int, ...]
-) -> None:
+def test_sizes_that_deal_heads_evenly(size, num_heads, found):
     layout = layout_of([np.zeros((1, 4, 48), dtype=np.uint8)])
     assert readable_sizes(layout, size, num_heads) == found
 
 
-def test_what_is_not_known_to_be_heads_alone_is_not_cut() -> None:
+def test_what_is_not_known_to_be_heads_alone_is_not_cut():
     memory = [np.zeros((1, 4, 48), dtype=np.uint8)]
     region = layout_of(memory).groups[0].own[0]
     mixed = Region(pages=region.pages, steps=region.steps)

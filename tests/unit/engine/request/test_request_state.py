@@ -47,8 +47,8 @@ def save(state: RequestState, computed: int) -> range:
     media_at=st.none() | st.integers(0, 39),
 )
 def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
-    prompt: list[int], chunks: list[int], generated: int, saved: int, media_at: int | None
-) -> None:
+    prompt, chunks, generated, saved, media_at
+):
     media = () if media_at is None else (MediaItem(position=media_at, digest=b"d"),)
     state = state_of(prompt, media=media)
     first = state.num_saved = min(saved, len(prompt) // BLOCK)
@@ -68,26 +68,26 @@ def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
     assert state.keys_until(len(tokens) // BLOCK) == keys_of(tokens, media)
 
 
-def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names() -> None:
+def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names():
     state = reported([1, 2, 3], [[0, 1]])
     assert not save(state, 4)
     state.extend([4], [[]], new=False)
     assert save(state, 4)
 
 
-def test_blocks_without_a_page_are_never_read() -> None:
+def test_blocks_without_a_page_are_never_read():
     state = reported(list(range(12)), [[5, -1, 7]])
     assert list(save(state, 12)) == [0]
     assert not save(state, 12)
 
 
-def test_a_group_with_a_window_may_have_no_page_for_a_block() -> None:
+def test_a_group_with_a_window_may_have_no_page_for_a_block():
     state = reported(list(range(12)), [[5, 6, 7], [-1, -1, 2]], windowed=(False, True))
     assert list(save(state, 12)) == [0, 1, 2]
     assert state.load_pages(1, 3) == ([6, 7], [-1, 2])
 
 
-def test_all_groups_must_have_reported_a_block() -> None:
+def test_all_groups_must_have_reported_a_block():
     state = reported(list(range(12)), [[5, 6, 7], [1]], windowed=(False, False))
     assert list(save(state, 12)) == [0]
     state.extend([], [[], [2, 3]], new=False)
@@ -95,26 +95,26 @@ def test_all_groups_must_have_reported_a_block() -> None:
 
 
 @pytest.mark.parametrize("pages", [[9, 8, -1, 6, 5], [9, 8, 7]])
-def test_a_block_to_load_without_a_page_is_an_error(pages: list[int]) -> None:
+def test_a_block_to_load_without_a_page_is_an_error(pages):
     state = reported(list(range(20)), [pages])
     with pytest.raises(LayoutMismatch, match="2 of them"):
         state.load_pages(1, 4)
 
 
-def test_a_first_report_with_other_tokens_rekeys_the_request() -> None:
+def test_a_first_report_with_other_tokens_rekeys_the_request():
     state = state_of([1, 2, 3, 4])
     state.extend([1, 2, 3, 5], [[0]], new=True)
     assert state.keys_until(1) == keys_of([1, 2, 3, 5])
 
 
-def test_tokens_after_a_first_report_with_other_tokens_follow_these() -> None:
+def test_tokens_after_a_first_report_with_other_tokens_follow_these():
     state = state_of([1, 2, 3, 4, 5])
     state.extend([1, 2, 3, 6, 7], [[0, 1]], new=True)
     state.extend([8, 9, 10], [[]], new=False)
     assert state.keys_until(2) == keys_of([1, 2, 3, 6, 7, 8, 9, 10])
 
 
-def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> None:
+def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens():
     state = reported([1, 2, 3, 4, 5], [[0, 1]])
     state.extend([6], [[]], new=False)
     state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
@@ -123,14 +123,14 @@ def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> Non
     assert state.keys_until(2) == keys_of([1, 2, 3, 4, 5, 7, 8, 9])
 
 
-def test_a_replay_starts_with_its_own_pages() -> None:
+def test_a_replay_starts_with_its_own_pages():
     state = reported(list(range(8)), [[3, 4]])
     state.extend(list(range(8)), [[7, 9]], new=True)
     assert state.pages == ([7, 9],)
     assert state.num_tokens == 8
 
 
-def test_at_least_one_token_is_left_to_compute() -> None:
+def test_at_least_one_token_is_left_to_compute():
     identity = Identity(salt=None, lora=None, media=())
     prompts = [
         AskedRequest(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
@@ -139,7 +139,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 0, 1, 1, 2]
 
 
-def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens() -> None:
+def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens():
     state = state_of(list(range(10)))
     state.allocated = [[5, 6, 7]]
     state.extend([8, 9], [[7]], new=False)
@@ -151,9 +151,7 @@ def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_to
 
 
 @pytest.mark.parametrize("allocated", [[], [[5, 6, 7]]])
-def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(
-    allocated: list[list[int]],
-) -> None:
+def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(allocated):
     state = state_of(list(range(12)), windowed=(False, True))
     state.allocated = allocated
     state.extend([], [[], []], new=False)
@@ -162,7 +160,7 @@ def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(
     assert not save(state, 12)
 
 
-def test_one_that_is_reported_again_after_all_is_like_any_other() -> None:
+def test_one_that_is_reported_again_after_all_is_like_any_other():
     state = state_of([1, 2, 3, 4])
     state.extend([], [[]], new=False)
     state.extend([1, 2, 3, 4], [[9]], new=True)
@@ -171,7 +169,7 @@ def test_one_that_is_reported_again_after_all_is_like_any_other() -> None:
     assert state.pages == ([9, 8],)
 
 
-def test_two_chains_part_where_their_seeds_or_media_do() -> None:
+def test_two_chains_part_where_their_seeds_or_media_do():
     one, two = (MediaItem(position=at, digest=b"d") for at in (5, 9))
     state = state_of(list(range(20)), media=(one, two))
     assert state.unlike_at(SEED, [one, two]) is None
@@ -180,13 +178,13 @@ def test_two_chains_part_where_their_seeds_or_media_do() -> None:
     assert state.unlike_at(b"t" * 32, [one, two]) == 0
 
 
-def test_what_is_not_all_in_its_keys_is_not_saved() -> None:
+def test_what_is_not_all_in_its_keys_is_not_saved():
     state = reported(list(range(20)), [list(range(5))])
     state.is_unsaved = True
     assert state.savable(20) == 0
 
 
-def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost() -> None:
+def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
     """Of a prompt of two blocks and a half; the engine drafts tokens."""
     state = reported(list(range(10)), [[0, 1, 2]], savable_blocks=2)
     assert list(save(state, 10)) == [0, 1]

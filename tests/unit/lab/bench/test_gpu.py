@@ -1,7 +1,5 @@
 """`kvray bench gpu` on the host's memory with a tiny model: all of it but the calls to CUDA."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rich.progress import Progress
@@ -20,7 +18,6 @@ from kvray.lab.bench.gpu import (
 )
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
-from tests.forks import RunKvray
 from tests.kit.devices import HostDevice, open_arena
 
 TINY = Shapes(
@@ -59,7 +56,7 @@ def pages(num_pages: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be measured")
-def test_without_a_gpu_it_ends_with_one_sentence(run_kvray: RunKvray) -> None:
+def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
     done = run_kvray("bench", "gpu")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -67,9 +64,7 @@ def test_without_a_gpu_it_ends_with_one_sentence(run_kvray: RunKvray) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_run_gives_every_figure_and_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_gives_every_figure_and_leaves_nothing_behind(tmp_path, capsys):
     with running(Interrupts()) as runner:
         report = measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=tmp_path, runner=runner)
     assert list(tmp_path.iterdir()) == []
@@ -91,9 +86,7 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(
     assert "first token of 64 tokens, loaded or computed" in text
 
 
-def test_an_interrupted_run_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
     def interrupt(self: Progress, *args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -103,7 +96,7 @@ def test_an_interrupted_run_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prompt_computed_in_two_steps_gives_what_it_gives_in_one(model: Model) -> None:
+def test_a_prompt_computed_in_two_steps_gives_what_it_gives_in_one(model):
     tokens, order = torch.arange(10), torch.tensor([2, 0, 1])
     whole, split = pages(3), pages(3)
     expected = model.prefill(tokens, 0, whole, order)
@@ -114,7 +107,7 @@ def test_a_prompt_computed_in_two_steps_gives_what_it_gives_in_one(model: Model)
     assert whole[1, :, :, :, 2:].isnan().all(), "the last block holds two tokens"
 
 
-def test_layers_are_announced_before_they_read_their_pages(model: Model) -> None:
+def test_layers_are_announced_before_they_read_their_pages(model):
     tokens, order = torch.arange(8), torch.tensor([1, 0])
     full, late = pages(2), pages(2)
     expected = model.prefill(tokens, 4, _computed(model, tokens, full, order), order)
@@ -132,7 +125,7 @@ def _computed(
     return pool
 
 
-def test_loaded_bytes_that_are_wrong_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_bytes_that_are_wrong_end_the_run(monkeypatch):
     with open_arena(capacity=2**22, slab=2**20) as arena:
         prefill = Prefill(GpuDevice("cpu"), arena, TINY, tokens_max=16)
         monkeypatch.setattr(prefill.pool, "load", _load_nothing(prefill))
@@ -146,30 +139,30 @@ def _load_nothing(prefill: Prefill):  # type: ignore[no-untyped-def]
     return lambda arena, loads, stream: load(arena, [], stream)
 
 
-def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b() -> None:
+def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b():
     assert LLAMA_3_8B.block_bytes == 4 * 2**20
     assert LLAMA_3_8B.weight_bytes == pytest.approx(16.06e9, rel=0.01)
 
 
-def test_a_gpu_without_room_for_the_model_is_refused_with_the_sizes() -> None:
+def test_a_gpu_without_room_for_the_model_is_refused_with_the_sizes():
     with pytest.raises(CapacityError, match=r"GiB of the GPU's memory and 8GiB are free"):
         GpuScale.fit(repeat=None, quick=False).check_memory(8 * 2**30)
     GpuScale.fit(repeat=None, quick=True).check_memory(80 * 2**30)
 
 
-def test_counts_follow_the_options() -> None:
+def test_counts_follow_the_options():
     scale = GpuScale.fit(repeat=7, quick=False)
     assert (scale.pairs, scale.prefill_pairs) == (7, 7)
     assert max(scale.lengths) == 32768
     assert max(GpuScale.fit(repeat=None, quick=True).lengths) == 8192
 
 
-def test_crossover_is_the_length_from_which_on_loading_wins() -> None:
+def test_crossover_is_the_length_from_which_on_loading_wins():
     assert crossover({64: 0.5, 128: 1.2, 256: 3.0}) == 128
     assert crossover({64: 2.0, 128: 0.9, 256: 3.0}) == 256
     assert crossover({64: 2.0, 128: 1.1}) == 64
     assert crossover({64: 0.5, 128: 0.9}) is None
 
 
-def test_lengths_are_named_in_thousands() -> None:
+def test_lengths_are_named_in_thousands():
     assert [name_of(length) for length in (512, 1024, 8192)] == ["512", "1k", "8k"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.forks import RunKvray
 from tests.waiting import HANG_S
 
 FIGURES = (
@@ -46,9 +45,7 @@ def arena_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def test_quick_run_gives_every_figure_and_a_picture(
-    run_kvray: RunKvray, tmp_path: Path, arena_dir: Path
-) -> None:
+def test_quick_run_gives_every_figure_and_a_picture(run_kvray, tmp_path, arena_dir):
     done = run_kvray(
         *("bench", "local", "--quick", "--json", "--plot", "figures.png"),
         KVRAY_ARENA__DIR=str(arena_dir),
@@ -63,9 +60,7 @@ def test_quick_run_gives_every_figure_and_a_picture(
     assert list(arena_dir.iterdir()) == []
 
 
-def test_run_without_json_prints_a_table(
-    run_kvray: RunKvray, tmp_path: Path, arena_dir: Path
-) -> None:
+def test_run_without_json_prints_a_table(run_kvray, tmp_path, arena_dir):
     done = run_kvray("bench", "local", "--quick", "--repeat", "1", KVRAY_ARENA__DIR=str(arena_dir))
     assert done.returncode == 0, done.stderr
     assert "retrieve and verify, 4 MiB blocks" in done.stdout
@@ -74,9 +69,7 @@ def test_run_without_json_prints_a_table(
 
 
 @pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.0)])
-def test_interrupt_leaves_nothing(
-    tmp_path: Path, arena_dir: Path, signum: signal.Signals, after_s: float
-) -> None:
+def test_interrupt_leaves_nothing(tmp_path, arena_dir, signum, after_s):
     with _running(tmp_path, arena_dir) as process:
         _wait_for(arena_dir, "kvray-bench-*/arena")
         time.sleep(after_s)
@@ -90,7 +83,7 @@ def test_interrupt_leaves_nothing(
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path, arena_dir: Path) -> None:
+def test_workers_end_with_a_parent_that_is_killed(tmp_path, arena_dir):
     with _running(tmp_path, arena_dir) as process:
         _wait_for(arena_dir, "kvray-bench-*/arena")
         workers = _children_of(process.pid)
@@ -112,9 +105,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path, arena_dir: Pat
         (["--plot", "figures.pdf"], ["figures.pdf", ".png"]),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_measured(
-    run_kvray: RunKvray, arena_dir: Path, args: list[str], words: list[str]
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_measured(run_kvray, arena_dir, args, words):
     done = run_kvray("bench", "local", *args, KVRAY_ARENA__DIR=str(arena_dir))
     assert done.returncode == 2
     assert done.stderr.startswith("kvray: ")
@@ -124,14 +115,14 @@ def test_what_cannot_work_is_refused_before_anything_is_measured(
     assert list(arena_dir.iterdir()) == []
 
 
-def test_missing_arena_directory_is_named(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_missing_arena_directory_is_named(run_kvray, tmp_path):
     done = run_kvray("bench", "local", KVRAY_ARENA__DIR=str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert "nowhere" in done.stderr
     assert "arena.dir" in done.stderr
 
 
-def test_missing_matplotlib_is_one_sentence_with_the_pip_line(tmp_path: Path) -> None:
+def test_missing_matplotlib_is_one_sentence_with_the_pip_line(tmp_path):
     code = (
         "import sys, importlib.util as util; find = util.find_spec;"
         "util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest);"

@@ -20,7 +20,6 @@ from kvray.errors import KVRayError
 from kvray.lab.bench.nvme import BareDisk, Transfers, check_cold, resident_bytes
 from kvray.store.machine.capacity import mount_of
 from kvray.store.nvme.disk import aligned
-from tests.forks import RunKvray
 from tests.waiting import HANG_S
 
 _SHM = Path("/dev/shm")
@@ -45,9 +44,7 @@ def leftovers(*directories: Path) -> list[str]:
     return mounts + [str(path) for one in directories for path in one.glob("kvray-bench-*")]
 
 
-def test_quick_run_gives_every_figure_and_leaves_nothing(
-    run_kvray: RunKvray, disk: Path, tmp_path: Path
-) -> None:
+def test_quick_run_gives_every_figure_and_leaves_nothing(run_kvray, disk, tmp_path):
     before = leftovers(_SHM, disk, tmp_path)
     done = run_kvray("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--json")
     assert done.returncode == 0, done.stderr
@@ -65,7 +62,7 @@ def test_quick_run_gives_every_figure_and_leaves_nothing(
     assert leftovers(_SHM, disk, tmp_path) == before
 
 
-def test_run_without_json_prints_a_table(run_kvray: RunKvray, disk: Path) -> None:
+def test_run_without_json_prints_a_table(run_kvray, disk):
     done = run_kvray(
         "bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--block", "256KiB"
     )
@@ -75,7 +72,7 @@ def test_run_without_json_prints_a_table(run_kvray: RunKvray, disk: Path) -> Non
     assert "target" not in done.stdout
 
 
-def test_directory_in_memory_is_refused(run_kvray: RunKvray) -> None:
+def test_directory_in_memory_is_refused(run_kvray):
     done = run_kvray("bench", "nvme", "--quick", "--dir", _SHM)
     assert (done.returncode, done.stdout) == (2, "")
     assert "kept in memory (tmpfs)" in done.stderr
@@ -83,13 +80,13 @@ def test_directory_in_memory_is_refused(run_kvray: RunKvray) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_directory_that_is_not_there_is_refused(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_directory_that_is_not_there_is_refused(run_kvray, tmp_path):
     done = run_kvray("bench", "nvme", "--quick", "--dir", tmp_path / "none")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "No such file" in done.stderr
 
 
-def test_block_size_that_does_not_fit_is_refused(run_kvray: RunKvray, disk: Path) -> None:
+def test_block_size_that_does_not_fit_is_refused(run_kvray, disk):
     for size in ("5000", "3MiB", "32MiB"):
         done = run_kvray("bench", "nvme", "--quick", "--dir", disk, "--block", size)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -97,7 +94,7 @@ def test_block_size_that_does_not_fit_is_refused(run_kvray: RunKvray, disk: Path
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_leaves_nothing(disk: Path, tmp_path: Path, signum: int) -> None:
+def test_interrupt_leaves_nothing(disk, tmp_path, signum):
     before = leftovers(_SHM, disk, tmp_path)
     with subprocess.Popen(
         f"{sys.executable} -m kvray bench nvme --quick --repeat 5000 --dir {disk}".split(),
@@ -119,7 +116,7 @@ def test_interrupt_leaves_nothing(disk: Path, tmp_path: Path, signum: int) -> No
     assert leftovers(_SHM, disk, tmp_path) == before
 
 
-def test_floor_moves_every_byte(disk: Path) -> None:
+def test_floor_moves_every_byte(disk):
     memory = aligned(_SIZE + 4096)
     wanted = np.random.default_rng(1).integers(0, 256, memory.nbytes, dtype="u1")
     floor = BareDisk(disk / "floor", memory)
@@ -137,7 +134,7 @@ def test_floor_moves_every_byte(disk: Path) -> None:
     assert not list(disk.iterdir())
 
 
-def test_floor_of_little_memory_has_a_fastest_way(disk: Path) -> None:
+def test_floor_of_little_memory_has_a_fastest_way(disk):
     memory = aligned(_SIZE)
     memory[:] = 1
     floor = BareDisk(disk / "floor", memory)
@@ -145,7 +142,7 @@ def test_floor_of_little_memory_has_a_fastest_way(disk: Path) -> None:
     floor.close()
 
 
-def test_what_the_page_cache_has_is_seen_and_put_out(disk: Path) -> None:
+def test_what_the_page_cache_has_is_seen_and_put_out(disk):
     path = disk / "file"
     path.write_bytes(bytes(_SIZE))
     with path.open("r+b") as file:
@@ -155,7 +152,7 @@ def test_what_the_page_cache_has_is_seen_and_put_out(disk: Path) -> None:
         assert resident_bytes(file.fileno()) == 0
 
 
-def test_file_that_stays_in_the_page_cache_is_refused(disk: Path) -> None:
+def test_file_that_stays_in_the_page_cache_is_refused(disk):
     path = disk / "file"
     path.write_bytes(bytes(_SIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), _SIZE) as mapping:

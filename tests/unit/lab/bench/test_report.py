@@ -41,7 +41,7 @@ NOTE = "Two of three rows."
 REPORT = bench_report(rows(), note=NOTE, facts={"pairs": 1})
 
 
-def test_json_has_the_figures_of_every_row() -> None:
+def test_json_has_the_figures_of_every_row():
     found = REPORT.facts
     assert found["store_ratio_4mib"] == 0.5
     assert found["store_floor_gb_s_4mib"] == 1
@@ -54,9 +54,7 @@ def test_json_has_the_figures_of_every_row() -> None:
     assert {"cpu_cores", "machine", "version"} <= set(found)
 
 
-def test_table_shows_ours_floor_and_ratio(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_table_shows_ours_floor_and_ratio(capsys):
     REPORT.show(as_json=False)
     text = capsys.readouterr().out
     store = next(line for line in text.splitlines() if "store" in line)
@@ -64,7 +62,7 @@ def test_table_shows_ours_floor_and_ratio(
     assert text.rstrip().endswith(NOTE)
 
 
-def test_scale_fits_the_blocks_into_the_capacity() -> None:
+def test_scale_fits_the_blocks_into_the_capacity():
     large, small = SCALE.large, SCALE.small
     assert (large.shape[0], small.shape[0]) == (256, 256)
     assert (large.num_sections, small.num_sections) == (1, 32)
@@ -75,12 +73,12 @@ def test_scale_fits_the_blocks_into_the_capacity() -> None:
     assert LocalScale.fit(2**40, repeat=None, quick=True).capacity == 2**26
 
 
-def test_capacity_that_measures_nothing_is_refused() -> None:
+def test_capacity_that_measures_nothing_is_refused():
     with pytest.raises(ConfigError, match="at least 64MiB"):
         LocalScale.fit(2**20, repeat=None, quick=False)
 
 
-def test_who_goes_first_takes_turns() -> None:
+def test_who_goes_first_takes_turns():
     steps: list[str] = []
 
     def step(name: str, seconds: float, index: int) -> Duration:
@@ -94,7 +92,7 @@ def test_who_goes_first_takes_turns() -> None:
     assert pairs == [pair(2, 1)] * 3
 
 
-def test_ratio_is_the_median_of_the_pairs_and_not_that_of_the_medians() -> None:
+def test_ratio_is_the_median_of_the_pairs_and_not_that_of_the_medians():
     pairs = [pair(1, 1), pair(2, 4), pair(8, 2)]
     assert speed_ratio(pairs) == 1
     assert time_ratio(pairs) == 1
@@ -102,7 +100,7 @@ def test_ratio_is_the_median_of_the_pairs_and_not_that_of_the_medians() -> None:
     assert speed_ratio([pair(2, 1)]) == 0.5
 
 
-def test_percentile_is_one_of_the_timings() -> None:
+def test_percentile_is_one_of_the_timings():
     timings = [Duration(seconds=seconds) for seconds in (5, 1, 4, 2, 3)]
     assert median_s(timings) == 3
     assert percentile_s(timings, 99) == 5
@@ -111,5 +109,5 @@ def test_percentile_is_one_of_the_timings() -> None:
     assert percentile_s([Duration(seconds=n) for n in range(1, 201)], 99) == 198
 
 
-def test_several_processes_are_timed_from_the_first_start_to_the_last_end() -> None:
+def test_several_processes_are_timed_from_the_first_start_to_the_last_end():
     assert over_all([(1, 4, 0.5), (2, 6, 1.5)]) == Duration(seconds=5, cpu_s=2)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from kvray.lab.bench.serving.workload import (
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.report import Report
 from kvray.store.replay.trace import Trace
-from tests.forks import RunKvray
 from tests.waiting import HANG_S
 
 
@@ -128,7 +126,7 @@ def figures(one: Round, *, num_replicas: int = 0) -> dict[str, dict[str, float]]
     return round_figures(one, in_time_s=0.5, num_replicas=num_replicas)
 
 
-def test_times_are_those_of_whole_answers() -> None:
+def test_times_are_those_of_whole_answers():
     found = figures(one_round())
     assert found["fast"]["first_token_p50_s"] == 0.2
     assert found["fast"]["first_token_p90_s"] == 1.0
@@ -139,7 +137,7 @@ def test_times_are_those_of_whole_answers() -> None:
     assert (found["fast"]["failed"], found["slow"]["failed"]) == (0, 1)
 
 
-def test_reuse_stands_beside_that_of_an_infinite_cache() -> None:
+def test_reuse_stands_beside_that_of_an_infinite_cache():
     found = figures(one_round())
     assert found["fast"]["cached_share"] == 150 / 400
     assert found["fast"]["reusable_share"] == 192 / 400
@@ -147,38 +145,38 @@ def test_reuse_stands_beside_that_of_an_infinite_cache() -> None:
     assert found["slow"]["reuse"] == 150 / 128, "of a failed answer nothing counts"
 
 
-def test_reuse_is_missing_where_an_endpoint_does_not_tell() -> None:
+def test_reuse_is_missing_where_an_endpoint_does_not_tell():
     silent = [Answer(text="x", first_token_s=0.1, whole_s=0.2)] * 4
     found = figures(one_round(slow=silent))["slow"]
     assert not {"cached_share", "reuse", "most_requests"} & found.keys()
     assert found["failed"] == 0
 
 
-def test_load_is_the_most_loaded_replica_over_the_mean() -> None:
+def test_load_is_the_most_loaded_replica_over_the_mean():
     found = figures(one_round())["fast"]
     assert found["most_requests"] == 3 * 2 / 4
     assert found["most_computed"] == pytest.approx(200 * 2 / 250)
     assert figures(one_round(), num_replicas=3)["fast"]["most_requests"] == 3 * 3 / 4
 
 
-def test_texts_are_compared_with_the_first_endpoints() -> None:
+def test_texts_are_compared_with_the_first_endpoints():
     found = figures(one_round())
     assert (found["fast"]["other_text"], found["slow"]["other_text"]) == (0, 1)
 
 
-def test_an_endpoint_of_which_all_fail_has_no_times() -> None:
+def test_an_endpoint_of_which_all_fail_has_no_times():
     found = figures(one_round(slow=[FAILED] * 4))["slow"]
     assert found["requests_per_s"] == 0
     assert "first_token_p90_s" not in found
 
 
-def test_rounds_come_to_their_median_and_failures_to_their_sum() -> None:
+def test_rounds_come_to_their_median_and_failures_to_their_sum():
     found = over_rounds([figures(one_round()) for _ in range(3)])
     assert found["slow"]["failed"] == 3
     assert found["slow"]["first_token_p90_s"] == 2.0
 
 
-def test_ratios_are_medians_of_the_rounds_own() -> None:
+def test_ratios_are_medians_of_the_rounds_own():
     rounds = [
         {"a": {"first_token_p90_s": 1.0}, "b": {"first_token_p90_s": seconds}}
         for seconds in (1.0, 3.0, 8.0)
@@ -193,7 +191,7 @@ def report(name: str = "one-prefix") -> Report:
     return serving_report([section], {"rate": 1.0})
 
 
-def test_json_has_every_figure_by_name() -> None:
+def test_json_has_every_figure_by_name():
     found = report().facts
     assert found["serving_one_prefix_first_token_p90_s_fast"] == 1.0
     assert found["serving_one_prefix_first_token_p90_s_ratio_slow"] == 2.0
@@ -202,7 +200,7 @@ def test_json_has_every_figure_by_name() -> None:
     assert len(found["workloads"][0]["rounds"]) == 2
 
 
-def test_table_names_endpoints_and_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_names_endpoints_and_what_went_wrong(capsys):
     report().show(as_json=False)
     shown = capsys.readouterr().out
     assert "fast" in shown
@@ -218,7 +216,7 @@ def endpoint(url: str) -> Endpoint:
     return Endpoint(name="stub", url=url, model="stub")
 
 
-def test_answers_have_text_times_replica_and_cached_tokens() -> None:
+def test_answers_have_text_times_replica_and_cached_tokens():
     with running(stub := Stub()) as url:
         answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
     assert {(one.text, one.replica, one.cached_tokens) for one in answers} == {
@@ -229,7 +227,7 @@ def test_answers_have_text_times_replica_and_cached_tokens() -> None:
     assert all(one["stream_options"] == {"include_usage": True} for one in stub.asked)
 
 
-def test_requests_are_sent_when_they_are_due_and_not_when_others_are_answered() -> None:
+def test_requests_are_sent_when_they_are_due_and_not_when_others_are_answered():
     with running(Stub(wait_s=0.5)) as url:
         began = time.monotonic()
         answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
@@ -238,24 +236,24 @@ def test_requests_are_sent_when_they_are_due_and_not_when_others_are_answered() 
     assert all(one.first_token_s >= 0.5 for one in answers)
 
 
-def test_an_answer_that_does_not_come_in_time_has_failed() -> None:
+def test_an_answer_that_does_not_come_in_time_has_failed():
     with running(Stub(wait_s=5)) as url:
         answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=0.3))
     assert answers[0].error
 
 
-def test_a_refusal_has_failed_with_its_words() -> None:
+def test_a_refusal_has_failed_with_its_words():
     with running(Stub(text="")) as url:
         answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=5))
     assert "full" in answers[0].error
 
 
-def test_the_model_is_what_the_endpoint_lists() -> None:
+def test_the_model_is_what_the_endpoint_lists():
     with running(Stub()) as url:
         assert asyncio.run(ask_model("stub", url)) == "stub"
 
 
-def test_an_endpoint_that_is_not_there_is_named() -> None:
+def test_an_endpoint_that_is_not_there_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(KVRayError, match=f"mine does not answer at {url}"):
@@ -270,16 +268,16 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
         ("http://host:1", ("http://host:1", "http://host:1")),
     ],
 )
-def test_endpoints_are_named(text: str, expected: tuple[str, str]) -> None:
+def test_endpoints_are_named(text, expected):
     assert parse_endpoint(text) == expected
 
 
-def test_what_is_no_url_is_refused() -> None:
+def test_what_is_no_url_is_refused():
     with pytest.raises(ConfigError, match="give NAME=http"):
         parse_endpoint("a=host:1")
 
 
-def test_command_compares_two_endpoints(run_kvray: RunKvray, tmp_path: Path) -> None:
+def test_command_compares_two_endpoints(run_kvray, tmp_path):
     picture = tmp_path / "found.png"
     with running(Stub()) as one, running(other := Stub(text="other", wait_s=0.1)) as two:
         urls = ("--url", f"one={one}", "--url", f"two={two}")
@@ -303,9 +301,7 @@ def test_command_compares_two_endpoints(run_kvray: RunKvray, tmp_path: Path) -> 
         (("--url", "a=http://x", "--workload", "none"), "one-prefix"),
     ],
 )
-def test_wrong_options_are_refused(
-    run_kvray: RunKvray, arguments: tuple[str, ...], words: str
-) -> None:
+def test_wrong_options_are_refused(run_kvray, arguments, words):
     done = run_kvray("bench", "serve", *arguments)
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
@@ -335,21 +331,21 @@ def scaled(found: Trace, **options: float) -> list[Request]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_makes_the_same_requests(kind: str) -> None:
+def test_same_seed_makes_the_same_requests(kind):
     first, again = generated(kind), generated(kind)
     assert first == again
     assert [one.tokens(3) for one in first] == [one.tokens(3) for one in again]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrivals_fill_the_seconds(kind: str) -> None:
+def test_arrivals_fill_the_seconds(kind):
     times = [one.at_s for one in generated(kind)]
     assert times == sorted(times)
     assert (times[0], times[-1]) == (0.0, pytest.approx(30.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounds_have_no_block_in_common(kind: str) -> None:
+def test_rounds_have_no_block_in_common(kind):
     requests = generated(kind)
     blocks = [
         {tuple(tokens[at : at + SIZE]) for tokens in prompts for at in range(0, len(tokens), SIZE)}
@@ -358,7 +354,7 @@ def test_rounds_have_no_block_in_common(kind: str) -> None:
     assert not blocks[0] & blocks[1]
 
 
-def test_turns_of_a_conversation_begin_with_those_before() -> None:
+def test_turns_of_a_conversation_begin_with_those_before():
     requests = generated("conversations")
     longer = [one for one in requests if len(one.stretches) > 2]
     assert len(longer) > len(requests) / 2
@@ -367,21 +363,21 @@ def test_turns_of_a_conversation_begin_with_those_before() -> None:
     assert len({one.stretches[1][0] for one in requests}) > 3, "several conversations"
 
 
-def test_one_prefix_is_all_that_prompts_have_in_common() -> None:
+def test_one_prefix_is_all_that_prompts_have_in_common():
     assert reusable(generated("one-prefix")) == [0, *[512] * 59]
 
 
-def test_prompts_without_a_prefix_have_nothing_in_common() -> None:
+def test_prompts_without_a_prefix_have_nothing_in_common():
     assert sum(reusable(generated("no-prefix"))) == 0
 
 
-def test_an_infinite_cache_has_whole_blocks_and_never_the_last_token() -> None:
+def test_an_infinite_cache_has_whole_blocks_and_never_the_last_token():
     long = list(range(100))
     prompts = [long, long[:96], long[:95], [*long[:40], 7, *long[41:]], long[50:]]
     assert reusable_tokens(prompts, tokens_per_block=SIZE) == [0, 64, 64, 32, 0]
 
 
-def test_blocks_of_a_trace_become_shorter_and_stay_equal() -> None:
+def test_blocks_of_a_trace_become_shorter_and_stay_equal():
     requests = scaled(trace((1024, [1, 2]), (1400, [1, 2, 3]), (1536, [1, 5, 3])))
     assert [one.num_tokens for one in requests] == [64, 88, 96]
     assert [one.at_s for one in requests] == [0.0, 2.0, 4.0]
@@ -392,7 +388,7 @@ def test_blocks_of_a_trace_become_shorter_and_stay_equal() -> None:
     assert second[64:] != third[64:88], "the same id after other blocks is another block"
 
 
-def test_what_comes_after_the_last_block_is_nobody_elses() -> None:
+def test_what_comes_after_the_last_block_is_nobody_elses():
     requests = scaled(trace((1000, [1]), (1000, [1])))
     first, second = (one.tokens(1) for one in requests)
     assert len(first) == len(second) == 62
@@ -400,21 +396,21 @@ def test_what_comes_after_the_last_block_is_nobody_elses() -> None:
     assert first[32:] != second[32:]
 
 
-def test_a_factor_that_divides_no_block_shifts_no_other() -> None:
+def test_a_factor_that_divides_no_block_shifts_no_other():
     found = trace((5120, list(range(10))), (5120, list(range(10))))
     (first, second) = scaled(found, scale=3.0, tokens_max=5000)
     assert first.num_tokens == 1707
     assert first.tokens(1) == second.tokens(1)
 
 
-def test_prompts_that_are_too_long_lose_their_end() -> None:
+def test_prompts_that_are_too_long_lose_their_end():
     found = trace((5120, list(range(10))), (5120, list(range(10))))
     (first, _) = scaled(found)
     (cut, _) = scaled(found, tokens_max=100)
     assert cut.tokens(1) == first.tokens(1)[:100]
 
 
-def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it() -> None:
+def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it():
     turns = [
         [0, talk, *range(1000 * talk, 1000 * talk + turn)]
         for turn in range(4)
@@ -429,18 +425,18 @@ def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it() -> None:
     assert all(one.stretches[0] == requests[0].stretches[0] for one in requests)
 
 
-def test_a_trace_that_is_too_short_is_refused() -> None:
+def test_a_trace_that_is_too_short_is_refused():
     with pytest.raises(ConfigError, match=r"has 1 requests and 5 are asked for"):
         from_trace(trace((512, [1])), num_requests=5, seconds=1.0, scale=16.0, tokens_max=1000)
 
 
-def test_blocks_that_come_to_nothing_are_refused() -> None:
+def test_blocks_that_come_to_nothing_are_refused():
     with pytest.raises(ConfigError, match="give at most 512"):
         scaled(trace((512, [1])), scale=1024.0)
 
 
 @pytest.mark.parametrize(("vocabulary", "low"), [(16_384, 1000), (256, 32)])
-def test_tokens_are_words_of_the_vocabulary(vocabulary: int, low: int) -> None:
+def test_tokens_are_words_of_the_vocabulary(vocabulary, low):
     requests = generated("no-prefix")
     tokens = np.array([one.tokens(9, vocabulary=vocabulary) for one in requests])
     assert low <= tokens.min() < 2 * low

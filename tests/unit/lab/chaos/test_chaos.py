@@ -82,21 +82,21 @@ def fault(number: int, at: float, *, lasts_s: float = 0.0) -> Fault:
     return Fault(number=number, kind="stop_mover", strikes_s=at, ends_s=at + lasts_s, choice=0.5)
 
 
-def test_a_fault_strikes_at_its_time_and_is_taken_back_at_its_end() -> None:
+def test_a_fault_strikes_at_its_time_and_is_taken_back_at_its_end():
     world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0, lasts_s=0.5))
     world.go_on_until(4.0)
     assert world.told == [("strike", 0, 1.0), ("strike", 1, 2.0), ("end", 1, 2.5), ("end", 0, 3.0)]
     assert world.skipped() == [None, None]
 
 
-def test_a_fault_that_waits_holds_up_no_other() -> None:
+def test_a_fault_that_waits_holds_up_no_other():
     world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0))
     world.out_of_reach.add(0)
     world.go_on_until(5.0)
     assert [one[:2] for one in world.told] == [("strike", 1), ("end", 1)]
 
 
-def test_a_fault_that_waited_lasts_as_long_as_it_was_to() -> None:
+def test_a_fault_that_waited_lasts_as_long_as_it_was_to():
     world = World(fault(0, 1.0, lasts_s=2.0))
     world.out_of_reach.add(0)
     world.go_on_until(5.0)
@@ -105,7 +105,7 @@ def test_a_fault_that_waited_lasts_as_long_as_it_was_to() -> None:
     assert world.told == [("strike", 0, 5.0), ("end", 0, 7.0)]
 
 
-def test_a_fault_waits_for_requests_in_flight() -> None:
+def test_a_fault_waits_for_requests_in_flight():
     world = World(fault(0, 1.0))
     world.in_flight = IN_FLIGHT_MIN - 1
     world.go_on_until(3.0)
@@ -116,7 +116,7 @@ def test_a_fault_waits_for_requests_in_flight() -> None:
     assert world.campaign.strikes[0].in_flight == IN_FLIGHT_MIN
 
 
-def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_back() -> None:
+def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_back():
     world = World(fault(0, 1.0, lasts_s=2.0))
     world.out_of_reach.add(0)
     world.go_on_until(NotNow.patience_s + 5.0)
@@ -124,7 +124,7 @@ def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_bac
     assert world.skipped() == ["It is not running."]
 
 
-def test_a_fault_that_has_begun_is_waited_for_longer() -> None:
+def test_a_fault_that_has_begun_is_waited_for_longer():
     world = World(fault(0, 1.0, lasts_s=2.0))
     world.out_of_reach.add(0)
     world.error = NotYet
@@ -135,7 +135,7 @@ def test_a_fault_that_has_begun_is_waited_for_longer() -> None:
     assert [one[:2] for one in world.told] == [("strike", 0), ("end", 0)]
 
 
-def test_nothing_strikes_or_lasts_when_the_campaign_is_over() -> None:
+def test_nothing_strikes_or_lasts_when_the_campaign_is_over():
     world = World(fault(0, ENDS_S - 2.0, lasts_s=9.0), fault(1, ENDS_S - 1.0))
     world.out_of_reach.add(1)
     world.go_on_until(ENDS_S + 5.0)
@@ -158,23 +158,23 @@ def schedule(seed: int = 1, **changes: object) -> list[Fault]:
     return make_schedule(**options | changes)  # type: ignore[arg-type]
 
 
-def test_equal_seeds_give_equal_schedules_and_others_do_not() -> None:
+def test_equal_seeds_give_equal_schedules_and_others_do_not():
     assert schedule(3) == schedule(3)
     assert schedule(3) != schedule(4)
 
 
-def test_every_kind_strikes_and_none_twice_as_often_as_another() -> None:
+def test_every_kind_strikes_and_none_twice_as_often_as_another():
     kinds = [fault.kind for fault in schedule()]
     counts = [kinds.count(kind.name) for kind in KINDS]
     assert min(counts) >= 1
     assert max(counts) - min(counts) <= 1
 
 
-def test_ten_minutes_have_two_hundred_faults() -> None:
+def test_ten_minutes_have_two_hundred_faults():
     assert len(schedule()) >= 200
 
 
-def test_faults_come_in_order_and_leave_the_end_of_the_run_quiet() -> None:
+def test_faults_come_in_order_and_leave_the_end_of_the_run_quiet():
     faults = schedule()
     assert [fault.strikes_s for fault in faults] == sorted(fault.strikes_s for fault in faults)
     assert faults[0].strikes_s >= QUIET_S / 2
@@ -183,7 +183,7 @@ def test_faults_come_in_order_and_leave_the_end_of_the_run_quiet() -> None:
         assert 0 <= fault.choice < 1
 
 
-def test_some_stops_outlast_every_deadline_and_kills_are_over_at_once() -> None:
+def test_some_stops_outlast_every_deadline_and_kills_are_over_at_once():
     lasts = {fault.number: fault.ends_s - fault.strikes_s for fault in schedule()}
     stops = [lasts[fault.number] for fault in schedule() if fault.kind == "stop_shard"]
     assert max(stops) > 10
@@ -191,13 +191,13 @@ def test_some_stops_outlast_every_deadline_and_kills_are_over_at_once() -> None:
     assert {lasts[fault.number] for fault in schedule() if fault.kind == "kill_shard"} == {0.0}
 
 
-def test_one_kind_alone_is_repeated() -> None:
+def test_one_kind_alone_is_repeated():
     faults = schedule(kinds=[KINDS[0]], duration_s=60.0)
     assert {fault.kind for fault in faults} == {KINDS[0].name}
     assert math.isclose(len(faults), 15, abs_tol=5)
 
 
-def test_no_kind_at_all_is_refused() -> None:
+def test_no_kind_at_all_is_refused():
     with pytest.raises(ValueError, match="no kind"):
         schedule(kinds=[])
 
@@ -225,42 +225,42 @@ CALM = [served(at, 80) for at in range(10)]
 CALM_RESULTS = Results(served=CALM)
 
 
-def test_ratio_is_of_hits_per_token() -> None:
+def test_ratio_is_of_hits_per_token():
     assert hit_tokens_ratio([served(0, 40)], CALM) == pytest.approx(0.5)
 
 
-def test_hits_are_back_with_the_first_good_batch_that_began_after_the_end() -> None:
+def test_hits_are_back_with_the_first_good_batch_that_began_after_the_end():
     under_fire = [served(0, 80), served(1, 0), served(2, 10), served(3, 60), served(4, 80)]
     assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [2.5]
 
 
-def test_a_batch_of_new_documents_is_no_sign_of_a_loss_nor_of_its_end() -> None:
+def test_a_batch_of_new_documents_is_no_sign_of_a_loss_nor_of_its_end():
     calm = [served(0, 0, place=0), served(1, 80, place=1)]
     under_fire = [served(1, 0, place=0), served(2, 70, place=1)]
     assert recoveries([strike(0.5, 0.5)], under_fire, calm) == [2.5]
     assert np.isnan(recoveries([strike(0.5, 0.5)], under_fire[:1], calm)).all()
 
 
-def test_hits_that_never_came_back_count_until_the_end() -> None:
+def test_hits_that_never_came_back_count_until_the_end():
     under_fire = [served(at, 10) for at in range(20)]
     assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [18.5]
     found = report(Results(served=under_fire, strikes=[strike(0.5, 1.5)]), CALM_RESULTS)
     assert found["recovery_s_last"] == pytest.approx(18.5)
 
 
-def test_the_slowest_replica_decides() -> None:
+def test_the_slowest_replica_decides():
     both = [served(1, 80), served(2, 80), served(1, 0, replica="two"), served(5, 80, replica="two")]
     assert recoveries([strike(0.5, 0.5)], both, CALM) == [5.5]
 
 
-def test_a_fault_that_was_not_over_when_the_next_struck_is_not_counted() -> None:
+def test_a_fault_that_was_not_over_when_the_next_struck_is_not_counted():
     under_fire = [served(at, 0) for at in range(5)] + [served(5, 80)]
     first, last = recoveries([strike(0.5, 1.0), strike(2.0, 3.0)], under_fire, CALM)
     assert np.isnan(first)
     assert last == 3.0
 
 
-def test_what_did_not_strike_is_told_and_not_counted() -> None:
+def test_what_did_not_strike_is_told_and_not_counted():
     strikes = [strike(1, 1), strike(2, 2, kind="truncate", skipped="No mover")]
     found = report(Results(served=CALM[:5], strikes=strikes), CALM_RESULTS)
     assert found["faults_injected"] == 1
@@ -278,24 +278,24 @@ def test_what_did_not_strike_is_told_and_not_counted() -> None:
 @pytest.mark.parametrize(
     "name", ["engine_deaths", "hung_requests", "failed_requests", "unsettled_nodes"]
 )
-def test_a_loss_that_was_not_injected_fails_the_run(name: str) -> None:
+def test_a_loss_that_was_not_injected_fails_the_run(name):
     assert has_passed(report(Results(), CALM_RESULTS))
     assert not has_passed(report(Results(losses=Counter({name: 1})), CALM_RESULTS))
 
 
-def test_an_injected_death_does_not_fail_the_run() -> None:
+def test_an_injected_death_does_not_fail_the_run():
     losses = Counter(injected_deaths=2, injected_requests=24)
     found = report(Results(losses=losses), CALM_RESULTS)
     assert has_passed(found)
     assert found["requests_lost_to_injected_deaths"] == 24
 
 
-def test_a_wrong_token_fails_the_run() -> None:
+def test_a_wrong_token_fails_the_run():
     wrong = Results(served=[served(0, 80, wrong_tokens=1)])
     assert not has_passed(report(wrong, CALM_RESULTS))
 
 
-def test_answers_on_nodes_that_joined_are_judged_and_kept_apart() -> None:
+def test_answers_on_nodes_that_joined_are_judged_and_kept_apart():
     found = report(Results(served=CALM, joined=[served(0, 20, wrong_tokens=1)]), CALM_RESULTS)
     assert found["wrong_tokens"] == 1
     assert found["requests"] == len(CALM) + 1
@@ -303,7 +303,7 @@ def test_answers_on_nodes_that_joined_are_judged_and_kept_apart() -> None:
     assert found["joined"] == {"requests": 1, "hit_share": 0.2}
 
 
-def test_stalls_do_not_count_the_wait_for_a_core() -> None:
+def test_stalls_do_not_count_the_wait_for_a_core():
     calls = [[0.0, 0.0, 0.010, 0.008]] * 99 + [[1.0, 0.0, 0.003, 0.0]]
     assert stall_p99_ms(np.array(calls)) == pytest.approx(3.0)
     assert stall_p99_ms(np.empty((0, 4))) == 0.0
@@ -334,14 +334,14 @@ def truth() -> Answers:
     return {ask: (5, 6, 7) for asks in all_asks(book()) for ask in asks}
 
 
-def test_equal_seeds_ask_the_same() -> None:
+def test_equal_seeds_ask_the_same():
     assert book(2) == book(2)
     assert book(2) != book(3)
     assert batches(0, 30) == batches(0, 30)
     assert batches(0, 30) != batches(0, 30, seed=2)
 
 
-def test_replicas_share_some_documents_and_keep_others_to_themselves() -> None:
+def test_replicas_share_some_documents_and_keep_others_to_themselves():
     shared, private = shared_and_private()
     asked = [
         {ask.conversation for batch in batches(one, 200) for ask in batch.asks} for one in (0, 1)
@@ -351,12 +351,12 @@ def test_replicas_share_some_documents_and_keep_others_to_themselves() -> None:
     assert asked[1] - shared == private[1]
 
 
-def test_a_batch_asks_nothing_twice() -> None:
+def test_a_batch_asks_nothing_twice():
     for batch in batches(0, 60):
         assert len(set(batch.asks)) == len(batch.asks) == 12
 
 
-def test_the_book_begins_again_after_its_last_chapter() -> None:
+def test_the_book_begins_again_after_its_last_chapter():
     read = batches(0, 3 * BATCHES + 1)
     assert read[0].place == read[-1].place == 0
     shared, private = book()[0].shared[0], book()[0].private[0]
@@ -365,7 +365,7 @@ def test_the_book_begins_again_after_its_last_chapter() -> None:
         assert open_ & {ask.conversation for ask in batch.asks}
 
 
-def test_every_prompt_is_answered_in_time_for_the_turns_after_it() -> None:
+def test_every_prompt_is_answered_in_time_for_the_turns_after_it():
     seen: set[Ask] = set()
     for asks in all_asks(book()):
         for ask in asks:
@@ -377,7 +377,7 @@ def test_every_prompt_is_answered_in_time_for_the_turns_after_it() -> None:
     } <= seen
 
 
-def test_a_turn_begins_with_everything_said_before_it() -> None:
+def test_a_turn_begins_with_everything_said_before_it():
     conversations, answers = conversations_of(book()), truth()
     for number, conversation in conversations.items():
         first = prompt_of(conversation, 0, answers)
@@ -386,7 +386,7 @@ def test_a_turn_begins_with_everything_said_before_it() -> None:
         assert second[: len(first) + 3] == (*first, *answers[Ask(number, 0)])
 
 
-def test_prompts_fit_and_no_two_documents_begin_with_the_same_block() -> None:
+def test_prompts_fit_and_no_two_documents_begin_with_the_same_block():
     conversations = conversations_of(book()).values()
     longest = max(len(prompt_of(one, 2, truth())) for one in conversations)
     assert longest <= PROMPT_TOKENS_MAX

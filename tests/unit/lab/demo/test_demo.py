@@ -67,18 +67,18 @@ def verdict_of(*records: Record) -> Verdict:
     return judge(records, oracle={"long": TRUTH})
 
 
-def test_equal_answers_and_expected_hits_pass() -> None:
+def test_equal_answers_and_expected_hits_pass():
     verdict = verdict_of(*GOOD)
     assert verdict.failures == ()
     assert verdict.identical_text
     assert verdict.wrong_tokens == 0
 
 
-def test_ratio_is_that_of_the_first_prompt() -> None:
+def test_ratio_is_that_of_the_first_prompt():
     assert verdict_of(*GOOD).ttft_ratio == 20.0
 
 
-def test_other_token_fails() -> None:
+def test_other_token_fails():
     wrong = changed(SHARED, token_ids=(1, 9, 3), text="no")
     verdict = verdict_of(COLD, wrong, WITHOUT, WITH)
     assert not verdict.identical_text
@@ -86,7 +86,7 @@ def test_other_token_fails() -> None:
     assert "'long' with 1 other tokens" in verdict.failures[0]
 
 
-def test_other_token_of_equal_text_fails() -> None:
+def test_other_token_of_equal_text_fails():
     verdict = verdict_of(COLD, changed(SHARED, token_ids=(1, 9, 3)), WITHOUT, WITH)
     assert not verdict.identical_text
     assert verdict.failures
@@ -95,7 +95,7 @@ def test_other_token_of_equal_text_fails() -> None:
 @pytest.mark.parametrize(
     ("tokens", "count"), [((1, 2, 3), 0), ((1, 9, 3), 1), ((1,), 2), ((1, 2, 3, 4), 1)]
 )
-def test_missing_and_surplus_tokens_count(tokens: tuple[int, ...], count: int) -> None:
+def test_missing_and_surplus_tokens_count(tokens, count):
     assert count_wrong(tokens, (1, 2, 3)) == count
 
 
@@ -109,7 +109,7 @@ def test_missing_and_surplus_tokens_count(tokens: tuple[int, ...], count: int) -
     ],
     ids=["fewer hits", "more hits", "offloading without effect", "reuse without kvray"],
 )
-def test_other_hits_than_must_be_fail(records: tuple[Record, ...], words: str) -> None:
+def test_other_hits_than_must_be_fail(records, words):
     verdict = verdict_of(*records)
     assert words in verdict.failures[0]
     assert verdict.identical_text
@@ -118,7 +118,7 @@ def test_other_hits_than_must_be_fail(records: tuple[Record, ...], words: str) -
 PROMPTS = make_prompts(ByteTokenizer())
 
 
-def test_one_prompt_ends_with_a_block_and_one_within() -> None:
+def test_one_prompt_ends_with_a_block_and_one_within():
     assert len(PROMPTS[LONG]) == LONG_BLOCKS * TOKENS_PER_BLOCK
     assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == UNALIGNED_TOKENS
 
@@ -129,23 +129,23 @@ def common_blocks(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return len(list(equal)) // TOKENS_PER_BLOCK
 
 
-def test_only_the_questions_to_one_system_prompt_share_a_block() -> None:
+def test_only_the_questions_to_one_system_prompt_share_a_block():
     for one, other in itertools.combinations(PROMPTS, 2):
         is_same = {one, other} <= set(SAME_SYSTEM)
         shared = common_blocks(PROMPTS[one], PROMPTS[other])
         assert shared == (SYSTEM_BLOCKS if is_same else 0)
 
 
-def test_questions_to_one_system_prompt_differ() -> None:
+def test_questions_to_one_system_prompt_differ():
     assert len({PROMPTS[name] for name in SAME_SYSTEM}) == 3
 
 
-def test_last_token_is_always_computed() -> None:
+def test_last_token_is_always_computed():
     assert shareable_tokens(2 * TOKENS_PER_BLOCK) == TOKENS_PER_BLOCK
     assert shareable_tokens(2 * TOKENS_PER_BLOCK + 1) == 2 * TOKENS_PER_BLOCK
 
 
-def test_bars_tell_where_prefixes_came_from() -> None:
+def test_bars_tell_where_prefixes_came_from():
     outputs = (make_output(), make_output(reused_tokens=32), make_output(hit_tokens=32))
     both = make_output(reused_tokens=32, hit_tokens=32)
     assert len({source_of(output) for output in outputs}) == 3

@@ -34,7 +34,7 @@ def write_lines(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_mooncake_s_lines_are_read_with_times_in_seconds(tmp_path: Path) -> None:
+def test_mooncake_s_lines_are_read_with_times_in_seconds(tmp_path):
     second = LINE | {"timestamp": 1500, "input_length": 513}
     trace = read_trace(write_lines(tmp_path / "made.jsonl", LINE, second))
     assert trace.name == "made"
@@ -44,7 +44,7 @@ def test_mooncake_s_lines_are_read_with_times_in_seconds(tmp_path: Path) -> None
     assert trace.ids.tolist() == [0, 1, 0, 1]
 
 
-def test_lines_are_the_same_trace_however_they_are_packed(tmp_path: Path) -> None:
+def test_lines_are_the_same_trace_however_they_are_packed(tmp_path):
     content = gzip.decompress(CONVERSATION.read_bytes())
     (tmp_path / "plain").write_bytes(content)
     (tmp_path / "packed.xz").write_bytes(lzma.compress(content))
@@ -52,13 +52,13 @@ def test_lines_are_the_same_trace_however_they_are_packed(tmp_path: Path) -> Non
         assert same(read_trace(tmp_path / name), excerpt(CONVERSATION))
 
 
-def test_empty_lines_are_left_out(tmp_path: Path) -> None:
+def test_empty_lines_are_left_out(tmp_path):
     path = tmp_path / "made.jsonl"
     path.write_text(f"\n{json.dumps(LINE)}\n\n")
     assert read_trace(path).num_requests == 1
 
 
-def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path: Path) -> None:
+def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
     path = write_lines(tmp_path / "made.jsonl", LINE | {"input_length": 32})
     assert read_trace(path, block_tokens=16).block_tokens == 16
     with pytest.raises(ConfigError, match=r"line 1: 32 tokens are not 2 blocks.*--block-tokens"):
@@ -88,7 +88,7 @@ def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path: Path) -> Non
         ("[" * 100_000, "is no JSON"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_a_damaged_line_is_named(tmp_path, line, message):
     path = tmp_path / "made.jsonl"
     text = f"{json.dumps(LINE)}\n{line}\n{json.dumps(LINE)}\n"
     path.write_bytes(text.encode(errors="surrogateescape"))
@@ -96,7 +96,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> Non
         read_trace(path)
 
 
-def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path: Path) -> None:
+def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path):
     path = tmp_path / "one.json"
     for ids in ([1, 2], [1, 2, 3]):
         requests = [{"t": 0, "in": 130, "hash_ids": ids}]
@@ -104,7 +104,7 @@ def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path: Path) -> Non
         assert read_trace(path).num_refs == len(ids)
 
 
-def test_a_session_s_damaged_request_is_named(tmp_path: Path) -> None:
+def test_a_session_s_damaged_request_is_named(tmp_path):
     inner = {"t": 0, "requests": [{"t": 0, "in": 64}]}
     path = tmp_path / "one.json"
     path.write_text(json.dumps(SESSION | {"requests": [*SESSION["requests"], inner]}))
@@ -113,13 +113,13 @@ def test_a_session_s_damaged_request_is_named(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_a_damaged_session_says_in_which_line(tmp_path: Path) -> None:
+def test_a_damaged_session_says_in_which_line(tmp_path):
     (tmp_path / "one.json").write_text('{"block_size": 64,\n"requests": [\n{]}')
     with pytest.raises(ConfigError, match=r"one\.json is no JSON .* at line 3"):
         read_trace(tmp_path / "one.json")
 
 
-def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path: Path) -> None:
+def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
     with tarfile.open(SESSIONS) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
         with tarfile.open(tmp_path / "again.tar.gz", "w:gz") as again:
@@ -129,7 +129,7 @@ def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path: 
     assert read_trace(tmp_path / "again.tar.gz").name == "again"
 
 
-def test_an_archive_s_damaged_file_is_named(tmp_path: Path) -> None:
+def test_an_archive_s_damaged_file_is_named(tmp_path):
     (tmp_path / "bad.json").write_text(json.dumps(SESSION | {"block_size": 0}))
     with tarfile.open(tmp_path / "many.tar", "w") as archive:
         archive.add(tmp_path / "bad.json", "in/bad.json")
@@ -137,7 +137,7 @@ def test_an_archive_s_damaged_file_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "many.tar")
 
 
-def test_the_excerpt_s_sessions_repeat_most_of_their_blocks() -> None:
+def test_the_excerpt_s_sessions_repeat_most_of_their_blocks():
     trace = excerpt(SESSIONS)
     assert trace.block_tokens == 64
     assert trace.num_requests == 65  # 21 with those of four subagents' 44
@@ -145,7 +145,7 @@ def test_the_excerpt_s_sessions_repeat_most_of_their_blocks() -> None:
 
 
 @pytest.mark.parametrize("path", [CONVERSATION, SESSIONS], ids=lambda path: path.suffix)
-def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, path: Path) -> None:
+def test_a_file_that_is_cut_short_is_refused(tmp_path, path):
     content = path.read_bytes()
     (tmp_path / "short").write_bytes(content[: len(content) // 2])
     with pytest.raises(ConfigError, match=r"is cut short or damaged .*; get the file again"):
@@ -153,24 +153,24 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"a,b,c\n1,2,3\n", b"\x00\x01\x02", b"{}"])
-def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path, content):
     (tmp_path / "what").write_bytes(content)
     with pytest.raises(ConfigError, match=r"no known trace: neither lines of JSON .* Mooncake"):
         read_trace(tmp_path / "what")
 
 
-def test_a_directory_without_a_session_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_session_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"There is no session in .*\.json file"):
         read_trace(tmp_path)
 
 
-def test_a_trace_without_a_block_is_refused(tmp_path: Path) -> None:
+def test_a_trace_without_a_block_is_refused(tmp_path):
     path = write_lines(tmp_path / "made.jsonl", LINE | {"hash_ids": [], "input_length": 0})
     with pytest.raises(ConfigError, match="nothing to replay"):
         read_trace(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl cannot be read \(No such file"):
         read_trace(tmp_path / "nowhere.jsonl")
 
@@ -192,7 +192,7 @@ def session(
     return read_session(json.dumps(content).encode(), name)
 
 
-def test_requests_of_subagents_are_made_at_their_times() -> None:
+def test_requests_of_subagents_are_made_at_their_times():
     content = b"""{"block_size": 64, "hash_id_scope": "local", "requests": [
         {"t": 1.0, "type": "n", "in": 64, "hash_ids": [1], "model": "large"},
         {"t": 2.5, "type": "subagent", "requests": [
@@ -210,29 +210,29 @@ def test_requests_of_subagents_are_made_at_their_times() -> None:
     assert lay_out([found], name="x").times.tolist() == [0.0, 1.5, 8.0, 11.5]
 
 
-def test_sessions_share_no_block() -> None:
+def test_sessions_share_no_block():
     trace = lay_out([session("a", 0), session("b", 5)], name="x")
     assert sorted(trace.ids.tolist()) == [0, 1, 2, 3]
 
 
-def test_sessions_whose_ids_hold_for_all_share_blocks() -> None:
+def test_sessions_whose_ids_hold_for_all_share_blocks():
     both = [session("a", 0, is_local=False), session("b", 5, is_local=False)]
     assert lay_out(both, name="x").ids.tolist() == [0, 1, 0, 1]
 
 
-def test_models_share_no_block() -> None:
+def test_models_share_no_block():
     both = [session("a", 0, is_local=False), session("b", 5, is_local=False, model="b")]
     assert lay_out(both, name="x").ids.tolist() == [0, 1, 2, 3]
 
 
-def test_a_session_starts_when_another_one_has_ended() -> None:
+def test_a_session_starts_when_another_one_has_ended():
     sessions = [session(name, 0, 10) for name in "abc"]
     assert lay_out(sessions, name="x", concurrent=1).times.tolist() == [0, 10, 10, 20, 20, 30]
     assert lay_out(sessions, name="x", concurrent=2).times.tolist() == [0, 0, 10, 10, 10, 20]
     assert lay_out(sessions, name="x", concurrent=9).times.tolist() == [0, 0, 0, 10, 10, 10]
 
 
-def test_the_seed_alone_decides_the_order_of_sessions() -> None:
+def test_the_seed_alone_decides_the_order_of_sessions():
     sessions = [session(str(at), 0, 1 + at, ids=range(1 + at)) for at in range(9)]
 
     def lengths(seed: int, *, backwards: bool = False) -> list[int]:
@@ -243,7 +243,7 @@ def test_the_seed_alone_decides_the_order_of_sessions() -> None:
     assert lengths(1) != lengths(2)
 
 
-def test_sessions_with_blocks_of_different_sizes_are_refused() -> None:
+def test_sessions_with_blocks_of_different_sizes_are_refused():
     with pytest.raises(ConfigError, match="b has blocks of 16 tokens and a of 64; replay them"):
         lay_out([session("a", 0), session("b", 0, block_tokens=16)], name="x")
 
@@ -260,11 +260,11 @@ def paths(trace: Trace) -> list[list[int]]:
     return [part.tolist() for part in np.split(trace.ids, trace.starts[1:-1])]
 
 
-def test_ids_are_numbered_in_the_order_of_first_use() -> None:
+def test_ids_are_numbered_in_the_order_of_first_use():
     assert paths(build([90, -7], [90, 2**62], [5])) == [[0, 1], [0, 2], [3]]
 
 
-def test_requests_are_put_in_the_order_of_time_from_0_on() -> None:
+def test_requests_are_put_in_the_order_of_time_from_0_on():
     builder = TraceBuilder(name="made", block_tokens=4)
     for time_s, ids in ((7.0, [1]), (3.0, [2]), (7.0, [3]), (5.5, [4])):
         builder.add(time_s=time_s, num_tokens=len(ids) * 4 + ids[0], ids=ids)
@@ -274,32 +274,32 @@ def test_requests_are_put_in_the_order_of_time_from_0_on() -> None:
     assert paths(trace) == [[0], [1], [2], [3]]
 
 
-def test_equal_ids_of_different_spaces_are_different_blocks() -> None:
+def test_equal_ids_of_different_spaces_are_different_blocks():
     trace = build([1, 2], [1, 3], [1, 2], spaces=["a", "b", "a"])
     assert paths(trace) == [[0, 1], [2, 3], [0, 1]]
 
 
-def test_ids_of_the_content_alone_are_told_apart_by_their_prefix() -> None:
+def test_ids_of_the_content_alone_are_told_apart_by_their_prefix():
     trace = build([1, 2], [3, 2], [1, 2, 1], [2])
     assert paths(trace) == [[0, 1], [2, 3], [0, 1, 4], [5]]
 
 
-def test_a_block_that_comes_twice_in_a_prompt_is_two_blocks() -> None:
+def test_a_block_that_comes_twice_in_a_prompt_is_two_blocks():
     assert paths(build([8, 8, 8], [8, 8])) == [[0, 1, 2], [0, 1]]
 
 
-def test_parents_are_the_blocks_before() -> None:
+def test_parents_are_the_blocks_before():
     trace = build([1, 2], [], [1, 3], [4])
     assert trace.parents.tolist() == [NO_PARENT, 0, 0, NO_PARENT]
 
 
-def test_requests_without_a_block_stay_in_the_trace() -> None:
+def test_requests_without_a_block_stay_in_the_trace():
     trace = build([], [1], [], [1, 2], [])
     assert trace.starts.tolist() == [0, 0, 1, 1, 3, 3]
     assert (trace.num_requests, trace.num_refs, trace.num_unique) == (5, 3, 2)
 
 
-def test_hit_tokens_end_with_the_prompt() -> None:
+def test_hit_tokens_end_with_the_prompt():
     builder = TraceBuilder(name="made", block_tokens=4)
     builder.add(time_s=0, num_tokens=6, ids=[1, 2])
     builder.add(time_s=1, num_tokens=9, ids=[1, 2])
@@ -309,11 +309,11 @@ def test_hit_tokens_end_with_the_prompt() -> None:
     assert trace.prompt_tokens == 15
 
 
-def test_a_trace_without_a_request_is_empty() -> None:
+def test_a_trace_without_a_request_is_empty():
     trace = build()
     assert (trace.num_requests, trace.num_refs, trace.num_unique, trace.seconds) == (0, 0, 0, 0)
 
 
-def test_an_id_that_no_integer_holds_is_refused() -> None:
+def test_an_id_that_no_integer_holds_is_refused():
     with pytest.raises(OverflowError):
         build([2**64])

@@ -74,19 +74,19 @@ def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> 
     return builder.build()
 
 
-def test_a_request_waits_for_the_one_before_it() -> None:
+def test_a_request_waits_for_the_one_before_it():
     found = simulate(trace_of((0, "ab"), (0.1, "xy")), plan(1), router="round_robin")
     assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
     assert found.throughput_per_s == pytest.approx(2 / 0.4)
     assert found.utilization == pytest.approx(1)
 
 
-def test_speed_divides_the_times_of_the_trace() -> None:
+def test_speed_divides_the_times_of_the_trace():
     found = simulate(trace_of((0, "ab"), (0.4, "xy")), plan(1, speed=4), router="round_robin")
     assert found.first_token_p90_s == pytest.approx(0.2 + 0.9 * 0.1)
 
 
-def test_reuse_comes_from_the_pool_then_the_node_then_another_node() -> None:
+def test_reuse_comes_from_the_pool_then_the_node_then_another_node():
     trace = trace_of((0, "abc"), (1, "abd"), (2, "ab"))
     found = simulate(trace, plan(1), router="round_robin")
     assert found.pool_reuse == pytest.approx((200 + 199) / 800)
@@ -97,7 +97,7 @@ def test_reuse_comes_from_the_pool_then_the_node_then_another_node() -> None:
     assert apart.first_token_p50_s == pytest.approx(0.022 + 0.1)
 
 
-def test_a_disk_below_finds_what_memory_lost() -> None:
+def test_a_disk_below_finds_what_memory_lost():
     trace = trace_of((0, "ab"), (1, "wxyz"), (2, "abc"))
     rates = replace(RATES, disk=Link(bytes_per_s=1e5))
     small = {"pool_blocks": 4, "host_blocks": 4, "rates": rates}
@@ -106,14 +106,14 @@ def test_a_disk_below_finds_what_memory_lost() -> None:
     assert found.reuse == found.disk_reuse == pytest.approx(200 / 900)
 
 
-def test_what_is_late_is_no_goodput() -> None:
+def test_what_is_late_is_no_goodput():
     trace = trace_of((0, "abcde"), (0, "vwxyz"))
     found = simulate(trace, plan(1, deadline_s=0.6), router="round_robin")
     assert (found.in_time, found.goodput_per_s) == (0.5, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(router: str) -> None:
+def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(router):
     trace = excerpt(CONVERSATION)
     plenty = plan(1, pool_blocks=10**6, host_blocks=10**6)
     found = simulate(trace, plenty, router=router)
@@ -122,13 +122,13 @@ def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(rou
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_the_same_seed_gives_the_same_figures(router: str) -> None:
+def test_the_same_seed_gives_the_same_figures(router):
     trace = excerpt(SYNTHETIC)
     one, other = (simulate(trace, plan(4), router=router) for _ in range(2))
     assert replace(one, seconds=0) == replace(other, seconds=0)
 
 
-def test_every_router_stands_beside_one_replica() -> None:
+def test_every_router_stands_beside_one_replica():
     titles: list[str] = []
     found = compare_routers(
         excerpt(SYNTHETIC),
@@ -145,7 +145,7 @@ def test_every_router_stands_beside_one_replica() -> None:
 
 
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
-def test_one_prefix_in_every_request_loads_no_replica_too_much(load: float) -> None:
+def test_one_prefix_in_every_request_loads_no_replica_too_much(load):
     trace = random_trace(800, shared_blocks=20, own_blocks=4, load=load)
     found = simulate(trace, plan(), router="kvray")
     assert found.load_spread <= 1.4
@@ -153,7 +153,7 @@ def test_one_prefix_in_every_request_loads_no_replica_too_much(load: float) -> N
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.95])
-def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load: float) -> None:
+def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load):
     trace = random_trace(800, shared_blocks=0, own_blocks=10, load=load)
     pow2, kvray = (simulate(trace, plan(), router=name) for name in ("pow2", "kvray"))
     assert kvray.reuse == pow2.reuse == 0
@@ -161,7 +161,7 @@ def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load: f
     assert kvray.first_token_p90_s <= 1.03 * pow2.first_token_p90_s
 
 
-def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner() -> None:
+def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner():
     trace = conversations(60, turns=12, load=0.9, replicas=4)
     found = compare_routers(trace, plan(4, pool_blocks=300, host_blocks=600), list(ROUTERS))
     by_name = {one.router: one for one in found.outcomes}
@@ -176,7 +176,7 @@ def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner()
 TRACE = trace_of((0, "abcd"))
 
 
-def test_blocks_of_a_prompt_are_found_with_their_nodes() -> None:
+def test_blocks_of_a_prompt_are_found_with_their_nodes():
     memory = Memory(TRACE, plan(2))
     memory.use(0, [0, 1, 2])
     memory.use(1, [0])
@@ -186,14 +186,14 @@ def test_blocks_of_a_prompt_are_found_with_their_nodes() -> None:
     ]
 
 
-def test_a_prefix_ends_at_its_first_gap() -> None:
+def test_a_prefix_ends_at_its_first_gap():
     memory = Memory(TRACE, plan(1, host_blocks=2))
     memory.use(0, [0, 1, 2, 3])
     assert memory.stretches([0, 1, 2, 3], 350) == [Stretch(num_tokens=200, holders={"0": "host"})]
     assert memory.stretches([2, 3], 200) == []
 
 
-def test_what_leaves_memory_is_on_disk() -> None:
+def test_what_leaves_memory_is_on_disk():
     memory = Memory(TRACE, plan(1, host_blocks=2, disk_blocks=1))
     memory.use(0, [0, 1, 2, 3])
     assert memory.stretches([0, 1, 2, 3], 400) == [
@@ -202,13 +202,13 @@ def test_what_leaves_memory_is_on_disk() -> None:
     ]
 
 
-def test_the_last_block_may_be_partial() -> None:
+def test_the_last_block_may_be_partial():
     memory = Memory(TRACE, plan(1))
     memory.use(0, [0, 1])
     assert memory.stretches([0, 1], 130)[0].num_tokens == 130
 
 
-def test_both_pictures_start_at_0_and_name_every_router() -> None:
+def test_both_pictures_start_at_0_and_name_every_router():
     found = compare_routers(excerpt(SYNTHETIC), plan(4), ["pow2", "kvray"])
 
     for axes in report_routers(found, concurrent=1).figure().axes:
@@ -228,18 +228,18 @@ def request(number: int, *ids: int) -> Request:
     return Request(number=number, ids=ids, num_tokens=100 * len(ids))
 
 
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_takes_turns():
     turns = router("round_robin")
     assert [turns.route(request(at, 1), [0, 0, 0], 0.0) for at in range(4)] == [0, 1, 2, 0]
 
 
-def test_the_power_of_two_never_takes_the_longest_queue() -> None:
+def test_the_power_of_two_never_takes_the_longest_queue():
     two = router("pow2")
     taken = {two.route(request(at, 1), [0, 5, 1], 0.0) for at in range(50)}
     assert taken == {0, 2}
 
 
-def test_affinity_stays_with_the_longest_match() -> None:
+def test_affinity_stays_with_the_longest_match():
     affinity = router("affinity")
     first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
     other = affinity.route(request(1, 7, 8), [0, 0, 0], 0.0)
@@ -247,20 +247,20 @@ def test_affinity_stays_with_the_longest_match() -> None:
     assert affinity.route(request(2, 1, 2, 3, 4), [2, 2, 2], 0.0) == first
 
 
-def test_affinity_does_as_pow2_if_queues_differ_too_much() -> None:
+def test_affinity_does_as_pow2_if_queues_differ_too_much():
     affinity = router("affinity")
     first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
     queues = [5 if at == first else 0 for at in range(3)]
     assert affinity.route(request(1, 1, 2, 3), queues, 0.0) != first
 
 
-def test_affinity_ignores_a_match_of_less_than_a_tenth() -> None:
+def test_affinity_ignores_a_match_of_less_than_a_tenth():
     affinity = router("affinity")
     first = affinity.route(request(0, *range(5)), [0, 0, 0], 0.0)
     assert affinity.route(request(1, 0, *range(10, 20)), [0, 0, 0], 0.0) != first
 
 
-def test_kvray_stays_with_a_prefix_until_its_queue_costs_more() -> None:
+def test_kvray_stays_with_a_prefix_until_its_queue_costs_more():
     kvray = router("kvray")
     first = kvray.route(request(0, *range(10)), [0, 0, 0], 0.0)
     assert kvray.route(request(1, *range(50, 60)), [0, 0, 0], 0.1) != first

@@ -44,7 +44,7 @@ def names(found: Comparison) -> list[tuple[int, str, str | None]]:
     return [(one.host_blocks, one.policy, one.admission) for one in found.outcomes]
 
 
-def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not() -> None:
+def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not():
     found = compared(Plan(policies=["double"], host_blocks=[300, 1000]))
     assert names(found) == [
         (300, "lru", None),
@@ -54,7 +54,7 @@ def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not() -> None:
     ]
 
 
-def test_with_a_disk_lru_that_writes_everything_is_the_baseline() -> None:
+def test_with_a_disk_lru_that_writes_everything_is_the_baseline():
     plan = Plan(policies=["lru"], host_blocks=[300], nvme_blocks=1000, admissions=["half"])
     found = compared(plan)
     assert names(found) == [(300, "lru", "all"), (300, "lru", "half")]
@@ -63,7 +63,7 @@ def test_with_a_disk_lru_that_writes_everything_is_the_baseline() -> None:
     assert half.write_share == pytest.approx(0.5, abs=0.001)
 
 
-def test_gain_is_0_for_lru_and_1_for_belady() -> None:
+def test_gain_is_0_for_lru_and_1_for_belady():
     found = compared(Plan(policies=["double"], host_blocks=[300]))
     trace = excerpt(SYNTHETIC)
     lru, double = found.outcomes
@@ -72,13 +72,13 @@ def test_gain_is_0_for_lru_and_1_for_belady() -> None:
     assert double.gain == (sum(lru_hits(trace, 600)) - least) / (most - least)
 
 
-def test_there_is_no_gain_where_belady_finds_no_more_than_lru() -> None:
+def test_there_is_no_gain_where_belady_finds_no_more_than_lru():
     found = compared(Plan(policies=["double"], host_blocks=[300, 1_000_000]))
     assert found.outcomes[-1].gain is None
     assert found.mean_gains()["double", None] == found.outcomes[1].gain
 
 
-def test_the_mean_gain_is_that_of_one_policy_and_admission() -> None:
+def test_the_mean_gain_is_that_of_one_policy_and_admission():
     plan = Plan(
         policies=["lru", "double"],
         host_blocks=[100, 300],
@@ -91,12 +91,12 @@ def test_the_mean_gain_is_that_of_one_policy_and_admission() -> None:
     assert found.mean_gains()["lru", "all"] == 0
 
 
-def test_with_a_disk_belady_has_one_tier_as_large_as_both() -> None:
+def test_with_a_disk_belady_has_one_tier_as_large_as_both():
     found = compared(Plan(policies=[], host_blocks=[300], nvme_blocks=700, admissions=["all"]))
     assert found.belady[300] == belady(excerpt(SYNTHETIC), 1000)
 
 
-def test_progress_counts_all_runs() -> None:
+def test_progress_counts_all_runs():
     seen: list[tuple[str, int, int]] = []
     compare(
         excerpt(CONVERSATION),
@@ -111,7 +111,7 @@ def test_progress_counts_all_runs() -> None:
 NOTHING = Outcome(policy="lru", host_blocks=0, refs=0, prompt_tokens=0, hit_blocks=0, hit_tokens=0)
 
 
-def test_an_outcome_has_its_ratios_also_where_there_is_nothing() -> None:
+def test_an_outcome_has_its_ratios_also_where_there_is_nothing():
     some = {"refs": 100, "hit_blocks": 25, "prompt_tokens": 1000, "hit_tokens": 200}
     found = replace(NOTHING, **some, nvme_hit_blocks=10, nvme_written_blocks=30, seconds=0.5)
     assert (found.hit_ratio, found.token_hit_ratio) == (0.25, 0.2)
@@ -176,21 +176,21 @@ def optimum(trace: Trace, num_blocks: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_belady_is_that_of_single_blocks_leaf_first(seed: int) -> None:
+def test_belady_is_that_of_single_blocks_leaf_first(seed):
     trace = random_trace(seed)
     for num_blocks in (1, 2, 3, 5, 8, 13, 40):
         assert belady(trace, num_blocks).hit_blocks == belady_by_block(trace, num_blocks)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_choice_of_what_to_keep_has_more_hits_than_belady(seed: int) -> None:
+def test_no_choice_of_what_to_keep_has_more_hits_than_belady(seed):
     trace = random_trace(seed, num_requests=12)
     for num_blocks in (1, 2, 3):
         assert belady(trace, num_blocks).hit_blocks == optimum(trace, num_blocks)
 
 
 @each_excerpt
-def test_lru_is_never_above_belady_nor_belady_above_the_infinite_cache(path: Path) -> None:
+def test_lru_is_never_above_belady_nor_belady_above_the_infinite_cache(path):
     trace = excerpt(path)
     sizes = (100, 300, 1000, 3000)
     most = [belady(trace, num_blocks).hit_blocks for num_blocks in sizes]
@@ -201,7 +201,7 @@ def test_lru_is_never_above_belady_nor_belady_above_the_infinite_cache(path: Pat
 
 
 @each_excerpt
-def test_a_cache_that_holds_everything_is_as_good_as_an_infinite_one(path: Path) -> None:
+def test_a_cache_that_holds_everything_is_as_good_as_an_infinite_one(path):
     trace = excerpt(path)
     never_full, bound = belady(trace, trace.num_unique), infinite(trace)
     assert (never_full.hit_blocks, never_full.hit_tokens) == (bound.hit_blocks, bound.hit_tokens)
@@ -209,7 +209,7 @@ def test_a_cache_that_holds_everything_is_as_good_as_an_infinite_one(path: Path)
     assert sum(lru_hits(trace, trace.num_unique)) == bound.hit_blocks
 
 
-def test_ratios_are_those_of_blocks_and_of_tokens() -> None:
+def test_ratios_are_those_of_blocks_and_of_tokens():
     builder = TraceBuilder(name="made", block_tokens=10)
     builder.add(time_s=0, num_tokens=15, ids=[1, 2])
     builder.add(time_s=1, num_tokens=15, ids=[1, 2])
@@ -219,13 +219,13 @@ def test_ratios_are_those_of_blocks_and_of_tokens() -> None:
     assert bound.token_hit_ratio == 20 / 40
 
 
-def test_a_trace_without_a_block_has_no_hits() -> None:
+def test_a_trace_without_a_block_has_no_hits():
     trace = TraceBuilder(name="made", block_tokens=4).build()
     assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == 0
     assert infinite(trace).token_hit_ratio == 0
 
 
-def test_the_picture_starts_at_0_and_names_both_bounds() -> None:
+def test_the_picture_starts_at_0_and_names_both_bounds():
     plan = Plan(policies=["double"], host_blocks=[100, 1000])
     found = compare(excerpt(CONVERSATION), plan, stand_in)
 
@@ -237,7 +237,7 @@ def test_the_picture_starts_at_0_and_names_both_bounds() -> None:
     ]
 
 
-def test_a_trace_that_fits_into_the_sample_is_drawn_exactly() -> None:
+def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
     seen: list[tuple[str, int, int]] = []
     (found,) = check_curves(
         excerpt(SYNTHETIC),
@@ -260,7 +260,7 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly() -> None:
     assert json.loads(json.dumps(report.facts))["checks"][0]["mean_error"] < 1e-5
 
 
-def test_a_trace_that_is_too_short_is_refused() -> None:
+def test_a_trace_that_is_too_short_is_refused():
     builder = TraceBuilder(name="short", block_tokens=4)
     builder.add(time_s=0, num_tokens=8, ids=[1, 2])
     with pytest.raises(ConfigError, match="too short"):
@@ -282,7 +282,7 @@ def timeless(outcome: Outcome) -> Outcome:
 
 @each_excerpt
 @pytest.mark.parametrize("nvme_blocks", [0, 500])
-def test_lru_finds_in_memory_what_lru_finds_of_every_request(path: Path, nvme_blocks: int) -> None:
+def test_lru_finds_in_memory_what_lru_finds_of_every_request(path, nvme_blocks):
     trace = excerpt(path)
     for num_blocks in SIZES:
         replay = Replay(trace, "lru", num_blocks, nvme_blocks=nvme_blocks)
@@ -297,7 +297,7 @@ def finish(replay: Replay) -> None:
 
 @each_excerpt
 @each_policy
-def test_no_policy_beats_belady(path: Path, policy: str) -> None:
+def test_no_policy_beats_belady(path, policy):
     for num_blocks in SIZES:
         found = on_host(path, policy, num_blocks)
         assert 0 < found.hit_blocks <= belady(excerpt(path), num_blocks).hit_blocks
@@ -305,9 +305,7 @@ def test_no_policy_beats_belady(path: Path, policy: str) -> None:
 
 @each_policy
 @each_admission
-def test_two_tiers_do_not_beat_belady_with_one_as_large_as_both(
-    policy: str, admission: str
-) -> None:
+def test_two_tiers_do_not_beat_belady_with_one_as_large_as_both(policy, admission):
     trace = excerpt(SYNTHETIC)
     found = simulate(trace, policy=policy, host_blocks=300, nvme_blocks=1200, admission=admission)
     assert 0 < found.hit_blocks <= belady(trace, 1500).hit_blocks
@@ -315,14 +313,14 @@ def test_two_tiers_do_not_beat_belady_with_one_as_large_as_both(
 
 @each_excerpt
 @each_policy
-def test_a_tier_that_is_never_full_is_as_good_as_an_infinite_one(path: Path, policy: str) -> None:
+def test_a_tier_that_is_never_full_is_as_good_as_an_infinite_one(path, policy):
     trace = excerpt(path)
     found, bound = simulate(trace, policy=policy, host_blocks=trace.num_unique), infinite(trace)
     assert (found.hit_blocks, found.hit_tokens) == (bound.hit_blocks, bound.hit_tokens)
 
 
 @each_excerpt
-def test_gittins_is_hardly_anywhere_below_lru(path: Path) -> None:
+def test_gittins_is_hardly_anywhere_below_lru(path):
     for num_blocks in SIZES:
         lru, ours = (on_host(path, policy, num_blocks) for policy in ("lru", "gittins"))
         assert ours.hit_ratio >= lru.hit_ratio - 0.003, num_blocks
@@ -332,7 +330,7 @@ def test_gittins_is_hardly_anywhere_below_lru(path: Path) -> None:
 
 
 @each_policy
-def test_an_outcome_is_the_sum_of_its_requests(policy: str) -> None:
+def test_an_outcome_is_the_sum_of_its_requests(policy):
     trace = random_trace(5, num_requests=250)
     found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission="all")
     replay = Replay(trace, policy, 48, nvme_blocks=90)
@@ -350,9 +348,7 @@ def test_an_outcome_is_the_sum_of_its_requests(policy: str) -> None:
 
 @each_excerpt
 @each_policy
-def test_a_disk_that_takes_nothing_is_none(
-    path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_nothing_is_none(path, policy, monkeypatch):
     class Nothing(Everything):
         def admits(self, slots: Array, names: Array, *, now: float) -> Array:
             return np.zeros(len(slots), dtype=bool)
@@ -365,7 +361,7 @@ def test_a_disk_that_takes_nothing_is_none(
     assert useless.hit_blocks == on_host(path, policy, 1000).hit_blocks
 
 
-def test_a_disk_that_is_never_full_has_each_block_written_once() -> None:
+def test_a_disk_that_is_never_full_has_each_block_written_once():
     trace = random_trace(1, num_requests=250)
     found = simulate(
         trace, policy="lru", host_blocks=48, nvme_blocks=trace.num_unique, admission="all"
@@ -379,7 +375,7 @@ def test_a_disk_that_is_never_full_has_each_block_written_once() -> None:
 
 @each_policy
 @each_admission
-def test_it_finds_the_same_each_time(policy: str, admission: str) -> None:
+def test_it_finds_the_same_each_time(policy, admission):
     trace = random_trace(2, num_requests=250)
     once, again = (
         simulate(trace, policy=policy, host_blocks=40, nvme_blocks=80, admission=admission)
@@ -388,19 +384,19 @@ def test_it_finds_the_same_each_time(policy: str, admission: str) -> None:
     assert timeless(once) == timeless(again)
 
 
-def test_time_is_measured() -> None:
+def test_time_is_measured():
     assert simulate(excerpt(SYNTHETIC), policy="lru", host_blocks=300).seconds > 0
 
 
 @each_policy
-def test_a_trace_without_a_request_is_replayed(policy: str) -> None:
+def test_a_trace_without_a_request_is_replayed(policy):
     trace = TraceBuilder(name="made", block_tokens=4).build()
     found = simulate(trace, policy=policy, host_blocks=20, nvme_blocks=20, admission="all")
     assert (found.hit_blocks, found.refs) == (0, 0)
 
 
 @each_policy
-def test_requests_without_a_block_are_passed_over(policy: str) -> None:
+def test_requests_without_a_block_are_passed_over(policy):
     builder = TraceBuilder(name="made", block_tokens=4)
     for at in range(4):
         builder.add(time_s=at, num_tokens=3, ids=[])
@@ -412,7 +408,7 @@ def test_requests_without_a_block_are_passed_over(policy: str) -> None:
 
 
 @each_policy
-def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy: str) -> None:
+def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy):
     builder = TraceBuilder(name="made", block_tokens=4)
     for at in range(6):
         builder.add(time_s=at, num_tokens=400, ids=range(100))
@@ -424,7 +420,7 @@ def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy: str) -> 
     assert 0 < found.hit_blocks <= 10 * 80
 
 
-def test_an_index_knows_at_any_time_what_the_tiers_have_announced() -> None:
+def test_an_index_knows_at_any_time_what_the_tiers_have_announced():
     trace, index = excerpt(CONVERSATION), Index()
     replay = Replay(trace, "lru", 1000, nvme_blocks=500)
     # As uniform as sha256's.

@@ -46,7 +46,7 @@ def second(arena: Arena, directory: Path) -> Iterator[Arena]:
 # -- leases and reservations ----------------------------------------------------------------------
 
 
-def test_parts_are_leased_together(arena: Arena) -> None:
+def test_parts_are_leased_together(arena):
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[:4], part=1)
     three = [[PartRequest(part)] for part in range(3)]
@@ -58,7 +58,7 @@ def test_parts_are_leased_together(arena: Arena) -> None:
     assert arena.release(*held.leases)
 
 
-def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) -> None:
+def test_arena_busy_is_a_miss_within_lock_wait_s(arena, second):
     store(arena, KEYS)
     assert arena._lock.acquire(0)
     start = time.monotonic()
@@ -92,19 +92,19 @@ BAD_CALLS: dict[str, Callable[[Arena], object]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_what_a_caller_does_wrong_leaves_no_mark(arena: Arena, name: str) -> None:
+def test_what_a_caller_does_wrong_leaves_no_mark(arena, name):
     with pytest.raises(ConfigError):
         BAD_CALLS[name](arena)
     check_invariants(arena.tables)
     assert arena.stats()["repairs"] == 0
 
 
-def test_block_larger_than_a_slab_is_refused_with_the_fix(arena: Arena) -> None:
+def test_block_larger_than_a_slab_is_refused_with_the_fix(arena):
     with pytest.raises(CapacityError, match=r"raise arena\.slab"):
         reserved(arena, KEYS, block_bytes=8 * SLOT + 1)
 
 
-def test_empty_calls_are_fine(arena: Arena) -> None:
+def test_empty_calls_are_fine(arena):
     assert arena.lease([]) == []
     assert arena.match([]) == 0
     assert arena.release()
@@ -113,7 +113,7 @@ def test_empty_calls_are_fine(arena: Arena) -> None:
     assert arena.abort(made)
 
 
-def test_sections_that_raise_change_nothing(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_that_raise_change_nothing(arena, monkeypatch):
     store(arena, KEYS)
     with monkeypatch.context() as patch:
         patch.setattr("kvray.store.arena.lease.Lease", lambda **kwargs: 1 / 0)
@@ -127,7 +127,7 @@ def test_sections_that_raise_change_nothing(arena: Arena, monkeypatch: pytest.Mo
 # -- membership -----------------------------------------------------------------------------------
 
 
-def test_who_has_not_joined_can_neither_lease_nor_reserve(arena: Arena, directory: Path) -> None:
+def test_who_has_not_joined_can_neither_lease_nor_reserve(arena, directory):
     stranger = Arena(directory, lock_wait_s=1)
     for call in (lambda: stranger.lease(KEYS), lambda: reserved(stranger, KEYS)):
         with pytest.raises(LeaseExpired, match="join"):
@@ -136,7 +136,7 @@ def test_who_has_not_joined_can_neither_lease_nor_reserve(arena: Arena, director
     stranger.close()
 
 
-def test_leave_gives_everything_back_and_the_row_is_used_again(arena: Arena) -> None:
+def test_leave_gives_everything_back_and_the_row_is_used_again(arena):
     store(arena, KEYS)
     row = arena.holder
     assert arena.lease(KEYS)
@@ -151,12 +151,12 @@ def test_leave_gives_everything_back_and_the_row_is_used_again(arena: Arena) -> 
     assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
 
 
-def test_joining_twice_is_joining_once(arena: Arena) -> None:
+def test_joining_twice_is_joining_once(arena):
     assert arena.join("again") == arena.holder
     assert arena.stats()["holders"] == 1
 
 
-def test_full_holder_table_is_a_capacity_error(directory: Path) -> None:
+def test_full_holder_table_is_a_capacity_error(directory):
     arena = make_arena(directory, asked=spec(holders_max=2))
     others = [Arena(directory, lock_wait_s=1) for _ in range(2)]
     assert [one.join("x") for one in others] == [0, 1]
@@ -168,14 +168,14 @@ def test_full_holder_table_is_a_capacity_error(directory: Path) -> None:
         one.close()
 
 
-def test_label_of_any_text_is_kept_as_far_as_it_fits(arena: Arena, second: Arena) -> None:
+def test_label_of_any_text_is_kept_as_far_as_it_fits(arena, second):
     second.leave()
     row = second.join("ü" * 100 + "\ud800")
     label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
     assert label.startswith("ü" * 30)
 
 
-def test_leaving_beside_other_threads_leaves_nothing(arena: Arena, directory: Path) -> None:
+def test_leaving_beside_other_threads_leaves_nothing(arena, directory):
     store(arena, KEYS)
     for _ in range(10):
         leaving = Arena.attach(directory, label="leaving", lock_wait_s=1)
@@ -212,7 +212,7 @@ def die(arena: Arena) -> None:
     arena.side_file.unlock(HOLDER_BYTES + arena.holder)
 
 
-def test_rows_of_the_dead_go_to_who_joins(arena: Arena, second: Arena, directory: Path) -> None:
+def test_rows_of_the_dead_go_to_who_joins(arena, second, directory):
     store(arena, KEYS)
     row = second.holder
     assert second.lease(KEYS)
@@ -226,9 +226,7 @@ def test_rows_of_the_dead_go_to_who_joins(arena: Arena, second: Arena, directory
     third.close()
 
 
-def test_row_that_was_taken_again_meanwhile_is_not_buried(
-    arena: Arena, second: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_that_was_taken_again_meanwhile_is_not_buried(arena, second, directory, monkeypatch):
     store(arena, KEYS)
     die(second)
     third = Arena(directory, lock_wait_s=1)
@@ -252,11 +250,11 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(
 # -- the owner's part -----------------------------------------------------------------------------
 
 
-def test_adopting_counts_the_epoch_up(arena: Arena, second: Arena) -> None:
+def test_adopting_counts_the_epoch_up(arena, second):
     assert [ArenaOwner(arena).adopt(), ArenaOwner(second).adopt()] == [1, 2]
 
 
-def test_evicting_ahead_frees_the_share_that_is_asked(arena: Arena) -> None:
+def test_evicting_ahead_frees_the_share_that_is_asked(arena):
     for number in range(4):
         store(arena, chain(14, seed=str(number)))
     assert ArenaOwner(arena).evict_ahead(0.1) == 0, "a spare slab is room enough"
@@ -267,7 +265,7 @@ def test_evicting_ahead_frees_the_share_that_is_asked(arena: Arena) -> None:
     assert arena.match(chain(14, seed="3")) == 14
 
 
-def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
+def test_evicting_ahead_looks_at_each_block_size(arena):
     small, large = chain(32, seed="small"), chain(16, seed="large")
     store(arena, small)
     store(arena, large, block_bytes=2 * SLOT)
@@ -279,7 +277,7 @@ def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
     assert arena.lease(small[20:]) == []
 
 
-def test_clear_spares_what_is_leased(arena: Arena) -> None:
+def test_clear_spares_what_is_leased(arena):
     store(arena, KEYS)
     store(arena, chain(20, seed="x"))
     held = leased(arena, KEYS[:4])
@@ -288,7 +286,7 @@ def test_clear_spares_what_is_leased(arena: Arena) -> None:
     assert fetch(arena, KEYS, held)
 
 
-def test_figures_are_those_of_the_tables(arena: Arena) -> None:
+def test_figures_are_those_of_the_tables(arena):
     store(arena, KEYS)
     store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT)
     arena.lease(KEYS[:3])
@@ -298,7 +296,7 @@ def test_figures_are_those_of_the_tables(arena: Arena) -> None:
     assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
 
 
-def test_a_retired_arena_only_takes_back(arena: Arena, second: Arena, directory: Path) -> None:
+def test_a_retired_arena_only_takes_back(arena, second, directory):
     store(arena, KEYS)
     held, made = leased(second, KEYS), reserved(second, chain(3, seed="x"))
     ArenaOwner(arena).retire()
@@ -315,7 +313,7 @@ def test_a_retired_arena_only_takes_back(arena: Arena, second: Arena, directory:
     assert list(directory.iterdir()) == []
 
 
-def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
+def test_lease_of_slots_takes_those_that_are_ready(arena):
     made = store(arena, chain(5))
     reserved(arena, chain(2, seed="x"))
     held = arena.lease_slots(np.arange(arena.tables.geometry.num_slots))
@@ -329,7 +327,7 @@ def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
 # -- in another process's name --------------------------------------------------------------------
 
 
-def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena: Arena, second: Arena) -> None:
+def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena, second):
     store(arena, KEYS[:6])
     held = leased_for(arena, KEYS, [[PartRequest(0)]], member=second.membership)
     assert held.num_blocks == 6
@@ -340,7 +338,7 @@ def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena: Arena, second
         second.leased_slots(held.leases[0])
 
 
-def test_nothing_is_leased_for_a_holder_that_is_gone(arena: Arena, second: Arena) -> None:
+def test_nothing_is_leased_for_a_holder_that_is_gone(arena, second):
     store(arena, KEYS[:6])
     gone, wanted = second.membership, [[PartRequest(0)]]
     second.leave()
@@ -351,7 +349,7 @@ def test_nothing_is_leased_for_a_holder_that_is_gone(arena: Arena, second: Arena
         assert leased_for(arena, KEYS, wanted, member=nobody) == NOTHING
 
 
-def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
+def test_what_is_present_is_told_part_by_part(arena):
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[2:4], part=1)
     pending = reserved(arena, KEYS[6:8], parent=KEYS[5], depth=6)
@@ -361,6 +359,6 @@ def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
     assert arena.abort(pending)
 
 
-def test_a_holders_label_that_would_control_a_terminal_is_shown_without() -> None:
+def test_a_holders_label_that_would_control_a_terminal_is_shown_without():
     assert holders.shown(b"engine-7 \xc3\xbc") == "engine-7 ü"
     assert holders.shown(b"a\x1b[2J\n\xff") == "a\ufffd[2J\ufffd\ufffd"

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvray.store.arena import slots
 from kvray.store.arena import tables as tables_module
-from kvray.store.arena.arena import Arena
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import EventReader, Tables
 from tests.unit.store.small_arena import chain, evict, make_tables, put, store
@@ -23,7 +22,7 @@ def seen_all(tables: Tables) -> EventReader:
     return reader
 
 
-def test_first_looks_go_through_all_slots(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_looks_go_through_all_slots(tables, monkeypatch):
     monkeypatch.setattr(tables_module, "_PIECE", 10)
     reader, found = EventReader(), []
     while reader.has_more(tables):
@@ -33,7 +32,7 @@ def test_first_looks_go_through_all_slots(tables: Tables, monkeypatch: pytest.Mo
     assert np.concatenate(found).tolist() == list(range(tables.geometry.num_slots))
 
 
-def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
+def test_a_use_is_an_event_and_a_look_is_not(arena):
     made = store(arena, KEYS)
     reader = seen_all(arena.tables)
     assert arena.match(KEYS) == len(KEYS)
@@ -43,7 +42,7 @@ def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
     assert len(reader.take(arena.tables)) == 0
 
 
-def test_a_step_that_is_undone_costs_a_look_in_vain(tables: Tables) -> None:
+def test_a_step_that_is_undone_costs_a_look_in_vain(tables):
     made = put(tables, chain(4))
     tables.undo.settle()
     reader = seen_all(tables)
@@ -53,7 +52,7 @@ def test_a_step_that_is_undone_costs_a_look_in_vain(tables: Tables) -> None:
     assert (tables.slot_state[made.slots] == READY).all()
 
 
-def test_a_damaged_ring_names_no_slot_that_is_not_there(tables: Tables) -> None:
+def test_a_damaged_ring_names_no_slot_that_is_not_there(tables):
     reader = seen_all(tables)
     put(tables, chain(2))
     tables.event_slot[:] = 2**32 - 1
@@ -68,9 +67,7 @@ def test_a_damaged_ring_names_no_slot_that_is_not_there(tables: Tables) -> None:
     piece=st.integers(1, 100),
 )
 @settings(deadline=None)
-def test_a_reader_always_ends_with_what_is_there(
-    steps: list[tuple[int, bool, bool]], rows: int, piece: int
-) -> None:
+def test_a_reader_always_ends_with_what_is_there(steps, rows, piece):
     tables = make_tables()
     tables.event_slot = tables.event_slot[:rows]
     with pytest.MonkeyPatch.context() as patch:

@@ -39,7 +39,7 @@ def touch(tables: Tables, keys: list[BlockKey]) -> None:
     lease.release(tables, take(tables, keys))
 
 
-def test_one_long_chain_in_pieces_gives_all_that_is_asked() -> None:
+def test_one_long_chain_in_pieces_gives_all_that_is_asked():
     tables = make_tables(num_slabs=64)
     keys = chain(512)
     for start in range(0, 512, 4):
@@ -50,21 +50,21 @@ def test_one_long_chain_in_pieces_gives_all_that_is_asked() -> None:
     check_invariants(tables)
 
 
-def test_block_that_is_being_written_keeps_its_ancestors(tables: Tables) -> None:
+def test_block_that_is_being_written_keeps_its_ancestors(tables):
     keys = chain(4)
     put(tables, keys[:3])
     reserve(tables, keys[3:], parent=keys[2], depth=3)
     assert victims(tables, 99) == []
 
 
-def test_only_slots_within_are_chosen(tables: Tables) -> None:
+def test_only_slots_within_are_chosen(tables):
     made, other = put(tables, chain(3)), put(tables, chain(3, seed="other"))
     chosen = choose_victims(tables, 99, within=other.slots, protect=NOBODY)
     assert set(chosen.tolist()) == set(other.slots.tolist())
     assert not set(chosen.tolist()) & set(made.slots.tolist())
 
 
-def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables: Tables) -> None:
+def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables):
     keys = chain(64)
     put(tables, keys[:60])
     put(tables, chain(4, seed="other"))
@@ -80,14 +80,14 @@ def give_up(arena: Arena, keys: list[BlockKey], *parts: int) -> int:
     return ArenaOwner(arena).give_up(b"".join(keys), parts)
 
 
-def test_what_is_given_up_goes_before_what_is_older(arena: Arena) -> None:
+def test_what_is_given_up_goes_before_what_is_older(arena):
     store(arena, chain(3, seed="old"))
     useless = store(arena, chain(2, seed="useless"))
     assert give_up(arena, chain(2, seed="useless"), 0) == 2
     assert victims(arena.tables, 2) == useless.slots[::-1].tolist()
 
 
-def test_only_the_parts_that_are_named_are_given_up(arena: Arena) -> None:
+def test_only_the_parts_that_are_named_are_given_up(arena):
     keys = chain(1)
     store(arena, keys, part=0)
     other = store(arena, keys, part=1)
@@ -95,7 +95,7 @@ def test_only_the_parts_that_are_named_are_given_up(arena: Arena) -> None:
     assert victims(arena.tables, 1) == other.slots.tolist()
 
 
-def test_what_is_leased_or_not_here_is_left_alone(arena: Arena) -> None:
+def test_what_is_leased_or_not_here_is_left_alone(arena):
     store(arena, chain(2))
     held = arena.lease(chain(2))
     assert held
@@ -104,7 +104,7 @@ def test_what_is_leased_or_not_here_is_left_alone(arena: Arena) -> None:
     assert give_up(arena, chain(2)) == 0
 
 
-def test_a_parent_stays_as_long_as_its_child_is_used(arena: Arena) -> None:
+def test_a_parent_stays_as_long_as_its_child_is_used(arena):
     keys = chain(2)
     old = store(arena, chain(1, seed="old"))
     store(arena, keys)
@@ -112,7 +112,7 @@ def test_a_parent_stays_as_long_as_its_child_is_used(arena: Arena) -> None:
     assert victims(arena.tables, 1) == old.slots.tolist()
 
 
-def test_what_is_used_again_is_as_good_as_any_other(arena: Arena) -> None:
+def test_what_is_used_again_is_as_good_as_any_other(arena):
     keys = chain(2)
     store(arena, keys)
     other = store(arena, chain(2, seed="other"))
@@ -130,7 +130,7 @@ def allow(tables: Tables, **num_blocks: int) -> None:
     quotas.set_quotas(tables, {names[name]: count * SLOT for name, count in num_blocks.items()})
 
 
-def test_what_is_given_up_goes_before_everything_else(tables: Tables) -> None:
+def test_what_is_given_up_goes_before_everything_else(tables):
     put(tables, chain(4, seed="over"), priority=0, namespace=MINE)
     useless = put(tables, chain(1, seed="useless"), priority=100, namespace=THEIRS)
     tables.slot_tick[useless.slots] = 0
@@ -141,7 +141,7 @@ def test_what_is_given_up_goes_before_everything_else(tables: Tables) -> None:
     assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
 
 
-def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
+def test_what_is_given_up_goes_before_a_policys_first(tables):
     put(tables, chain(2))
     useless = put(tables, chain(1, seed="useless"))
     tables.slot_tick[useless.slots] = 0
@@ -150,7 +150,7 @@ def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
     assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
 
 
-def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
+def test_a_rank_may_be_without_a_bound(tables):
     keep = put(tables, chain(2, seed="keep"), priority=90)
     low = put(tables, chain(2, seed="low"), priority=10)
     ranks = np.full(tables.geometry.num_slots, -np.inf)
@@ -158,7 +158,7 @@ def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
     assert victims(tables, 99, rank=ranks.take) == [*low.slots[::-1], *keep.slots[::-1]]
 
 
-def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas() -> None:
+def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas():
     tables = make_tables(num_slabs=2)
     keep, low = chain(6, seed="keep"), chain(4, seed="low")
     over = chain(6, seed="over")
@@ -173,7 +173,7 @@ def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas() -> None:
     check_invariants(tables)
 
 
-def test_a_writer_spares_what_was_used_since_it_looked() -> None:
+def test_a_writer_spares_what_was_used_since_it_looked():
     tables = make_tables(num_slabs=1)
     used, old = chain(2, seed="used"), chain(2, seed="old")
     for keys in (used, old, chain(4, seed="young")):
@@ -186,7 +186,7 @@ def test_a_writer_spares_what_was_used_since_it_looked() -> None:
     assert (matched(tables, used), matched(tables, old)) == (2, 0)
 
 
-def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size() -> None:
+def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size():
     tables = make_tables(num_slabs=2)
     high, low = chain(8, seed="high"), chain(8, seed="low")
     put(tables, high, priority=90)
@@ -195,7 +195,7 @@ def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size() -
     assert (matched(tables, high), matched(tables, low)) == (8, 0)
 
 
-def test_under_the_lock_priorities_hold_as_well(tables: Tables) -> None:
+def test_under_the_lock_priorities_hold_as_well(tables):
     high = put(tables, chain(2, seed="high"), priority=80)
     low = put(tables, chain(2, seed="low"), priority=20)
     chosen = np.concatenate((high.slots, low.slots))
@@ -225,14 +225,7 @@ bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1,
     st.integers(0, 3),
     st.booleans(),
 )
-def test_order_is_that_of_a_plain_search(
-    asked: list[tuple[int, int, int, list[int]]],
-    quota: dict[str, int],
-    touched: list[int],
-    count: int,
-    num_special: int,
-    has_policy: bool,
-) -> None:
+def test_order_is_that_of_a_plain_search(asked, quota, touched, count, num_special, has_policy):
     tables = make_tables()
     known = grow(tables, asked)
     for which in touched:

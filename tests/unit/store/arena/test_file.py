@@ -35,7 +35,7 @@ def set_field(directory: Path, field: str, value: object) -> None:
     header.flush()
 
 
-def test_new_arena_says_what_was_asked(directory: Path) -> None:
+def test_new_arena_says_what_was_asked(directory):
     done: list[tuple[int, int]] = []
     arena = Arena.create(
         directory, spec(), lock_wait_s=1, progress=lambda *figures: done.append(figures)
@@ -49,7 +49,7 @@ def test_new_arena_says_what_was_asked(directory: Path) -> None:
     arena.close()
 
 
-def test_missing_arena_is_one_sentence(directory: Path) -> None:
+def test_missing_arena_is_one_sentence(directory):
     with pytest.raises(ShardUnavailable, match=r"no arena at .*kvray up"):
         Arena(directory, lock_wait_s=1)
 
@@ -62,16 +62,14 @@ def test_missing_arena_is_one_sentence(directory: Path) -> None:
         ("magic", b"x", "no arena, or was never finished"),
     ],
 )
-def test_file_that_is_not_what_it_should_be_is_refused(
-    directory: Path, field: str, value: object, said: str
-) -> None:
+def test_file_that_is_not_what_it_should_be_is_refused(directory, field, value, said):
     make_arena(directory).close()
     set_field(directory, field, value)
     with pytest.raises(ShardUnavailable, match=said):
         Arena(directory, lock_wait_s=1)
 
 
-def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory: Path) -> None:
+def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory):
     arena = make_arena(directory)
     ArenaOwner(arena).retire()
     made = make_arena(directory)
@@ -84,7 +82,7 @@ def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory: Path) ->
     assert str(directory / ARENA_FILE) not in Path("/proc/self/maps").read_text()
 
 
-def test_arena_without_its_lock_file_is_refused(directory: Path) -> None:
+def test_arena_without_its_lock_file_is_refused(directory):
     arena = make_arena(directory)
     (directory / f"lock.{arena.arena_id}").unlink()
     arena.close()
@@ -93,7 +91,7 @@ def test_arena_without_its_lock_file_is_refused(directory: Path) -> None:
     assert [path.name for path in directory.iterdir()] == [ARENA_FILE]
 
 
-def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory: Path) -> None:
+def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory):
     arena = make_arena(directory)
     kept = directory / "kept"
     os.link(directory / ARENA_FILE, kept)
@@ -106,7 +104,7 @@ def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory
     arena.close()
 
 
-def test_retiring_spares_the_successor(directory: Path) -> None:
+def test_retiring_spares_the_successor(directory):
     old = make_arena(directory)
     new = make_arena(directory)
     ArenaOwner(old).retire()
@@ -119,7 +117,7 @@ def test_retiring_spares_the_successor(directory: Path) -> None:
 
 
 @pytest.mark.root
-def test_full_mount_is_one_sentence_and_leaves_no_file() -> None:
+def test_full_mount_is_one_sentence_and_leaves_no_file():
     said = run_mounted(FULL, kind="tmpfs", options="size=16m")
     assert "could not be had in" in said
     assert "(No space left on device); lower arena.capacity." in said
@@ -141,7 +139,7 @@ print("left:", list(mounted.iterdir()))
 """
 
 
-def test_failed_create_leaves_no_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_create_leaves_no_file(directory, monkeypatch):
     def fail(fd: int, start: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -153,9 +151,7 @@ def test_failed_create_leaves_no_file(directory: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, ShardUnavailable])
-def test_a_making_that_is_interrupted_leaves_no_file(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_a_making_that_is_interrupted_leaves_no_file(directory, monkeypatch, error):
     def interrupt(*_: object) -> None:
         raise error
 
@@ -167,13 +163,13 @@ def test_a_making_that_is_interrupted_leaves_no_file(
     assert list(directory.iterdir()) == []
 
 
-def test_half_made_file_of_a_dead_owner_is_removed(directory: Path) -> None:
+def test_half_made_file_of_a_dead_owner_is_removed(directory):
     (directory / "arena.0123456789abcdef.new").write_bytes(b"x")
     make_arena(directory).close()
     assert not list(directory.glob("*.new"))
 
 
-def test_older_kernels_make_an_arena_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_kernels_make_an_arena_too(directory, monkeypatch):
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
     done: list[tuple[int, int]] = []
     arena = Arena.create(
@@ -186,7 +182,7 @@ def test_older_kernels_make_an_arena_too(directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.root
-def test_arena_on_hugetlbfs_is_used_like_any_other() -> None:
+def test_arena_on_hugetlbfs_is_used_like_any_other():
     with huge_pages(40):
         said = run_mounted(ON_HUGETLBFS, kind="hugetlbfs", options="pagesize=2M")
     assert said == "8 read, locked, listening, all in huge pages"
@@ -226,7 +222,7 @@ arena.close()
 """
 
 
-def test_largest_capacity_is_the_last_that_fits() -> None:
+def test_largest_capacity_is_the_last_that_fits():
     asked = replace(spec(), slab=2**20, slot_min=2**16)
     room = 2**30
     largest = asked.largest_capacity(room)
@@ -236,13 +232,13 @@ def test_largest_capacity_is_the_last_that_fits() -> None:
     assert replace(spec(), slot_min=2**30).largest_capacity(2**29) == 0
 
 
-def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory: Path) -> None:
+def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory):
     with pytest.raises(CapacityError, match=r"needs 1048576.* but"):
         make_arena(directory, asked=replace(spec(), capacity=2**50, slab=2**40, slot_min=2**30))
     assert list(directory.iterdir()) == []
 
 
-def test_directory_that_cannot_be_used_is_one_sentence(directory: Path) -> None:
+def test_directory_that_cannot_be_used_is_one_sentence(directory):
     with pytest.raises(ConfigError, match="No arena can be made in"):
         make_arena(directory / "missing")
 
@@ -275,7 +271,7 @@ def mapped_share(memory: Array) -> float:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_all_is_allocated_and_mapped(directory: Path, threads: int | None) -> None:
+def test_all_is_allocated_and_mapped(directory, threads):
     memory = map_new(directory)
     told: list[tuple[int, int]] = []
     assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
@@ -285,7 +281,7 @@ def test_all_is_allocated_and_mapped(directory: Path, threads: int | None) -> No
     assert {total for _, total in told} == {memory.nbytes}
 
 
-def test_what_the_pages_hold_stays(directory: Path) -> None:
+def test_what_the_pages_hold_stays(directory):
     memory = map_new(directory)
     memory[::4099] = 7
     assert populate(memory)
@@ -293,7 +289,7 @@ def test_what_the_pages_hold_stays(directory: Path) -> None:
     assert int(memory.sum()) == 7 * len(memory[::4099])
 
 
-def test_what_progress_raises_ends_it_soon(directory: Path) -> None:
+def test_what_progress_raises_ends_it_soon(directory):
     memory = map_new(directory, 64 * MIB)
 
     def stop(done: int, total: int) -> None:
@@ -304,14 +300,14 @@ def test_what_progress_raises_ends_it_soon(directory: Path) -> None:
     assert mapped_share(memory) < 0.5
 
 
-def test_an_older_kernel_is_told_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_kernel_is_told_of(directory, monkeypatch):
     memory = map_new(directory)
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
     assert not populate(memory)
     assert mapped_share(memory) == 0
 
 
-def test_pages_that_cannot_be_had_are_no_signal(directory: Path) -> None:
+def test_pages_that_cannot_be_had_are_no_signal(directory):
     memory = map_new(directory)
     os.truncate(directory / "file", MIB)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -319,7 +315,7 @@ def test_pages_that_cannot_be_had_are_no_signal(directory: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_other_threads_of_python_go_on_meanwhile(directory: Path) -> None:
+def test_other_threads_of_python_go_on_meanwhile(directory):
     memory = map_new(directory, 256 * MIB)
     turns = 0
 
@@ -341,7 +337,7 @@ def test_other_threads_of_python_go_on_meanwhile(directory: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_mount_that_gives_huge_pages_is_asked_for_them() -> None:
+def test_a_mount_that_gives_huge_pages_is_asked_for_them():
     said = run_mounted(IN_HUGE_PAGES, kind="tmpfs", options="huge=advise,size=64m")
     assert said == "True True"
 
@@ -366,7 +362,7 @@ def populating() -> bool:
     return any(thread.name == "kvray-populate" for thread in threading.enumerate())
 
 
-def test_the_background_maps_all_and_ends(directory: Path) -> None:
+def test_the_background_maps_all_and_ends(directory):
     make_arena(directory).close()
     arena = Arena(directory, lock_wait_s=1)
     memory = mapping_of(arena.tables)
@@ -381,9 +377,7 @@ def test_the_background_maps_all_and_ends(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "retire"])
-def test_background_work_can_end(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_background_work_can_end(directory, monkeypatch, how):
     make_arena(directory).close()
     arena = Arena(directory, lock_wait_s=1)
     entered, go_on = threading.Event(), threading.Event()
@@ -406,7 +400,7 @@ def test_background_work_can_end(
     arena.close()
 
 
-def test_missing_memory_ends_it_quietly(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_ends_it_quietly(directory, monkeypatch):
     arena = make_arena(directory)
 
     def fail(chunk: Array) -> bool:
@@ -427,13 +421,13 @@ def overwrite(path: Path, at: int, what: bytes) -> None:
         file.write(what)
 
 
-def test_the_state_stands_where_the_layout_says() -> None:
+def test_the_state_stands_where_the_layout_says():
     assert HEADER.fields is not None
     dtype, at = HEADER.fields["state"][:2]
     assert slice(at, at + dtype.itemsize) == STATE_BYTES
 
 
-def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena: Arena, directory: Path) -> None:
+def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena, directory):
     arena.tables.holder_label[7] = b"kept"
     retire_file(directory / "arena")
     assert arena.retired
@@ -441,7 +435,7 @@ def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena: Arena, director
     assert not (directory / "arena").exists()
 
 
-def test_an_arena_of_another_format_is_retired_too(arena: Arena, directory: Path) -> None:
+def test_an_arena_of_another_format_is_retired_too(arena, directory):
     path = directory / "arena"
     overwrite(path, 8, (99).to_bytes(4, "little"))
     overwrite(path, 32, os.urandom(1000))
@@ -450,7 +444,7 @@ def test_an_arena_of_another_format_is_retired_too(arena: Arena, directory: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"KVRAYARN", b"garbage" * 1000])
-def test_what_is_no_arena_is_unlinked(directory: Path, content: bytes) -> None:
+def test_what_is_no_arena_is_unlinked(directory, content):
     path = directory / "arena"
     path.write_bytes(content)
     os.link(path, directory / "other")
@@ -459,7 +453,7 @@ def test_what_is_no_arena_is_unlinked(directory: Path, content: bytes) -> None:
     assert (directory / "other").read_bytes() == content
 
 
-def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena: Arena, directory: Path) -> None:
+def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena, directory):
     os.mkfifo(directory / "fifo")
     (directory / "link").symlink_to("arena")
     for name in ("fifo", "link", "nothing"):
@@ -468,7 +462,7 @@ def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena: Arena, directo
     assert not arena.retired
 
 
-def test_a_directory_is_refused(directory: Path) -> None:
+def test_a_directory_is_refused(directory):
     (directory / "arena").mkdir()
     with pytest.raises(OSError, match="directory"):
         retire_file(directory / "arena")

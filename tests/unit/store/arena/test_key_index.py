@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvray.errors import ConfigError
-from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED, RUN_SLOTS
-from kvray.store.arena.tables import Tables
 from tests.examples import examples
 from tests.unit.store.small_arena import SLOT, chain, find, make_tables, put
 
@@ -114,12 +112,12 @@ TestIndexAgainstDict = IndexAgainstDict.TestCase
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16] * 2 + [b"y" * 33]])
-def test_what_is_no_key_is_refused(keys: list[BlockKey]) -> None:
+def test_what_is_no_key_is_refused(keys):
     with pytest.raises(ConfigError, match="32 bytes"):
         key_index.pack_keys(keys)
 
 
-def test_row_of_large_blocks_goes_on_in_the_next_slab(tables: Tables) -> None:
+def test_row_of_large_blocks_goes_on_in_the_next_slab(tables):
     blocks = chain(6)
     put(tables, blocks, block_bytes=3 * SLOT)
     row = key_index._find_row(tables, key_index.pack_keys(blocks), 0)
@@ -128,7 +126,7 @@ def test_row_of_large_blocks_goes_on_in_the_next_slab(tables: Tables) -> None:
     assert len(set(tables.geometry.slab_of(row[0]))) == 3
 
 
-def test_row_of_small_blocks_goes_on_in_the_next_run_of_the_slab() -> None:
+def test_row_of_small_blocks_goes_on_in_the_next_run_of_the_slab():
     tables, blocks = make_tables(num_slabs=3, slots_per_slab=3 * RUN_SLOTS), chain(7 * RUN_SLOTS)
     put(tables, blocks)
     for start in (0, RUN_SLOTS - 1, RUN_SLOTS):
@@ -139,7 +137,7 @@ def test_row_of_small_blocks_goes_on_in_the_next_run_of_the_slab() -> None:
             assert row[0].tolist() == find(tables, part)
 
 
-def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay() -> None:
+def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay():
     random = np.random.default_rng(0)
     keys = random.integers(0, 2, (400, 4)).astype("<u8")
     parts = random.integers(0, 2, 400).astype("<u4")
@@ -153,7 +151,7 @@ def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay() -> None:
     assert key_index.repeated(keys[used], parts[used]).tolist() == expected
 
 
-def test_other_threads_go_on_while_millions_of_slots_are_compared() -> None:
+def test_other_threads_go_on_while_millions_of_slots_are_compared():
     keys = np.random.default_rng(0).integers(0, 2**63, (1_000_000, 4), dtype="<u8")
     parts = np.zeros(len(keys), dtype="<u4")
     work = threading.Thread(target=key_index.repeated, args=(keys, parts))

@@ -11,7 +11,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from kvray.store.arena import audit, key_index, lease
 from kvray.store.arena.layout import PAGE_SLOTS
 from kvray.store.arena.lease import Lease, PartRequest
-from kvray.store.arena.tables import Tables
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
@@ -120,7 +119,7 @@ LeaseLife.TestCase.settings = settings(max_examples=examples(60), stateful_step_
 TestLeaseLife = LeaseLife.TestCase
 
 
-def test_match_wants_every_part(tables: Tables) -> None:
+def test_match_wants_every_part(tables):
     keys = chain(4)
     put(tables, keys, part=0)
     put(tables, keys[:3], part=1)
@@ -128,7 +127,7 @@ def test_match_wants_every_part(tables: Tables) -> None:
     assert [matched(tables, keys, num_parts=parts) for parts in (1, 2, 3)] == [4, 3, 0]
 
 
-def test_match_ends_where_the_first_part_ends(tables: Tables) -> None:
+def test_match_ends_where_the_first_part_ends(tables):
     keys = chain(6)
     for part, count in enumerate((6, 4, 5)):
         put(tables, keys[:count], part=part)
@@ -138,7 +137,7 @@ def test_match_ends_where_the_first_part_ends(tables: Tables) -> None:
         assert slots[PartRequest(part)].tolist() == find(tables, keys[:4], part=part)
 
 
-def test_lease_that_never_was_is_refused(tables: Tables) -> None:
+def test_lease_that_never_was_is_refused(tables):
     for page in (-1, 0, tables.geometry.num_pages, 10_000):
         never = Lease(lease_id=7, page=page, num_slots=3, check=0)
         assert not lease.release(tables, never)
@@ -146,7 +145,7 @@ def test_lease_that_never_was_is_refused(tables: Tables) -> None:
         assert lease.leased_slots(tables, never) is None
 
 
-def test_taking_a_lease_refreshes_its_blocks(tables: Tables) -> None:
+def test_taking_a_lease_refreshes_its_blocks(tables):
     keys, other = chain(3), chain(3, seed="other")
     put(tables, keys)
     put(tables, other)
@@ -155,7 +154,7 @@ def test_taking_a_lease_refreshes_its_blocks(tables: Tables) -> None:
     assert (matched(tables, keys), matched(tables, other)) == (3, 0)
 
 
-def test_long_leases_are_named_with_their_slots(tables: Tables) -> None:
+def test_long_leases_are_named_with_their_slots(tables):
     keys = chain(4)
     put(tables, keys)
     take(tables, keys, holder=1, now=10.0)
@@ -164,7 +163,7 @@ def test_long_leases_are_named_with_their_slots(tables: Tables) -> None:
     assert lease.long_leases(tables, before=20.0) == [(1, 5)]
 
 
-def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
+def test_pages_that_can_be_no_lease_are_forgotten(tables):
     keys = chain(4)
     put(tables, keys)
     good = take(tables, keys)
@@ -180,7 +179,7 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5
 
 
-def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
+def test_window_wants_only_trailing_blocks(tables):
     keys = chain(6)
     put(tables, keys)
     put(tables, keys[3:5], part=1)
@@ -194,7 +193,7 @@ def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
     here=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=1, max_size=3),
     windows=st.lists(st.integers(1, 9), min_size=3, max_size=3),
 )
-def test_usable_prefixes_are_those_of_a_search(here: list[list[bool]], windows: list[int]) -> None:
+def test_usable_prefixes_are_those_of_a_search(here, windows):
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
     fits = [
         run
@@ -209,9 +208,7 @@ def test_usable_prefixes_are_those_of_a_search(here: list[list[bool]], windows: 
     st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=4),
     st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12)),
 )
-def test_places_name_the_blocks_that_a_lease_has_of_a_stretch(
-    windows: list[int | None], numbers: tuple[int, int, int]
-) -> None:
+def test_places_name_the_blocks_that_a_lease_has_of_a_stretch(windows, numbers):
     num_blocks, *ends = numbers
     first, stop = sorted(min(end, num_blocks) for end in ends)
     parts = [PartRequest(part, window) for part, window in enumerate(windows)]
@@ -228,7 +225,7 @@ def test_places_name_the_blocks_that_a_lease_has_of_a_stretch(
         assert not wanted or wanted[0][1] == block
 
 
-def test_a_block_of_another_size_counts_as_missing(tables: Tables) -> None:
+def test_a_block_of_another_size_counts_as_missing(tables):
     keys = chain(4)
     put(tables, keys[:3])
     put(tables, keys[3:], block_bytes=SLOT - 8)

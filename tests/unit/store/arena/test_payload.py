@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def sound_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
-def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
+def test_any_block_size_comes_back(arena, block_bytes):
     store(arena, KEYS[:3], block_bytes=block_bytes)
     held = leased(arena, KEYS)
     assert held.num_slots == 3
@@ -50,7 +49,7 @@ def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
     assert sound_run(arena, held) == 3
 
 
-def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
+def test_blocks_may_lie_anywhere_in_the_pool(arena):
     where = np.array([7, 3, 4, 5, 29, 0])
     pool = np.zeros((30, SLOT), dtype=np.uint8)
     pool[where] = pool_of(KEYS[:6])
@@ -67,8 +66,8 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
 def test_what_others_write_before_the_checksum_is_found(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, num_regions: int, block_bytes: int
-) -> None:
+    directory, monkeypatch, num_regions, block_bytes
+):
     arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
     made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
@@ -96,8 +95,8 @@ PIECE = 512 * 1024
 @pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
 @pytest.mark.parametrize("cores", [{0}, {0, 1}])
 def test_pieces_and_threads_change_neither_bytes_nor_checksums(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cores: set[int]
-) -> None:
+    directory, monkeypatch, block_bytes, cores
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     arena = make_arena(directory, asked=spec(slots_per_slab=1024))
     arena.join("test")
@@ -121,7 +120,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, verify: bool) -> None:
+def test_flipped_byte_is_found_and_the_block_never_served_again(arena, verify):
     made = store(arena, KEYS)
     held = leased(arena, KEYS)
     arena.tables.rows(1)[3, 77] ^= 1
@@ -141,7 +140,7 @@ def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, ve
     assert served(arena, KEYS) == 20
 
 
-def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
+def test_first_bad_block_is_told_and_taken_out_of_service(arena):
     store(arena, KEYS)
     held = leased(arena, KEYS)
     assert sound_run(arena, held) == 20
@@ -153,7 +152,7 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
     assert sound_run(arena, held, first=20) == 0
 
 
-def test_leases_that_end_in_a_copy_void_it(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_that_end_in_a_copy_void_it(arena, monkeypatch):
     store(arena, KEYS)
     held = leased(arena, KEYS)
     copyto = np.copyto
@@ -167,14 +166,14 @@ def test_leases_that_end_in_a_copy_void_it(arena: Arena, monkeypatch: pytest.Mon
         fetch(arena, KEYS, held)
 
 
-def test_pool_of_another_block_size_is_refused(arena: Arena) -> None:
+def test_pool_of_another_block_size_is_refused(arena):
     made = reserved(arena, KEYS[:2])
     with pytest.raises(LayoutMismatch, match=f"{SLOT // 2} bytes, those in the arena {SLOT}"):
         arena.write(made, np.zeros((2, SLOT // 2), dtype=np.uint8), np.arange(2))
     assert arena.abort(made)
 
 
-def test_as_many_blocks_as_slots_must_be_named(arena: Arena) -> None:
+def test_as_many_blocks_as_slots_must_be_named(arena):
     store(arena, KEYS[:3])
     held = leased(arena, KEYS[:3])
     pool = np.zeros((9, SLOT), dtype=np.uint8)
@@ -186,7 +185,7 @@ def test_as_many_blocks_as_slots_must_be_named(arena: Arena) -> None:
     arena.read(held, pool, np.arange(0), verify=True)
 
 
-def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena) -> None:
+def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena):
     keys, pages = KEYS[:5], np.array([4, 2, 3, 9, 0])
     sizes = {0: (100, 700, 64), 1: (SLOT + 8,)}
     wide = noise(10, 2 * SLOT)
@@ -227,7 +226,7 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
 
 
 @pytest.mark.parametrize("pages", [np.arange(5), np.array([4, 2, 3, 9, 0])], ids=["run", "apart"])
-def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena: Arena, pages: Array) -> None:
+def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena, pages):
     keys, block_bytes = KEYS[:5], 1200
     blocks = noise(5, block_bytes)
     made = reserved(arena, keys, block_bytes=block_bytes)
@@ -271,12 +270,8 @@ def expected(blocks: Array, seeds: list[int]) -> list[int]:
     ("num_blocks", "block_bytes"), [(0, 4096), (1, 1), (7, 4097), (300, 4096), (3, 1_100_000)]
 )
 def test_copies_have_their_bytes_and_their_checksums(
-    copier: Copier,
-    monkeypatch: pytest.MonkeyPatch,
-    num_blocks: int,
-    block_bytes: int,
-    shared_bytes: int,
-) -> None:
+    copier, monkeypatch, num_blocks, block_bytes, shared_bytes
+):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
     source, seeds = noise(num_blocks, block_bytes), list(range(10, 10 + num_blocks))
     target = np.zeros_like(source)
@@ -289,8 +284,8 @@ def test_copies_have_their_bytes_and_their_checksums(
 @pytest.mark.parametrize("shared_bytes", [0, 2**40])
 @pytest.mark.parametrize("cuts", [(), (1,), (4, 5), (10, 200, 299)])
 def test_plain_copies_are_whole_wherever_two_threads_part_them(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], shared_bytes: int
-) -> None:
+    copier, monkeypatch, cuts, shared_bytes
+):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
     source = noise(300, 5000)
     target = np.zeros_like(source)
@@ -300,9 +295,7 @@ def test_plain_copies_are_whole_wherever_two_threads_part_them(
     copier.copy([])
 
 
-def test_copies_are_made_without_the_second_thread(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     source = noise(3, 4096)
     busy = threading.Event()
@@ -323,9 +316,7 @@ def test_copies_are_made_without_the_second_thread(
 @pytest.mark.parametrize("whole_bytes", [0, 2**40])
 @pytest.mark.parametrize("skipped", [0, 1])
 @pytest.mark.parametrize("stride", [300_000, 300_001])
-def test_run_is_copied_alike_in_pieces_and_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, whole_bytes: int, skipped: int, stride: int
-) -> None:
+def test_run_is_copied_alike_in_pieces_and_as_a_whole(monkeypatch, whole_bytes, skipped, stride):
     monkeypatch.setattr(copier_module, "_WHOLE_BYTES", whole_bytes)
     source = noise(5, stride)[:, :300_000]
     target = np.zeros(skipped + source.size, dtype=np.uint8)[skipped:].reshape(source.shape)
@@ -334,9 +325,7 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_waits_for_no_thread_of_its_parent(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_waits_for_no_thread_of_its_parent(copier, monkeypatch):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     source = noise(4, 4096)
     target = np.zeros_like(source)

@@ -9,13 +9,12 @@ from kvray.errors import ConfigError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import owner, quotas
 from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
-from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import SLOT, chain, leased, make_tables, put, reserve, store
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
 
-def test_every_namespace_takes_what_its_ready_blocks_have(tables: Tables) -> None:
+def test_every_namespace_takes_what_its_ready_blocks_have(tables):
     assert (quotas.used(tables), quotas.excess(tables)) == ({}, {})
     put(tables, chain(3), namespace=1)
     put(tables, chain(2, seed="two"), namespace=2, block_bytes=2 * SLOT)
@@ -24,7 +23,7 @@ def test_every_namespace_takes_what_its_ready_blocks_have(tables: Tables) -> Non
     assert quotas.used(tables) == {1: (3, 3 * SLOT), 2: (2, 4 * SLOT), 0: (1, SLOT)}
 
 
-def test_many_namespaces_are_summed_up_as_few_are() -> None:
+def test_many_namespaces_are_summed_up_as_few_are():
     tables = make_tables(num_slabs=16)
     for namespace in range(40):
         put(tables, chain(1 + namespace % 3, seed=str(namespace)), namespace=namespace)
@@ -32,7 +31,7 @@ def test_many_namespaces_are_summed_up_as_few_are() -> None:
     assert quotas.used(tables) == sums
 
 
-def test_the_longest_name_that_fits_says_the_quota(tables: Tables) -> None:
+def test_the_longest_name_that_fits_says_the_quota(tables):
     assert quotas.name_of(ABCD) == "abcd0000"
     quotas.set_quotas(tables, {"": 1, "ab": 2, "ABcd": 3, "abcd0000" + 56 * "1": 4})
     assert quotas.quota_of(tables, ABCD) == 4
@@ -41,7 +40,7 @@ def test_the_longest_name_that_fits_says_the_quota(tables: Tables) -> None:
     assert quotas.quota_of(tables, 1) == 1
 
 
-def test_without_a_quota_that_fits_there_is_no_bound(tables: Tables) -> None:
+def test_without_a_quota_that_fits_there_is_no_bound(tables):
     quotas.set_quotas(tables, {"abcd": 3})
     assert quotas.quota_of(tables, ABEF) is None
     quotas.set_quotas(tables, {})
@@ -50,7 +49,7 @@ def test_without_a_quota_that_fits_there_is_no_bound(tables: Tables) -> None:
     assert quotas.quota_of(tables, 0) is None, "it is not known"
 
 
-def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables: Tables) -> None:
+def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables):
     put(tables, chain(3), namespace=ABCD)
     put(tables, chain(2, seed="other"), namespace=ABEF)
     quotas.set_quotas(tables, {"": 2 * SLOT})
@@ -60,7 +59,7 @@ def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables: Tables) -> 
 
 
 @pytest.mark.parametrize("names", [["xyz"], [str(number) for number in range(QUOTAS_MAX + 1)]])
-def test_quotas_that_cannot_be_kept_are_refused(tables: Tables, names: list[str]) -> None:
+def test_quotas_that_cannot_be_kept_are_refused(tables, names):
     with pytest.raises(ConfigError):
         quotas.set_quotas(tables, dict.fromkeys(names, 1))
     assert not np.any(tables.quota_bytes)
@@ -89,7 +88,7 @@ def blocks(arena: Arena) -> dict[str, int]:
     return {one["namespace"]: one["blocks"] for one in arena.stats()["namespaces"]}
 
 
-def test_what_is_over_a_quota_goes_though_there_is_room(arena: Arena) -> None:
+def test_what_is_over_a_quota_goes_though_there_is_room(arena):
     fill(arena, "mine", 9, MINE)
     fill(arena, "theirs", 9, THEIRS)
     keeper = own(arena, mine=4)
@@ -101,7 +100,7 @@ def test_what_is_over_a_quota_goes_though_there_is_room(arena: Arena) -> None:
     assert keeper.evict_ahead(0.0) == 2
 
 
-def test_every_namespace_is_kept_within_the_quota_of_all(arena: Arena) -> None:
+def test_every_namespace_is_kept_within_the_quota_of_all(arena):
     fill(arena, "mine", 9, MINE)
     fill(arena, "theirs", 7, THEIRS)
     fill(arena, "nobody", 9, 0)
@@ -109,7 +108,7 @@ def test_every_namespace_is_kept_within_the_quota_of_all(arena: Arena) -> None:
     assert blocks(arena) == {"": 9, "11111111": 6, "22222222": 6}
 
 
-def test_of_a_namespace_the_lower_priorities_go(arena: Arena) -> None:
+def test_of_a_namespace_the_lower_priorities_go(arena):
     fill(arena, "low", 2, MINE, priority=1)
     fill(arena, "high", 2, MINE, priority=90)
     own(arena, mine=2).evict_ahead(0.0)
@@ -117,7 +116,7 @@ def test_of_a_namespace_the_lower_priorities_go(arena: Arena) -> None:
     assert arena.match(chain(2, seed="low0")) == 0
 
 
-def test_of_one_priority_the_policy_decides(arena: Arena) -> None:
+def test_of_one_priority_the_policy_decides(arena):
     fill(arena, "old", 2, MINE)
     fill(arena, "young", 2, MINE)
     keeper = own(arena, mine=2)
@@ -126,7 +125,7 @@ def test_of_one_priority_the_policy_decides(arena: Arena) -> None:
     assert (arena.match(chain(2, seed="old0")), arena.match(chain(2, seed="young0"))) == (2, 0)
 
 
-def test_leased_blocks_stay_until_nobody_leases_them(arena: Arena) -> None:
+def test_leased_blocks_stay_until_nobody_leases_them(arena):
     fill(arena, "mine", 6, MINE)
     held = leased(arena, chain(6, seed="mine0"))
     keeper = own(arena, mine=4)
@@ -135,7 +134,7 @@ def test_leased_blocks_stay_until_nobody_leases_them(arena: Arena) -> None:
     assert keeper.evict_ahead(0.0) == 2
 
 
-def test_much_goes_in_several_steps(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_goes_in_several_steps(arena, monkeypatch):
     monkeypatch.setattr(owner, "_QUOTA_STEP", 10)
     monkeypatch.setattr(owner, "EVICT_BATCH", 4)
     fill(arena, "mine", 40, MINE)
@@ -143,21 +142,21 @@ def test_much_goes_in_several_steps(arena: Arena, monkeypatch: pytest.MonkeyPatc
     assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]
 
 
-def test_the_next_owner_has_its_own_quotas(arena: Arena) -> None:
+def test_the_next_owner_has_its_own_quotas(arena):
     fill(arena, "mine", 6, MINE)
     own(arena, mine=4)
     assert own(arena).evict_ahead(0.0) == 0
     assert own(arena, each=5).evict_ahead(0.0) == 1
 
 
-def test_quotas_that_cannot_be_kept_end_the_adoption(arena: Arena) -> None:
+def test_quotas_that_cannot_be_kept_end_the_adoption(arena):
     epoch = arena.tables.shard_epoch
     with pytest.raises(ConfigError):
         ArenaOwner(arena, {"model": 1}).adopt()
     assert arena.tables.shard_epoch == epoch
 
 
-def test_figures_say_what_namespaces_have_and_may_have(arena: Arena) -> None:
+def test_figures_say_what_namespaces_have_and_may_have(arena):
     fill(arena, "mine", 3, MINE)
     fill(arena, "nobody", 1, 0)
     own(arena, mine=4)

@@ -171,7 +171,7 @@ def columns_equal(one: Tables, other: Tables) -> bool:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_death_before_any_store_is_undone(name: str, crowded: bool) -> None:
+def test_death_before_any_store_is_undone(name, crowded):
     scene = Scene(crowded=crowded)
     log = logged(scene, name)
     assert log
@@ -182,7 +182,7 @@ def test_death_before_any_store_is_undone(name: str, crowded: bool) -> None:
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_undoing_ends_where_a_step_ended(name: str, crowded: bool) -> None:
+def test_undoing_ends_where_a_step_ended(name, crowded):
     """The tables are what they were before the operation, or after one of its settled steps."""
     scene = Scene(crowded=crowded)
     log = logged(scene, name)
@@ -198,7 +198,7 @@ def test_undoing_ends_where_a_step_ended(name: str, crowded: bool) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_log_of_stores_is_complete(name: str) -> None:
+def test_log_of_stores_is_complete(name):
     scene = Scene(crowded=True)
     log = logged(scene, name)
     replayed = Replay(scene.tables, log).after(len(log))
@@ -208,9 +208,7 @@ def test_log_of_stores_is_complete(name: str) -> None:
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_deaths_in_an_undo_are_undone(
-    name: str, first: float, second: float, crowded: bool
-) -> None:
+def test_deaths_in_an_undo_are_undone(name, first, second, crowded):
     scene = Scene(crowded=crowded)
     log = logged(scene, name)
     left = Replay(scene.tables, log).after(round(first * len(log)))
@@ -219,14 +217,14 @@ def test_deaths_in_an_undo_are_undone(
     check_after(scene, left, Replay(scene.tables, log).after(len(log)))
 
 
-def test_row_that_occurs_twice_is_put_back_to_what_it_was_first(tables: Tables) -> None:
+def test_row_that_occurs_twice_is_put_back_to_what_it_was_first(tables):
     tables.add(np.array([4, 4, 6]), slot_children=1)
     tables.put(np.array([4]), slot_children=9)
     assert tables.undo.roll_back()
     assert not tables.slot_children.any()
 
 
-def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables: Tables) -> None:
+def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables):
     row = np.array([1])
     for _ in range(UNDO_ENTRIES + 1):
         tables.put(row, slot_leases=7)
@@ -239,7 +237,7 @@ def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables: Tables) -> N
     assert not tables.slot_leases.any()
 
 
-def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables: Tables) -> None:
+def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables):
     row = np.array([1])
     tables.put(row, slot_leases=7)
     tables.undo.tear()
@@ -251,7 +249,7 @@ def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables: Tables
     assert not tables.slot_leases.any()
 
 
-def test_step_over_all_slots_at_once_can_be_undone() -> None:
+def test_step_over_all_slots_at_once_can_be_undone():
     tables = Scene(crowded=True).tables
     before = copy_of(tables)
     slots.free(tables, np.arange(tables.geometry.num_slots))
@@ -260,7 +258,7 @@ def test_step_over_all_slots_at_once_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("entry", [(99, 1, 0, 2), (1, 2**31, 0, 2), (1, 4, 2**31, 2), (1, 9, 4, 4)])
-def test_senseless_records_are_left_alone(entry: tuple[int, int, int, int]) -> None:
+def test_senseless_records_are_left_alone(entry):
     tables = make_tables()
     tables.put(np.array([1]), slot_state=READY)
     tables.undo_entry[0] = entry
@@ -268,7 +266,7 @@ def test_senseless_records_are_left_alone(entry: tuple[int, int, int, int]) -> N
     assert tables.slot_state[1] == READY
 
 
-def test_row_outside_of_its_column_is_not_followed() -> None:
+def test_row_outside_of_its_column_is_not_followed():
     tables = make_tables()
     tables.put(np.array([1]), slot_state=READY)
     tables.undo_log[0] = 2**32 - 1
@@ -312,9 +310,7 @@ def first_ready(tables: Tables) -> int:
         ("records", "page_next", 0, 2**20),
     ],
 )
-def test_damage_is_found_by_its_name_and_mended_by_the_owner(
-    stored: Arena, name: str, column: str, at: int | None, value: int
-) -> None:
+def test_damage_is_found_by_its_name_and_mended_by_the_owner(stored, name, column, at, value):
     where = first_ready(stored.tables) if at is None else at
     getattr(stored.tables, column).reshape(-1)[where] = value
     assert name in found(stored)
@@ -325,7 +321,7 @@ def test_damage_is_found_by_its_name_and_mended_by_the_owner(
     assert stored.stats()["repairs"] == 1
 
 
-def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored: Arena) -> None:
+def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored):
     stored.tables.header["undo_count"] = 2**40
     assert stored.match(KEYS) is None
     ArenaOwner(stored).audit()
@@ -333,7 +329,7 @@ def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored: Arena) -
     check_invariants(stored.tables)
 
 
-def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> None:
+def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored):
     held = leased(stored, KEYS)
     stored.tables.slot_parent[first_ready(stored.tables)] = 2**30
     assert ArenaOwner(stored).audit() == {"parents": 1, "children": 1}
@@ -345,7 +341,7 @@ def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tables_that_are_overwritten_as_a_whole_are_mended(stored: Arena, seed: int) -> None:
+def test_tables_that_are_overwritten_as_a_whole_are_mended(stored, seed):
     overwrite(stored.tables, seed)
     figures = stored.stats()
     assert figures["resident_bytes"] <= figures["capacity_bytes"]
@@ -361,7 +357,7 @@ def test_tables_that_are_overwritten_as_a_whole_are_mended(stored: Arena, seed: 
     assert served(stored, chain(3, seed="after")) == 3
 
 
-def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena: Arena) -> None:
+def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena):
     made = reserved(arena, KEYS)
     arena.tables.slot_part[made.slots[2]] ^= 1
     assert arena.commit(made, arena.write(made, pool_of(KEYS), np.arange(6)))
@@ -371,7 +367,7 @@ def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena: Arena)
     ArenaOwner(arena).audit()
 
 
-def test_entries_of_the_index_that_name_no_slot_are_misses(stored: Arena) -> None:
+def test_entries_of_the_index_that_name_no_slot_are_misses(stored):
     entries = stored.tables.columns["index_slot"]
     entries[entries > 0] += np.uint32(2**31)
     assert not stored.present(KEYS, [0])[0].any()
@@ -380,7 +376,7 @@ def test_entries_of_the_index_that_name_no_slot_are_misses(stored: Arena) -> Non
     assert stored.match(KEYS) == 6
 
 
-def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:
+def test_an_arena_in_use_is_not_taken_for_damaged(arena):
     owner = ArenaOwner(arena)
     for number in range(60):
         keys = chain(5, seed=str(number))
@@ -402,7 +398,7 @@ WANTED = [[PartRequest(0, None, SIZE)]]
 
 @pytest.mark.parametrize("column", ["slab_block_bytes", "slab_check"])
 @pytest.mark.parametrize("bit", range(64))
-def test_a_flipped_bit_of_a_size_costs_nobody_a_block(arena: Arena, column: str, bit: int) -> None:
+def test_a_flipped_bit_of_a_size_costs_nobody_a_block(arena, column, bit):
     store(arena, KEYS[:3], block_bytes=SIZE)
     sizes, check = arena.tables.slab_block_bytes.copy(), arena.tables.slab_check.copy()
     before = leased_for(arena, KEYS, WANTED)
@@ -419,7 +415,7 @@ def test_a_flipped_bit_of_a_size_costs_nobody_a_block(arena: Arena, column: str,
     assert fetch(arena, KEYS, before.leases[0], block_bytes=SIZE)
 
 
-def test_nobody_is_given_the_bytes_of_a_size_that_is_wrong_twice(arena: Arena) -> None:
+def test_nobody_is_given_the_bytes_of_a_size_that_is_wrong_twice(arena):
     store(arena, KEYS[:3], block_bytes=SIZE)
     slabs.serve(arena.tables, np.flatnonzero(arena.tables.slab_block_bytes), SIZE + 8)
     arena.tables.undo.settle()
@@ -427,7 +423,7 @@ def test_nobody_is_given_the_bytes_of_a_size_that_is_wrong_twice(arena: Arena) -
     assert arena.lease(KEYS, block_bytes=SIZE) == []
 
 
-def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena: Arena) -> None:
+def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena):
     made = reserved(arena, KEYS[:3], block_bytes=SIZE)
     arena.tables.slab_block_bytes[arena.tables.geometry.slab_of(made.slots[0])] ^= np.uint64(8)
     pool = pool_of(KEYS[:3], block_bytes=SIZE)
@@ -438,7 +434,7 @@ def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena: Arena) ->
     assert held.num_slots == 3
 
 
-def test_rebuild_tells_the_announcer_that_anything_may_have_changed(tables: Tables) -> None:
+def test_rebuild_tells_the_announcer_that_anything_may_have_changed(tables):
     put(tables, chain(3))
     reader = EventReader()
     reader.take(tables)
@@ -446,7 +442,7 @@ def test_rebuild_tells_the_announcer_that_anything_may_have_changed(tables: Tabl
     assert reader.take(tables).tolist() == list(range(tables.geometry.num_slots))
 
 
-def test_of_two_slots_with_one_key_the_older_stays(tables: Tables) -> None:
+def test_of_two_slots_with_one_key_the_older_stays(tables):
     keys = chain(2)
     first, second = put(tables, keys), put(tables, chain(2, seed="x"))
     tables.slot_key[second.slots] = tables.slot_key[first.slots]
@@ -454,7 +450,7 @@ def test_of_two_slots_with_one_key_the_older_stays(tables: Tables) -> None:
     assert find(tables, keys) == first.slots.tolist()
 
 
-def test_what_is_leased_or_being_written_is_not_freed_when_it_is_given_up(tables: Tables) -> None:
+def test_what_is_leased_or_being_written_is_not_freed_when_it_is_given_up(tables):
     keys, copies = chain(2), chain(2, seed="x")
     put(tables, keys)
     leased = put(tables, copies)
@@ -468,7 +464,7 @@ def test_what_is_leased_or_being_written_is_not_freed_when_it_is_given_up(tables
     assert slots_named(tables, held)
 
 
-def test_garbage_in_everything_that_is_derived_is_replaced(tables: Tables) -> None:
+def test_garbage_in_everything_that_is_derived_is_replaced(tables):
     keys = chain(20)
     made = put(tables, keys)
     held = take(tables, keys[:3], holder=4)
@@ -489,7 +485,7 @@ def test_garbage_in_everything_that_is_derived_is_replaced(tables: Tables) -> No
     assert slots_named(tables, held) == made.slots[:3].tolist()
 
 
-def test_death_in_a_rebuild_leaves_as_much_to_the_next() -> None:
+def test_death_in_a_rebuild_leaves_as_much_to_the_next():
     scene = Scene(crowded=True)
     OPERATIONS["reserve"](scene.tables, scene)
     log = record(scene.tables, lambda tables: audit.rebuild(tables, now=NOW))

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.store import Arena
 from kvray.store.arena import slabs, slots
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from kvray.store.arena.mapped import slab_use
@@ -30,7 +29,7 @@ def sizes(tables: Tables) -> list[int]:
     return list(tables.slab_block_bytes.tolist())
 
 
-def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables: Tables) -> None:
+def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables):
     made = put(tables, chain(EVERY_SLOT))
     gaps = np.concatenate((made.slots[10:13], made.slots[16:20], made.slots[21:24]))
     slots.free(tables, gaps)
@@ -39,20 +38,20 @@ def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables: 
     assert reserve(tables, chain(3, seed="c")).slots.tolist() == [10, 11, 12]
 
 
-def test_blocks_that_no_slab_has_room_for_together_are_spread(tables: Tables) -> None:
+def test_blocks_that_no_slab_has_room_for_together_are_spread(tables):
     made = put(tables, chain(EVERY_SLOT))
     slots.free(tables, made.slots[[1, 2, 9, 17, 18, 33]])
     assert sorted(reserve(tables, chain(6, seed="a")).slots.tolist()) == [1, 2, 9, 17, 18, 33]
 
 
-def test_longest_runs_are_taken_first_where_none_is_long_enough() -> None:
+def test_longest_runs_are_taken_first_where_none_is_long_enough():
     free = np.array([1, 3, 4, 5, 7, 8, 20])
     assert slabs.longest_runs_first(free, 4).tolist() == [3, 4, 5, 7]
     assert slabs.longest_runs_first(free, 6).tolist() == [3, 4, 5, 7, 8, 1]
     assert slabs.longest_runs_first(free, 9).tolist() == free.tolist()
 
 
-def test_block_sizes_live_in_slabs_of_their_own(tables: Tables) -> None:
+def test_block_sizes_live_in_slabs_of_their_own(tables):
     small, large = put(tables, chain(9)), put(tables, chain(3, seed="x"), block_bytes=3 * SLOT)
     assert sizes(tables) == [SLOT, SLOT, 3 * SLOT, 3 * SLOT, 0, 0, 0, 0]
     assert small.slots.tolist() == list(range(9))
@@ -64,7 +63,7 @@ def test_block_sizes_live_in_slabs_of_their_own(tables: Tables) -> None:
     assert odd.slots.tolist() == [32]
 
 
-def test_slab_with_a_slot_in_limbo_is_not_given_back(tables: Tables) -> None:
+def test_slab_with_a_slot_in_limbo_is_not_given_back(tables):
     made = reserve(tables, chain(8), holder=3)
     slots.strand(tables, 3, now=0.0)
     slots.free(tables, made.slots[1:])
@@ -72,7 +71,7 @@ def test_slab_with_a_slot_in_limbo_is_not_given_back(tables: Tables) -> None:
     assert int(tables.slot_state[made.slots[0]]) == LIMBO
 
 
-def test_slab_of_another_size_is_taken_when_none_is_spare(tables: Tables) -> None:
+def test_slab_of_another_size_is_taken_when_none_is_spare(tables):
     old, young = chain(32, seed="old"), chain(32, seed="young")
     put(tables, old)
     put(tables, young)
@@ -82,7 +81,7 @@ def test_slab_of_another_size_is_taken_when_none_is_spare(tables: Tables) -> Non
     assert matched(tables, young) == 32
 
 
-def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables: Tables) -> None:
+def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables):
     for number in range(8):
         put(tables, chain(8, seed=f"slab {number}"))
     take(tables, chain(8, seed="slab 0"))
@@ -91,7 +90,7 @@ def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables: Tables) -> 
     assert left == [8, 0, 8, 8, 8, 8, 8, 8]
 
 
-def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables: Tables) -> None:
+def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables):
     keys = chain(EVERY_SLOT)
     put(tables, keys)
     # As a lease that began below the root: nothing above it may go either.
@@ -101,14 +100,14 @@ def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables: Tables) -> No
     assert matched(tables, keys) == EVERY_SLOT
 
 
-def test_several_slabs_are_taken_for_one_save(tables: Tables) -> None:
+def test_several_slabs_are_taken_for_one_save(tables):
     for number in range(8):
         put(tables, chain(8, seed=f"slab {number}"))
     made = put(tables, chain(5, seed="large"), block_bytes=8 * SLOT)
     assert (len(made.slots), made.dropped) == (5, 0)
 
 
-def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) -> None:
+def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables):
     put(tables, chain(56))
     large = chain(2, seed="large")
     put(tables, large, block_bytes=4 * SLOT)
@@ -117,7 +116,7 @@ def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) ->
     assert find(tables, large) == [-1, -1]
 
 
-def test_shortfall_counts_free_slots_of_the_size(tables: Tables) -> None:
+def test_shortfall_counts_free_slots_of_the_size(tables):
     put(tables, chain(48))
     assert slabs.shortfall(tables, SLOT, 0.25) == 0, "spare slabs count for every size"
     assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16
@@ -140,7 +139,7 @@ def use_of(*slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
     return use
 
 
-def test_each_block_size_is_counted_by_itself(tables: Tables) -> None:
+def test_each_block_size_is_counted_by_itself(tables):
     assert (slab_use(tables), num_spare(tables)) == ([], 8)
     put(tables, chain(10, seed="small"))
     put(tables, chain(3, seed="large"), block_bytes=3 * SLOT)
@@ -163,22 +162,20 @@ def test_each_block_size_is_counted_by_itself(tables: Tables) -> None:
         pytest.param(("RRRRRRRR",), 0, 0, 0, id="full"),
     ],
 )
-def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(
-    layout: tuple[str, ...], free: int, longest: int, share: float
-) -> None:
+def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(layout, free, longest, share):
     use = use_of(*layout)
     assert (use["free_slots"], use["longest_free_run"]) == (free, longest)
     assert use["fragmented_share"] == share
 
 
-def test_bytes_that_no_block_can_use_are_counted() -> None:
+def test_bytes_that_no_block_can_use_are_counted():
     use = use_of("R", "R", block_bytes=2 * SLOT + 100)
     assert use["slots"] == 2 * 2
     assert use["slot_waste_bytes"] == 4 * (SLOT - 100)
     assert use["slab_waste_bytes"] == 2 * 2 * SLOT
 
 
-def test_the_parts_of_a_slab_add_up_to_it() -> None:
+def test_the_parts_of_a_slab_add_up_to_it():
     tables = make_tables(slots_per_slab=32)
     rng = np.random.default_rng(0)
     for slab, size in enumerate((SLOT - 1, 5 * SLOT, 7 * SLOT + 1)):
@@ -191,7 +188,7 @@ def test_the_parts_of_a_slab_add_up_to_it() -> None:
         assert use["blocks"] + use["free_slots"] == use["slots"]
 
 
-def test_an_arena_s_figures_name_its_slabs(arena: Arena) -> None:
+def test_an_arena_s_figures_name_its_slabs(arena):
     store(arena, chain(3))
     figures = arena.stats()
     assert [(use["block_bytes"], use["blocks"]) for use in figures["slabs"]] == [(SLOT, 3)]

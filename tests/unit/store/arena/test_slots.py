@@ -46,7 +46,7 @@ def states(tables: Tables, made: Reservation) -> set[int]:
     return set(tables.slot_state[made.slots].tolist())
 
 
-def test_chain_without_its_parent_is_dropped(tables: Tables) -> None:
+def test_chain_without_its_parent_is_dropped(tables):
     keys = chain(4)
     made = reserve(tables, keys[2:], parent=keys[1], depth=2)
     assert (len(made.slots), made.existing, made.dropped) == (0, 0, 2)
@@ -54,7 +54,7 @@ def test_chain_without_its_parent_is_dropped(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("depth", [3, 0], ids=["as told", "as its parent's says"])
-def test_chain_goes_on_below_a_parent_that_is_here(tables: Tables, depth: int) -> None:
+def test_chain_goes_on_below_a_parent_that_is_here(tables, depth):
     keys = chain(6)
     head = put(tables, keys[:3])
     tail = put(tables, keys[3:], parent=keys[2], depth=depth)
@@ -62,14 +62,14 @@ def test_chain_goes_on_below_a_parent_that_is_here(tables: Tables, depth: int) -
     assert tables.slot_depth[tail.slots].tolist() == [3, 4, 5]
 
 
-def test_full_bucket_cuts_the_chain(tables: Tables) -> None:
+def test_full_bucket_cuts_the_chain(tables):
     keys = np.zeros((BUCKET_WAYS + 4, 4), dtype="<u8")
     keys[:, 0], keys[:, 1:] = 77, np.arange(1, BUCKET_WAYS + 5)[:, None]
     made = reserve(tables, [BlockKey(key.tobytes()) for key in keys])
     assert (len(made.slots), made.dropped) == (BUCKET_WAYS, 4)
 
 
-def test_parentless_blocks_find_their_parent_again(tables: Tables) -> None:
+def test_parentless_blocks_find_their_parent_again(tables):
     keys = chain(5)
     made = put(tables, keys)
     slots.quarantine(tables, made.slots[1:2])
@@ -81,7 +81,7 @@ def test_parentless_blocks_find_their_parent_again(tables: Tables) -> None:
     assert matched(tables, keys) == 5
 
 
-def test_the_next_save_links_blocks_whose_parent_came_back_alone(tables: Tables) -> None:
+def test_the_next_save_links_blocks_whose_parent_came_back_alone(tables):
     keys = chain(3)
     made = put(tables, keys)
     slots.quarantine(tables, made.slots[1:2])
@@ -90,7 +90,7 @@ def test_the_next_save_links_blocks_whose_parent_came_back_alone(tables: Tables)
     assert tables.slot_parent[made.slots[2]] == middle.slots[0]
 
 
-def test_keys_in_a_wrong_order_make_no_block_its_own_ancestor(tables: Tables) -> None:
+def test_keys_in_a_wrong_order_make_no_block_its_own_ancestor(tables):
     keys = chain(3)
     put(tables, keys)
     reserve(tables, keys[::-1])
@@ -98,7 +98,7 @@ def test_keys_in_a_wrong_order_make_no_block_its_own_ancestor(tables: Tables) ->
     assert evict(tables, 3) == 3
 
 
-def test_late_commit_cannot_hit_a_slot_that_was_given_on(tables: Tables) -> None:
+def test_late_commit_cannot_hit_a_slot_that_was_given_on(tables):
     stale = reserve(tables, chain(3, seed="stale"))
     slots.abort(tables, stale)
     current = reserve(tables, chain(3, seed="current"))
@@ -108,7 +108,7 @@ def test_late_commit_cannot_hit_a_slot_that_was_given_on(tables: Tables) -> None
     assert states(tables, current) == {RESERVED}
 
 
-def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables: Tables) -> None:
+def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables):
     keys = chain(4)
     dead, alive = reserve(tables, keys[:2], holder=0), reserve(tables, keys[2:], holder=1)
     assert slots.strand(tables, 0, now=100.0) == 2
@@ -120,20 +120,20 @@ def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables: Tables) -
     assert states(tables, dead) == {FREE}
 
 
-def test_leaving_holder_gives_its_slots_back_at_once(tables: Tables) -> None:
+def test_leaving_holder_gives_its_slots_back_at_once(tables):
     mine, other = reserve(tables, chain(2), holder=0), reserve(tables, chain(2, seed="x"), holder=1)
     slots.abort_holder(tables, 0)
     assert (states(tables, mine), states(tables, other)) == ({FREE}, {RESERVED})
 
 
-def test_only_ready_slots_are_quarantined(tables: Tables) -> None:
+def test_only_ready_slots_are_quarantined(tables):
     made = reserve(tables, chain(2))
     slots.quarantine(tables, made.slots)
     assert states(tables, made) == {RESERVED}
     assert int(tables.header["corrupt"]) == 0
 
 
-def test_changes_are_noted_for_ready_slots_alone(tables: Tables) -> None:
+def test_changes_are_noted_for_ready_slots_alone(tables):
     reader = EventReader()
     reader.take(tables)
     made = reserve(tables, chain(2))
@@ -147,7 +147,7 @@ def test_changes_are_noted_for_ready_slots_alone(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64])
-def test_full_arena_keeps_storing(count: int) -> None:
+def test_full_arena_keeps_storing(count):
     tables = make_tables()
     for round_number in range(30):
         made = put(tables, chain(count, seed=f"chain {round_number}"))
@@ -160,7 +160,7 @@ MIXED = [SLOT, 2 * SLOT, 3 * SLOT, 40 * SLOT]
 
 
 @given(num_slabs=st.integers(1, 9), slots_per_slab=st.integers(1, 300))
-def test_every_place_has_a_row_of_its_own(num_slabs: int, slots_per_slab: int) -> None:
+def test_every_place_has_a_row_of_its_own(num_slabs, slots_per_slab):
     slab_bytes = slots_per_slab * SLOT
     geometry = Geometry(
         capacity=num_slabs * slab_bytes, slab_bytes=slab_bytes, slot_min=SLOT, holders_max=1
@@ -192,13 +192,13 @@ def memory(arena: Arena) -> int:
     return (arena.directory / "arena").stat().st_blocks * 512
 
 
-def test_an_arena_of_few_rows_has_memory_for_all(arena: Arena) -> None:
+def test_an_arena_of_few_rows_has_memory_for_all(arena):
     tables = arena.tables
     assert (tables.missing_rows, tables.num_backed) == (0, tables.geometry.num_slots)
     assert memory(arena) == tables.geometry.file_bytes
 
 
-def test_rows_that_large_blocks_never_use_have_no_memory(thrifty: Arena) -> None:
+def test_rows_that_large_blocks_never_use_have_no_memory(thrifty):
     geometry, before = thrifty.tables.geometry, memory(thrifty)
     assert thrifty.tables.num_backed == RUN_SLOTS * 40
     missing = geometry.spans(range(RUN_SLOTS * 40, geometry.num_slots))
@@ -216,7 +216,7 @@ def test_rows_that_large_blocks_never_use_have_no_memory(thrifty: Arena) -> None
     assert memory(thrifty) == before, "no look at the tables touches a row without memory"
 
 
-def test_smaller_blocks_are_dropped_until_the_owner_has_added_their_rows(thrifty: Arena) -> None:
+def test_smaller_blocks_are_dropped_until_the_owner_has_added_their_rows(thrifty):
     owner, tables = ArenaOwner(thrifty), thrifty.tables
     store(thrifty, KEYS[:50], block_bytes=4 * SLOT)
     assert owner.add_rows() == 0, "nobody has asked"
@@ -231,14 +231,14 @@ def test_smaller_blocks_are_dropped_until_the_owner_has_added_their_rows(thrifty
     check_invariants(tables)
 
 
-def test_only_as_many_rows_are_added_as_the_size_needs(thrifty: Arena) -> None:
+def test_only_as_many_rows_are_added_as_the_size_needs(thrifty):
     store(thrifty, KEYS, block_bytes=2 * SLOT)
     assert ArenaOwner(thrifty).add_rows() == RUN_SLOTS * 40
     assert len(store(thrifty, KEYS, block_bytes=2 * SLOT).slots) == len(KEYS)
     assert store(thrifty, chain(3, seed="small")).dropped == 3
 
 
-def test_rows_without_memory_are_refused(thrifty: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_memory_are_refused(thrifty, monkeypatch):
     store(thrifty, KEYS[:3])
 
     def full(*_pieces: object, **_options: object) -> bool:
@@ -251,7 +251,7 @@ def test_rows_without_memory_are_refused(thrifty: Arena, monkeypatch: pytest.Mon
     assert len(store(thrifty, KEYS[:3], block_bytes=4 * SLOT).slots) == 3
 
 
-def test_older_kernels_give_rows_memory(thrifty: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_kernels_give_rows_memory(thrifty, monkeypatch):
     store(thrifty, KEYS[:3])
     monkeypatch.setattr(prefault, "_populate", lambda _chunk: False)
     assert ArenaOwner(thrifty).add_rows()
@@ -259,14 +259,14 @@ def test_older_kernels_give_rows_memory(thrifty: Arena, monkeypatch: pytest.Monk
     assert len(store(thrifty, KEYS[:3]).slots) == 3
 
 
-def test_pieces_with_memory_are_whole_pages_and_leave_out_the_rest(thrifty: Arena) -> None:
+def test_pieces_with_memory_are_whole_pages_and_leave_out_the_rest(thrifty):
     pieces = pieces_of(thrifty.tables)
     assert len(pieces) > 10
     assert all(piece.nbytes % ALIGNMENT == 0 for piece in pieces)
     assert sum(piece.nbytes for piece in pieces) == memory(thrifty)
 
 
-def test_a_slab_whose_size_has_no_rows_is_mended(thrifty: Arena) -> None:
+def test_a_slab_whose_size_has_no_rows_is_mended(thrifty):
     store(thrifty, KEYS, block_bytes=4 * SLOT)
     tables, owner = thrifty.tables, ArenaOwner(thrifty)
     tables.slab_block_bytes[30] = SLOT
@@ -280,7 +280,7 @@ def test_a_slab_whose_size_has_no_rows_is_mended(thrifty: Arena) -> None:
 
 
 @given(chosen=st.lists(st.tuples(st.sampled_from(MIXED), st.integers(1, 90)), max_size=12))
-def test_blocks_of_mixed_sizes_are_read_as_stored(chosen: list[tuple[int, int]]) -> None:
+def test_blocks_of_mixed_sizes_are_read_as_stored(chosen):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
         asked = spec(num_slabs=5, slots_per_slab=2 * RUN_SLOTS + 2)
         arena = make_arena(Path(directory), asked=asked)

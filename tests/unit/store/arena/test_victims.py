@@ -28,7 +28,7 @@ def queue(tables: Tables, chosen: Array) -> None:
     victims.put(tables, SLOT, chosen, tick=tables.tick)
 
 
-def test_victims_are_taken_in_their_order(tables: Tables) -> None:
+def test_victims_are_taken_in_their_order(tables):
     first, last = put(tables, chain(3, seed="first")), put(tables, chain(3, seed="last"))
     queue(tables, np.concatenate((last.slots[::-1], first.slots[::-1])))
     assert victims.take(tables, SLOT, 2).tolist() == last.slots[:0:-1].tolist()
@@ -38,7 +38,7 @@ def test_victims_are_taken_in_their_order(tables: Tables) -> None:
     assert victims.take(tables, SLOT, 9).tolist() == []
 
 
-def test_what_was_used_or_leased_since_stays(tables: Tables) -> None:
+def test_what_was_used_or_leased_since_stays(tables):
     used, leased, idle = (chain(2, seed=seed) for seed in ("used", "leased", "idle"))
     made = [put(tables, keys) for keys in (used, leased, idle)]
     queue(tables, np.concatenate([one.slots[::-1] for one in made]))
@@ -47,13 +47,13 @@ def test_what_was_used_or_leased_since_stays(tables: Tables) -> None:
     assert victims.take(tables, SLOT, 6).tolist() == made[2].slots[::-1].tolist()
 
 
-def test_what_is_protected_stays(tables: Tables) -> None:
+def test_what_is_protected_stays(tables):
     made = put(tables, chain(4))
     queue(tables, made.slots[::-1])
     assert victims.take(tables, SLOT, 4, protect=made.slots[3:]).tolist() == []
 
 
-def test_a_block_of_another_size_in_the_same_slot_stays(tables: Tables) -> None:
+def test_a_block_of_another_size_in_the_same_slot_stays(tables):
     made = put(tables, chain(4))
     queue(tables, made.slots[::-1])
     slots.evict(tables, made.slots)
@@ -61,7 +61,7 @@ def test_a_block_of_another_size_in_the_same_slot_stays(tables: Tables) -> None:
     assert victims.take(tables, SLOT, 4).tolist() == []
 
 
-def test_more_sizes_than_queues_share_them() -> None:
+def test_more_sizes_than_queues_share_them():
     tables = make_tables(num_slabs=12)
     for size in range(1, 12):
         put(tables, chain(1, seed=str(size)), block_bytes=size * 8)
@@ -71,7 +71,7 @@ def test_more_sizes_than_queues_share_them() -> None:
 
 
 @given(st.randoms(use_true_random=False))
-def test_queues_of_nonsense_take_nothing_that_may_not_go(chance: "np.random.Generator") -> None:
+def test_queues_of_nonsense_take_nothing_that_may_not_go(chance):
     tables = make_tables(num_slabs=2)
     leased, idle = chain(5, seed="leased"), chain(5, seed="idle")
     put(tables, leased)
@@ -89,7 +89,7 @@ def test_queues_of_nonsense_take_nothing_that_may_not_go(chance: "np.random.Gene
     check_invariants(tables)
 
 
-def test_a_writer_takes_what_the_owner_chose(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_takes_what_the_owner_chose(arena, monkeypatch):
     fill(arena)
     tables = arena.tables
     assert ArenaOwner(arena).evict_ahead(0.0, lambda chosen: -tables.slot_tick[chosen]) == 0
@@ -105,7 +105,7 @@ def test_a_writer_takes_what_the_owner_chose(arena: Arena, monkeypatch: pytest.M
     check_invariants(tables)
 
 
-def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
+def test_a_writer_clears_the_slab_that_the_owner_chose(arena):
     fill(arena)
     ArenaOwner(arena).evict_ahead(0.0)
     tables = arena.tables
@@ -117,7 +117,7 @@ def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
     check_invariants(tables)
 
 
-def test_owners_choose_when_half_has_gone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_choose_when_half_has_gone(arena, monkeypatch):
     fill(arena)
     owner, looks = ArenaOwner(arena), []
     choose = eviction.choose_victims
@@ -137,7 +137,7 @@ def test_owners_choose_when_half_has_gone(arena: Arena, monkeypatch: pytest.Monk
     assert len(looks) == 2
 
 
-def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None:
+def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first():
     tables = make_tables(num_slabs=2)
     made = put(tables, chain(16))
     everything = np.arange(2)
@@ -153,7 +153,7 @@ def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None
 # -- the room that an owner makes ahead of need ---------------------------------------------------
 
 
-def test_room_follows_what_writers_take(arena: Arena) -> None:
+def test_room_follows_what_writers_take(arena):
     fill(arena)
     owner = ArenaOwner(arena)
     owner.evict_ahead(0.1)
@@ -167,7 +167,7 @@ def test_room_follows_what_writers_take(arena: Arena) -> None:
     assert room(arena) == min(2 * quiet, most)
 
 
-def test_room_that_nobody_takes_is_not_made_again(arena: Arena) -> None:
+def test_room_that_nobody_takes_is_not_made_again(arena):
     fill(arena)
     owner = ArenaOwner(arena)
     owner.evict_ahead(0.1)
@@ -179,7 +179,7 @@ def test_room_that_nobody_takes_is_not_made_again(arena: Arena) -> None:
     assert room(arena) == before
 
 
-def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena: Arena) -> None:
+def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena):
     store(arena, chain(2, seed="small"))
     fill(arena, block_bytes=2 * SLOT)
     store(arena, chain(6, seed="younger"))
@@ -192,7 +192,7 @@ def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena: Arena)
     assert len(own) > arena.tables.geometry.slots_per_slab
 
 
-def test_a_slab_that_is_younger_than_a_sizes_own_blocks_stays(arena: Arena) -> None:
+def test_a_slab_that_is_younger_than_a_sizes_own_blocks_stays(arena):
     store(arena, chain(8, seed="small"))
     fill(arena, block_bytes=2 * SLOT)
     owner = ArenaOwner(arena)
@@ -203,7 +203,7 @@ def test_a_slab_that_is_younger_than_a_sizes_own_blocks_stays(arena: Arena) -> N
     assert victims.num_slabs_left(arena.tables) > 0
 
 
-def test_a_slab_with_a_lease_is_not_cleared(arena: Arena) -> None:
+def test_a_slab_with_a_lease_is_not_cleared(arena):
     store(arena, chain(2, seed="small"))
     fill(arena, block_bytes=2 * SLOT, num_blocks=1)
     owner, tables = ArenaOwner(arena), arena.tables
@@ -221,7 +221,7 @@ def test_a_slab_with_a_lease_is_not_cleared(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_rounds_end_with_nothing_to_evict(arena: Arena, share: float) -> None:
+def test_rounds_end_with_nothing_to_evict(arena, share):
     fill(arena)
     owner = ArenaOwner(arena)
     while owner.evict_ahead(share):

@@ -21,7 +21,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
-def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path: Path) -> None:
+def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path):
     file = tmp_path / "file"
     file.touch(mode=0o666)
     OWN_USER.give(file)
@@ -30,7 +30,7 @@ def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path: 
 
 
 @needs_root
-def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path: Path) -> None:
+def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path):
     (tmp_path / "file").touch()
     access = Access.of(str(GROUP))
     access.give(tmp_path / "file")
@@ -39,24 +39,24 @@ def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path: Path)
     assert (tmp_path / "file").stat().st_gid == tmp_path.stat().st_gid == GROUP
 
 
-def test_a_group_has_a_name_or_a_number() -> None:
+def test_a_group_has_a_name_or_a_number():
     assert Access.of("root") == Access.of("0") == Access(gid=0)
     assert Access.of(None) == OWN_USER
 
 
 @pytest.mark.parametrize("group", ["no such group", "-1", "4294967295", "9" * 40, "a\0b", "", "²"])
-def test_a_group_that_is_none_is_refused(group: str) -> None:
+def test_a_group_that_is_none_is_refused(group):
     with pytest.raises(ConfigError, match="no such group"):
         Access.of(group)
 
 
-def test_own_directories_and_missing_ones_are_trusted(tmp_path: Path) -> None:
+def test_own_directories_and_missing_ones_are_trusted(tmp_path):
     OWN_USER.check_trust(tmp_path)
     OWN_USER.check_trust(tmp_path / "none")
     OWN_USER.check_own(tmp_path)
 
 
-def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path: Path) -> None:
+def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ShardUnavailable, match="does not trust it"):
@@ -66,7 +66,7 @@ def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path: Path) 
 
 
 @needs_root
-def test_a_directory_of_another_user_is_trusted_only_if_it_is_of_the_group(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_trusted_only_if_it_is_of_the_group(tmp_path):
     os.chown(tmp_path, 12345, GROUP)
     tmp_path.chmod(0o750)
     Access(gid=GROUP).check_trust(tmp_path)
@@ -80,9 +80,7 @@ def test_a_directory_of_another_user_is_trusted_only_if_it_is_of_the_group(tmp_p
 
 @needs_root
 @pytest.mark.parametrize(("group", "modes"), [(None, (0o700, 0o600)), (str(GROUP), (0o750, 0o660))])
-def test_files_on_disk_are_let_in_like_the_arena(
-    tmp_path: Path, group: str | None, modes: tuple[int, int]
-) -> None:
+def test_files_on_disk_are_let_in_like_the_arena(tmp_path, group, modes):
     before = os.umask(0)
     try:
         NvmeStore(tmp_path / "nvme", replace(spec(), group=group)).close()
@@ -96,7 +94,7 @@ def test_files_on_disk_are_let_in_like_the_arena(
     assert mode_of(other) == modes[1], "what was there keeps the mode that it had"
 
 
-def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "nvme").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="is a link"):
@@ -104,7 +102,7 @@ def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_user_who_is_not_in_the_group_is_told_so(tmp_path: Path) -> None:
+def test_a_user_who_is_not_in_the_group_is_told_so(tmp_path):
     (tmp_path / "file").touch()
     os.chown(tmp_path / "file", 12345, 12345)
     tmp_path.chmod(0o755)

@@ -58,7 +58,7 @@ def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> s
     return str(caught.value)
 
 
-def test_what_is_available_bounds(tmp_path: Path) -> None:
+def test_what_is_available_bounds(tmp_path):
     check(tmp_path, 80 * GIB)
     assert refusal(tmp_path, 81 * GIB) == (
         "The arena needs 81.00GiB, but 80.00GiB of the machine's 100.00GiB are available;"
@@ -66,7 +66,7 @@ def test_what_is_available_bounds(tmp_path: Path) -> None:
     )
 
 
-def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path: Path) -> None:
+def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path):
     check(tmp_path, 68 * GIB, RAY)
     assert refusal(tmp_path, 69 * GIB, RAY) == (
         "The arena needs 69.00GiB, but Ray kills workers above 0.9 x 100.00GiB = 90.00GiB, of which"
@@ -82,9 +82,7 @@ def make_cgroup(*, limit: int, usage: int, is_root: bool = True, **cache: int) -
     return Cgroup(path=path, is_root=is_root, limit=limit * GIB, usage=usage * GIB, **cache)
 
 
-def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(tmp_path, monkeypatch):
     container = make_cgroup(limit=10, usage=4, idle_cache=GIB, active_cache=GIB // 2)
     monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [container])
     check(tmp_path, 4 * GIB + GIB // 2, RAY)
@@ -93,8 +91,8 @@ def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
 
 
 def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     own = [make_cgroup(limit=50, usage=1, is_root=False)]
     monkeypatch.setattr(capacity, "limiting_cgroups", lambda: own)
     check(tmp_path, 47 * GIB, RAY)
@@ -105,17 +103,17 @@ def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bou
     assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
 
 
-def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
+def test_where_nothing_fits_no_capacity_is_named(tmp_path):
     claims = MemoryClaims(object_store_bytes=90 * GIB, threshold=0.9)
     assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
 
 
-def test_small_arenas_are_named_in_MiB(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_arenas_are_named_in_MiB(tmp_path, monkeypatch):
     has(monkeypatch, total=GIB, available=GIB)
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
 
-def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes() -> None:
+def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes():
     memory = NodeMemory(total=100 * GIB, available=80 * GIB)
     assert worker_bytes(memory, 60 * GIB, RAY) == 8 * GIB - 768 * 2**20
     assert worker_bytes(memory, 70 * GIB, RAY) == 0
@@ -143,7 +141,7 @@ def fill_v1(directory: Path, limit: int, usage: int) -> None:
     (directory / "memory.stat").write_text("cache 1\ntotal_inactive_file 7\n")
 
 
-def test_own_cgroup_and_those_around_it_count(tmp_path: Path) -> None:
+def test_own_cgroup_and_those_around_it_count(tmp_path):
     fill(tmp_path / "slice" / "own", str(2 * GIB))
     fill(tmp_path / "slice", str(3 * GIB))
     fill(tmp_path / "other", str(GIB))
@@ -152,7 +150,7 @@ def test_own_cgroup_and_those_around_it_count(tmp_path: Path) -> None:
     assert [cgroup.is_root for cgroup in found] == [False, False]
 
 
-def test_cgroup_of_a_container_is_the_root_of_what_it_sees(tmp_path: Path) -> None:
+def test_cgroup_of_a_container_is_the_root_of_what_it_sees(tmp_path):
     fill(tmp_path, str(2 * GIB), idle=3, active=4)
     (cgroup,) = limiting_cgroups("0::/\n", [at(tmp_path)])
     assert (cgroup.is_root, cgroup.left) == (True, GIB + 3)
@@ -160,7 +158,7 @@ def test_cgroup_of_a_container_is_the_root_of_what_it_sees(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("own", ["/docker/abc/inner", "/docker/abc"])
-def test_path_is_that_below_what_is_at(tmp_path: Path, own: str) -> None:
+def test_path_is_that_below_what_is_at(tmp_path, own):
     fill(tmp_path, str(4 * GIB))
     fill(tmp_path / "inner", "max")
     (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root="/docker/abc")])
@@ -168,13 +166,13 @@ def test_path_is_that_below_what_is_at(tmp_path: Path, own: str) -> None:
 
 
 @pytest.mark.parametrize(("own", "root"), [("/elsewhere", "/docker/abc"), ("/../x", "/")])
-def test_cgroups_outside_of_the_mount_leave_its_own(tmp_path: Path, own: str, root: str) -> None:
+def test_cgroups_outside_of_the_mount_leave_its_own(tmp_path, own, root):
     fill(tmp_path, str(4 * GIB))
     (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root=root)])
     assert cgroup.limit == 4 * GIB
 
 
-def test_version_1_counts_where_its_controller_is_memory(tmp_path: Path) -> None:
+def test_version_1_counts_where_its_controller_is_memory(tmp_path):
     fill_v1(tmp_path / "memory" / "job", 2 * GIB, GIB)
     fill_v1(tmp_path / "memory", 9223372036854771712, GIB)
     fill_v1(tmp_path / "cpu" / "job", GIB, GIB)
@@ -189,9 +187,7 @@ def test_version_1_counts_where_its_controller_is_memory(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("limit", "left"), [(str(GIB), [0]), ("max", []), ("", []), ("many", [])])
-def test_usage_over_the_limit_leaves_nothing_and_no_limit_does_not_bound(
-    tmp_path: Path, limit: str, left: list[int]
-) -> None:
+def test_usage_over_the_limit_leaves_nothing_and_no_limit_does_not_bound(tmp_path, limit, left):
     assert limiting_cgroups("0::/x\n", [at(tmp_path)]) == [], "it cannot be read"
     fill(tmp_path, limit, usage=2 * GIB)
     assert [cgroup.left for cgroup in limiting_cgroups("0::/\n", [at(tmp_path)])] == left
@@ -227,7 +223,7 @@ def real_cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_limit_of_a_real_cgroup_holds_inside_of_it(real_cgroup: Path) -> None:
+def test_limit_of_a_real_cgroup_holds_inside_of_it(real_cgroup):
     with subprocess.Popen(
         [sys.executable, "-c", ASK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -242,14 +238,14 @@ LISTED = """\
 """
 
 
-def test_a_mount_has_its_point_kind_and_options_and_plain_paths() -> None:
+def test_a_mount_has_its_point_kind_and_options_and_plain_paths():
     shm, other = mounts(LISTED)
     assert (shm.point, shm.kind, shm.device, shm.root) == (Path("/dev/shm"), "tmpfs", "0:23", "/")
     assert shm.options == ("rw", "size=24684092k", "huge=advise")
     assert (other.point, other.root, other.kind) == (Path("/mnt/a b"), "/docker/a b", "cgroup2")
 
 
-def test_the_mount_of_a_path_is_the_nearest_above_it(tmp_path: Path) -> None:
+def test_the_mount_of_a_path_is_the_nearest_above_it(tmp_path):
     shm = mount_of(Path("/dev/shm"))
     assert shm is not None
     assert (shm.point, shm.kind) == (Path("/dev/shm"), "tmpfs")
@@ -285,7 +281,7 @@ assert named // MiB > 150
 
 @pytest.mark.root
 @pytest.mark.parametrize("options", ["size=256m", "size=256m,huge=advise"])
-def test_a_full_mount_bounds_and_the_capacity_that_is_named_can_be_had(options: str) -> None:
+def test_a_full_mount_bounds_and_the_capacity_that_is_named_can_be_had(options):
     said = run_mounted(NAMED, kind="tmpfs", options=options)
     assert said.startswith("The arena needs 0.5")
     assert "but 0.25GiB are free in" in said
@@ -294,7 +290,7 @@ def test_a_full_mount_bounds_and_the_capacity_that_is_named_can_be_had(options: 
 
 
 @pytest.mark.root
-def test_the_pool_of_huge_pages_bounds_hugetlbfs() -> None:
+def test_the_pool_of_huge_pages_bounds_hugetlbfs():
     with huge_pages(100):
         said = run_mounted(REFUSED, kind="hugetlbfs", options="pagesize=2M")
     assert "of the machine's huge pages; lower arena.capacity to" in said

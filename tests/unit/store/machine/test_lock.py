@@ -61,7 +61,7 @@ def side_file(directory: Path) -> SideFile:
     return SideFile.at(directory / "lock.test")
 
 
-def test_processes_exclude_each_other(side_file: SideFile, other: Child) -> None:
+def test_processes_exclude_each_other(side_file, other):
     assert side_file.try_lock(ARENA_BYTE)
     assert not takes(other, ARENA_BYTE)
     side_file.unlock(ARENA_BYTE)
@@ -71,7 +71,7 @@ def test_processes_exclude_each_other(side_file: SideFile, other: Child) -> None
     assert side_file.try_lock(ARENA_BYTE)
 
 
-def test_a_file_that_nobody_uses_any_more_is_closed(directory: Path) -> None:
+def test_a_file_that_nobody_uses_any_more_is_closed(directory):
     path = directory / "lock.test"
     arena_lock = ArenaLock(SideFile.at(path))
     for _ in range(2):
@@ -82,13 +82,13 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory: Path) -> None:
     assert open_at(path) == 0
 
 
-def test_bytes_are_locked_one_by_one(side_file: SideFile, other: Child) -> None:
+def test_bytes_are_locked_one_by_one(side_file, other):
     assert side_file.try_lock(HOLDER_BYTES)
     assert not side_file.try_lock(HOLDER_BYTES), "it is taken, by this process"
     assert takes(other, HOLDER_BYTES + 1)
 
 
-def test_holder_of_a_byte_is_named_while_it_lives(side_file: SideFile, other: Child) -> None:
+def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert takes(other, HOLDER_BYTES)
     assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
@@ -100,7 +100,7 @@ def test_holder_of_a_byte_is_named_while_it_lives(side_file: SideFile, other: Ch
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
-def test_lock_of_a_dead_process_is_free_at_once(side_file: SideFile, other: Child) -> None:
+def test_lock_of_a_dead_process_is_free_at_once(side_file, other):
     assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     assert not lock.acquire(0)
@@ -109,7 +109,7 @@ def test_lock_of_a_dead_process_is_free_at_once(side_file: SideFile, other: Chil
     lock.release()
 
 
-def test_threads_exclude_each_other(side_file: SideFile) -> None:
+def test_threads_exclude_each_other(side_file):
     lock, inside, most = ArenaLock(side_file), [0], [0]
 
     def work() -> None:
@@ -128,7 +128,7 @@ def test_threads_exclude_each_other(side_file: SideFile) -> None:
     assert not side_file.turn.locked()
 
 
-def test_threads_wait_behind_others(side_file: SideFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_wait_behind_others(side_file, monkeypatch):
     lock, looks = ArenaLock(side_file), [0]
     really = Description.set
 
@@ -144,7 +144,7 @@ def test_threads_wait_behind_others(side_file: SideFile, monkeypatch: pytest.Mon
         assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
-def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> None:
+def test_turn_that_an_exception_has_lost_is_recreated(side_file):
     lock, start = ArenaLock(side_file), time.monotonic()
     side_file.turn.acquire()
     assert lock.acquire(5)
@@ -154,7 +154,7 @@ def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> No
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
-def test_wait_is_bounded(side_file: SideFile, other: Child, wait_s: float) -> None:
+def test_wait_is_bounded(side_file, other, wait_s):
     assert takes(other, ARENA_BYTE)
     lock = ArenaLock(side_file)
     waits = []
@@ -167,7 +167,7 @@ def test_wait_is_bounded(side_file: SideFile, other: Child, wait_s: float) -> No
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-def test_forked_child_is_detached_and_breaks_no_lock(side_file: SideFile, other: Child) -> None:
+def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
     assert side_file.try_lock(HOLDER_BYTES)
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
@@ -187,7 +187,7 @@ def test_forked_child_is_detached_and_breaks_no_lock(side_file: SideFile, other:
     lock.release()
 
 
-def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file: SideFile) -> None:
+def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file):
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
     lock.release()
@@ -196,7 +196,7 @@ def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file: Side
         assert side_file.is_locked(ARENA_BYTE)
 
 
-def test_programs_that_a_process_starts_do_not_share_its_locks(arena: Arena, other: Child) -> None:
+def test_programs_that_a_process_starts_do_not_share_its_locks(arena, other):
     other.say("arena.join('parent')")
     other.say("arena._lock.acquire(1)")
     pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
@@ -209,13 +209,13 @@ def test_programs_that_a_process_starts_do_not_share_its_locks(arena: Arena, oth
         os.kill(pid, signal.SIGKILL)
 
 
-def test_one_file_under_two_names_is_one_side_file(directory: Path) -> None:
+def test_one_file_under_two_names_is_one_side_file(directory):
     (directory / "real").mkdir()
     (directory / "link").symlink_to("real")
     assert SideFile.at(directory / "real" / "lock.x") is SideFile.at(directory / "link" / "lock.x")
 
 
-def test_an_unlinked_file_is_not_taken_for_its_successor(directory: Path, other: Child) -> None:
+def test_an_unlinked_file_is_not_taken_for_its_successor(directory, other):
     path = directory / "lock.test"
     first = SideFile.at(path)
     assert first.try_lock(ARENA_BYTE)
@@ -226,9 +226,7 @@ def test_an_unlinked_file_is_not_taken_for_its_successor(directory: Path, other:
     assert not takes(other, ARENA_BYTE)
 
 
-def test_locks_stay_whatever_else_the_process_does_with_the_file(
-    side_file: SideFile, directory: Path, other: Child
-) -> None:
+def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, directory, other):
     lock = ArenaLock(side_file)
     assert lock.acquire(0)
     assert side_file.try_lock(HOLDER_BYTES)
@@ -241,7 +239,7 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(
 
 
 @pytest.mark.parametrize("in_section", [False, True])
-def test_a_dead_parents_lock_ends_in_its_fork(arena: Arena, other: Child, in_section: bool) -> None:
+def test_a_dead_parents_lock_ends_in_its_fork(arena, other, in_section):
     other.say("arena.join('parent')")
     if in_section:
         other.say("(held := arena.section(1)).__enter__()")
@@ -259,7 +257,7 @@ def test_a_dead_parents_lock_ends_in_its_fork(arena: Arena, other: Child, in_sec
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena: Arena, other: Child) -> None:
+def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena, other):
     with arena.section(1) as entered:
         assert entered
         arena.tables.put(np.arange(3), holder_live=1)
@@ -278,7 +276,7 @@ def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena: Arena, ot
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
+def test_fork_opens_what_it_needs_again(arena):
     store(arena, chain(3))
 
     def opens_it() -> bool:
@@ -297,7 +295,7 @@ def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
-def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file: SideFile) -> None:
+def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file):
     lock, before = ArenaLock(side_file), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         thread = threading.Thread(target=lock.acquire, args=(0,))
@@ -307,7 +305,7 @@ def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file: 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena: Arena) -> None:
+def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena):
     with arena.section(1), arena.section(1) as entered:
         assert not entered
     late = arena.section(1)
@@ -319,7 +317,7 @@ def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena: 
         assert entered
 
 
-def test_closed_arena_has_no_section_and_keeps_no_lock(arena: Arena, other: Child) -> None:
+def test_closed_arena_has_no_section_and_keeps_no_lock(arena, other):
     arena.close()
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
@@ -327,7 +325,7 @@ def test_closed_arena_has_no_section_and_keeps_no_lock(arena: Arena, other: Chil
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena: Arena, other: Child) -> None:
+def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
     tables = arena._tables
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         _read_closed(arena)
@@ -335,7 +333,7 @@ def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena: Arena, other
     assert other.say("arena.match(small.chain(1))") == "0"
 
 
-def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None:
+def test_who_has_just_had_the_lock_lets_others_go_first(directory):
     waiting = memoryview(bytearray(8)).cast("Q")
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
     assert lock.acquire(1)
@@ -348,7 +346,7 @@ def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None
         assert least_s <= time.monotonic() - start < least_s + 0.1
 
 
-def test_letting_others_first_is_bounded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letting_others_first_is_bounded(directory, monkeypatch):
     waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
 
@@ -375,9 +373,7 @@ def test_letting_others_first_is_bounded(directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("other_mark", [None, 7])
-def test_who_waits_says_so_and_takes_only_his_own_mark_back(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, other_mark: int | None
-) -> None:
+def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypatch, other_mark):
     waiting, marks = memoryview(bytearray(8)).cast("Q"), []
     side_file = SideFile.at(directory / "lock.test")
     lock, elsewhere = ArenaLock(side_file, waiting), Description(side_file.path)
@@ -395,7 +391,7 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(
     assert waiting[0] == (other_mark or 0)
 
 
-def test_side_file_that_must_exist_is_not_made(directory: Path) -> None:
+def test_side_file_that_must_exist_is_not_made(directory):
     with pytest.raises(FileNotFoundError):
         SideFile.at(directory / "lock.missing", create=False)
     assert not list(directory.iterdir())

@@ -70,16 +70,14 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("/huge/arena", 0x7FCB00000000, 64, 64, id="all of hugetlbfs is huge"),
     ],
 )
-def test_mapped_files_have_figures(
-    thp: Path, path: str, address: int, mapped: int, huge: int
-) -> None:
+def test_mapped_files_have_figures(thp, path, address, mapped, huge):
     file = mapped_file(SMAPS, Path(path))
     assert file is not None
     assert (file.address, file.mapped_bytes) == (address, mapped * MIB)
     assert (file.huge_bytes, file.huge_page_bytes) == (huge * MIB, 2 * MIB)
 
 
-def test_a_file_that_is_not_mapped_has_no_figures(thp: Path) -> None:
+def test_a_file_that_is_not_mapped_has_no_figures(thp):
     assert mapped_file(SMAPS, Path("/shm/other")) is None
 
 
@@ -93,24 +91,18 @@ def test_a_file_that_is_not_mapped_has_no_figures(thp: Path) -> None:
         ("ext4", ("rw",), None),
     ],
 )
-def test_one_command_gets_larger_pages(
-    thp: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    options: tuple[str, ...],
-    command: str | None,
-) -> None:
+def test_one_command_gets_larger_pages(thp, monkeypatch, kind, options, command):
     mount = Mount(point=Path("/dev/shm"), kind=kind, device="0:1", root="/", options=options)
     monkeypatch.setattr(pages, "mount_of", lambda path: mount)
     assert larger_pages_command(Path("/dev/shm/kvray-x")) == command
 
 
-def test_a_kernel_that_denies_huge_pages_is_told_to_give_them(thp: Path) -> None:
+def test_a_kernel_that_denies_huge_pages_is_told_to_give_them(thp):
     (thp / "shmem_enabled").write_text("always within_size advise never [deny] force\n")
     assert larger_pages_command(Path("/dev/shm")) == f"echo never > {thp}/shmem_enabled"
 
 
-def test_a_kernel_without_huge_pages_has_no_command(thp: Path) -> None:
+def test_a_kernel_without_huge_pages_has_no_command(thp):
     (thp / "hpage_pmd_size").unlink()
     assert larger_pages_command(Path("/dev/shm")) is None
 
@@ -118,9 +110,7 @@ def test_a_kernel_without_huge_pages_has_no_command(thp: Path) -> None:
 # -- of a real arena ------------------------------------------------------------------------------
 
 
-def test_figures_follow_the_arena_and_its_successor(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_follow_the_arena_and_its_successor(directory, monkeypatch):
     asked = ArenaPages(directory / "arena")
     assert asked.figures() == {}
     arena = make_arena(directory)
@@ -138,9 +128,7 @@ def test_figures_follow_the_arena_and_its_successor(
     successor.close()
 
 
-def test_figures_are_read_again_till_all_is_mapped(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_read_again_till_all_is_mapped(directory, monkeypatch):
     monkeypatch.setattr(pages, "_LOOK_S", 0.0)
     make_arena(directory).close()
     arena = Arena(directory, lock_wait_s=1)
@@ -155,18 +143,18 @@ def test_figures_are_read_again_till_all_is_mapped(
     ("text", "nodes"),
     [("0\n", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,4,6-7\n", [0, 1, 4, 6, 7]), ("\n", [])],
 )
-def test_a_list_of_nodes_is_read_as_the_kernel_writes_it(text: str, nodes: list[int]) -> None:
+def test_a_list_of_nodes_is_read_as_the_kernel_writes_it(text, nodes):
     assert parse_nodes(text) == nodes
 
 
-def test_a_mask_has_one_bit_for_each_node() -> None:
+def test_a_mask_has_one_bit_for_each_node():
     mask = node_mask([0, 1, 63, 64, 1023])
     words = struct.unpack("<16Q", mask)
     assert (words[0], words[1], words[15]) == (1 << 63 | 3, 1, 1 << 63)
     assert nodes_of(mask) == [0, 1, 63, 64, 1023]
 
 
-def test_the_kernel_interleaves_and_tells_so() -> None:
+def test_the_kernel_interleaves_and_tells_so():
     nodes = memory_nodes()
     if not nodes:
         pytest.skip("this kernel knows no NUMA nodes")
@@ -176,7 +164,7 @@ def test_the_kernel_interleaves_and_tells_so() -> None:
     assert interleaved_over(memory.ctypes.data) == nodes
 
 
-def test_nodes_that_are_not_there_are_refused() -> None:
+def test_nodes_that_are_not_there_are_refused():
     memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
     assert not interleave(memory, [1000])
     assert interleaved_over(memory.ctypes.data) == []

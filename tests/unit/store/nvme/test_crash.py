@@ -85,14 +85,14 @@ def found_after(directory: Path) -> set[str]:
     ("seed", "num_lives"),
     [(1, 4), *(pytest.param(seed, 25, marks=pytest.mark.long) for seed in range(10, 20))],
 )
-def test_kills_lose_and_spoil_no_block(directory: Path, seed: int, num_lives: int) -> None:
+def test_kills_lose_and_spoil_no_block(directory, seed, num_lives):
     chance = random.Random(seed)
     for life in range(num_lives):
         kept = live_and_die(directory, 1000 * seed + life, chance.uniform(0.0, 0.4))
         assert not kept - found_after(directory), "blocks that were found before are lost"
 
 
-def test_living_process_keeps_others_out(directory: Path) -> None:
+def test_living_process_keeps_others_out(directory):
     with crasher(directory, 1) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -194,16 +194,14 @@ def _check_second_life(directory: Path) -> None:
         *(pytest.param(seed, 40, 60, marks=pytest.mark.long) for seed in range(100, 160)),
     ],
 )
-def test_a_power_loss_leaves_what_was_flushed(
-    directory: Path, seed: int, num_steps: int, num_cuts: int
-) -> None:
+def test_a_power_loss_leaves_what_was_flushed(directory, seed, num_steps, num_cuts):
     log = Life(directory, seed).live(num_steps)
     chance = random.Random(seed)
     for cut in [*(chance.randrange(len(log)) for _ in range(num_cuts)), len(log)]:
         check(log, cut, chance)
 
 
-def test_record_is_never_written_before_its_payload_is_durable(directory: Path) -> None:
+def test_record_is_never_written_before_its_payload_is_durable(directory):
     log = Life(directory, 1).live(10)
     pending: dict[int, bool] = {}
     for kind, *args in log:
@@ -217,7 +215,7 @@ def test_record_is_never_written_before_its_payload_is_durable(directory: Path) 
             pending[args[0]] = False
 
 
-def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(directory: Path) -> None:
+def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(directory):
     disk = RecordingDisk()
     store = open_store(directory, spec(num_segments=1), disk=disk)
     for turn in range(4):

@@ -16,7 +16,7 @@ from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, QUARANTINED
 from kvray.store.arena.tables import Array
-from kvray.store.nvme import NvmeSpec, NvmeStore
+from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.record import (
     FORMAT_VERSION,
     HEADER,
@@ -114,8 +114,8 @@ def rewrite(path: Path, row: int, **values: object) -> None:
     bit=st.integers(0, 7),
 )
 def test_one_flipped_bit_costs_one_block_or_the_file_and_nothing_wrong_is_served(
-    filled: Filled, image: bytes, at: int, bit: int
-) -> None:
+    filled, image, at, bit
+):
     filled.put(image)
     filled.flip(at, bit)
     store = filled.reopen()
@@ -126,7 +126,7 @@ def test_one_flipped_bit_costs_one_block_or_the_file_and_nothing_wrong_is_served
         assert sound >= len(KEYS) - 1
 
 
-def test_flipped_record_is_skipped_and_counted_once(filled: Filled) -> None:
+def test_flipped_record_is_skipped_and_counted_once(filled):
     filled.flip(PAGE_BYTES + 3 * RECORD.itemsize + 40)
     store = filled.reopen()
     report = store.report
@@ -137,7 +137,7 @@ def test_flipped_record_is_skipped_and_counted_once(filled: Filled) -> None:
     assert (report.blocks, report.damaged) == (11, 0)
 
 
-def test_parentless_blocks_are_found_again_with_their_parent(filled: Filled) -> None:
+def test_parentless_blocks_are_found_again_with_their_parent(filled):
     filled.flip(PAGE_BYTES)
     store = filled.reopen()
     assert store.report.parentless == 1
@@ -145,7 +145,7 @@ def test_parentless_blocks_are_found_again_with_their_parent(filled: Filled) -> 
     check_written_again(store)
 
 
-def test_flipped_payload_is_quarantined_counted_and_gone_for_good(filled: Filled) -> None:
+def test_flipped_payload_is_quarantined_counted_and_gone_for_good(filled):
     filled.flip(SHAPE.payload_offset + 5 * SLOT + 100)
     store = filled.reopen()
     assert promote(store, KEYS).sound.tolist() == [True] * 5 + [False] + [True] * 6
@@ -158,7 +158,7 @@ def test_flipped_payload_is_quarantined_counted_and_gone_for_good(filled: Filled
     check_written_again(store)
 
 
-def test_record_that_was_copied_to_another_row_is_no_record(filled: Filled) -> None:
+def test_record_that_was_copied_to_another_row_is_no_record(filled):
     table = table_of(filled.path)
     table[14] = table[2]
     table.flush()
@@ -166,7 +166,7 @@ def test_record_that_was_copied_to_another_row_is_no_record(filled: Filled) -> N
     assert (report.blocks, report.damaged, report.duplicates) == (12, 1, 0)
 
 
-def test_record_of_another_segment_is_no_record(directory: Path, reopen: Reopen) -> None:
+def test_record_of_another_segment_is_no_record(directory, reopen):
     demote(reopen(), chain(20))
     reopen().close()
     first, second = sorted(directory.glob("segment-*"))
@@ -174,7 +174,7 @@ def test_record_of_another_segment_is_no_record(directory: Path, reopen: Reopen)
     assert reopen().report.damaged == 16
 
 
-def test_younger_of_two_records_of_a_block_counts(filled: Filled) -> None:
+def test_younger_of_two_records_of_a_block_counts(filled):
     old = np.array(table_of(filled.path)[4])
     fields = {name: old[name] for name in ("key", "parent", "part", "depth", "length")}
     earlier = int(old["sequence"]) - 1
@@ -184,7 +184,7 @@ def test_younger_of_two_records_of_a_block_counts(filled: Filled) -> None:
     assert promote(store, KEYS).sound.all()
 
 
-def test_numbers_go_on_above_all_that_were_given(filled: Filled) -> None:
+def test_numbers_go_on_above_all_that_were_given(filled):
     rewrite(filled.path, 0, sequence=10**6)
     store = filled.reopen()
     demote(store, chain(1, seed="new"))
@@ -194,14 +194,14 @@ def test_numbers_go_on_above_all_that_were_given(filled: Filled) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 100, PAGE_BYTES, PAGE_BYTES + 1000])
-def test_file_without_its_table_gives_no_block(filled: Filled, left: int) -> None:
+def test_file_without_its_table_gives_no_block(filled, left):
     filled.cut(left)
     store = filled.reopen()
     assert present(store, KEYS) == 0
     check_written_again(store)
 
 
-def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled: Filled) -> None:
+def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled):
     filled.cut(SHAPE.payload_offset + 4 * SLOT + 5)
     store = filled.reopen()
     assert (store.report.blocks, store.report.truncated) == (4, 8)
@@ -210,7 +210,7 @@ def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled: Filled) -
     check_written_again(store)
 
 
-def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled: Filled) -> None:
+def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled):
     store = filled.reopen()
     filled.cut(SHAPE.payload_offset + 4 * SLOT)
     assert promote(store, KEYS).sound.tolist() == [True] * 4 + [False] * 8
@@ -221,7 +221,7 @@ def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled: Filled) -> 
     ("asked", "reason"),
     [(spec(cluster_name="other"), "cluster"), (spec(segment=2 * SEGMENT), "geometry")],
 )
-def test_a_file_of_another_tier_is_put_aside(filled: Filled, asked: NvmeSpec, reason: str) -> None:
+def test_a_file_of_another_tier_is_put_aside(filled, asked, reason):
     before = filled.path.read_bytes()
     store = filled.reopen(asked)
     assert store.report.aside == (f"segment-00000000.{reason}",)
@@ -231,7 +231,7 @@ def test_a_file_of_another_tier_is_put_aside(filled: Filled, asked: NvmeSpec, re
     assert (report.aside, report.blocks) == ((), 3)
 
 
-def test_files_of_another_version_are_put_aside_each_under_its_own_name(filled: Filled) -> None:
+def test_files_of_another_version_are_put_aside_each_under_its_own_name(filled):
     image = filled.path.read_bytes()
     for name in ("segment-00000000.version", "segment-00000000.version-2"):
         filled.path.write_bytes(image)
@@ -242,14 +242,14 @@ def test_files_of_another_version_are_put_aside_each_under_its_own_name(filled: 
         assert (filled.directory / name).exists()
 
 
-def test_copy_of_a_segment_is_put_aside(filled: Filled) -> None:
+def test_copy_of_a_segment_is_put_aside(filled):
     shutil.copy(filled.path, filled.directory / "segment-00000007")
     store = filled.reopen()
     assert store.report.aside == ("segment-00000007.copy",)
     assert promote(store, KEYS).sound.all()
 
 
-def test_a_file_that_was_never_finished_is_removed_and_others_stay(filled: Filled) -> None:
+def test_a_file_that_was_never_finished_is_removed_and_others_stay(filled):
     half = filled.directory / "segment-00000009.new"
     half.write_bytes(b"half")
     foreign = [filled.directory / name for name in ("notes.txt", "segment-1", "segment-x.new")]
@@ -261,7 +261,7 @@ def test_a_file_that_was_never_finished_is_removed_and_others_stay(filled: Fille
     assert (report.blocks, report.aside) == (12, ())
 
 
-def test_blocks_without_a_place_in_the_index_are_counted(directory: Path, reopen: Reopen) -> None:
+def test_blocks_without_a_place_in_the_index_are_counted(directory, reopen):
     demote(reopen(), chain(20))
     reopen().close()
     for number, path in enumerate(sorted(directory.glob("segment-*"))):
@@ -272,7 +272,7 @@ def test_blocks_without_a_place_in_the_index_are_counted(directory: Path, reopen
     assert (report.blocks, report.crowded) == (BUCKET_WAYS, 20 - BUCKET_WAYS)
 
 
-def test_a_key_of_the_right_record_is_what_is_served(filled: Filled) -> None:
+def test_a_key_of_the_right_record_is_what_is_served(filled):
     """A record that is sealed with another block's key has that key's checksum against it."""
     stranger = chain(1, seed="stranger")
     rewrite(filled.path, 0, key=key_index.pack_keys(stranger)[0])
@@ -320,16 +320,14 @@ def look(filled: Filled) -> Array:
     head=st.binary(max_size=200) | st.binary(max_size=200).map(MAGIC.__add__),
     size=st.sampled_from([0, 1, PAGE_BYTES, 3 * PAGE_BYTES + 5, SHAPE.file_bytes]),
 )
-def test_a_file_of_any_bytes_is_put_aside(filled: Filled, head: bytes, size: int) -> None:
+def test_a_file_of_any_bytes_is_put_aside(filled, head, size):
     filled.put(head.ljust(size, b"\1")[:size])
     look(filled)
 
 
 @settings(SEVERAL, max_examples=examples(60))
 @given(fields=HEADERS)
-def test_any_header_goes_or_is_used(
-    filled: Filled, image: bytes, fields: dict[str, object]
-) -> None:
+def test_any_header_goes_or_is_used(filled, image, fields):
     memory = bytearray(image)
     header = np.frombuffer(memory, HEADER, count=1)
     for name, value in fields.items():
@@ -348,9 +346,7 @@ def test_any_header_goes_or_is_used(
         max_size=SHAPE.num_slots,
     )
 )
-def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(
-    filled: Filled, image: bytes, changes: list[tuple[int, dict[str, object]]]
-) -> None:
+def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(filled, image, changes):
     filled.put(image)
     table = table_of(filled.path)
     records = np.array(table)

@@ -73,7 +73,7 @@ class _FaultyFile(DiskFile):
         super().sync()
 
 
-def test_one_block_that_the_device_refuses_is_a_miss(store: NvmeStore, disk: FaultyDisk) -> None:
+def test_one_block_that_the_device_refuses_is_a_miss(store, disk):
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
@@ -84,9 +84,7 @@ def test_one_block_that_the_device_refuses_is_a_miss(store: NvmeStore, disk: Fau
 
 
 @pytest.mark.parametrize("fault", ["fails_writes", "fails_records", "fails_syncs"])
-def test_write_that_fails_stores_nothing(
-    store: NvmeStore, reopen: Reopen, fault: str, disk: FaultyDisk
-) -> None:
+def test_write_that_fails_stores_nothing(store, reopen, fault, disk):
     kept, lost = chain(5, seed="kept"), chain(5, seed="lost")
     demote(store, kept)
     setattr(disk, fault, True)
@@ -101,9 +99,7 @@ def test_write_that_fails_stores_nothing(
     assert present(again, lost) == 0
 
 
-def test_the_store_goes_on_after_a_failed_write(
-    store: NvmeStore, reopen: Reopen, disk: FaultyDisk
-) -> None:
+def test_the_store_goes_on_after_a_failed_write(store, reopen, disk):
     keys = chain(5)
     demote(store, chain(1, seed="first"))
     disk.fails_records = True
@@ -116,7 +112,7 @@ def test_the_store_goes_on_after_a_failed_write(
     assert promote(again, keys).sound.all()
 
 
-def test_nothing_is_acknowledged_after_a_failed_sync(store: NvmeStore, disk: FaultyDisk) -> None:
+def test_nothing_is_acknowledged_after_a_failed_sync(store, disk):
     """The kernel tells of a failed sync once, and then holds what it lost for written."""
     keys = chain(5)
     demote(store, keys)
@@ -130,9 +126,7 @@ def test_nothing_is_acknowledged_after_a_failed_sync(store: NvmeStore, disk: Fau
     assert promote(store, keys).sound.all()
 
 
-def test_full_disk_ends_growth_but_not_service(
-    reopen: Reopen, caplog: pytest.LogCaptureFixture, disk: FaultyDisk
-) -> None:
+def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk):
     store = reopen(spec(num_segments=8, free_reserve=10**6), disk=disk)
     old = chain(16, seed="old")
     demote(store, old)
@@ -148,9 +142,7 @@ def test_full_disk_ends_growth_but_not_service(
     assert writer.num_closed(store.tables)
 
 
-def test_growth_goes_on_when_there_is_room_again(
-    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, disk: FaultyDisk
-) -> None:
+def test_growth_goes_on_when_there_is_room_again(store, monkeypatch, disk):
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.0)
     demote(store, chain(16))
     disk.free = 0
@@ -163,7 +155,7 @@ def test_growth_goes_on_when_there_is_room_again(
 
 
 @pytest.mark.parametrize("at", [0, 4096])
-def test_a_start_that_failed_can_be_tried_again(reopen: Reopen, at: int, disk: FaultyDisk) -> None:
+def test_a_start_that_failed_can_be_tried_again(reopen, at, disk):
     store = reopen()
     keys = chain(20)
     demote(store, keys)
@@ -175,7 +167,7 @@ def test_a_start_that_failed_can_be_tried_again(reopen: Reopen, at: int, disk: F
     assert promote(again, keys).sound.all()
 
 
-def test_half_made_files_are_removed(store: NvmeStore, directory: Path, disk: FaultyDisk) -> None:
+def test_half_made_files_are_removed(store, directory, disk):
     disk.fails_writes = True
     with pytest.raises(TierError, match="write error"):
         demote(store, chain(3))
@@ -205,12 +197,12 @@ again.close()
 """
 
 
-def test_file_system_that_fills_up_ends_growth(tmp_path: Path) -> None:
+def test_file_system_that_fills_up_ends_growth(tmp_path):
     printed = run_mounted(_ON_A_MOUNT, kind="tmpfs", options="size=1m")
     assert printed.split()[1:] == ["True", "True"]
 
 
-def test_file_size_limit_is_no_room(reopen: Reopen, directory: Path) -> None:
+def test_file_size_limit_is_no_room(reopen, directory):
     import resource
 
     store = reopen()
@@ -248,8 +240,8 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, *, at_open: bool) -> None:
 
 @pytest.mark.parametrize("at_open", [True, False])
 def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
-    reopen: Reopen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_open: bool
-) -> None:
+    reopen, monkeypatch, caplog, at_open
+):
     refuse_direct(monkeypatch, at_open=at_open)
     caplog.set_level(logging.WARNING)
     store = reopen()
@@ -261,7 +253,7 @@ def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
     assert caplog.text.count("no direct I/O") == 1
 
 
-def test_short_transfers_are_carried_on(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_carried_on(reopen, monkeypatch):
     def short(call):  # type: ignore[no-untyped-def]
         return lambda fd, buffers, offset: call(fd, [buffers[0][:4096]], offset)
 
@@ -273,7 +265,7 @@ def test_short_transfers_are_carried_on(reopen: Reopen, monkeypatch: pytest.Monk
     assert promote(store, keys).sound.all()
 
 
-def test_errors_say_what_to_do(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_say_what_to_do(directory, monkeypatch):
     def fail(call: str, code: int) -> None:
         def failing(*_: object) -> None:
             raise OSError(code, os.strerror(code))
@@ -294,7 +286,7 @@ def test_errors_say_what_to_do(directory: Path, monkeypatch: pytest.MonkeyPatch)
     file.close()
 
 
-def test_capacity_of_no_segment_is_refused() -> None:
+def test_capacity_of_no_segment_is_refused():
     for asked in (
         NvmeSpec(cluster_name="x", capacity=2**20),
         NvmeSpec(cluster_name="x", capacity=2**32, slot_min=100),

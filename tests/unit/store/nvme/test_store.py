@@ -14,12 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.store.arena import key_index, payload
-from kvray.store.nvme import NvmeStore
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
     Block,
-    Reopen,
     arena_tables,
     blocks_of,
     chain_for,
@@ -37,13 +35,13 @@ from tests.unit.store.small_arena import SLOT, chain
 @pytest.mark.parametrize(
     "block_bytes", [1, 511, 4095, 4096, 4097, 3 * 4096 + 17, 16 * SLOT - 1, 16 * SLOT]
 )
-def test_blocks_of_any_size_come_back(store: NvmeStore, block_bytes: int) -> None:
+def test_blocks_of_any_size_come_back(store, block_bytes):
     keys = chain(3)
     assert demote(store, keys, block_bytes=block_bytes).all()
     assert promote(store, keys, block_bytes=block_bytes).sound.all()
 
 
-def test_blocks_outlive_the_store(reopen: Reopen) -> None:
+def test_blocks_outlive_the_store(reopen):
     keys, tail = chain(20), chain(5, seed="tail")
     first = reopen()
     demote(first, keys)
@@ -55,18 +53,18 @@ def test_blocks_outlive_the_store(reopen: Reopen) -> None:
     check_invariants(again.tables)
 
 
-def test_block_that_is_larger_than_a_segment_is_refused(store: NvmeStore) -> None:
+def test_block_that_is_larger_than_a_segment_is_refused(store):
     with pytest.raises(CapacityError, match="raise nvme"):
         demote(store, chain(1), block_bytes=17 * SLOT)
 
 
-def test_chain_whose_parent_is_not_here_gets_no_slot(store: NvmeStore) -> None:
+def test_chain_whose_parent_is_not_here_gets_no_slot(store):
     keys = chain(4)
     assert not len(demote(store, keys[2:], parent=keys[1], depth=2))
     assert present(store, keys) == 0
 
 
-def test_full_store_evicts_tails_before_their_parents(reopen: Reopen) -> None:
+def test_full_store_evicts_tails_before_their_parents(reopen):
     store = reopen(spec(num_segments=2))
     old, new = chain(20, seed="old"), chain(20, seed="new")
     demote(store, old)
@@ -83,7 +81,7 @@ def test_full_store_evicts_tails_before_their_parents(reopen: Reopen) -> None:
     assert promote(again, new).sound.all()
 
 
-def test_segment_that_is_empty_serves_another_block_size(reopen: Reopen, directory: Path) -> None:
+def test_segment_that_is_empty_serves_another_block_size(reopen, directory):
     store = reopen(spec(num_segments=1))
     demote(store, chain(16))
     other = chain(4, seed="other")
@@ -95,7 +93,7 @@ def test_segment_that_is_empty_serves_another_block_size(reopen: Reopen, directo
     assert len(list(directory.glob("segment-*"))) == 1
 
 
-def test_files_stay_within_the_capacity(reopen: Reopen, directory: Path) -> None:
+def test_files_stay_within_the_capacity(reopen, directory):
     asked = spec(num_segments=3)
     store = reopen(asked)
     for number in range(10):
@@ -105,13 +103,13 @@ def test_files_stay_within_the_capacity(reopen: Reopen, directory: Path) -> None
     assert 0 < used <= asked.capacity
 
 
-def test_store_without_room_for_a_segment_is_refused() -> None:
+def test_store_without_room_for_a_segment_is_refused():
     asked = spec(num_segments=1)
     with pytest.raises(ConfigError, match="holds no file"):
         replace(asked, capacity=asked.capacity - 1).geometry()
 
 
-def test_promotion_into_slots_of_another_size_is_refused(store: NvmeStore) -> None:
+def test_promotion_into_slots_of_another_size_is_refused(store):
     keys = chain(2)
     demote(store, keys)
     with pytest.raises(LayoutMismatch):
@@ -119,7 +117,7 @@ def test_promotion_into_slots_of_another_size_is_refused(store: NvmeStore) -> No
     assert not store.tables.slot_leases.any()
 
 
-def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
+def test_slots_of_other_blocks_are_refused(store):
     keys, others = chain(2), chain(2, seed="other")
     arena = arena_tables()
     here = put_in_arena(arena, others)
@@ -132,7 +130,7 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_use_is_known_after_a_restart_if_it_was_noted(reopen: Reopen) -> None:
+def test_use_is_known_after_a_restart_if_it_was_noted(reopen):
     old, new = chain(3, seed="old"), chain(3, seed="new")
     store = reopen()
     demote(store, old)
@@ -144,7 +142,7 @@ def test_use_is_known_after_a_restart_if_it_was_noted(reopen: Reopen) -> None:
     assert (present(again, old), present(again, new)) == (3, 0)
 
 
-def test_directory_has_one_owner(directory: Path) -> None:
+def test_directory_has_one_owner(directory):
     first = open_store(directory)
     with pytest.raises(ShardUnavailable, match=f"Process {os.getpid()} owns"):
         open_store(directory)
@@ -152,7 +150,7 @@ def test_directory_has_one_owner(directory: Path) -> None:
     open_store(directory).close()
 
 
-def test_closed_store_says_so(store: NvmeStore) -> None:
+def test_closed_store_says_so(store):
     store.close()
     store.close()
     for call in (store.flush, store.stats, lambda: promote(store, chain(1))):
@@ -160,7 +158,7 @@ def test_closed_store_says_so(store: NvmeStore) -> None:
             call()
 
 
-def test_lowered_capacity_removes_the_segments_unused_longest(reopen: Reopen) -> None:
+def test_lowered_capacity_removes_the_segments_unused_longest(reopen):
     store = reopen(spec(num_segments=4))
     chains = [chain(16, seed=str(number)) for number in range(4)]
     for keys in chains:
@@ -172,7 +170,7 @@ def test_lowered_capacity_removes_the_segments_unused_longest(reopen: Reopen) ->
     assert [present(again, keys) for keys in chains] == [16, 0, 0, 16]
 
 
-def test_reads_and_writes_go_on_at_once(reopen: Reopen) -> None:
+def test_reads_and_writes_go_on_at_once(reopen):
     store = reopen(spec(num_segments=8))
     kept = chain(20, seed="kept")
     demote(store, kept)
@@ -191,7 +189,7 @@ def test_reads_and_writes_go_on_at_once(reopen: Reopen) -> None:
     assert not store.tables.slot_leases.any()
 
 
-def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:
+def test_slot_that_is_read_is_not_evicted(store):
     keys = chain(4)
     demote(store, keys)
     with store._leased(key_index.pack_keys(keys), 0) as found:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,23 +25,23 @@ def plan(starts: list[int], offsets: list[int], *, chunk_bytes: int = 10**9):  #
     )
 
 
-def test_neighbours_in_file_and_memory_are_one_transfer_of_one_piece() -> None:
+def test_neighbours_in_file_and_memory_are_one_transfer_of_one_piece():
     assert plan([], []) == []
     (one,) = plan([0, 4096, 8192], [40960, 45056, 49152])
     assert (one.offset, len(one.buffers), one.rows.tolist()) == (40960, 1, [0, 1, 2])
 
 
-def test_blocks_are_taken_in_the_order_of_the_file() -> None:
+def test_blocks_are_taken_in_the_order_of_the_file():
     (one,) = plan([0, 4096, 8192], [49152, 40960, 45056])
     assert one.rows.tolist() == [1, 2, 0]
     assert [piece.nbytes for piece in one.buffers] == [8192, 4096]
 
 
-def test_gap_in_the_file_ends_a_transfer() -> None:
+def test_gap_in_the_file_ends_a_transfer():
     assert [one.offset for one in plan([0, 4096], [0, 8192])] == [0, 8192]
 
 
-def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call() -> None:
+def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call():
     count = 3 * BUFFERS_MAX
     scattered = [2 * 4096 * at for at in range(2000)]
     some = plan(scattered[:count], [4096 * at for at in range(2000)])
@@ -52,7 +51,7 @@ def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call() -> None:
     assert [len(one.rows) for one in plan([0, 4096], [0, 4096], chunk_bytes=1)] == [1, 1]
 
 
-def test_every_byte_goes_where_it_belongs() -> None:
+def test_every_byte_goes_where_it_belongs():
     chance = np.random.default_rng(3)
     starts, offsets = (4096 * chance.permutation(500)[:200] for _ in range(2))
     file = np.zeros(4096 * 500, dtype="u1")
@@ -63,7 +62,7 @@ def test_every_byte_goes_where_it_belongs() -> None:
         assert (file[offset : offset + 4096] == MEMORY[start : start + 4096]).all()
 
 
-def test_as_many_tasks_are_under_way_as_there_are_threads() -> None:
+def test_as_many_tasks_are_under_way_as_there_are_threads():
     threads, lock, under_way, most = IoThreads(3), threading.Lock(), 0, 0
 
     def task() -> None:
@@ -80,7 +79,7 @@ def test_as_many_tasks_are_under_way_as_there_are_threads() -> None:
     threads.close()
 
 
-def test_failure_ends_the_turns_and_is_raised_when_all_have_ended() -> None:
+def test_failure_ends_the_turns_and_is_raised_when_all_have_ended():
     threads, done = IoThreads(2), []
 
     def fail() -> None:
@@ -98,7 +97,7 @@ def test_failure_ends_the_turns_and_is_raised_when_all_have_ended() -> None:
     threads.close()
 
 
-def test_one_thread_and_no_task_are_fine() -> None:
+def test_one_thread_and_no_task_are_fine():
     threads, done = IoThreads(1), []
     threads.run([])
     threads.run([lambda: done.append(1)] * 3)
@@ -110,7 +109,7 @@ DAY_S = 86400.0
 PER_DAY = 24_000.0
 
 
-def test_an_hour_is_saved_up_and_the_rest_comes_evenly() -> None:
+def test_an_hour_is_saved_up_and_the_rest_comes_evenly():
     unbounded = WriteBudget(None, now=0.0)
     unbounded.spend(10**15, 1.0)
     assert unbounded.available(2.0) is None
@@ -122,7 +121,7 @@ def test_an_hour_is_saved_up_and_the_rest_comes_evenly() -> None:
     assert budget.available(10 * DAY_S) == 1000
 
 
-def test_what_was_too_much_is_made_up_for() -> None:
+def test_what_was_too_much_is_made_up_for():
     budget = WriteBudget(PER_DAY, now=0.0)
     budget.spend(1958 + 10, 0.0)
     assert budget.available(DAY_S / 24) == 0
@@ -130,7 +129,7 @@ def test_what_was_too_much_is_made_up_for() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3 * DAY_S), st.floats(0, 1)), min_size=1, max_size=60))
-def test_in_any_day_no_more_than_a_days_bytes_are_spent(steps: list[tuple[float, float]]) -> None:
+def test_in_any_day_no_more_than_a_days_bytes_are_spent(steps):
     budget, spent = WriteBudget(PER_DAY, now=0.0), []
     for at, share in sorted(steps):
         room = budget.available(at)
@@ -141,7 +140,7 @@ def test_in_any_day_no_more_than_a_days_bytes_are_spent(steps: list[tuple[float,
         assert sum(num for at, num in spent if begin <= at < begin + DAY_S) <= PER_DAY
 
 
-def test_a_restart_goes_on_with_what_was_left(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_what_was_left(tmp_path):
     before = WriteBudget(PER_DAY, now=0.0)
     before.spend(900, 100.0)
     before.save(tmp_path)
@@ -150,7 +149,7 @@ def test_a_restart_goes_on_with_what_was_left(tmp_path: Path) -> None:
     assert after.available(101.0) in range(100, 102)
 
 
-def test_a_ledger_from_the_future_or_a_broken_one_stops_nothing(tmp_path: Path) -> None:
+def test_a_ledger_from_the_future_or_a_broken_one_stops_nothing(tmp_path):
     before = WriteBudget(PER_DAY, now=10 * DAY_S)
     before.spend(1000, 10 * DAY_S)
     before.save(tmp_path)

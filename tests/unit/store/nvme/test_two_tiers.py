@@ -101,13 +101,13 @@ def flushed(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> None:
     ArenaOwner(arena).clear()
 
 
-def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeStore) -> None:
+def test_nothing_is_written_below_the_high_watermark(arena, below):
     store(arena, chain(20))
     assert demoter_of(arena, below).demote_ahead() == 0
     assert below.stats().written_bytes == 0
 
 
-def test_what_goes_next_is_written_with_ancestors_and_stays(arena: Arena, below: NvmeStore) -> None:
+def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
     store(arena, new)
@@ -121,7 +121,7 @@ def test_what_goes_next_is_written_with_ancestors_and_stays(arena: Arena, below:
     assert arena.stats()["leased_blocks"] == 0
 
 
-def test_evicted_blocks_come_back_as_they_were(arena: Arena, below: NvmeStore) -> None:
+def test_evicted_blocks_come_back_as_they_were(arena, below):
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below, high_watermark=0.1)
@@ -133,7 +133,7 @@ def test_evicted_blocks_come_back_as_they_were(arena: Arena, below: NvmeStore) -
     assert served(arena, keys) == 40
 
 
-def test_a_prefix_is_promoted_up_to_its_first_gap(arena: Arena, below: NvmeStore) -> None:
+def test_a_prefix_is_promoted_up_to_its_first_gap(arena, below):
     keys = chain(30)
     flushed(arena, below, keys)
     leaf = key_index.find(below.tables, key_index.pack_keys(keys), 0)[20:]
@@ -142,7 +142,7 @@ def test_a_prefix_is_promoted_up_to_its_first_gap(arena: Arena, below: NvmeStore
     assert served(arena, keys) == 20
 
 
-def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -> None:
+def test_a_damaged_block_ends_what_is_promoted(arena, below):
     keys = chain(12)
     flushed(arena, below, keys)
     slot = int(key_index.find(below.tables, key_index.pack_keys(keys), 0)[5])
@@ -153,7 +153,7 @@ def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -
     assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
 
 
-def test_a_refused_block_is_asked_about_when_used_again(arena: Arena, below: NvmeStore) -> None:
+def test_a_refused_block_is_asked_about_when_used_again(arena, below):
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below, refused=frozenset(keys))
@@ -166,7 +166,7 @@ def test_a_refused_block_is_asked_about_when_used_again(arena: Arena, below: Nvm
     assert demoter.counts.refused_blocks == 2 * refused
 
 
-def test_what_is_used_after_its_write_is_not_written_again(arena: Arena, below: NvmeStore) -> None:
+def test_what_is_used_after_its_write_is_not_written_again(arena, below):
     keys = chain(40)
     store(arena, keys)
     demoter = demoter_of(arena, below)
@@ -176,7 +176,7 @@ def test_what_is_used_after_its_write_is_not_written_again(arena: Arena, below: 
     assert below.stats().written_bytes == 40 * SLOT
 
 
-def test_no_more_is_written_than_the_budget_has(arena: Arena, below: NvmeStore) -> None:
+def test_no_more_is_written_than_the_budget_has(arena, below):
     store(arena, chain(30, seed="a"))
     store(arena, chain(30, seed="b"))
     per_day = 24 * 10 * SLOT  # ten blocks can be saved up
@@ -187,7 +187,7 @@ def test_no_more_is_written_than_the_budget_has(arena: Arena, below: NvmeStore) 
     assert demoter.counts.postponed_rounds > 0
 
 
-def test_a_flush_begins_with_the_latest_and_ends_in_time(arena: Arena, below: NvmeStore) -> None:
+def test_a_flush_begins_with_the_latest_and_ends_in_time(arena, below):
     old, new = chain(25, seed="old"), chain(25, seed="new")
     store(arena, old)
     store(arena, new)
@@ -202,7 +202,7 @@ def test_a_flush_begins_with_the_latest_and_ends_in_time(arena: Arena, below: Nv
     assert present(below, new) == 0
 
 
-def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, directory: Path) -> None:
+def test_a_block_that_is_too_large_for_a_segment_stays_above(arena, directory):
     small = open_store(directory / "small", spec(segment=4 * SLOT))
     keys = chain(6)
     store(arena, keys, block_bytes=8 * SLOT)
@@ -213,7 +213,7 @@ def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, direc
     small.close()
 
 
-def test_a_full_store_drops_what_was_used_longest_ago(arena: Arena, directory: Path) -> None:
+def test_a_full_store_drops_what_was_used_longest_ago(arena, directory):
     small = open_store(directory / "small", spec(num_segments=4))
     demoter = demoter_of(arena, small)
     one, two, three = (chain(20, seed=name) for name in "abc")
@@ -231,9 +231,7 @@ def test_a_full_store_drops_what_was_used_longest_ago(arena: Arena, directory: P
     small.close()
 
 
-def test_what_a_busy_arena_held_up_is_written_the_next_time(
-    arena: Arena, below: NvmeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_busy_arena_held_up_is_written_the_next_time(arena, below, monkeypatch):
     store(arena, chain(40))
     demoter = demoter_of(arena, below)
     with monkeypatch.context() as busy:
@@ -242,9 +240,7 @@ def test_what_a_busy_arena_held_up_is_written_the_next_time(
     assert demoter.demote_ahead() > 0
 
 
-def test_flush_tries_again_what_a_busy_arena_held_up(
-    arena: Arena, below: NvmeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_tries_again_what_a_busy_arena_held_up(arena, below, monkeypatch):
     store(arena, chain(20))
     lease_slots, refusals = arena.lease_slots, iter(range(3))
     monkeypatch.setattr(
@@ -256,7 +252,7 @@ def test_flush_tries_again_what_a_busy_arena_held_up(
     assert present(below, chain(20)) == 20
 
 
-def test_a_full_store_forgets_the_blocks_that_leave_it(arena: Arena, directory: Path) -> None:
+def test_a_full_store_forgets_the_blocks_that_leave_it(arena, directory):
     below = open_store(directory / "small", spec(num_segments=1))
     retention = Retention(arena, "lru", "all")
     retention.put_below(below)
@@ -311,7 +307,7 @@ def ancestry(tables: Tables, slot: int) -> list[int]:
 
 @settings(max_examples=examples(150), derandomize=True)
 @given(st.integers(0, 10**6), st.data())
-def test_paths_bring_down_just_what_is_missing(seed: int, data: st.DataObject) -> None:
+def test_paths_bring_down_just_what_is_missing(seed, data):
     tables = forest(seed)
     used = np.flatnonzero(tables.slot_state).tolist()
     wanted = data.draw(st.lists(st.sampled_from(used), max_size=12))

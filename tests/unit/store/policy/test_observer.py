@@ -67,7 +67,7 @@ def at(tables: Tables, keys: list[Any], part: int = 0) -> list[int]:
     return found
 
 
-def test_a_prompt_is_stored_used_and_extended(watched: Watched) -> None:
+def test_a_prompt_is_stored_used_and_extended(watched):
     tables, keys = watched.tables, chain(6)
     put(tables, keys[:4])
     head = at(tables, keys[:4])
@@ -81,14 +81,14 @@ def test_a_prompt_is_stored_used_and_extended(watched: Watched) -> None:
     assert watched.look() == []
 
 
-def test_a_block_is_stored_when_it_can_be_read(watched: Watched) -> None:
+def test_a_block_is_stored_when_it_can_be_read(watched):
     made = reserve(watched.tables, chain(2))
     assert watched.look() == []
     slots.commit(watched.tables, made, np.zeros(2, dtype="<u8"))
     assert watched.look() == [("stored", made.slots.tolist(), 0, -1)]
 
 
-def test_two_prompts_are_told_apart_and_in_their_order(watched: Watched) -> None:
+def test_two_prompts_are_told_apart_and_in_their_order(watched):
     tables, one, two = watched.tables, chain(3, seed="a"), chain(3, seed="b")
     put(tables, one)
     put(tables, two)
@@ -100,7 +100,7 @@ def test_two_prompts_are_told_apart_and_in_their_order(watched: Watched) -> None
     ]
 
 
-def test_who_stores_behind_a_block_does_not_use_it(watched: Watched) -> None:
+def test_who_stores_behind_a_block_does_not_use_it(watched):
     tables, keys = watched.tables, chain(4)
     put(tables, keys[:2])
     watched.look()
@@ -108,7 +108,7 @@ def test_who_stores_behind_a_block_does_not_use_it(watched: Watched) -> None:
     assert watched.look() == []
 
 
-def test_a_slot_with_another_block_is_stored_again(watched: Watched) -> None:
+def test_a_slot_with_another_block_is_stored_again(watched):
     tables = watched.tables
     keys = chain(64)
     put(tables, keys)
@@ -119,14 +119,14 @@ def test_a_slot_with_another_block_is_stored_again(watched: Watched) -> None:
     assert watched.look() == [("stored", at(tables, other), 0, -1)]
 
 
-def test_what_was_given_up_was_not_used(watched: Watched) -> None:
+def test_what_was_given_up_was_not_used(watched):
     put(watched.tables, chain(3))
     watched.look()
     watched.tables.slot_tick[:] = 0
     assert watched.look() == []
 
 
-def test_busy_tables_are_looked_at_the_next_time(watched: Watched) -> None:
+def test_busy_tables_are_looked_at_the_next_time(watched):
     put(watched.tables, chain(3))
     watched.is_busy = True
     assert watched.look() == []
@@ -134,7 +134,7 @@ def test_busy_tables_are_looked_at_the_next_time(watched: Watched) -> None:
     assert [what for what, *_ in watched.look()] == ["stored"]
 
 
-def test_parts_of_a_block_are_one_block(watched: Watched) -> None:
+def test_parts_of_a_block_are_one_block(watched):
     tables, keys = watched.tables, chain(2)
     put(tables, keys, part=1)
     put(tables, keys, part=0)
@@ -146,7 +146,7 @@ def test_parts_of_a_block_are_one_block(watched: Watched) -> None:
     assert len(told) == 2
 
 
-def test_what_is_known_otherwise_is_not_told_again(watched: Watched) -> None:
+def test_what_is_known_otherwise_is_not_told_again(watched):
     made = put(watched.tables, chain(3))
     watched.known(made.slots)
     assert watched.look() == []

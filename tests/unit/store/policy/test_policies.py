@@ -1,7 +1,7 @@
 """LRU, gittins by what came back, and admission to the disk; all do as `check_policy` says."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvray.store.policy import (
     prompts,
 )
 from kvray.store.policy.hazard import NUM_AGES
-from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
+from tests.conformance import POLICY_BEHAVIOURS, check_policy
 from tests.unit.store.policy.small_cache import SmallCache, use
 
 
@@ -40,11 +40,11 @@ def dict_hits(names: Sequence[int], num_blocks: int) -> list[bool]:
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8))
-def test_single_blocks_are_kept_as_in_a_dict(names: list[int], num_blocks: int) -> None:
+def test_single_blocks_are_kept_as_in_a_dict(names, num_blocks):
     assert SmallCache(LRU(num_blocks), num_blocks).hits(names) == dict_hits(names, num_blocks)
 
 
-def test_blocks_of_one_use_have_one_rank() -> None:
+def test_blocks_of_one_use_have_one_rank():
     policy = LRU(4)
     policy.stored(use([2, 0, 3], [10, 11, 12]))
     policy.used(use([2, 0], [10, 11]))
@@ -54,9 +54,7 @@ def test_blocks_of_one_use_have_one_rank() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("behaviour", POLICY_BEHAVIOURS, ids=lambda one: one.__name__)
-def test_every_policy(
-    behaviour: Callable[[MakePolicy], None], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_policy(behaviour, name, monkeypatch):
     monkeypatch.setattr(prompts, "_PROMPTS", 512)
     check_policy(behaviour, POLICIES[name])
 
@@ -81,7 +79,7 @@ def rank(policy: Policy, slots: Array, now: float) -> Array:
     return policy.rank(slots, now=now)
 
 
-def test_before_the_first_lesson_the_oldest_goes_first() -> None:
+def test_before_the_first_lesson_the_oldest_goes_first():
     policy = Gittins(30)
     for slot in range(30):
         policy.stored(use([slot], [slot], now=float(slot)))
@@ -90,7 +88,7 @@ def test_before_the_first_lesson_the_oldest_goes_first() -> None:
     assert order.tolist() == [*range(1, 30), 0]
 
 
-def test_what_always_returns_outranks_what_never_does() -> None:
+def test_what_always_returns_outranks_what_never_does():
     policy = Gittins(200)
     now = taught(policy)
     soon = rank(policy, HOT, now + 5).min()
@@ -98,7 +96,7 @@ def test_what_always_returns_outranks_what_never_does() -> None:
     assert soon > 10 * rank(policy, HOT, now + 500).max(), "it did not return when it used to"
 
 
-def test_chance_is_one_before_the_first_lesson_and_learned_after_it() -> None:
+def test_chance_is_one_before_the_first_lesson_and_learned_after_it():
     policy = Gittins(200)
     policy.stored(use(HOT, HOT))
     assert (policy.chance(HOT, now=1000.0) == 1).all()
@@ -107,7 +105,7 @@ def test_chance_is_one_before_the_first_lesson_and_learned_after_it() -> None:
     assert policy.chance(COLD, now=now).max() < 0.2
 
 
-def test_a_single_block_that_returns_is_seen_to() -> None:
+def test_a_single_block_that_returns_is_seen_to():
     policy = Gittins(10)
     cache = SmallCache(policy, 10)
     for turn in range(200):
@@ -118,7 +116,7 @@ def test_a_single_block_that_returns_is_seen_to() -> None:
     assert policy.chance(np.array([hot]), now=2000.0)[0] > 0.8
 
 
-def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
+def test_a_tier_beside_it_knows_what_it_has_learned():
     host = Gittins(200)
     now = taught(host)
     below = host.beside(50)
@@ -128,14 +126,14 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
 
 
 @pytest.mark.parametrize(("length", "num"), [(2, 1), (3, 2)])
-def test_what_is_stored_after_a_prompts_last_block_belongs_to_it(length: int, num: int) -> None:
+def test_what_is_stored_after_a_prompts_last_block_belongs_to_it(length, num):
     policy = Gittins(20)
     policy.stored(use(range(length), range(10, 10 + length), now=1.0))
     policy.stored(use([3], [13], depth=2, now=2.0, parent=1))
     assert num_prompts(policy) == num
 
 
-def test_the_number_of_a_forgotten_prompt_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_a_forgotten_prompt_means_nothing(monkeypatch):
     monkeypatch.setattr(prompts, "_PROMPTS", 8)
     policy = Gittins(20)
     policy.stored(use([0, 1], [10, 11]))
@@ -150,7 +148,7 @@ def num_prompts(policy: Gittins) -> int:
     return policy._prompts._count
 
 
-def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_before_that() -> None:
+def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_before_that():
     ranks = Gittins(1).rank_of_copies(np.array([5.0, 0.0, -3.0]))
     assert ranks.tolist() == [0.5, 0.0, -30.0]
 
@@ -180,7 +178,7 @@ def lives(
     return rng.uniform(edges[age], edges[age + 1]), has_returned
 
 
-def test_known_rates_are_found_again() -> None:
+def test_known_rates_are_found_again():
     factors = (3, 2, 2)
     of_age = 0.02 + 0.1 * np.exp(-0.5 * ((np.arange(NUM_AGES) - 6) / 3) ** 2)
     of_class = np.array([a * b * c for a, b, c in product((0.3, 1, 3), (1, 1), (0.5, 1))])
@@ -195,14 +193,14 @@ def test_known_rates_are_found_again() -> None:
     assert means == pytest.approx(true[:, 1:11].mean(axis=1), rel=0.1)
 
 
-def test_a_constant_rate_is_found_exactly_enough() -> None:
+def test_a_constant_rate_is_found_exactly_enough():
     true = np.full((1, NUM_AGES), 0.1)
     seconds, has_returned = lives(true, np.zeros(50_000, dtype=int), waited=(17, 18))
     found = hazard.rates_of(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
     assert found[:, :12] == pytest.approx(true[:, :12], rel=0.1)
 
 
-def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors() -> None:
+def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors():
     true = np.repeat([[0.05], [0.2], [0.05], [0.2]], NUM_AGES, axis=1)
     classes = np.repeat([0, 1, 2], 20_000)  # of (row, column) (1, 1) there is none
     seconds, has_returned = lives(true, classes, waited=(17, 18))
@@ -210,7 +208,7 @@ def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors() -> Non
     assert found[3, 2] == pytest.approx(0.2, rel=0.15)
 
 
-def test_one_return_is_not_believed() -> None:
+def test_one_return_is_not_believed():
     true = np.full((2, NUM_AGES), 0.01)
     classes = np.append(np.zeros(10_000, dtype=int), 1)
     seconds, has_returned = lives(true, classes, waited=(17, 18))
@@ -219,7 +217,7 @@ def test_one_return_is_not_believed() -> None:
     assert found[0, 1] < found[1, 1] < 0.3
 
 
-def test_without_an_observation_there_are_rates_all_the_same() -> None:
+def test_without_an_observation_there_are_rates_all_the_same():
     none = np.zeros(0)
     found = hazard.rates_of(none.astype(int), none, none.astype(bool), factors=(2, 3, 2))
     assert found.shape == (12, NUM_AGES)
@@ -227,7 +225,7 @@ def test_without_an_observation_there_are_rates_all_the_same() -> None:
     assert (found < 0.1).all()
 
 
-def test_rates_are_probabilities_whatever_was_seen() -> None:
+def test_rates_are_probabilities_whatever_was_seen():
     rng = np.random.default_rng(0)
     for count in (1, 10, 1000):
         classes = rng.integers(0, 12, count)
@@ -238,7 +236,7 @@ def test_rates_are_probabilities_whatever_was_seen() -> None:
         assert np.isfinite(hazard.worth_of(found)).all()
 
 
-def test_ages_share_with_their_neighbours() -> None:
+def test_ages_share_with_their_neighbours():
     classes, seconds = np.zeros(10_000, dtype=int), np.full(10_000, 100.0)
     has_returned = np.arange(10_000) < 5000
     found = hazard.rates_of(classes, seconds, has_returned, factors=(1,))[0]
@@ -259,7 +257,7 @@ def best_ratio(rates: list[float], age: int) -> float:
     return best
 
 
-def test_worth_is_the_best_ratio_over_all_spans() -> None:
+def test_worth_is_the_best_ratio_over_all_spans():
     rates = np.random.default_rng(0).random((33, NUM_AGES)) ** 4
     rates[0], rates[1], rates[2] = 0.9, 0.0, 0.9 * (np.arange(NUM_AGES) == 8)
     worth = hazard.worth_of(rates)
@@ -267,7 +265,7 @@ def test_worth_is_the_best_ratio_over_all_spans() -> None:
     assert worth == pytest.approx(np.array(expected))
 
 
-def test_chance_is_that_of_any_return_from_there_on() -> None:
+def test_chance_is_that_of_any_return_from_there_on():
     rates = np.random.default_rng(1).random((4, NUM_AGES)) * 0.2
     chance = hazard.chance_of(rates)
     for one, age in product(range(4), range(NUM_AGES)):
@@ -277,7 +275,7 @@ def test_chance_is_that_of_any_return_from_there_on() -> None:
         assert chance[one, age] == pytest.approx(1 - stays)
 
 
-def test_a_table_is_read_between_its_ages() -> None:
+def test_a_table_is_read_between_its_ages():
     table = np.arange(2.0 * NUM_AGES).reshape(2, NUM_AGES) ** 2
     ones = np.ones(3, dtype=int)
     assert hazard.at(table, ones, np.array(EDGES[1:4])) == pytest.approx(table[1, 1:4])
@@ -285,7 +283,7 @@ def test_a_table_is_read_between_its_ages() -> None:
     assert between == pytest.approx(table[1, 3:5].mean())
 
 
-def test_before_the_first_and_after_the_last_age_a_table_goes_on_as_it_ends() -> None:
+def test_before_the_first_and_after_the_last_age_a_table_goes_on_as_it_ends():
     table = np.arange(1.0 * NUM_AGES)[None]
     found = hazard.at(table, np.zeros(4, dtype=int), np.array([0.0, 1.0, 1e7, 1e12]))
     assert found == pytest.approx([0, 0, NUM_AGES - 1, NUM_AGES - 1], abs=0.01)
@@ -300,13 +298,13 @@ def admits(admission: Everything | Twice | Likely, slots: list[int], names: list
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 @pytest.mark.parametrize("policy", [LRU(4), Gittins(4)], ids=["lru", "gittins"])
-def test_every_admission_decides_on_no_blocks(name: str, policy: Policy) -> None:
+def test_every_admission_decides_on_no_blocks(name, policy):
     none = np.empty(0, dtype=np.int64)
     mask = ADMISSIONS[name](4, policy).admits(none, none, now=0.0)
     assert (mask.dtype, mask.shape) == (bool, (0,))
 
 
-def test_everything_admits_everything_and_twice_what_was_found_since_it_was_stored() -> None:
+def test_everything_admits_everything_and_twice_what_was_found_since_it_was_stored():
     assert admits(Everything(4, LRU(4)), [2, 0], [10, 11]) == [10, 11]
     twice = Twice(4, LRU(4))
     twice.stored(use([0, 1, 2], [10, 11, 12]))
@@ -316,7 +314,7 @@ def test_everything_admits_everything_and_twice_what_was_found_since_it_was_stor
     assert admits(twice, [0], [13]) == [], "it was another block that was found in its slot"
 
 
-def test_what_leaves_for_the_second_time_is_admitted() -> None:
+def test_what_leaves_for_the_second_time_is_admitted():
     twice = Twice(4, LRU(4))
     twice.stored(use([0], [10]))
     assert admits(twice, [0], [10]) == []
@@ -324,7 +322,7 @@ def test_what_leaves_for_the_second_time_is_admitted() -> None:
     assert admits(twice, [3], [10]) == [10]
 
 
-def test_as_many_are_remembered_as_there_are_slots_and_the_latest() -> None:
+def test_as_many_are_remembered_as_there_are_slots_and_the_latest():
     twice = Twice(3, LRU(3))
     for name in (10, 11, 12, 13):
         assert admits(twice, [0], [name]) == []
@@ -332,7 +330,7 @@ def test_as_many_are_remembered_as_there_are_slots_and_the_latest() -> None:
     assert admits(twice, [0], [10]) == []
 
 
-def test_what_leaves_again_unadmitted_is_remembered_again() -> None:
+def test_what_leaves_again_unadmitted_is_remembered_again():
     twice = Twice(2, LRU(2))
     for name in (10, 11, 12, 10):
         assert admits(twice, [0], [name]) == []
@@ -341,7 +339,7 @@ def test_what_leaves_again_unadmitted_is_remembered_again() -> None:
 
 
 @pytest.mark.parametrize("make", [LRU, Gittins])
-def test_what_is_likely_to_come_back_is_admitted(make: type[LRU] | type[Gittins]) -> None:
+def test_what_is_likely_to_come_back_is_admitted(make):
     policy = make(200)
     likely = Likely(200, policy)
     now = taught(policy, likely)
@@ -350,13 +348,13 @@ def test_what_is_likely_to_come_back_is_admitted(make: type[LRU] | type[Gittins]
     assert slots[mask].tolist() == HOT.tolist()
 
 
-def test_before_it_has_learned_everything_is_likely() -> None:
+def test_before_it_has_learned_everything_is_likely():
     likely = Likely(20, LRU(20))
     likely.stored(use(HOT, HOT))
     assert admits(likely, [0, 1, 2], [0, 1, 2]) == [0, 1, 2]
 
 
-def test_it_does_not_tell_the_policy_what_that_knows_already() -> None:
+def test_it_does_not_tell_the_policy_what_that_knows_already():
     alone, policy = Gittins(200), Gittins(200)
     now = taught(policy, Likely(200, policy))
     taught(alone)

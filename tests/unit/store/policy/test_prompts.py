@@ -31,20 +31,20 @@ def ended(known: Prompts, names: list[int], *, now: float = 0.0) -> int:
     return number
 
 
-def test_a_prompt_that_goes_on_with_another_is_its_next_turn() -> None:
+def test_a_prompt_that_goes_on_with_another_is_its_next_turn():
     known = Prompts()
     numbers = [ended(known, list(range(5 * turn + 5)), now=float(turn)) for turn in range(5)]
     assert [turn_of(known, number) for number in numbers] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("num_equal", "turn"), [(7, 1), (6, 0)])
-def test_the_last_three_blocks_may_differ_but_no_more(num_equal: int, turn: int) -> None:
+def test_the_last_three_blocks_may_differ_but_no_more(num_equal, turn):
     known = Prompts()
     ended(known, list(range(10)))
     assert turn_of(known, ended(known, [*range(num_equal), 100, 101, 102, 103])) == turn
 
 
-def test_of_two_that_it_goes_on_with_the_later_turn_counts() -> None:
+def test_of_two_that_it_goes_on_with_the_later_turn_counts():
     known = Prompts()
     for turn in range(3):
         ended(known, list(range(5 * turn + 5)))
@@ -53,7 +53,7 @@ def test_of_two_that_it_goes_on_with_the_later_turn_counts() -> None:
     assert turn_of(known, ended(known, [*range(12), *range(200, 210)])) >= 1
 
 
-def test_turns_are_counted_though_earlier_blocks_were_evicted() -> None:
+def test_turns_are_counted_though_earlier_blocks_were_evicted():
     policy = Gittins(64)
     for turn in range(4):  # nothing is ever found, all is stored again
         names = list(range(6 * turn + 6))
@@ -66,7 +66,7 @@ def test_turns_are_counted_though_earlier_blocks_were_evicted() -> None:
     assert turn_of(policy._prompts, 1) == 1
 
 
-def test_a_watched_block_returns_when_it_is_used_again() -> None:
+def test_a_watched_block_returns_when_it_is_used_again():
     known = Prompts()
     number = known.begin(now=100.0)
     known.watch(number, 2, 77, hits=0, depth=3)
@@ -78,7 +78,7 @@ def test_a_watched_block_returns_when_it_is_used_again() -> None:
     assert returned_after(known, number, 2) == 30.0, "it is watched for one return"
 
 
-def test_a_block_watched_in_place_of_another_takes_its_place() -> None:
+def test_a_block_watched_in_place_of_another_takes_its_place():
     known = Prompts()
     number = known.begin(now=0.0)
     known.watch(number, 1, 70, hits=0, depth=0)
@@ -89,7 +89,7 @@ def test_a_block_watched_in_place_of_another_takes_its_place() -> None:
     assert returned_after(known, number, 1) == 11.0
 
 
-def test_one_block_is_watched_in_one_place_of_a_prompt() -> None:
+def test_one_block_is_watched_in_one_place_of_a_prompt():
     known = Prompts()
     number = known.begin(now=0.0)
     known.watch(number, 0, 70, hits=0, depth=0)
@@ -99,7 +99,7 @@ def test_one_block_is_watched_in_one_place_of_a_prompt() -> None:
     assert returned_after(known, number, 3) == 5.0
 
 
-def test_use_tells_how_many_leading_blocks_were_known() -> None:
+def test_use_tells_how_many_leading_blocks_were_known():
     known = Prompts()
     number = known.begin(now=0.0)
     known.watch(number, 0, 10, hits=0, depth=0)
@@ -110,7 +110,7 @@ def test_use_tells_how_many_leading_blocks_were_known() -> None:
     assert known.use(later, [90, 91], now=1.0) == 0
 
 
-def test_a_prompt_is_forgotten_when_so_many_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_forgotten_when_so_many_came_after_it(monkeypatch):
     monkeypatch.setattr(prompts, "_PROMPTS", 16)
     known = Prompts()
     number = ended(known, list(range(10)))
@@ -123,7 +123,7 @@ def test_a_prompt_is_forgotten_when_so_many_came_after_it(monkeypatch: pytest.Mo
     assert known.use(known.begin(now=0.0), [500], now=0.0) == 0
 
 
-def test_blocks_of_forgotten_prompts_are_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_forgotten_prompts_are_worth_nothing(monkeypatch):
     monkeypatch.setattr(prompts, "_PROMPTS", 128)
     known = Prompts()
     for at in range(400):
@@ -137,7 +137,7 @@ def test_blocks_of_forgotten_prompts_are_worth_nothing(monkeypatch: pytest.Monke
     assert known.chance(numbers, 0 * ones, ones, now=400.0)[0] == 0
 
 
-def test_classes_part_where_the_prompts_do() -> None:
+def test_classes_part_where_the_prompts_do():
     """Short prompts come back here, long ones do not; no length is written down anywhere."""
     for scale in (1, 40):
         known = Prompts()

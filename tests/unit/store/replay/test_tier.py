@@ -90,20 +90,20 @@ class Checked:
 
 
 @each_policy
-def test_a_tier_has_what_it_says(policy: str) -> None:
+def test_a_tier_has_what_it_says(policy):
     Checked(tree_trace(1), policy, nvme_blocks=0, admission="all").run()
 
 
 @each_policy
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_with_a_disk_both_tiers_have_what_they_say(policy: str, admission: str) -> None:
+def test_with_a_disk_both_tiers_have_what_they_say(policy, admission):
     checked = Checked(tree_trace(1), policy, nvme_blocks=60, admission=admission)
     checked.run()
     assert checked.replay.num_written > 90, "it was full once"
     assert checked.replay.disk_hits.any()
 
 
-def test_the_policy_is_told_of_every_request_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_is_told_of_every_request_in_turn(monkeypatch):
     told: list[tuple[float, int, int]] = []
 
     class Listening(LRU):
@@ -128,7 +128,7 @@ def test_the_policy_is_told_of_every_request_in_turn(monkeypatch: pytest.MonkeyP
     assert told == expected
 
 
-def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
+def test_a_prompt_longer_than_the_tier_keeps_its_head():
     builder = TraceBuilder(name="made", block_tokens=4)
     for at in range(4):
         builder.add(time_s=at, num_tokens=400, ids=range(100))

@@ -1,6 +1,5 @@
 """The curve of a sample beside replays of everything; its bounds; its prompts on the wire."""
 
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,7 +23,7 @@ each_excerpt = pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC, SESSION
 
 @each_policy
 @pytest.mark.parametrize("nvme_blocks", [0, 500])
-def test_a_curve_of_all_prompts_is_the_full_replay(policy: str, nvme_blocks: int) -> None:
+def test_a_curve_of_all_prompts_is_the_full_replay(policy, nvme_blocks):
     trace = excerpt(CONVERSATION)
     window = fed(TrafficSample(10_000), trace).window()
     options = {"policy": policy, "admission": "likely"}
@@ -38,7 +37,7 @@ def test_a_curve_of_all_prompts_is_the_full_replay(policy: str, nvme_blocks: int
 
 @each_excerpt
 @each_policy
-def test_a_curve_of_some_keys_is_near_the_full_replay(path: Path, policy: str) -> None:
+def test_a_curve_of_some_keys_is_near_the_full_replay(path, policy):
     trace, errors, said = excerpt(path), [], []
     options = {"policy": policy, "admission": "all"}
     full = [simulate(trace, policy=policy, host_blocks=one).hit_ratio for one in BLOCKS]
@@ -54,7 +53,7 @@ def test_a_curve_of_some_keys_is_near_the_full_replay(path: Path, policy: str) -
 
 
 @each_policy
-def test_more_memory_finds_no_less_but_for_noise(policy: str) -> None:
+def test_more_memory_finds_no_less_but_for_noise(policy):
     sample = fed(TrafficSample(1600, keys_max=3000), excerpt(SYNTHETIC))
     sizes = [50, 100, 200, 400, 800, 1600, 3200]
     found = result_of(curve(sample.window(), sizes, policy=policy, admission="all"))["one"]
@@ -70,7 +69,7 @@ def paths(count: int, length: int) -> list[np.ndarray]:
     return [rng.integers(0, 2**64, length, dtype="u8") for _ in range(count)]
 
 
-def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before() -> None:
+def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before():
     sample = TrafficSample(10_000)
     first = paths(20, 20)
     sample.add("one", sampled(first, answers=10), **SIZES, now=1.0)
@@ -80,7 +79,7 @@ def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before() -> 
     assert found["host"] == [pytest.approx(20 / 30, abs=1e-4)]
 
 
-def test_what_engines_had_themselves_is_not_found_in_memory() -> None:
+def test_what_engines_had_themselves_is_not_found_in_memory():
     sample = TrafficSample(10_000)
     prompts = sampled(paths(20, 20))
     sample.add("one", prompts, **SIZES, now=1.0)
@@ -93,7 +92,7 @@ def test_what_engines_had_themselves_is_not_found_in_memory() -> None:
     assert found["host"] == [pytest.approx(3 / 8, abs=1e-4)]
 
 
-def test_namespaces_share_the_memory_by_bytes() -> None:
+def test_namespaces_share_the_memory_by_bytes():
     sample = TrafficSample(10**9)
     large = {"block_bytes": 4, "tokens_per_block": 1}
     for now in range(6):
@@ -107,13 +106,13 @@ def test_namespaces_share_the_memory_by_bytes() -> None:
         assert one["host"][1] > 0.75
 
 
-def test_of_a_namespace_with_little_traffic_nothing_is_said() -> None:
+def test_of_a_namespace_with_little_traffic_nothing_is_said():
     sample = TrafficSample(10_000)
     sample.add("one", sampled(paths(3, 20)), **SIZES, now=1.0)
     assert found_by(sample, [1000]) == found_by(TrafficSample(10_000), [1000]) == {}
 
 
-def test_with_room_for_all_it_is_the_trace_itself() -> None:
+def test_with_room_for_all_it_is_the_trace_itself():
     trace = excerpt(CONVERSATION)
     window = fed(TrafficSample(10_000), trace).window()
     for name in ("starts", "ids", "parents", "depths"):
@@ -123,7 +122,7 @@ def test_with_room_for_all_it_is_the_trace_itself() -> None:
     assert window.counted_from == 0
 
 
-def test_a_full_sample_has_every_use_of_fewer_blocks() -> None:
+def test_a_full_sample_has_every_use_of_fewer_blocks():
     trace = excerpt(CONVERSATION)
     sample = fed(TrafficSample(10_000, keys_max=2000), trace)
     window = sample.window()
@@ -136,7 +135,7 @@ def test_a_full_sample_has_every_use_of_fewer_blocks() -> None:
     assert (window.trace.depths[window.trace.ids[window.trace.starts[:-1]]] == 0).all()
 
 
-def test_a_sample_of_a_small_memory_lets_the_oldest_prompts_go() -> None:
+def test_a_sample_of_a_small_memory_lets_the_oldest_prompts_go():
     trace = excerpt(CONVERSATION)
     window = fed(TrafficSample(100, keys_max=2000), trace).window()
     (space,) = window.spaces
@@ -146,7 +145,7 @@ def test_a_sample_of_a_small_memory_lets_the_oldest_prompts_go() -> None:
     assert space.num_blocks == trace.starts[-1] - trace.starts[-1 - latest]
 
 
-def test_a_window_may_be_thinner_than_the_sample() -> None:
+def test_a_window_may_be_thinner_than_the_sample():
     trace = excerpt(CONVERSATION)
     sample = fed(TrafficSample(10_000), trace)
     window = sample.window(100)
@@ -155,7 +154,7 @@ def test_a_window_may_be_thinner_than_the_sample() -> None:
     assert sample.window().trace.num_refs == trace.num_refs
 
 
-def test_a_key_stands_for_the_same_bytes_in_every_namespace() -> None:
+def test_a_key_stands_for_the_same_bytes_in_every_namespace():
     sample = TrafficSample(1 << 30)
     assert sample.limit("small", block_bytes=100) == LIMIT_MAX
     sample.add("small", sampled([PATH]), block_bytes=100, tokens_per_block=1, now=1.0)
@@ -165,13 +164,13 @@ def test_a_key_stands_for_the_same_bytes_in_every_namespace() -> None:
     assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
 
 
-def test_prompts_of_a_thinner_sample_than_wanted_are_lost_and_counted() -> None:
+def test_prompts_of_a_thinner_sample_than_wanted_are_lost_and_counted():
     sample = TrafficSample(1000)
     sample.add("one", sampled([PATH, PATH], limit=10), **SIZES, now=1.0)
     assert (sample.num_lost, sample.num_seen) == (2, 0)
 
 
-def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again() -> None:
+def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again():
     sample = TrafficSample(1000)
     sample.add("one", sampled([PATH]), **SIZES, now=1.0)
     sample.add("one", sampled([]), block_bytes=2, tokens_per_block=1, now=2.0)
@@ -179,7 +178,7 @@ def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again() -> No
     assert (window.trace.num_refs, window.spaces[0].num_blocks) == (0, 0)
 
 
-def test_of_too_many_namespaces_the_last_are_counted_as_lost() -> None:
+def test_of_too_many_namespaces_the_last_are_counted_as_lost():
     sample = TrafficSample(1000)
     for at in range(100):
         sample.add(f"{at}", sampled([PATH]), **SIZES, now=float(at))
@@ -197,9 +196,7 @@ reports = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(reports, max_size=30), st.integers(1, 10**6))
-def test_it_stays_bounded_and_whole_whatever_comes(
-    reports: list[tuple[int, int, list[int], float]], capacity: int
-) -> None:
+def test_it_stays_bounded_and_whole_whatever_comes(reports, capacity):
     sample = TrafficSample(capacity, keys_max=300, prompts_max=50)
     rng, before = np.random.default_rng(0), sample.num_bytes
     for number, block_bytes, counts, now in reports:
@@ -224,7 +221,7 @@ def random_paths(seed: int, count: int = 20) -> list[np.ndarray]:
     return [rng.integers(0, 2**64, rng.integers(0, 9), dtype="u8") for _ in range(count)]
 
 
-def test_what_was_packed_comes_out() -> None:
+def test_what_was_packed_comes_out():
     prompts = sampled(random_paths(1), limit=2**63, answers=0)
     found = SampledPrompts.unpack(prompts.pack())
     assert (found.limit, found.num_blocks) == (prompts.limit, prompts.num_blocks)
@@ -233,7 +230,7 @@ def test_what_was_packed_comes_out() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_sample_are_refused(packed: bytes) -> None:
+def test_bytes_that_are_no_sample_are_refused(packed):
     with pytest.raises(ConfigError):
         SampledPrompts.unpack(packed)
 
@@ -253,7 +250,7 @@ def test_bytes_that_are_no_sample_are_refused(packed: bytes) -> None:
         {7: None},
     ],
 )
-def test_a_sample_that_contradicts_itself_is_refused(change: dict[int, object]) -> None:
+def test_a_sample_that_contradicts_itself_is_refused(change):
     path = np.array([7, 2**50], "u8")
     fields = list(msgpack.unpackb(sampled([path] * 9).pack()))
     for at, value in change.items():
@@ -267,7 +264,7 @@ def test_a_sample_that_contradicts_itself_is_refused(change: dict[int, object]) 
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.randoms(use_true_random=False))
-def test_lengths_of_a_thinner_sample_are_those_of_its_keys(counts: list[int], rng: object) -> None:
+def test_lengths_of_a_thinner_sample_are_those_of_its_keys(counts, rng):
     lengths = np.array([(n, n - n // 3, n // 4) for n in counts], dtype=np.int64).reshape(-1, 3)
     mask = np.array([rng.random() < 0.5 for _ in range(sum(counts))], dtype=bool)  # type: ignore[attr-defined]
     expected, start = [], 0
