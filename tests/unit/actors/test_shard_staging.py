@@ -17,13 +17,14 @@ from kvray.store.arena import key_index
 from kvray.store.arena.tables import Array
 from kvray.trace import spans
 from tests.unit.actors.small_shard import NAMESPACE
-from tests.unit.actors.two_shards import MINE, Tier
+from tests.unit.actors.two_shards import HURRIED, MINE, Tier
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
 from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 from tests.waiting import wait_for
 
 __all__ = ["sdk"]
 
+hurried = pytest.mark.parametrize("tier", [{"staging": HURRIED}], indirect=True)
 KEYS = chain(12)
 SIZE = NAMESPACE.tokens_per_block
 
@@ -77,7 +78,7 @@ def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tie
 
 def test_a_staged_copy_is_announced_as_a_further_holder(tier):
     tier.store_far(KEYS)
-    wait_for(lambda: tier.stage(KEYS)["num_blocks"] == len(KEYS))  # a call may be late
+    assert tier.stage(KEYS)["num_blocks"] == len(KEYS)
     wait_for(lambda: tier.locate(KEYS) == [(12, {"kvray-shard-a", "kvray-shard-b"})])
 
 
@@ -115,7 +116,7 @@ def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(ti
         "links": {},
     }
     tier.store_far(KEYS)
-    assert tier.stage(KEYS, wait_s=5.0)["num_blocks"] == len(KEYS)
+    assert tier.stage(KEYS)["num_blocks"] == len(KEYS)
     ((shard, (latency_s, _)),) = tier.a.requests.profile("r")["links"].items()
     assert shard == "kvray-shard-b"
     assert latency_s > 0
@@ -162,7 +163,7 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier):
     parts = {"wanted": [[0, None]], "num_ranks": 2, "holder": holder}
     tier.ask("register", namespace=MINE.to_wire(), **parts)
     tier.store_far(KEYS)
-    staged = tier.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, packed)
+    staged = tier.a.requests.stage_ranks("", "r", [0], 30.0, 0.0, None, packed)
     assert staged == {"num_blocks": 12, "reason": "none"}
     leases = tier.a.requests.lease_ranks("r", [0], "token", packed)
     assert leases[0][0] == arena.arena_id
@@ -200,6 +201,7 @@ def far_prompt(tier: Tier) -> Tier:
 def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk, far_prompt):
     with spans.under(TRACEPARENT):
         far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
+    wait_for(lambda: sdk.names() == ["fetch", "lookup"], "the ends of both spans")
     lookup, fetch = sdk.one("lookup"), sdk.one("fetch")
     assert (parent_of(lookup), parent_of(fetch)) == (CALLER, CALLER)
     assert lookup.attributes["kvray.blocks"] == lookup.attributes["kvray.blocks.asked"] == 5
@@ -221,6 +223,7 @@ def test_prompts_without_a_trace_make_no_span(sdk, far_prompt):
     assert sdk.names() == []
 
 
+@hurried
 @pytest.mark.parametrize(
     ("silent", "name"), [("kvray-lookup", "lookup"), ("kvray-mover-a", "fetch")]
 )
@@ -242,7 +245,8 @@ def test_what_another_shard_promotes_is_told_there(sdk, tier):
 def test_what_is_staged_for_a_leader_elsewhere_is_told_by_the_shard_that_does_it(sdk, far_prompt):
     keys = b"".join(keys_of(PROMPT))
     with spans.under(TRACEPARENT):
-        far_prompt.a.requests.stage_ranks("", "r", [0], 2.0, 0.0, None, keys)
+        far_prompt.a.requests.stage_ranks("", "r", [0], 30.0, 0.0, None, keys)
+    wait_for(lambda: sdk.names() == ["fetch", "lookup", "stage"], "the ends of all spans")
     stage = sdk.one("stage")
     assert (parent_of(stage), stage.attributes["kvray.blocks"]) == (CALLER, 5)
     assert {parent_of(sdk.one(name)) for name in ("lookup", "fetch")} == {id_of(stage)}

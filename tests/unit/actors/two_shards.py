@@ -10,6 +10,7 @@ from typing import Any
 
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
+from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.node.stage_calls import ShardSocket
@@ -27,6 +28,10 @@ from tests.unit.store.small_arena import store
 from tests.waiting import wait_for
 
 MINE = replace(NAMESPACE, part_bytes=4096)
+HURRIED = SETTINGS.model_copy(update={"handover_s": 0.5})
+"""For tests in which something is frozen."""
+PATIENT = HURRIED.model_copy(update={"deadline_s": 60.0, "call_timeout_s": 60.0})
+"""For all others: what a starved machine does late has come all the same."""
 
 
 class Calls:
@@ -54,9 +59,9 @@ class Tier:
         return self.nodes[node].arena
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        return self.engine.call(op, timeout_s=5, replica="r", rank=0, **fields)
+        return self.engine.call(op, timeout_s=60, replica="r", rank=0, **fields)
 
-    def stage(self, keys: list[BlockKey], wait_s: float = 2.0) -> dict[str, Any]:
+    def stage(self, keys: list[BlockKey], wait_s: float = 30.0) -> dict[str, Any]:
         return self.ask("stage", keys=b"".join(keys), wait_s=wait_s, tokens_per_s=0)
 
     def locate(self, keys: list[BlockKey]) -> list[tuple[int, set[str]]]:
@@ -84,7 +89,7 @@ class Tier:
 
 
 @contextlib.contextmanager
-def make_tier(**changes: Any) -> Iterator[Tier]:
+def make_tier(*, staging: StagingConfig = PATIENT, **changes: Any) -> Iterator[Tier]:
     """Have the shards `a` and `b` with these settings."""
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
@@ -96,7 +101,7 @@ def make_tier(**changes: Any) -> Iterator[Tier]:
         for name in "ab":
             settings = settings_for(
                 parent / name,
-                staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
+                staging=staging,
                 nvme=nvme_for(disk) if name == "b" else None,
                 admission="all",
                 **changes,
