@@ -2,18 +2,35 @@
 
 import contextlib
 import json
+import random
 import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.lab.chaos.machine import RESOURCE, Machine, Node
-from tests.kit.ray.cluster import SETTINGS, TwoNodes, open_tier
+from kvray.lab.chaos.network import why_impossible
+from kvray.reference.replica import Replica
+from kvray.store.arena import slabs
+from kvray.store.arena.layout import READY
+from tests.kit.ray.cluster import (
+    PATIENT,
+    REPLICA,
+    SETTINGS,
+    TOKENS_PER_BLOCK,
+    TwoNodes,
+    open_tier,
+    prompt_of,
+)
 from tests.kit.ray.command_line import free_port
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S, wait_for
@@ -64,6 +81,20 @@ def drain_of(tier: TwoNodes, node_id: str) -> dict[str, object]:
     return dict(found.get("drain") or {})
 
 
+def drain_by_ray(tier: TwoNodes, node: Node, *, deadline_s: int) -> None:
+    """Tell Ray that a node goes, as a cloud's notice does."""
+    done = tier.machine.begin(
+        "ray.scripts.scripts",
+        "drain-node",
+        f"--address={tier.machine.address}",
+        f"--node-id={node_id_of(tier, node)}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=spot",
+        f"--deadline-remaining-seconds={deadline_s}",
+    )
+    assert done.wait(HANG_S) == 0
+
+
 def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier):
     first, *others = tier.nodes
     chains = filled(tier, first, "by hand")
@@ -89,16 +120,7 @@ def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier, taken_aw
     chains = filled(tier, going, "by Ray")
     node_id = node_id_of(tier, going)
 
-    done = tier.machine.begin(
-        "ray.scripts.scripts",
-        "drain-node",
-        f"--address={tier.machine.address}",
-        f"--node-id={node_id}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION",
-        "--reason-message=spot",
-        "--deadline-remaining-seconds=60",
-    )
-    assert done.wait(HANG_S) == 0
+    drain_by_ray(tier, going, deadline_s=60)
 
     wait_for(
         lambda: sum(num_held(tier, node, chains) for node in others) == NUM_CHAINS,
@@ -233,3 +255,147 @@ def test_a_worker_that_nobody_uses_ends_and_the_next_one_finds_its_blocks_on_dis
         (shard,) = scaled.shards()
         assert shard["nvme"]["blocks"] == len(keys)
         assert Path(shard["directory"]) == node_dir
+
+
+# -- under load, arenas full: what a drain saves of the next minute's hits -------------------------
+
+NUM_USED = 81
+"""Prompts that are asked for again and again; they fit in the memory of two nodes."""
+USED = [prompt_of(f"used {at}", 620) for at in range(NUM_USED)]
+USED_BLOCKS = 620 // TOKENS_PER_BLOCK
+SLOW_MBIT = 10
+LOAD_S, DEADLINE_S, MINUTE_S = 20.0, 30, 60.0
+FULL = {
+    **PATIENT,
+    "arena": {**SETTINGS["arena"], "capacity": "16MiB", "slab": "1MiB", "slot_min": "16KiB"},
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """A tier of three nodes, an engine on each, and what became of the requests.
+
+    Each node has a third of the prompts, beside so many others' blocks that its arena is full. All
+    runs ask for the same prompts in the same order.
+    """
+
+    tier: TwoNodes
+    replicas: list[Replica]
+    failed: list[str] = field(default_factory=list)
+    answers: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+
+    def ask(self, at: int, number: int) -> int:
+        """Ask an engine for a prompt; return its hit tokens."""
+        try:
+            output = self.replicas[number].generate(USED[at], max_tokens=2, timeout_s=60.0)
+        except KVRayError as error:
+            self.failed.append(str(error))
+            return 0
+        self.answers.setdefault(at, set()).add(tuple(output.token_ids))
+        return int(output.hit_tokens)
+
+    def fill(self) -> None:
+        for number, node in enumerate(self.tier.nodes):
+            self.ask(number, number)
+            with self.tier.arena_of(node) as arena:
+                (size,) = slabs.block_sizes(arena.tables)
+                geometry = arena.tables.geometry
+                for at in range(geometry.capacity // geometry.stride(size) // USED_BLOCKS):
+                    store(arena, chain(USED_BLOCKS, seed=f"{number} {at}"), block_bytes=size)
+        self.each(range(NUM_USED))
+        self.each(range(NUM_USED))
+
+    def each(self, prompts: Iterable[int]) -> None:
+        """Ask each node for its own of the prompts; the three at once."""
+
+        def one(number: int) -> None:
+            for at in prompts:
+                if at % 3 == number:
+                    self.ask(at, number)
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(one, range(3)))
+
+    def load(self, seconds: float) -> None:
+        """Ask each node for some of its own prompts, again and again."""
+        until, order = time.monotonic() + seconds, random.Random("load")
+        while time.monotonic() < until:
+            self.each(order.sample(range(NUM_USED), 9))
+
+    def lose(self) -> None:
+        self.replicas[2].kill()
+        self.tier.nodes[2].kill()
+
+    def ask_those_that_stay(self) -> int:
+        """Ask two nodes for each prompt within a minute; return their hit tokens."""
+        began, rng, hits = time.monotonic(), random.Random("order"), 0
+        for nth, at in enumerate(rng.sample(range(NUM_USED), NUM_USED)):
+            time.sleep(max(0.0, began + nth * MINUTE_S / NUM_USED - time.monotonic()))
+            hits += self.ask(at, nth % 2)
+        assert not self.failed
+        assert all(len(answers) == 1 for answers in self.answers.values()), "no other text"
+        return hits
+
+    def keys(self, *numbers: int, are_used: bool) -> set[bytes]:
+        """Return the keys of nodes' blocks: of the prompts that are used, or of the others."""
+        found: set[bytes] = set()
+        for number in numbers:
+            with self.tier.arena_of(self.tier.nodes[number]) as arena:
+                tables = arena.tables
+                slots = tables.slots_in(READY)
+                slots = slots[(tables.slot_namespace[slots] != 0) == are_used]
+                found |= {key.tobytes() for key in tables.slot_key[slots]}
+        return found
+
+
+@contextlib.contextmanager
+def loaded(*, has_network: bool = False) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(Machine(num_nodes=3, has_network=has_network))
+        tier = stack.enter_context(open_tier(machine, "loaded", FULL, num_nodes=3))
+        replicas: list[Replica] = []
+        stack.callback(lambda: [one.kill() for one in replicas])
+        for number, node in enumerate(tier.nodes):
+            env, options = tier.engine_environ(node), {**REPLICA, "num_blocks": 48}
+            replicas.append(Replica.spawn(f"on-node-{number}", env=env, **options))
+        for replica in replicas:
+            replica.wait_ready()
+        run = Run(tier, replicas)
+        run.fill()
+        run.load(LOAD_S)
+        yield run
+
+
+@pytest.mark.long
+def test_of_the_hits_of_a_node_that_goes_a_drain_saves_nearly_all():
+    hits: dict[str, int] = {}
+    for name in ("kept", "drained", "lost"):
+        with loaded() as run:
+            if name == "drained":
+                drain_by_ray(run.tier, run.tier.nodes[2], deadline_s=DEADLINE_S)
+            run.load(DEADLINE_S)
+            if name != "kept":
+                run.lose()
+            hits[name] = run.ask_those_that_stay()
+    print(hits)
+    assert hits["drained"] >= 0.95 * hits["kept"]
+    assert hits["lost"] <= 0.75 * hits["kept"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(why_impossible() is not None, reason="needs network namespaces")
+def test_in_two_seconds_over_a_slow_link_only_what_is_worth_most_goes():
+    with loaded(has_network=True) as run:
+        network = run.tier.machine.network
+        network.slow(3, mbit=SLOW_MBIT, latency_ms=400)  # the head is 0
+        used, others = (run.keys(2, are_used=are_used) for are_used in (True, False))
+        drain_by_ray(run.tier, run.tier.nodes[2], deadline_s=2)
+        run.load(6.0)
+        moved = used & run.keys(0, 1, are_used=True)
+        cold = others & run.keys(0, 1, are_used=False)
+        print(f"{len(moved)} of {len(used)} used blocks moved, {len(cold)} of {len(others)} others")
+        network.speed_up(3)
+        run.lose()
+        run.ask_those_that_stay()
+        assert 0 < len(moved) < len(used), "the link has time for some of them"
+        assert len(cold) <= 0.1 * len(moved), "the others are worth less"
