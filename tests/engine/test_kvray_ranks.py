@@ -1,5 +1,6 @@
 """Ranks that are processes share prompts through real shards: heads split, as owners, far apart."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,11 +74,11 @@ def test_what_one_owner_stored_the_other_hits(tier, expected):
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoNodes]:
+def nodes() -> Iterator[TwoNodes]:
     """Two nodes; the engine's leader is on the first."""
     with tier_environment(ARENA__CAPACITY="32MiB", CONNECTOR__STAGE_WAIT_S="5") as variables:
         made = TwoNodes(Path(variables["KVRAY_ARENA__DIR"]))
-        monkeypatch.setenv("KVRAY_ARENA__DIR", str(made.directories[0]))
+        os.environ["KVRAY_ARENA__DIR"] = str(made.directories[0])
         yield made
         made.close()
 

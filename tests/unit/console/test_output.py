@@ -75,8 +75,7 @@ def test_every_command_prints_through_this_console():
         for path in root.rglob("*.py")
         if "Console(" in path.read_text() or "from_markup" in path.read_text()
     }
-    # The other shows a download's bar, and no text.
-    assert makers == {"console/output.py", "reference/weights.py"}
+    assert makers == {"console/output.py"}
 
 
 def test_what_others_print_meanwhile_is_no_part_of_the_answer(capsys):
