@@ -20,7 +20,7 @@ from kvray.reference.child_process import JsonPipe, PipeClosed, join_parent, spa
 from kvray.reference.engine_options import EngineOptions
 
 if TYPE_CHECKING:  # torch is imported late: a child first joins its parent, and takes its path
-    from kvray.reference.engine import EngineRank
+    from kvray.reference.engine_rank import EngineRank
     from kvray.reference.ranks import GlooRanks, Ranks
 
 _MODULE = "kvray.reference.rank_process"
@@ -164,7 +164,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(pipe,), name="kvray-leader", daemon=True).start()
     rank: EngineRank | None = None
     try:
-        from kvray.reference.engine import EngineRank
+        from kvray.reference.engine_rank import EngineRank
 
         options = EngineOptions(**task["options"])
         pipe.send({"hello": task["rank"]}, timeout_s=_REPORT_TIMEOUT_S)
