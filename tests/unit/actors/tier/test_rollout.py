@@ -7,10 +7,11 @@ import pytest
 from kvray.actors.build_info import BuildInfo, settings_of
 from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, SUPERVISOR_NAME
 from kvray.actors.tier import rollout
+from kvray.actors.tier import tier as tier_module
 from kvray.actors.tier.changes import EFFECTS, Effect, Plan, check_costs, effect_of, plan
 from kvray.actors.tier.rollout import Patience
 from kvray.config import KVRayConfig, load_config
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, ShardUnavailable
 
 SHARD, MOVER = f"{SHARD_PREFIX}a", f"{MOVER_PREFIX}a"
 PARTS = (SUPERVISOR_NAME, LOOKUP_NAME, SHARD, MOVER)
@@ -189,3 +190,19 @@ def test_a_look_may_have_a_limit_of_its_own(clock):
     clock.now += 5
     assert not wait.is_over("no node")
     assert wait.is_over("no node", still_s=2)
+
+
+@pytest.mark.parametrize(
+    ("shards", "kind", "words"),
+    [
+        (None, ShardUnavailable, "The supervisor does not answer"),
+        ([], ConfigError, "No node of the Ray cluster has the resource 'big'"),
+        ([{"shard": "a", "state": "starting"}], ShardUnavailable, "no progress (a starting)"),
+    ],
+    ids=["no supervisor", "no node", "no progress"],
+)
+def test_a_start_that_does_not_end_says_what_it_waited_for(shards, kind, words):
+    config = load_config(environ={}, overrides={"shard.resource": "big"})
+    error = tier_module._not_ready(config, shards)
+    assert type(error) is kind
+    assert words in str(error)
