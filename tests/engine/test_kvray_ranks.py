@@ -14,7 +14,7 @@ from kvray.reference.tokenizer import import_transformers
 from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.test_tensor_parallel import start
 from tests.kit.tier import tier_environment
-from tests.kit.two_nodes import TwoNodes
+from tests.kit.two_nodes import PATIENT, TwoNodes
 from tests.waiting import wait_for
 
 TRUNK = make_prompt(80, seed=5)
@@ -76,7 +76,7 @@ def test_what_one_owner_stored_the_other_hits(tier, expected):
 @pytest.fixture
 def nodes() -> Iterator[TwoNodes]:
     """Two nodes; the engine's leader is on the first."""
-    with tier_environment(ARENA__CAPACITY="32MiB", CONNECTOR__STAGE_WAIT_S="5") as variables:
+    with tier_environment(ARENA__CAPACITY="32MiB", **PATIENT) as variables:
         made = TwoNodes(Path(variables["KVRAY_ARENA__DIR"]))
         os.environ["KVRAY_ARENA__DIR"] = str(made.directories[0])
         yield made

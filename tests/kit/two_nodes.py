@@ -23,6 +23,12 @@ from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.waiting import wait_for
 
 NAMES = ("kvray-shard-a", "kvray-shard-b")
+PATIENT = {
+    "CONNECTOR__STAGE_WAIT_S": "5",
+    "STAGING__CALL_TIMEOUT_S": "60",
+    "STAGING__DEADLINE_S": "60",
+}
+"""Settings of their tier, so that a busy machine makes no miss."""
 
 
 class TwoNodes:
