@@ -195,28 +195,32 @@ class PartCounts:
     """
 
     def __init__(self) -> None:
-        self._expected: Collection[str] = ()
+        self._expected: Counter[str] = Counter()
         self._alive: set[str] = set()
+        self._answering: Counter[str] = Counter()
         self._outages: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
 
     def expect(self, parts: Collection[str]) -> None:
         """Take note of the parts that there should be."""
-        self._expected = parts
+        self._expected = _kinds(parts)
         self._alive.intersection_update(parts)
+        self._answering = _kinds(self._alive)
 
     def note(self, asked: Set[str], alive: Set[str], ended: Collection[str]) -> Figures:
         """Take note of a round, and return the figures of now.
 
         An outage is a part that answered in one round and not in the next that asked it. `alive`
         have answered, or were heard of otherwise. `ended` are the parts that the supervisor ended
-        because they were frozen.
+        because they were frozen. Only parts that changed are counted: a tier may have thousands.
         """
-        stopped = (asked - alive) & self._alive
-        self._alive = (self._alive - stopped) | alive
+        stopped, came = (asked - alive) & self._alive, alive - self._alive
+        self._alive = (self._alive - stopped) | came
         self._outages.update(_kinds(stopped))
         self._ended.update(_kinds(ended))
-        gauges = {"parts": _kinds(self._expected), "answering_parts": _kinds(self._alive)}
+        self._answering.update(_kinds(came))
+        self._answering.subtract(_kinds(stopped))
+        gauges = {"parts": self._expected, "answering_parts": self._answering}
         totals = {"outages_total": self._outages, "ended_parts_total": self._ended}
         return Figures(_series(gauges), [Totals(source="parts", totals=_series(totals))])
 

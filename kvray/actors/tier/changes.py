@@ -146,7 +146,8 @@ def _step(
     """Return the step for a part; it has no reasons if the part need not restart."""
     before: Settings = build["settings"]
     if is_lookup(name):
-        settings = {setting: settings[setting] for setting in before}  # it has few of them
+        # It has few of them, perhaps one that this version has no more.
+        settings = {setting: settings[setting] for setting in before if setting in settings}
     else:
         # A setting that is new to the part had its default.
         before = {**settings_of(KVRayConfig()), **before}

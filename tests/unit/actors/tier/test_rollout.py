@@ -206,3 +206,9 @@ def test_a_start_that_does_not_end_says_what_it_waited_for(shards, kind, words):
     error = tier_module._not_ready(config, shards)
     assert type(error) is kind
     assert words in str(error)
+
+
+def test_a_lookup_of_a_version_with_a_setting_that_is_no_more_is_planned_for():
+    old = made(settings={"shard.silent_s": 9.0, "lookup.gone": 1})
+    (step,) = plan({LOOKUP_NAME: old}, DEFAULTS).steps
+    assert [reason.split()[0] for reason in step.reasons] == ["shard.silent_s"]
