@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from kvray.reference.model import make_tiny_causal_lm
+from kvray.reference.checkpoint import save_checkpoint
+from kvray.reference.model import TINY_CONFIG, make_tiny_weights
 
 
 def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    make_tiny_causal_lm(seed).save_pretrained(directory)
+    save_checkpoint(TINY_CONFIG, make_tiny_weights(seed), directory)
     return directory

@@ -6,22 +6,24 @@ and the head stay whole, and every rank samples by itself, from equal bits.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvray import config
+from kvray import config as kvray_config
 from kvray.errors import ConfigError
-from kvray.reference.model import (
-    BlockModel,
-    load_causal_lm,
-    make_tiny_causal_lm,
-    save_causal_lm,
-)
+from kvray.reference.model import TINY_CONFIG, BlockModel, Config, Weights, make_tiny_weights
 from kvray.reference.ranks import Ranks
-from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read
+from kvray.reference.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    import_transformers,
+    load_tokenizer,
+    read,
+)
 from kvray.reference.weights import find_weights, make_once
 
 SMOLLM2 = "smollm2"
@@ -29,53 +31,32 @@ TINY = "tiny"
 SMOLLM2_DIRECTORY = "SmolLM2-135M-Instruct-fp32"
 
 
-def split_causal_lm(causal_lm: Any, ranks: Ranks) -> None:
-    """Keep this rank's share of every layer, and sum over the ranks where the shares meet.
+def split_weights(config: Config, weights: Weights, ranks: Ranks) -> Weights:
+    """Return this rank's share of a whole model's weights; ConfigError if it does not divide.
 
     With more ranks than KV heads several ranks hold the same head, as in TensorRT-LLM.
     """
-    config, rank, size = causal_lm.config, ranks.rank, ranks.size
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    columns = config.intermediate_size
+    rank, size = ranks.rank, ranks.size
+    heads, columns = config["num_attention_heads"], config["intermediate_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
     if heads % size or columns % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(
             f"{size} ranks cannot share {heads} attention heads, {kv_heads} KV heads and "
             f"{columns} MLP columns evenly; choose another tensor_parallel_size or another model."
         )
-    num_shares = min(kv_heads, size)
-    for layer in causal_lm.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        _keep_rows(attention.q_proj, rank, size)
-        _keep_rows(attention.k_proj, rank * num_shares // size, num_shares)
-        _keep_rows(attention.v_proj, rank * num_shares // size, num_shares)
-        attention.o_proj = _SummedLinear(attention.o_proj, ranks)
-        _keep_rows(mlp.gate_proj, rank, size)
-        _keep_rows(mlp.up_proj, rank, size)
-        mlp.down_proj = _SummedLinear(mlp.down_proj, ranks)
+    num_kv_shares = min(kv_heads, size)
 
+    def share(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        *_, linear, kind = name.split(".")
+        if linear in {"k_proj", "v_proj"}:
+            tensor = tensor.chunk(num_kv_shares)[rank * num_kv_shares // size]
+        elif linear in {"q_proj", "gate_proj", "up_proj"}:
+            tensor = tensor.chunk(size)[rank]
+        elif linear in {"o_proj", "down_proj"} and kind == "weight":
+            tensor = tensor.chunk(size, dim=1)[rank]
+        return tensor
 
-class _SummedLinear(torch.nn.Module):
-    """This rank's columns of a linear layer; the ranks' products are summed, then biased."""
-
-    def __init__(self, linear: Any, ranks: Ranks) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            linear.weight.data.chunk(ranks.size, dim=1)[ranks.rank], requires_grad=False
-        )
-        self.bias = linear.bias
-        self._ranks = ranks
-
-    def forward(self, columns: torch.Tensor) -> torch.Tensor:
-        total = self._ranks.sum(torch.nn.functional.linear(columns, self.weight))
-        return total if self.bias is None else total + self.bias
-
-
-def _keep_rows(linear: Any, index: int, num_shares: int) -> None:
-    """Leave the outputs of one share of equal ones."""
-    linear.weight.data = linear.weight.data.chunk(num_shares)[index]
-    if linear.bias is not None:
-        linear.bias.data = linear.bias.data.chunk(num_shares)[index]
-    linear.out_features = linear.weight.shape[0]
+    return {name: _aligned(share(name, tensor)) for name, tensor in weights.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,45 +80,110 @@ def load_checkpoint(
     there is no such model, or that the ranks cannot share it.
     """
     name, _, seed = str(model).partition(":")
+    tokenizer: Tokenizer
     if name == TINY:
         if seed and not seed.isdecimal():
             raise ConfigError(f"The seed of {model!r} is no number; write tiny:7, for example.")
-        number = int(seed or 0)
-        return Checkpoint(
-            name=f"{TINY}:{number}",
-            model=_block_model(make_tiny_causal_lm(number), tokens_per_block, split_over),
-            tokenizer=ByteTokenizer(),
-        )
-    is_smollm2 = str(model) == SMOLLM2
-    path = find_smollm2() if is_smollm2 else Path(model).expanduser()
-    if not path.exists():
-        raise ConfigError(
-            f"There is no model at {path}; give {SMOLLM2!r}, {TINY!r}, or the path of a "
-            "Llama-family checkpoint (a directory or a .gguf file)."
-        )
-    return Checkpoint(
-        name=str(path.resolve()),
-        model=_block_model(load_causal_lm(path), tokens_per_block, split_over),
-        tokenizer=load_tokenizer(path),
-    )
-
-
-def _block_model(causal_lm: Any, tokens_per_block: int, split_over: Ranks | None) -> BlockModel:
+        name = f"{TINY}:{int(seed or 0)}"
+        config, weights = TINY_CONFIG, make_tiny_weights(int(seed or 0))
+        tokenizer = ByteTokenizer()
+    else:
+        path = find_smollm2() if name == SMOLLM2 else Path(model).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"There is no model at {path}; give {SMOLLM2!r}, {TINY!r}, or the path of a "
+                "Llama-family checkpoint (a directory or a .gguf file)."
+            )
+        name = str(path.resolve())
+        config, weights = _read_checkpoint(path)
+        tokenizer = load_tokenizer(path)
     if split_over is not None:
-        split_causal_lm(causal_lm, split_over)
-    return BlockModel(causal_lm, tokens_per_block=tokens_per_block)
+        weights = split_weights(config, weights, split_over)
+    block_model = BlockModel(config, weights, tokens_per_block=tokens_per_block, ranks=split_over)
+    return Checkpoint(name=name, model=block_model, tokenizer=tokenizer)
+
+
+def save_checkpoint(config: Config, weights: Weights, directory: Path) -> None:
+    """Write a directory that transformers reads, too."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def find_smollm2() -> Path:
     """Return SmolLM2-135M-Instruct as a checkpoint's directory, made on first use.
 
-    transformers takes some twenty seconds to read the .gguf file and two to read the directory,
-    which costs half a GiB of disk in the cache.
+    transformers takes some twenty seconds to read the .gguf file, which costs half a GiB of disk
+    in the cache.
     """
     gguf = find_weights()
-    return make_once(config.cache_dir() / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))
+    directory = kvray_config.cache_dir() / SMOLLM2_DIRECTORY
+    return make_once(directory, lambda target: _unpack(gguf, target))
 
 
 def _unpack(gguf: Path, target: Path) -> None:
-    save_causal_lm(load_causal_lm(gguf), target)
+    causal_lm = _load_causal_lm(gguf)
+    del causal_lm.config.quantization_config
+    plain = import_transformers().LlamaForCausalLM(causal_lm.config)
+    plain.load_state_dict(causal_lm.state_dict())
+    plain.save_pretrained(target)
     read("AutoTokenizer", gguf).save_pretrained(target)
+
+
+def _read_checkpoint(path: Path) -> tuple[Config, Weights]:
+    """Return a Llama model's config and weights, in fp32."""
+    try:
+        config, weights = _read_safetensors(path) or _read_by_transformers(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no checkpoint of a model: {error}") from error
+    if config.get("model_type") != "llama":
+        raise ConfigError(
+            f"{path} holds a {config.get('model_type')!r} model; the reference engine runs "
+            "the Llama family only."
+        )
+    return config, weights
+
+
+def _read_safetensors(path: Path) -> tuple[Config, Weights] | None:
+    """Read a directory without transformers, which takes seconds to import; None: it must do it."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif single.is_file():
+        names = [single.name]
+    else:
+        return None
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    weights: Weights = {}
+    for name in names:
+        try:
+            tensors = load_file(path / name)
+        except SafetensorError as error:
+            raise ValueError(f"{name}: {error}") from error
+        weights |= {key: _aligned(tensor) for key, tensor in tensors.items()}
+    return config, weights
+
+
+def _read_by_transformers(path: Path) -> tuple[Config, Weights]:
+    """Read a .gguf file, or a directory with weights of an older format."""
+    causal_lm = _load_causal_lm(path)
+    state = causal_lm.state_dict()
+    return causal_lm.config.to_dict(), {name: _aligned(one) for name, one in state.items()}
+
+
+def _load_causal_lm(path: Path) -> Any:
+    return read("AutoModelForCausalLM", path, dtype=torch.float32)
+
+
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy in fp32, in memory of torch's own alignment.
+
+    A weight mapped from a file may lie anywhere, and a GEMM may round differently by alignment:
+    two processes would then disagree in the last bit.
+    """
+    return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -4,23 +4,29 @@ A step always runs `tokens_per_block` rows at the positions of block b, attendin
 blocks 0..b-1 and causally to itself; rows without a token hold token 0, come last, and are hidden
 by the mask. So the shapes of all arithmetic depend on b alone, never on caches, batches or
 chunks, and the KV of a generated token equals bit for bit that of the same token in a prompt.
+
+The arithmetic is written out here, because importing transformers' own costs seconds a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn import functional
 
-from kvray.errors import ConfigError
-from kvray.reference.tokenizer import import_transformers, read
+from kvray.reference.ranks import Ranks, SingleRank
 
-_ATTENTION = "kvray_block"
+Config: TypeAlias = Mapping[str, Any]
+"""What a checkpoint's `config.json` says; a missing field has the default of transformers."""
+Weights: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by their names in a checkpoint, in fp32."""
 
-TINY_CONFIG = {
+TINY_CONFIG: Config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -28,8 +34,6 @@ TINY_CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
 }
 
 
@@ -58,30 +62,37 @@ class Step:
 
 
 class BlockModel:
-    """A Llama-family model of transformers, run layer by layer over blocks, in fp32 on the CPU.
+    """A model of the Llama family, run layer by layer over blocks, in fp32 on the CPU.
 
-    A split model (`tensor_split`) has this rank's heads only. Its steps sum over the ranks behind
-    the attention and behind the MLP of every layer.
+    With `ranks` the weights are this rank's share (`split_weights`). Its steps sum over the ranks
+    behind the attention and behind the MLP of every layer.
     """
 
-    def __init__(self, causal_lm: Any, *, tokens_per_block: int) -> None:
-        config = causal_lm.config
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+    def __init__(
+        self,
+        config: Config,
+        weights: Weights,
+        *,
+        tokens_per_block: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.tokens_per_block = tokens_per_block
-        self.vocab_size: int = config.vocab_size
-        self.max_tokens: int = config.max_position_embeddings
+        self.vocab_size: int = config["vocab_size"]
+        self.max_tokens: int = config.get("max_position_embeddings", 2048)
+        self.weights = weights
+        self._ranks: Ranks = ranks or SingleRank()
+        self._head_dim = head_dim(config)
+        self._eps: float = config.get("rms_norm_eps", 1e-6)
+        self._activate: Any = getattr(functional, config.get("hidden_act", "silu"))
+        self._rotary = _make_rotary(config)
+        is_tied = config.get("tie_word_embeddings", False)
+        self._head = "model.embed_tokens" if is_tied else "lm_head"
+        num_keys = weights["model.layers.0.self_attn.k_proj.weight"].shape[0]
         self.geometry = KVGeometry(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=causal_lm.model.layers[0].self_attn.k_proj.out_features // head_dim,
-            head_dim=head_dim,
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=num_keys // self._head_dim,
+            head_dim=self._head_dim,
         )
-        import_transformers().AttentionInterface.register(_ATTENTION, _attend)
-        causal_lm.config._attn_implementation = _ATTENTION
-        self._body = causal_lm.model
-        self._head = causal_lm.lm_head
-        _align(causal_lm)
 
     @torch.inference_mode()
     def begin(self, tokens: Sequence[int], block_index: int) -> Step:
@@ -91,15 +102,13 @@ class BlockModel:
         assert 0 < len(tokens) <= size, "a step has the tokens of one block"
         ids = torch.zeros(1, size, dtype=torch.long)
         ids[0, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.long)
-        hidden = self._body.embed_tokens(ids)
-        positions = torch.arange(first, first + size)[None]
         mask = torch.ones(size, first + size, dtype=torch.bool).tril_(diagonal=first)
         return Step(
             block_index=block_index,
             num_tokens=len(tokens),
-            hidden=hidden,
+            hidden=functional.embedding(ids, self.weights["model.embed_tokens.weight"]),
             mask=mask[None, None],
-            rotary=self._body.rotary_emb(hidden, position_ids=positions),
+            rotary=self._rotary(torch.arange(first, first + size)),
         )
 
     @torch.inference_mode()
@@ -118,101 +127,116 @@ class BlockModel:
             Keys and values as in `past` with those of this block appended: the next block's
             past. Rows from `num_tokens` on belong to no token.
         """
-        kv = _Past(*past)
-        step.hidden = self._body.layers[layer_index](
-            step.hidden,
-            attention_mask=step.mask,
-            position_embeddings=step.rotary,
-            past_key_values=kv,
-            use_cache=True,
+        name = f"model.layers.{layer_index}"
+        hidden = self._norm(step.hidden, f"{name}.input_layernorm")
+        queries, keys, values = (
+            self._linear(hidden, f"{name}.self_attn.{kind}_proj")
+            .view(1, self.tokens_per_block, -1, self._head_dim)
+            .transpose(1, 2)
+            for kind in "qkv"
         )
-        return kv.keys, kv.values
+        keys = torch.cat((past[0], _rotate(keys, step.rotary)), dim=2)
+        values = torch.cat((past[1], values), dim=2)
+        attended = functional.scaled_dot_product_attention(
+            _rotate(queries, step.rotary), keys, values, attn_mask=step.mask, enable_gqa=True
+        )
+        heads = attended.transpose(1, 2).flatten(2)
+        step.hidden = step.hidden + self._summed_linear(heads, f"{name}.self_attn.o_proj")
+        hidden = self._norm(step.hidden, f"{name}.post_attention_layernorm")
+        columns = self._activate(self._linear(hidden, f"{name}.mlp.gate_proj"))
+        columns = columns * self._linear(hidden, f"{name}.mlp.up_proj")
+        step.hidden = step.hidden + self._summed_linear(columns, f"{name}.mlp.down_proj")
+        return keys, values
 
     @torch.inference_mode()
     def logits(self, step: Step, row: int | None = None) -> torch.Tensor:
         """Return the logits after the token of one row, by default the last: [vocab_size]."""
         hidden = step.hidden[:, step.num_tokens - 1 if row is None else row].clone()
-        logits: torch.Tensor = self._head(self._body.norm(hidden))[0]
-        return logits
+        return self._linear(self._norm(hidden, "model.norm"), self._head)[0]
+
+    def _norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+
+    def _linear(self, inputs: torch.Tensor, name: str) -> torch.Tensor:
+        bias = self.weights.get(f"{name}.bias")
+        return functional.linear(inputs, self.weights[f"{name}.weight"], bias)
+
+    def _summed_linear(self, columns: torch.Tensor, name: str) -> torch.Tensor:
+        """Sum the ranks' products of their own columns, and only then add the bias."""
+        total = self._ranks.sum(functional.linear(columns, self.weights[f"{name}.weight"]))
+        bias = self.weights.get(f"{name}.bias")
+        return total if bias is None else total + bias
 
 
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    attention_mask: torch.Tensor,
-    *,
-    scaling: float,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Attend with grouped heads; transformers' own function copies the keys per query head."""
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
-    return attended.transpose(1, 2).contiguous(), None
+def head_dim(config: Config) -> int:
+    """Return the elements of one attention head."""
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size
 
 
-@dataclass(slots=True)
-class _Past:
-    """The cache that a layer of transformers appends to, for one step of this one layer."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys = torch.cat((self.keys, keys), dim=2)
-        self.values = torch.cat((self.values, values), dim=2)
-        return self.keys, self.values
-
-
-def load_causal_lm(path: Path) -> Any:
-    """Return the Llama model of a .gguf file or of a checkpoint's directory, in fp32."""
-    try:
-        causal_lm = read("AutoModelForCausalLM", path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no checkpoint that transformers reads: {error}") from error
-    if causal_lm.config.model_type != "llama":
-        raise ConfigError(
-            f"{path} holds a {causal_lm.config.model_type!r} model; the reference engine runs "
-            "the Llama family only."
-        )
-    return causal_lm.eval()
-
-
-def make_tiny_causal_lm(seed: int = 0) -> Any:
-    """Return a Llama of two layers with random weights that depend on the seed alone."""
-    transformers = import_transformers()
-    causal_lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_CONFIG)).eval()
+def make_tiny_weights(seed: int = 0, config: Config = TINY_CONFIG) -> Weights:
+    """Return random weights for a small model, which depend on the seed alone."""
+    width, dim = config["hidden_size"], head_dim(config)
+    queries = config["num_attention_heads"] * dim
+    keys, columns = config["num_key_value_heads"] * dim, config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm": (width,)}
+    shapes |= dict.fromkeys(("model.embed_tokens", "lm_head"), (config["vocab_size"], width))
+    for index in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
+            "mlp.gate_proj": (columns, width),
+            "mlp.up_proj": (columns, width),
+            "mlp.down_proj": (width, columns),
+        }
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in sorted(causal_lm.named_parameters()):
-            if "norm" in name:
-                weight.fill_(1.0)
-            else:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-    return causal_lm
+    return {
+        f"{name}.weight": torch.ones(shape)
+        if "norm" in name
+        else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in sorted(shapes.items())
+    }
 
 
-def save_causal_lm(causal_lm: Any, directory: Path) -> None:
-    """Write a checkpoint in fp32, also of a model that was read from a .gguf file."""
-    config = causal_lm.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = import_transformers().LlamaForCausalLM(config)
-    plain.load_state_dict(causal_lm.state_dict())
-    plain.save_pretrained(directory)
+def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn each head by its token's position, as checkpoints of transformers expect it."""
+    cosines, sines = rotary
+    low, high = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-high, low), dim=-1) * sines
 
 
-def _align(causal_lm: Any) -> None:
-    """Move every weight to memory of torch's own alignment.
+def _make_rotary(
+    config: Config,
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return what maps positions [n] to cosines and sines, each [n, head_dim]."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return _scaled_rotary(config)
+    theta: float = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    dim = head_dim(config)
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
-    A weight mapped from a file may lie anywhere, and a GEMM may round differently by alignment:
-    two processes would then disagree in the last bit.
-    """
-    with torch.no_grad():
-        for weight in causal_lm.parameters():
-            weight.requires_grad_(False)
-            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+    return rotary
+
+
+def _scaled_rotary(config: Config) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Leave to transformers how long contexts stretch the positions."""
+    from transformers.models.llama import configuration_llama, modeling_llama
+
+    scaled = modeling_llama.LlamaRotaryEmbedding(configuration_llama.LlamaConfig(**config))
+
+    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = scaled(torch.empty(0), position_ids=positions[None])
+        return cosines[0], sines[0]
+
+    return rotary

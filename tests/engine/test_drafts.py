@@ -11,10 +11,11 @@ import torch
 
 from kvray.errors import ConfigError
 from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import find_drafts, schedule
-from kvray.reference.model import KVGeometry, make_tiny_causal_lm
+from kvray.reference.model import TINY_CONFIG, KVGeometry, make_tiny_weights
 from kvray.reference.output import Output
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine import fake_connector
@@ -66,11 +67,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def write_weak_model(directory: Path, seed: int) -> Path:
-    causal_lm = make_tiny_causal_lm(seed)
-    with torch.no_grad():
-        for layer in causal_lm.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.03)
-    causal_lm.save_pretrained(directory)
+    weights = make_tiny_weights(seed)
+    for name, weight in weights.items():
+        if "o_proj" in name:
+            weight.mul_(0.03)
+    save_checkpoint(TINY_CONFIG, weights, directory)
     return directory
 
 

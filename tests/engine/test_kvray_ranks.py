@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError
+from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
-from kvray.reference.model import TINY_CONFIG
-from kvray.reference.tokenizer import import_transformers
+from kvray.reference.model import TINY_CONFIG, make_tiny_weights
 from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.test_tensor_parallel import start
 from tests.kit.tier import tier_environment
@@ -127,11 +127,9 @@ WHOLE = 56
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of which 4 ranks have a KV head each."""
-    transformers = import_transformers()
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(**TINY_CONFIG | {"num_key_value_heads": HEADS})
+    config = {**TINY_CONFIG, "num_key_value_heads": HEADS}
     directory = tmp_path_factory.mktemp("model")
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    save_checkpoint(config, make_tiny_weights(1, config), directory)
     return directory
 
 

@@ -12,19 +12,35 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.checkpoint import load_checkpoint, split_causal_lm
-from kvray.reference.model import BlockModel, make_tiny_causal_lm
+from kvray.reference.checkpoint import load_checkpoint, split_weights
+from kvray.reference.model import TINY_CONFIG, BlockModel, make_tiny_weights
 from kvray.reference.ranks import CollectiveError, GlooRanks, SingleRank
-from kvray.reference.tokenizer import read
+from kvray.reference.tokenizer import import_transformers, read
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 TOKENS = make_prompt(5 * BLOCK)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a head of its own size, tied": {"head_dim": 32, "tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "Llama 3": {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "other constants": {"rope_theta": 500_000.0, "rms_norm_eps": 1e-2, "hidden_act": "gelu"},
+}
 
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    return BlockModel(make_tiny_causal_lm(), tokens_per_block=BLOCK)
+    return BlockModel(TINY_CONFIG, make_tiny_weights(), tokens_per_block=BLOCK)
 
 
 def forward_block(
@@ -82,15 +98,24 @@ def test_rows_without_a_token_change_nothing(model):
     assert torch.equal(model.logits(step), one)
 
 
-def test_steps_agree_with_the_model_run_at_once(model):
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_steps_agree_with_transformers_run_at_once(tmp_path, config):
+    config = {**TINY_CONFIG, **config}
+    transformers = import_transformers()
+    torch.manual_seed(1)
+    causal_lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    with torch.no_grad():
+        for weight in causal_lm.parameters():
+            weight.add_(torch.randn(weight.shape) * 0.1)
+    causal_lm.save_pretrained(tmp_path)
     with torch.inference_mode():
-        reference = make_tiny_causal_lm()(torch.tensor([TOKENS]), use_cache=False).logits[0, -1]
-    logits, _ = prefill(model, TOKENS)
-    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+        reference = causal_lm(torch.tensor([TOKENS]), use_cache=False).logits[0, -1]
+    model = load_checkpoint(tmp_path, tokens_per_block=BLOCK).model
+    torch.testing.assert_close(prefill(model, TOKENS)[0], reference, rtol=1e-4, atol=1e-4)
 
 
 def test_seeds_make_different_models_and_equal_seeds_equal_ones():
-    first, same, other = (make_tiny_causal_lm(seed).model.embed_tokens.weight for seed in (1, 1, 2))
+    first, same, other = (make_tiny_weights(seed)["lm_head.weight"] for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
@@ -220,17 +245,15 @@ def test_diagnosis_takes_the_place_of_what_gloo_says(tmp_path):
 def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path, size):
     """Two KV heads: with four ranks, two hold the same one."""
     tokens = make_prompt(BLOCK)
-    one = BlockModel(make_tiny_causal_lm(), tokens_per_block=BLOCK)
+    one = BlockModel(TINY_CONFIG, make_tiny_weights(), tokens_per_block=BLOCK)
     whole, kvs = forward_block(one, None, tokens, 0)
 
     def act(ranks: GlooRanks) -> Any:
-        causal_lm = make_tiny_causal_lm()
-        split_causal_lm(causal_lm, ranks)
-        model = BlockModel(causal_lm, tokens_per_block=BLOCK)
+        weights = split_weights(TINY_CONFIG, make_tiny_weights(), ranks)
+        model = BlockModel(TINY_CONFIG, weights, tokens_per_block=BLOCK, ranks=ranks)
         assert model.geometry.num_kv_heads == 1
         return forward_block(model, None, tokens, 0)
 
-    make_tiny_causal_lm()  # transformers imports on first use, which two threads may not share
     results = on_ranks(size, tmp_path, act)
     for rank, (logits, own) in enumerate(results):
         assert torch.equal(logits, results[0][0])
@@ -245,4 +268,4 @@ def test_ranks_that_cannot_share_a_model_evenly_are_refused():
     ranks = SingleRank()
     ranks.size = 3
     with pytest.raises(ConfigError, match="3 ranks cannot share 4 attention heads"):
-        split_causal_lm(make_tiny_causal_lm(), ranks)
+        split_weights(TINY_CONFIG, make_tiny_weights(), ranks)
