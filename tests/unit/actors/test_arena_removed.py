@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvray.node.link import NodeLink, attach
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE
+from kvray.store.arena.owner import ArenaOwner
 from tests.unit.actors.small_shard import nvme_for
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import PATIENT_S, chain, fetch, overwrite, store
@@ -153,6 +155,18 @@ def test_a_flipped_bit_is_mended_and_said(shard, arena, caplog):
     check_invariants(arena.tables)
     assert arena.match(keys) == 6
     assert shard.status()["state"] == "serving"
+
+
+def test_a_look_at_the_tables_that_waits_puts_off_no_later_one(shard, monkeypatch):
+    looks, audit = [], ArenaOwner.audit
+
+    def wait_and_audit(owner: ArenaOwner) -> dict[str, int]:
+        looks.append(owner)
+        time.sleep(0.7)  # for a core, or the lock
+        return audit(owner)
+
+    monkeypatch.setattr(ArenaOwner, "audit", wait_and_audit)
+    wait_for(lambda: len(looks) > 2)
 
 
 def test_tables_that_are_overwritten_end_no_shard(make_shard, attach):
