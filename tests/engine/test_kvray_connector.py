@@ -1,16 +1,36 @@
-"""Reference engines over the real connector and a real shard say what they would say alone."""
+"""Engines over the real connector and real shards, of one rank or several, answer as one alone."""
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvray.reference import Replica
+from kvray.errors import ConfigError
+from kvray.reference.checkpoint import save_checkpoint
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.model import TINY_CONFIG, make_tiny_weights
 from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
-from tests.kit.connector import flip_a_byte
-from tests.kit.tier import Tier
+from tests.engine.test_tensor_parallel import start
+from tests.kit.tier import tier_environment
+from tests.kit.two_nodes import PATIENT, TwoNodes
 from tests.waiting import wait_for
 
-PROMPTS = [make_prompt(n, seed=5) for n in (100, 96, 50, 16, 15, 1)] + [make_prompt(70, seed=6)]
+TRUNK = make_prompt(80, seed=5)
+DIVERGING = TRUNK[:50] + make_prompt(40, seed=6)
+PROMPTS = {
+    "aligned": make_prompt(96, seed=1),
+    "unaligned": make_prompt(100, seed=2),
+    "one block": make_prompt(17, seed=3),
+    "short": make_prompt(15, seed=4),
+    "one token": [7],
+}
+ON_TWO_NODES = [PROMPTS[name] for name in ("aligned", "unaligned", "one block")]
+CHUNKED = {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK, "connector": KVRAY}
+
+
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
@@ -24,110 +44,151 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
 def test_answers_are_those_of_an_engine_alone(make_joined, expected, options):
-    for _ in range(2):
+    prompts = [*PROMPTS.values(), DIVERGING, TRUNK]
+    for is_fresh in (False, True):
         engine = make_joined(**options)
-        check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
+        outputs = engine.generate(prompts, max_tokens=20)
+        check(outputs, expected, prompts, 20)
+        if is_fresh and engine.cache.enable_block_reuse:
+            assert outputs[0].hit_tokens == 80
         engine.close()
 
 
-@pytest.mark.parametrize("num_tokens", [96, 100])
-def test_a_fresh_engine_loads_all_full_blocks_but_the_last_token(
-    tier, make_joined, expected, num_tokens
-):
-    prompt = make_prompt(num_tokens, seed=7)
-    make_joined().generate(prompt, max_tokens=1)
-    tier.wait_for_stored(num_tokens // BLOCK)
-    output = make_joined().generate(prompt, max_tokens=20)
-    assert output.hit_tokens == (num_tokens - 1) // BLOCK * BLOCK
-    assert output.token_ids == expected(prompt, 20)
+def test_fresh_ranks_load_what_cold_ranks_stored(tier, expected):
+    """Pools full of NaN: a byte of the wrong rank, or of none, would show in the answer."""
+    with start(2, **CHUNKED) as cold:
+        for prompt in [*PROMPTS.values(), TRUNK]:
+            assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
+    prompts = {**PROMPTS, "diverging": DIVERGING}
+    hits = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in prompts.items()}
+    with start(2, **CHUNKED, overlap=True, num_blocks=48, runtime="main") as fresh:
+        outputs = fresh.generate(list(prompts.values()), max_tokens=8)
+    found = {name: one.hit_tokens for name, one in zip(prompts, outputs, strict=True)}
+    assert found == {**hits, "diverging": 48}
+    check(outputs, expected, list(prompts.values()), 8)
 
 
-def test_what_was_generated_is_a_hit_for_the_next_turn(tier, make_joined, expected):
-    prompt = make_prompt(40, seed=8)
-    answer = make_joined().generate(prompt, max_tokens=60)
-    follow_up = [*prompt, *answer.token_ids, *make_prompt(9, seed=9)]
-    tier.wait_for_stored((len(follow_up) - 10) // BLOCK)
-    output = make_joined().generate(follow_up, max_tokens=20)
-    assert output.hit_tokens >= 96 // BLOCK * BLOCK
-    assert output.token_ids == expected(follow_up, 20)
+@pytest.mark.long
+def test_four_ranks_load_what_their_pools_forgot(tier, expected):
+    """The model has two KV heads, so two ranks hold the same bytes, each as a part of its own."""
+    with start(4, **CHUNKED, overlap=True) as engine:
+        engine.generate([PROMPTS["aligned"], TRUNK], max_tokens=1)
+        tier.wait_for_stored(4 * (6 + 5))
+        engine.generate(make_prompt(250, seed=8), max_tokens=1)  # as many as the pools hold
+        for prompt, hit in ((PROMPTS["aligned"], 80), (DIVERGING, 48)):
+            output = engine.generate(prompt, max_tokens=8)
+            assert (output.hit_tokens, output.reused_tokens) == (hit, 0)
+            assert output.token_ids == expected(prompt, 8)
 
 
-def test_a_small_arena_that_evicts_all_the_time_never_changes_an_answer(
-    environment, monkeypatch, make_engine, expected
-):
-    monkeypatch.setenv("KVRAY_ARENA__CAPACITY", "1MiB")
-    tier = Tier()
-    for turn in range(3):
-        engine = make_engine(connector=KVRAY, num_blocks=20, overlap=bool(turn % 2))
-        prompts = [make_prompt(120, seed=20 + number) for number in range(6)]
-        check(engine.generate(prompts, max_tokens=8), expected, prompts, 8)
-        engine.close()
-    assert tier.shard.status()["arena"]["evicted"] > 0
-    tier.stop()
+def test_what_one_owner_stored_the_other_hits(tier, expected):
+    with start(2, enable_attention_dp=True, runtime="main", connector=KVRAY) as owners:
+        for prompt in PROMPTS.values():
+            stored = tier.stored()
+            first = owners.generate(prompt, max_tokens=8)
+            if len(prompt) >= BLOCK:
+                tier.wait_for_stored(stored + 1)
+            second = owners.generate(prompt, max_tokens=8)
+            assert (first.hit_tokens, first.reused_tokens) == (0, 0)
+            assert second.hit_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+            assert first.token_ids == second.token_ids == expected(prompt, 8)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_cancelled_requests_leave_no_wrong_block(make_joined, expected, overlap):
-    """Their blocks are made NaN at once, and given to the next request."""
-    engine = make_joined(num_blocks=24, overlap=overlap)
-    prompts = [make_prompt(100, seed=40 + number) for number in range(12)]
-    for prompt in prompts:
-        doomed = engine.submit(prompt, max_tokens=60)
-        engine.submit(prompt[:33], max_tokens=2).result()
-        engine.cancel(doomed)
-    engine.close()
-    fresh = make_joined()
-    outputs = [fresh.generate(prompt, max_tokens=8) for prompt in prompts]
-    check(outputs, expected, prompts, 8)
-    assert sum(output.hit_tokens for output in outputs) > 0
+# Ranks on two nodes, each with its own tier.
 
 
-def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(tier, make_joined, expected):
-    prompt = make_prompt(100, seed=11)
-    make_joined().generate(prompt, max_tokens=1)
-    tier.wait_for_stored(6)
-    engine = make_joined()
-    flip_a_byte(engine.connector.worker._rank.shared.link.arena, depth=5)  # type: ignore[union-attr]
-    output = engine.generate(prompt, max_tokens=20)
-    assert output.hit_tokens == 5 * BLOCK
-    assert output.token_ids == expected(prompt, 20)
-    assert tier.shard.status()["arena"]["corrupt"] == 1
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    """Two nodes; the engine's leader is on the first."""
+    with tier_environment(ARENA__CAPACITY="32MiB", **PATIENT) as variables:
+        made = TwoNodes(Path(variables["KVRAY_ARENA__DIR"]))
+        os.environ["KVRAY_ARENA__DIR"] = str(made.directories[0])
+        yield made
+        made.close()
 
 
-def test_an_engine_outlives_its_tier_and_joins_the_next(tier, make_joined, expected):
-    engine = make_joined(num_blocks=12)
-    prompts = [make_prompt(100, seed=30 + number) for number in range(3)]
-    for prompt in prompts:
-        engine.generate(prompt, max_tokens=1)
-    tier.stop()
-    for prompt in prompts:
-        output = engine.generate(prompt, max_tokens=8)
-        assert output.token_ids == expected(prompt, 8)
-        assert output.hit_tokens == 0
-    tier.start()
-    wait_for(lambda: tier.shard.status()["arena"]["holders"] == 1)
-    engine.generate(prompts[0], max_tokens=1)
-    tier.wait_for_stored(1)
+def spread(
+    nodes: TwoNodes, name: str, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> ReferenceEngine:
+    """Return an engine with a rank on each node, once their shards know of both."""
+    monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", name)
+    env = {"KVRAY_ARENA__DIR": str(nodes.directories[1])}
+    options = {"num_blocks": 64, "connector": KVRAY, **options}
+    engine = start(2, ranks_per_node=1, rank_env=[env], **options)
+    nodes.wait_for_ranks(engine.connector.scheduler._shared)  # type: ignore[union-attr]
+    return engine
 
 
-def test_two_replicas_in_processes_of_their_own_share_a_prompt(tier, expected, environment):
-    prompt = make_prompt(100, seed=14)
-    options: dict[str, Any] = {
-        "model": "tiny",
-        "tokens_per_block": BLOCK,
-        "num_blocks": 64,
-        "connector": KVRAY,
-        "env": environment,
-    }
-    first, second = Replica.spawn("first", **options), Replica.spawn("second", **options)
-    try:
-        first.wait_ready(120)
-        second.wait_ready(120)
-        first.generate(prompt, max_tokens=1)
-        tier.wait_for_stored(6)
-        output = second.generate(prompt, max_tokens=16)
-    finally:
-        first.close()
-        second.close()
-    assert output.hit_tokens == 96
-    assert output.token_ids == expected(prompt)
+def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(nodes, expected, monkeypatch):
+    """Pools full of NaN: a byte of the wrong rank, or of none, would show in the answer."""
+    with spread(nodes, "cold", monkeypatch) as cold:
+        for prompt in ON_TWO_NODES:
+            assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
+    with spread(nodes, "fresh", monkeypatch, overlap=True, runtime="main") as fresh:
+        outputs = fresh.generate(ON_TWO_NODES, max_tokens=8)
+    assert [one.hit_tokens for one in outputs] == [
+        (len(prompt) - 1) // BLOCK * BLOCK for prompt in ON_TWO_NODES
+    ]
+    check(outputs, expected, ON_TWO_NODES, 8)
+    wait_for(lambda: nodes.leased() == [0, 0])
+
+
+def test_variables_are_given_for_every_further_rank_or_for_none():
+    with pytest.raises(ConfigError, match="rank_env has variables for 2 ranks"):
+        start(2, rank_env=[{}, {}])
+    with pytest.raises(ConfigError, match="ranks_per_node is 0"):
+        start(2, ranks_per_node=0)
+
+
+# Engines with 1, 2 and 4 ranks answer from what the others have computed.
+
+SMALL_BLOCK, HEADS = 8, 4
+LONG = [3 + (7 * index * index) % 490 for index in range(60)]
+WHOLE = 56
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of which 4 ranks have a KV head each."""
+    config = {**TINY_CONFIG, "num_key_value_heads": HEADS}
+    directory = tmp_path_factory.mktemp("model")
+    save_checkpoint(config, make_tiny_weights(1, config), directory)
+    return directory
+
+
+def heads_of(engine: ReferenceEngine, size: int) -> torch.Tensor:
+    """Return what rank 0 has of the prompt: [blocks, layers, 2, heads, elements of a head]."""
+    pool = engine.cache.get_unique_primary_pool()
+    ids = engine.cache._blocks.match(LONG, namespace=None, allow_partial=False).block_ids
+    assert len(ids) == WHOLE // SMALL_BLOCK
+    return pool[list(ids)].view(len(ids), pool.shape[1], 2, HEADS // size, -1).clone()
+
+
+@pytest.mark.long
+def test_ranks_load_their_heads_of_what_any_number_of_ranks_has_stored(tier, model):
+    """What rank 0 has loaded is held, byte for byte, against the same heads of what was stored."""
+    answers, stored = [], {}
+    for stored_by in (1, 2, 4):
+        tier.shard.clear(10)
+        for size in (stored_by, 1, 2, 4):
+            with ReferenceEngine(
+                model,
+                tokens_per_block=SMALL_BLOCK,
+                num_blocks=32,
+                connector=KVRAY,
+                poison=True,
+                num_threads=1,
+                tensor_parallel_size=size,
+            ) as engine:
+                (output,) = engine.generate([LONG], max_tokens=8)
+                answers.append(output.token_ids)
+                found = heads_of(engine, size)
+            if stored_by not in stored:
+                assert output.hit_tokens == 0
+                stored[stored_by] = found
+                continue
+            assert output.hit_tokens == WHOLE
+            source = stored[stored_by]
+            shared = min(source.shape[3], found.shape[3])
+            assert torch.equal(found[:, :, :, :shared], source[:, :, :, :shared])
+    assert answers == answers[:1] * len(answers)

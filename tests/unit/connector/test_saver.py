@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 import threading
 import time
 from collections import Counter
@@ -18,11 +17,9 @@ from hypothesis import strategies as st
 from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
-from kvray.connector.base import RequestData
 from kvray.engine import saver as saver_module
 from kvray.engine.device.pool import HostPool, Ticket
 from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import LayerRange, Part, Region
 from kvray.engine.saver import Job, PendingReads, Saver
 from kvray.errors import TierError
@@ -443,32 +440,6 @@ def test_a_pass_saves_all_blocks_of_a_long_prompt(pair):
     tables = pair.arena.tables
     assert np.count_nonzero(tables.slot_parent[tables.slot_state == READY] < 0) == 1
     assert pair.serve(Request(2, PROMPT)) == (NUM_BLOCKS - 1) * BLOCK
-
-
-def test_a_saved_block_costs_its_key_and_its_page(pair):
-    request = Request(1, PROMPT)
-    pair.query(request)
-    meta = pair.plan(request)
-    sent = len(pickle.dumps(meta)) - len(pickle.dumps(ConnectorMeta()))
-    assert sent < 36 * NUM_BLOCKS + 500
-
-
-def test_all_requests_of_one_pass_are_saved(pair):
-    requests = [Request(n, PROMPT[n * 60 * BLOCK : (n + 1) * 60 * BLOCK]) for n in range(3)]
-    for request in requests:
-        pair.query(request)
-    reports = [
-        RequestData(one.request_id, list(one.tokens), list(one.block_ids), 0, len(one.tokens))
-        for one in requests
-    ]
-    pair.begin_pass(*reports)
-    for request in requests:
-        for index, block_id in enumerate(request.block_ids):
-            pair.pool[block_id] = pair.content(request, index)
-    pair.end_pass()
-    pair.flush()
-    for number, request in enumerate(requests):
-        assert pair.serve(Request(10 + number, request.tokens)) == 59 * BLOCK
 
 
 def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(

@@ -1,7 +1,6 @@
 """The leader promises what is leased and sound, and gives back what was not used."""
 
 import logging
-import pickle
 from unittest import mock
 
 import pytest
@@ -10,20 +9,6 @@ from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.kit.connector import BLOCK, HIT, PROMPT, Request, args_for, flip_a_byte
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 39, 40])
-def test_all_full_blocks_but_the_last_token_are_promised(make_pair, num_tokens):
-    first = make_pair()
-    assert first.serve(Request(1, PROMPT[:num_tokens])) == 0
-    first.flush()
-    hit = make_pair().serve(Request(1, PROMPT[:num_tokens]))
-    assert hit == (num_tokens - 1) // BLOCK * BLOCK
-
-
-def test_what_the_engine_has_itself_is_not_promised(warm):
-    assert warm.serve(Request(2, PROMPT), computed=3 * BLOCK) == 6 * BLOCK
-    assert warm.serve(Request(3, PROMPT), computed=HIT) == 0
 
 
 def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(warm, caplog):
@@ -110,13 +95,6 @@ def test_asking_again_replaces_the_promise(warm):
     assert warm.leased == 0
 
 
-def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(pair):
-    request = Request(1, PROMPT)
-    pair.serve(request)
-    assert not pair.scheduler.request_finished(request, request.block_ids)
-    assert not pair.scheduler.request_finished(Request(77, [1]), [])
-
-
 def test_cancelled_requests_are_forgotten_oldest_first(make_pair, monkeypatch):
     monkeypatch.setattr("kvray.engine.leader._STATES_MAX", 3)
     pair = make_pair()
@@ -137,33 +115,6 @@ def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm):
     assert warm.serve(Request(3, PROMPT)) == HIT
 
 
-def test_no_reuse_in_the_engine_means_no_promise(make_pair, caplog):
-    pair = make_pair(args_for(cache={"enable_block_reuse": False}))
-    pair.store(PROMPT)
-    assert pair.serve(Request(2, PROMPT)) == 0
-    assert "enable_block_reuse" in caplog.text
-
-
-def test_salts_and_adapters_keep_requests_apart(pair):
-    pair.serve(Request(1, PROMPT, cache_salt_id=2**63))
-    pair.serve(Request(2, PROMPT, lora_task_id=1))
-    pair.flush()
-    assert pair.query(Request(3, PROMPT)) == 0
-    assert pair.query(Request(4, PROMPT, cache_salt_id=1)) == 0
-    assert pair.query(Request(5, PROMPT, lora_task_id=1)) == 0
-    assert pair.query(Request(6, PROMPT, cache_salt_id=2**63)) == HIT
-
-
-def test_metadata_of_a_real_load_is_small(pair):
-    prompt = list(range(200))
-    pair.store(prompt)
-    request = Request(2, prompt)
-    pair.query(request)
-    meta = pair.plan(request)
-    assert len(meta.loads[0].pages[0].packed) == 4 * 49
-    assert len(pickle.dumps(meta)) < 600 + 8 * 49
-
-
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
 def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
     warm, monkeypatch, caplog, error
@@ -182,12 +133,6 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(pair, monkeypatch):
     monkeypatch.setattr("kvray.engine.pass_plan.SavePlan", lambda **_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
-
-
-def test_a_prompt_of_no_token_ids_and_a_request_without_an_id_go_without(pair):
-    assert pair.query(Request(1, [2**40] * 9)) == 0
-    assert pair.scheduler.get_num_new_matched_tokens(object(), 0) == (0, False)
-    pair.scheduler.update_state_after_alloc(object(), [1])
 
 
 def test_a_scheduler_without_a_worker_says_what_to_do(pair, caplog):

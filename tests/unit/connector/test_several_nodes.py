@@ -104,12 +104,6 @@ def test_a_flipped_byte_on_any_node_is_a_shorter_hit_and_no_dead_engine(
     assert make_replica().serve(Request(3, PROMPT)) == HIT
 
 
-def test_what_the_engine_has_itself_is_not_promised_and_not_leased(stored):
-    drop_blocks(stored.arenas[1], num_kept=4)
-    assert stored.query(Request(2, PROMPT), computed=4 * BLOCK) == 0
-    stored.pass_on()
-
-
 def test_a_promise_that_is_not_used_is_released_on_every_node(nodes, stored):
     assert stored.query(Request(2, PROMPT)) == HIT
     nodes.drop_handovers()
@@ -136,14 +130,6 @@ def test_an_offer_that_was_not_taken_is_released_on_every_node(stored):
     stored.query(request)
     assert stored.plan(request, accepted=False).loads == ()
     stored.pass_on()
-
-
-def test_an_offer_that_was_taken_in_part_is_loaded_in_part(stored):
-    request = Request(2, PROMPT)
-    stored.query(request)
-    stored.scheduler.cancel_load(request, 5 * BLOCK, HIT)
-    stored.plan(request)
-    stored.check(request, 5 * BLOCK)
 
 
 def test_a_node_that_is_away_means_no_promise_and_no_lease(nodes, stored):

@@ -4,11 +4,9 @@ import contextlib
 import itertools
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.engine.meta import ConnectorMeta, PageIds, RankLeases, Release, SavePlan
 from kvray.errors import CorruptBlock, KVRayError, LayoutMismatch, LeaseExpired
@@ -20,9 +18,7 @@ from tests.kit.connector import (
     NUM_BLOCKS,
     PROMPT,
     Request,
-    args_for,
     flip_a_byte,
-    parallel,
 )
 
 
@@ -46,38 +42,6 @@ def test_metadata_that_stays_bound_saves_nothing_again(warm):
     warm.flush()
     assert {**warm.totals, "stored_blocks": 0} == {**before, "stored_blocks": 0}
     assert warm.totals["stored_blocks"] == 10 + 7
-
-
-def test_nothing_happens_before_the_pool_is_registered(shard):
-    worker, scheduler = KvRayWorker(args_for()), KvRayScheduler(args_for())
-    assert worker.register_forward_pass_callable() is None
-    worker.start_load_kv(None)
-    worker.wait_for_save(None)
-    worker.bind_connector_meta(scheduler.build_connector_meta(SchedulerOutput()))
-    worker.start_load_kv(None)
-    worker.wait_for_layer_load(0, None)
-    worker.save_kv_layer(0, None)
-    worker.wait_for_save(None)
-    assert worker.get_finished([], []) == ([], [])
-    scheduler.shutdown()
-    worker.shutdown()
-
-
-def test_finished_requests_are_returned_exactly_once(warm):
-    assert warm.worker.get_finished([3, 1], []) == ([3, 1], [])
-    assert warm.worker.get_finished([], []) == ([], [])
-
-
-def test_blocks_are_read_when_wait_for_save_returns(warm):
-    """Those of a cancelled request are freed right after, and nobody says so."""
-    for number in range(20):
-        request = Request(number + 10, [number, *PROMPT])
-        warm.begin(request)
-        warm.compute(request)
-        warm.pool.fill_(-7.0)
-    warm.flush()
-    for number in range(20):
-        assert warm.serve(Request(number + 50, [number, *PROMPT])) == 10 * BLOCK
 
 
 @pytest.mark.parametrize("make_pair", ["host"], indirect=True)
@@ -127,37 +91,6 @@ def test_a_pool_that_cannot_be_read_costs_the_save_only(warm, monkeypatch):
     warm.compute(request)
     warm.flush()
     assert warm.totals["dropped_blocks"] == 7
-
-
-def test_two_ranks_hold_parts_of_their_own(make_pair):
-    """Ranks as threads of one process that share their arguments, but for the rank."""
-    args = [args_for(tensor_parallel_size=2, parallel_config=parallel(rank)) for rank in (0, 1)]
-    leader, other = make_pair(args[0]), KvRayWorker(args[1])
-    pool = torch.zeros_like(leader.pool)
-    other.register_kv_caches(pool)
-    request = Request(1, PROMPT)
-    leader.query(request)
-    other.bind_connector_meta(leader.plan(request))
-    leader.worker.start_load_kv(None)
-    other.start_load_kv(None)
-    pool[request.block_ids] = 1000.0
-    other.wait_for_save(None)
-    other.register_kv_caches(pool)  # ends what was begun
-    assert leader.query(Request(2, PROMPT)) == 0, "one rank's part is no block"
-    leader.compute(request)
-    leader.flush()
-
-    again = Request(3, PROMPT)
-    assert leader.query(again) == HIT
-    assert leader.leased == 18
-    other.bind_connector_meta(leader.plan(again))
-    leader.worker.start_load_kv(None)
-    assert leader.leased == 9
-    other.start_load_kv(None)
-    assert leader.leased == 0
-    assert (pool[again.block_ids[:9]] == 1000.0).all()
-    assert (leader.pool[again.block_ids[:9]] != 1000.0).all()
-    other.shutdown()
 
 
 def test_pages_that_may_be_given_away_are_fenced_off_once(warm):
