@@ -159,12 +159,6 @@ def nvme(
             "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
         ),
     ] = None,
-    huge_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
-        ),
-    ] = None,
     block: BlockOption = None,
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
@@ -172,11 +166,10 @@ def nvme(
     config: ConfigOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Measure stores to and cold retrieves from a disk, beside bare direct I/O.
+    """Measure stores to and cold retrieves from a disk, beside fio where that is installed.
 
-    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, and one
-    with huge pages where the machine has them. A store and a bare file on the disk take 1 GiB at
-    most. It removes them all again.
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir. A store
+    and fio's file on the disk take 1 GiB at most. It removes them all again.
     """
 
 

@@ -1,7 +1,4 @@
-"""`kvray bench local`: stores, retrieves and lookups in an arena of this node, beside bare work.
-
-Blocks that engines with more or fewer ranks have stored are loaded, too.
-"""
+"""`kvray bench local`: stores, retrieves and lookups in an arena of this node, beside bare work."""
 
 from __future__ import annotations
 
@@ -13,23 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
-import torch
 
 from kvray.config import format_size, load_config
-from kvray.engine.device.pool import HostPool, Load
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
-from kvray.engine.model.reslicing import resliced_parts
 from kvray.errors import ConfigError
-from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
     SHORT_TOKENS,
     SMALL_BYTES,
-    TOKENS_PER_BLOCK,
     Duration,
     Pair,
     Runner,
@@ -38,72 +28,16 @@ from kvray.lab.bench.runner import (
     measure,
     over_all,
     require_room,
-    reserve_all,
-    timed,
 )
 from kvray.lab.bench.worker import Worker, call_all
 from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 
-_LAYERS, _KV_HEADS, _HEAD_BYTES = 32, 8, 256
-"""Of a model with 8e9 parameters: a block has 4 MiB on all ranks together."""
-_CASES = ((1, 2), (2, 1), (1, 4), (4, 1))
-"""Ranks that have stored the blocks, and ranks of the engine that loads them."""
 NUM_READERS = 4
 _CAPACITY_MIN = 64 * 2**20
 _LOOKUP_BLOCK_BYTES = 4096
 _SMALL_PAIRS = 5
 """Pairs of small blocks for each of large ones: they take a thirtieth of the time."""
-
-
-def _resliced_row(arena: Arena, stored_by: int, size: int, *, num_blocks: int, pairs: int) -> Row:
-    layout = _layout(size, num_blocks)
-    own = layout.parts(0, size, TOKENS_PER_BLOCK)
-    others = resliced_parts(layout, 0, size, stored_by, TOKENS_PER_BLOCK)
-    pool = HostPool([*own, *others])
-    with ExitStack() as stack:
-        resliced, plain = (
-            [_load(arena, part, num_blocks, stack) for part in parts] for parts in (others, own)
-        )
-        found = measure(
-            pairs,
-            ours=lambda _: timed(lambda: pool.load(arena, resliced, None)),
-            floor=lambda _: timed(lambda: pool.load(arena, plain, None)),
-        )
-    title = f"load by one of {size} ranks, stored by {stored_by}"
-    num_bytes = num_blocks * own[0].block_bytes
-    return copy_row(title, f"resliced_{stored_by}_to_{size}_{{}}", found, num_bytes=num_bytes)
-
-
-def _layout(size: int, num_blocks: int) -> CacheLayout:
-    """Return the pool of one of `size` ranks, with keys and values of each layer."""
-    plane = _KV_HEADS // size * TOKENS_PER_BLOCK * _HEAD_BYTES
-    pages = torch.zeros((num_blocks, 2 * _LAYERS * plane), dtype=torch.uint8)
-    steps = tuple(
-        LayerRange((layer,), 2 * layer * plane, 2 * (layer + 1) * plane) for layer in range(_LAYERS)
-    )
-    region = Region(pages=pages, steps=steps, num_planes=2 * _LAYERS)
-    group = Group(layers=tuple(range(_LAYERS)), window=None, own=(region,))
-    return CacheLayout(
-        groups=(group,),
-        dtype="bfloat16",
-        kv_factor=2,
-        tokens_per_block=TOKENS_PER_BLOCK,
-        is_flat=True,
-    )
-
-
-def _load(arena: Arena, part: Part, num_blocks: int, stack: ExitStack) -> Load:
-    """Return a load of fresh slots, to pages as scattered as those of an engine after a while."""
-    tokens = np.arange(num_blocks * TOKENS_PER_BLOCK)
-    seed = request_seed(f"kvray bench {part.num_ranks} {part.index}".encode())
-    keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=seed)
-    made = reserve_all(arena, keys, block_bytes=part.block_bytes)
-    stack.callback(arena.abort, made)
-    for slot in made.slots.tolist():
-        arena.slot_bytes(slot)[:] = 1  # memory that nobody has written is not read from memory
-    pages = np.random.default_rng(0).permutation(num_blocks).astype(np.int64)
-    return Load(part, made.slots.astype(np.int64), pages)
 
 
 class Copies(NamedTuple):
@@ -234,7 +168,6 @@ class _Bench:
             ("stores", self._stores),
             ("retrieves of large blocks", self._large_retrieves),
             ("retrieves of small blocks", self._small_retrieves),
-            ("loads of blocks of other ranks", self._resliced_loads),
             ("lookups", self._lookups),
         )
         self._runner.show("Starting", total=len(measurements))
@@ -300,21 +233,6 @@ class _Bench:
         pairs = self._retrieve_pairs(self._reader, self._fill(small), small)
         return [_row("retrieve", "retrieve", small, pairs)]
 
-    def _resliced_loads(self) -> list[Row]:
-        large = self._scale.large
-        self._clear()
-        assert self._arena is not None
-        # Blocks of the largest case and of its plain loads are in the arena together.
-        num_blocks = max(2, min(large.shape[0] // 4, 64))
-        self._arena.join("bench")
-        try:
-            return [
-                _resliced_row(self._arena, *case, num_blocks=num_blocks, pairs=large.pairs)
-                for case in _CASES
-            ]
-        finally:
-            self._arena.leave()
-
     def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False
     ) -> list[Pair]:
@@ -348,10 +266,7 @@ class _Bench:
             for percent, suffix in ((100, ""), (50, "_half"), (0, "_none")):
                 asked = {"num_tokens": num_tokens, "present": num_tokens * percent // 100}
                 (found,) = call_all(self._reader, "look_up", count=count, **asked)
-                title, name = (
-                    f"lookup of {num_tokens:,} tokens, {percent} % stored",
-                    prompt + suffix,
-                )
+                title = f"lookup of {num_tokens:,} tokens, {percent} % stored"
                 pairs = [Pair(Duration(ours), Duration(floor)) for ours, floor in found]
                 name = prompt + suffix
                 rows += hash_rows(title, name, pairs, has_spread=name == "lookup_8k")

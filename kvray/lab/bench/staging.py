@@ -1,20 +1,15 @@
 """`kvray bench staging`: blocks fetched from another node, beside the bare transports.
 
-Two Ray nodes are the bench's own. Their driver is a process of its own, `python -m` this module,
-which prints one JSON object.
+Two Ray nodes are the bench's own. Their driver is a `Worker` that runs this module.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import secrets
-import socket
-import subprocess
-import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +34,11 @@ from kvray.lab.bench.runner import (
     measure,
     reserve_all,
 )
+from kvray.lab.bench.worker import Worker, serve
 from kvray.lab.chaos.machine import RESOURCE, Machine
 from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
-from kvray.transport.nixl import NixlTransport, bindings
+from kvray.transport.nixl import bindings
 from kvray.transport.object_ref import ObjectRefTransport
 from kvray.transport.transport import Array
 
@@ -56,17 +52,11 @@ _DRAM = "DRAM"
 BareAddress = tuple[bytes, int]
 """Target of a bare push: NIXL's metadata of the other end, and its memory's address."""
 
-_SPEED = "staging_nixl_gb_per_s"
 _COPIES = {
     "nixl": (
         "staging over nixl, bare NIXL push",
-        ("staging_nixl_ratio", _SPEED, "raw_nixl_gb_per_s"),
+        ("staging_nixl_ratio", "staging_nixl_gb_per_s", "raw_nixl_gb_per_s"),
     ),
-    "transport": (
-        "    one push of kvray's transport",
-        ("staging_nixl_transport_ratio", _SPEED, "transport_gb_per_s"),
-    ),
-    "socket": ("    bare socket", ("staging_nixl_socket_ratio", _SPEED, "raw_socket_gb_per_s")),
     "object_ref": (
         "staging over object_ref, bare Ray objects",
         ("staging_object_ref_ratio", "staging_object_ref_gb_per_s", "raw_ray_gb_per_s"),
@@ -91,25 +81,14 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    arguments = [str(path), str(num_blocks), str(num_pairs)]
-    with runner.interrupts.held():
-        driver = subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments],
-            env=machine.environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which ends it
-        )
-        runner.stack.enter_context(driver)  # which closes its pipes and waits for it
-        runner.stack.callback(driver.kill)
-    try:
-        output, errors = driver.communicate(timeout=_BENCH_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise KVRayError("The bench did not end in time; run it on an idle machine.") from None
-    pairs, num_bytes = _pairs_of(output, errors), num_blocks * LARGE_BYTES
-    nixl, transport, bare, object_ref = (
+    driver = Worker.start(runner, __name__, machine.environ())
+    driver.send("take", config_path=str(path), num_blocks=num_blocks, repeat=num_pairs)
+    pairs = {
+        name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in found]
+        for name, found in driver.receive().items()
+    }
+    num_bytes = num_blocks * LARGE_BYTES
+    nixl, object_ref = (
         copy_row(title, names, pairs[name], num_bytes=num_bytes)
         for name, (title, names) in _COPIES.items()
     )
@@ -121,29 +100,11 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
         )
     )
     return bench_report(
-        [nixl, transport, bare, nixl_cpu, object_ref, object_ref_cpu],
+        [nixl, nixl_cpu, object_ref, object_ref_cpu],
         note=f"{num_blocks} blocks of 4 MiB between two nodes of this machine, over its loopback"
         f" device, {num_pairs} pairs on {cores()}.",
         facts={"blocks": num_blocks, "block_bytes": LARGE_BYTES, "pairs": num_pairs},
     )
-
-
-def _pairs_of(output: str, errors: str) -> dict[str, list[Pair]]:
-    """Return the pairs that the driver printed last, by measurement.
-
-    Raises:
-        KVRayError: it printed why there are none, or it died.
-    """
-    lines = output.strip().splitlines()
-    if not lines or not lines[-1].startswith("{"):
-        raise KVRayError(f"The bench's nodes failed: {' '.join(errors.split()[-60:])}")
-    found = json.loads(lines[-1])
-    if "error" in found:
-        raise KVRayError(found["error"])
-    return {
-        name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in pairs]
-        for name, pairs in found.items()
-    }
 
 
 class _BenchNode:
@@ -163,10 +124,8 @@ class _BenchNode:
         self._arena = Arena.create(config.node_dir, spec, lock_wait_s=LOCK_WAIT_S)
         self._arena.join("bench")
         self._memory = self._arena.tables.data[: self._num_bytes]
-        self._transport: NixlTransport | None = None
         self._bare: Any = None
         self._bare_peer = ""
-        self._listener = socket.create_server(("127.0.0.1", 0))
 
     def store(self, keys: bytes) -> None:
         made = reserve_all(self._arena, split_keys(keys), block_bytes=LARGE_BYTES)
@@ -214,39 +173,7 @@ class _BenchNode:
         if state != "DONE":
             raise KVRayError(f"A bare push of NIXL did not end ({state}); run the bench again.")
 
-    # -- kvray's transport, a bare socket, and Ray's objects ------------------------------------
-
-    def address(self) -> bytes:
-        """Return the address of the transport, which this opens."""
-        self._transport = self._transport or NixlTransport(self._memory)
-        return self._transport.address
-
-    def push(self, address: bytes) -> None:
-        """Push everything by the transport, at once."""
-        start, size = np.zeros(1, dtype=np.int64), np.full(1, self._num_bytes)
-        self._transport = self._transport or NixlTransport(self._memory)
-        self._transport.send(address, start, start, size, timeout_s=_TIMEOUT_S)
-
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
-
-    def receive(self) -> None:
-        """Read everything from a bare socket into the arena."""
-        connection, _ = self._listener.accept()
-        with connection:
-            at, view = 0, self._memory.data
-            while at < self._num_bytes:
-                count = connection.recv_into(view[at:])
-                if not count:
-                    raise KVRayError("The bare socket was closed early; run the bench again.")
-                at += count
-            connection.sendall(b".")
-
-    def stream(self, port: int) -> None:
-        """Write everything into a bare socket, and wait until it has been read."""
-        with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as connection:
-            connection.sendall(self._memory.data)
-            connection.recv(1)
+    # -- Ray's objects -------------------------------------------------------------------------
 
     def piece(self, start: int) -> Array:
         return self._memory[start : start + ObjectRefTransport.piece_bytes]
@@ -299,24 +226,14 @@ class _StagingBench:
         self._bare_pids = [_get(node.pid.remote()) for node in self._nodes]
 
     def take(self, repeat: int) -> dict[str, list[Pair]]:
-        """Return pairs of each measurement; the sockets have no side of ours."""
-        for name in self._movers:  # connections, pages, and code that is loaded only then
-            self._stage(name)
-        for bare in (self._push_bare, self._push, self._stream, self._pull):
-            bare()
-        pairs: dict[str, list[Pair]] = defaultdict(list)
-        for index in range(repeat):
-            (nixl,) = self._pair(index, "nixl", self._push_bare)
-            pairs["nixl"].append(nixl)
-            pairs["transport"].append(Pair(nixl.ours, self._push()))
-            pairs["socket"].append(Pair(nixl.ours, self._stream()))
-            pairs["object_ref"] += self._pair(index, "object_ref", self._pull)
-        return pairs
+        """Return pairs of each measurement."""
+        bare = {"nixl": self._push_bare, "object_ref": self._pull}
+        return {name: self._pairs(name, floor, repeat) for name, floor in bare.items()}
 
-    def _pair(self, index: int, transport: str, bare: Callable[[], Duration]) -> list[Pair]:
-        return measure(
-            1, ours=lambda _: self._stage(transport), floor=lambda _: bare(), first=index
-        )
+    def _pairs(self, transport: str, bare: Callable[[], Duration], repeat: int) -> list[Pair]:
+        self._stage(transport)  # connections, pages, and code that is loaded only then
+        bare()
+        return measure(repeat, ours=lambda _: self._stage(transport), floor=lambda _: bare())
 
     def _stage(self, transport: str) -> Duration:
         """Have the target's mover fetch everything."""
@@ -340,16 +257,6 @@ class _StagingBench:
         duration = self._time_bare(lambda: self._source.push_bare.remote(address))
         _get([node.close_bare.remote() for node in self._nodes])
         return duration
-
-    def _push(self) -> Duration:
-        address = _get(self._target.address.remote())
-        return self._time_bare(lambda: self._source.push.remote(address))
-
-    def _stream(self) -> Duration:
-        port = _get(self._target.port.remote())
-        return self._time_bare(
-            lambda: [self._target.receive.remote(), self._source.stream.remote(port)]
-        )
 
     def _pull(self) -> Duration:
         return self._time_bare(lambda: self._target.pull.remote(self._source))
@@ -387,18 +294,17 @@ def _mover(transport: str, place: int) -> str:
     return f"kvray-bench-{transport}-{place}"
 
 
-def main() -> None:
-    """Measure, and print the pairs: configuration, blocks and pairs are the arguments."""
-    config = load_config(sys.argv[1])
-    try:
+class _Driver:
+    """The calls that a process on the bench's Ray answers."""
+
+    def take(self, *, config_path: str, num_blocks: int, repeat: int) -> dict[str, list[Pair]]:
+        """Connect to Ray, and measure."""
+        # The variables of the bench's own process are no settings of its nodes.
+        config = load_config(config_path, environ={})
         connect_configured(config)
-        found: dict[str, Any]
-        found = _StagingBench(config, int(sys.argv[2])).take(int(sys.argv[3]))
-    except KVRayError as error:
-        found = {"error": str(error)}
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # the cluster ends with the bench; Ray's own leaving takes seconds
+        return _StagingBench(config, num_blocks).take(repeat)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Driver())
+    os._exit(0)  # the cluster ends with the bench; Ray's own leaving takes seconds

@@ -5,15 +5,14 @@ The load of `kvray bench tier` is in it, too: prefixes are leased, copied, and s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
-import os
 import struct
-import subprocess
-import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
-from kvray.reference.child_process import JsonPipe, PipeClosed
+from kvray.reference.child_process import PipeClosed, join_parent, spawn_child
 from kvray.store import Arena
 from kvray.store.arena.prefault import pieces_of, populate
 from kvray.store.arena.tables import Array
@@ -46,7 +45,7 @@ _NEW_SHARE = 0.1
 _DRAWN = 256
 
 _Result = TypeVar("_Result")
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 900.0
 _CLOSE_TIMEOUT_S = 5.0
 _VOCABULARY = 128_000
 _PATTERN_BYTES = 2**20
@@ -208,24 +207,22 @@ Times = tuple[float, float, float]
 class Worker:
     """The parent's handle on a process, which never outlives its parent."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends it
-        )
-        calls, answers = self._process.stdin, self._process.stdout
-        assert calls, "a pipe was asked for"
-        assert answers, "a pipe was asked for"
-        with calls, answers:
-            self._pipe = JsonPipe(os.dup(answers.fileno()), os.dup(calls.fileno()))
+    def __init__(self, module: str = __name__, env: Mapping[str, str] | None = None) -> None:
+        """Run `module`, which calls `serve`; `env` are variables besides this process's."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the worker
+        try:
+            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
+        except BaseException:
+            self._log.close()
+            raise
 
     @classmethod
-    def start(cls, runner: Runner) -> Worker:
+    def start(
+        cls, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
+    ) -> Worker:
         """Return a new process, which ends with the run."""
         with runner.interrupts.held():
-            worker = cls()
+            worker = cls(module, env)
             runner.stack.callback(worker.close)
         return worker
 
@@ -242,9 +239,11 @@ class Worker:
         try:
             answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
         except PipeClosed as error:
+            self._log.seek(0)
+            said = " ".join(self._log.read().decode(errors="replace").split()[-60:])
             raise KVRayError(
                 f"A process of the bench has died ({error}); it may have been short of memory:"
-                " give a smaller --capacity."
+                f" give a smaller --capacity. {said}".rstrip()
             ) from None
         if "error" in answer:
             raise KVRayError(answer["error"])
@@ -255,6 +254,20 @@ class Worker:
         self._pipe.close()
         self._process.kill()
         self._process.wait(_CLOSE_TIMEOUT_S)
+        self._log.close()
+
+
+def serve(work: object) -> None:
+    """Answer the parent's calls with the methods of `work` until it closes its pipe."""
+    pipe = join_parent()
+    with contextlib.suppress(PipeClosed):
+        while True:
+            call = pipe.receive(timeout_s=None)
+            try:
+                answer = {"result": getattr(work, call["call"])(**call["arguments"])}
+            except KVRayError as error:
+                answer = {"error": str(error)}
+            pipe.send(answer, timeout_s=_TIMEOUT_S)
 
 
 def call_all(workers: Sequence[Worker], name: str, **arguments: Any) -> list[Any]:
@@ -417,20 +430,5 @@ def _timed(work: Callable[[], bool | None]) -> Times:
     return began, ended, cpu_s
 
 
-def main() -> None:
-    """Answer the parent's calls until it closes its pipe."""
-    work, pipe = _Work(), JsonPipe(sys.stdin.fileno(), sys.stdout.fileno())
-    try:
-        while True:
-            call = pipe.receive(timeout_s=None)
-            try:
-                answer = {"result": getattr(work, call["call"])(**call["arguments"])}
-            except KVRayError as error:
-                answer = {"error": str(error)}
-            pipe.send(answer, timeout_s=_TIMEOUT_S)
-    except PipeClosed:
-        work.detach()
-
-
 if __name__ == "__main__":
-    main()
+    serve(_Work())

@@ -31,8 +31,6 @@ FIGURES = (
     "retrieve_verified_ratio_4mib",
     "store_full_ratio_4mib",
     "retrieve_cpu_s_per_gb",
-    "resliced_1_to_2_ratio",
-    "resliced_4_to_1_ratio",
 )
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -13,17 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvray.errors import KVRayError
-from kvray.lab.bench.nvme import BareDisk, Transfers, check_cold, resident_bytes
 from kvray.store.machine.capacity import mount_of
-from kvray.store.nvme.disk import aligned
 from tests.waiting import HANG_S
 
 _SHM = Path("/dev/shm")
-_SIZE = 2**20
 
 
 @pytest.fixture
@@ -44,32 +39,56 @@ def leftovers(*directories: Path) -> list[str]:
     return mounts + [str(path) for one in directories for path in one.glob("kvray-bench-*")]
 
 
-def test_quick_run_gives_every_figure_and_leaves_nothing(run_kvray, disk, tmp_path):
+@pytest.fixture
+def fio(tmp_path: Path) -> str:
+    """A PATH with a fio that says that it moved 16 MiB in 10 ms, with half a core."""
+    side = {"io_bytes": 2**24, "bw_bytes": 100 * 2**24}
+    job = {"read": side, "write": side, "usr_cpu": 20, "sys_cpu": 30, "job_runtime": 10}
+    path = tmp_path / "bin" / "fio"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\necho '{json.dumps({'jobs': [job]})}'\n")
+    path.chmod(0o755)
+    return f"{path.parent}:{os.environ['PATH']}"
+
+
+def test_quick_run_gives_every_figure_and_leaves_nothing(run_kvray, disk, tmp_path, fio):
     before = leftovers(_SHM, disk, tmp_path)
-    done = run_kvray("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--json")
+    quick = ("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--json")
+    done = run_kvray(*quick, PATH=fio)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    pages = ("",) if found["no_huge_pages"] else ("", "_huge")
-    for end in [block + suffix for block in ("", "_128kib") for suffix in pages]:
+    for end in ("", "_128kib"):
         for name in ("store", "store_full", "retrieve"):
-            for figure in ("ratio", "gb_s", "floor_gb_s", "cpu_s_per_gb", "floor_cpu_s_per_gb"):
+            for figure in ("ratio", "gb_s", "cpu_s_per_gb"):
                 assert 0 < found[f"nvme_{name}_{figure}{end}"] < math.inf
-        assert 0 < found[f"nvme_cpu_s_per_gb{end}"] < math.inf
+            assert found[f"nvme_{name}_floor_gb_s{end}"] == pytest.approx(1.6777)
+            assert found[f"nvme_{name}_floor_cpu_s_per_gb{end}"] == pytest.approx(0.29802)
     assert found["page_bytes"] >= mmap.PAGESIZE
-    assert found["direct"] is True
     assert found["pairs"] == 1
     assert found["block_bytes"] == [4 * 2**20, 128 * 2**10]
     assert leftovers(_SHM, disk, tmp_path) == before
 
 
-def test_run_without_json_prints_a_table(run_kvray, disk):
-    done = run_kvray(
-        "bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--block", "256KiB"
-    )
+@pytest.mark.parametrize("options", [["--json"], ["--block", "256KiB"]])
+def test_without_fio_kvray_is_measured_alone(run_kvray, disk, tmp_path, options):
+    quick = ("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk)
+    done = run_kvray(*quick, *options, PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    for words in ("store, 256KiB blocks", "retrieve, 256KiB", "s/GB", "Bare with"):
-        assert words in done.stdout
-    assert "target" not in done.stdout
+    if options == ["--json"]:
+        found = json.loads(done.stdout)
+        assert found["fio"] is False
+        assert found["nvme_retrieve_gb_s"] > 0
+        assert not any("ratio" in name or "floor" in name for name in found)
+    else:
+        for words in ("store, 256KiB blocks", "retrieve, 256KiB", "s/GB", "Install fio"):
+            assert words in done.stdout
+
+
+def test_fio_that_fails_is_quoted(run_kvray, disk, fio):
+    Path(fio.partition(":")[0], "fio").write_text("#!/bin/sh\necho no libaio here >&2; exit 1\n")
+    done = run_kvray("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, PATH=fio)
+    assert done.returncode != 0
+    assert "fio failed: no libaio here" in done.stderr
 
 
 def test_directory_in_memory_is_refused(run_kvray):
@@ -114,48 +133,3 @@ def test_interrupt_leaves_nothing(disk, tmp_path, signum):
     assert process.returncode == 130
     assert stderr == "kvray: interrupted.\n"
     assert leftovers(_SHM, disk, tmp_path) == before
-
-
-def test_floor_moves_every_byte(disk):
-    memory = aligned(_SIZE + 4096)
-    wanted = np.random.default_rng(1).integers(0, 256, memory.nbytes, dtype="u1")
-    floor = BareDisk(disk / "floor", memory)
-    for size, threads in ((4096, 1), (3 * 4096, 3), (2 * _SIZE, 1)):
-        transfers = Transfers(num_bytes=size, num_threads=threads)
-        memory[:] = wanted
-        floor.renew()
-        floor.store(transfers)
-        assert (np.fromfile(floor.path, dtype="u1") == wanted).all()
-        memory[:] = 0
-        floor.retrieve(transfers)
-        assert (memory == wanted).all()
-    floor.close()
-    floor.close()
-    assert not list(disk.iterdir())
-
-
-def test_floor_of_little_memory_has_a_fastest_way(disk):
-    memory = aligned(_SIZE)
-    memory[:] = 1
-    floor = BareDisk(disk / "floor", memory)
-    assert floor.fastest()[0].num_bytes == _SIZE
-    floor.close()
-
-
-def test_what_the_page_cache_has_is_seen_and_put_out(disk):
-    path = disk / "file"
-    path.write_bytes(bytes(_SIZE))
-    with path.open("r+b") as file:
-        assert resident_bytes(file.fileno()) == _SIZE
-        os.fsync(file.fileno())
-        check_cold([path])
-        assert resident_bytes(file.fileno()) == 0
-
-
-def test_file_that_stays_in_the_page_cache_is_refused(disk):
-    path = disk / "file"
-    path.write_bytes(bytes(_SIZE))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), _SIZE) as mapping:
-        mapping[0] = 1  # what is mapped cannot be put out
-        with pytest.raises(KVRayError, match="still in the page cache"):
-            check_cold([path])
