@@ -23,7 +23,7 @@ def run_kvray(tmp_path: Path, forks: Forks) -> RunKvray:
     def run(*args: str | Path, **environ: str) -> Done:
         told = {**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "120", **environ}
         command = [*map(str, args)]
-        if "PYTHONPATH" not in told:
+        if "PYTHONPATH" not in environ:
             return forks.run(command, told, tmp_path)
         command = [sys.executable, "-m", "kvray", *command]  # a fork has imported its own packages
         return subprocess.run(

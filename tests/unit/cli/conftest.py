@@ -1,4 +1,4 @@
-"""A directory in memory for arenas, and what commands print."""
+"""Commands in this process, a directory in memory for arenas, and what commands print."""
 
 import shutil
 import tempfile
@@ -7,6 +7,27 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
+from typer.testing import CliRunner
+
+from kvray.cli.app import app
+from kvray.config import reading
+from tests.forks import Done, RunKvray
+
+
+@pytest.fixture
+def call_kvray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunKvray:
+    """Return what runs a command in this process, which costs milliseconds, in `tmp_path`."""
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+
+    def call(*args: str | Path, **environ: str) -> Done:
+        told = [*map(str, args)]
+        env = {"COLUMNS": "120", **environ}
+        done = runner.invoke(app, told, env=env, prog_name="kvray", catch_exceptions=False)
+        return Done(told, done.exit_code, done.stdout, done.stderr)
+
+    return call
 
 
 @pytest.fixture

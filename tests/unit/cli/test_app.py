@@ -15,7 +15,6 @@ from typing import Any, TextIO
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner
 
 import kvray
 from kvray.actors.owner.ownership import as_owner
@@ -72,15 +71,15 @@ def short_dir() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_help_names_every_command(run_kvray):
-    done = run_kvray("--help")
+def test_help_names_every_command(call_kvray):
+    done = call_kvray("--help")
     assert done.returncode == 0
     assert all(command.split()[0] in done.stdout for command in COMMANDS)
     assert all(panel in done.stdout for panel in ("Run a tier", "Look at it", "Try and measure"))
 
 
-def test_help_flows_within_80_columns(run_kvray):
-    lines = [line.rstrip() for line in run_kvray("up", "--help", COLUMNS="80").stdout.splitlines()]
+def test_help_flows_within_80_columns(call_kvray):
+    lines = [line.rstrip() for line in call_kvray("up", "--help", COLUMNS="80").stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     prose = lines[lines.index("", 2) : next(i for i, one in enumerate(lines) if "Options ─" in one)]
     for line, following in itertools.pairwise(prose):
@@ -89,8 +88,8 @@ def test_help_flows_within_80_columns(run_kvray):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(run_kvray, command):
-    done = run_kvray(*command.split(), "--help")
+def test_every_command_explains_itself(call_kvray, command):
+    done = call_kvray(*command.split(), "--help")
     assert done.returncode == 0
     assert "--verbose" in done.stdout
     assert "Exit status:" in done.stdout
@@ -98,24 +97,24 @@ def test_every_command_explains_itself(run_kvray, command):
     assert "<bool>" not in done.stdout
 
 
-def test_version_is_the_package_s(run_kvray):
-    assert run_kvray("--version").stdout == f"kvray {kvray.__version__}\n"
+def test_version_is_the_package_s(call_kvray):
+    assert call_kvray("--version").stdout == f"kvray {kvray.__version__}\n"
 
 
 @pytest.mark.parametrize(
     "args", [["nonsense"], ["up", "--nonsense"], ["up", "--port", "0"], ["up", "--port", "high"]]
 )
-def test_wrong_usage_exits_with_2(run_kvray, args):
-    done = run_kvray(*args)
+def test_wrong_usage_exits_with_2(call_kvray, args):
+    done = call_kvray(*args)
     assert done.returncode == 2
     assert "Usage: kvray" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "verify", "sweep", "connector-config"])
-def test_unknown_setting_is_refused_with_the_nearest_one(run_kvray, tmp_path, command):
+def test_unknown_setting_is_refused_with_the_nearest_one(call_kvray, tmp_path, command):
     (tmp_path / "kvray.yaml").write_text("arena: {capacty: 1GiB}\n")
-    done = run_kvray(command, "-c", "kvray.yaml")
+    done = call_kvray(command, "-c", "kvray.yaml")
     assert_refused(done, tmp_path, "did you mean arena.capacity", kept={"kvray.yaml"})
 
 
@@ -139,15 +138,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(run_kvray, tmp_path, command,
 
 
 @pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much", str(10**30), "9" * 14 + "TiB"])
-def test_size_that_is_none_is_refused(run_kvray, tmp_path, size):
+def test_size_that_is_none_is_refused(call_kvray, tmp_path, size):
     (tmp_path / "kvray.yaml").write_text(f"arena: {{capacity: {size}}}\n")
-    done = run_kvray("up", "-c", "kvray.yaml")
+    done = call_kvray("up", "-c", "kvray.yaml")
     assert_refused(done, tmp_path, "arena.capacity", "; write ", kept={"kvray.yaml"})
 
 
-def test_configuration_that_is_a_pipe_is_not_waited_for(run_kvray, tmp_path):
+def test_configuration_that_is_a_pipe_is_not_waited_for(call_kvray, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    done = run_kvray("config", "show", "-c", "pipe")
+    done = call_kvray("config", "show", "-c", "pipe")
     assert_refused(done, tmp_path, "pipe is a pipe", "name a file", kept={"pipe"})
 
 
@@ -269,26 +268,26 @@ def _tier_in(directory: Path, name: str) -> dict[str, str]:
 def test_every_number_has_bounds_and_is_held_to_them():
     app = typer.main.get_command(cli_app)
     numbers = [
-        (path, parameter)
-        for path, parameter in _parameters(app, ())
+        (command, parameter)
+        for command, parameter in _parameters(app)
         if "int" in (kind := str(parameter.type_descriptor.annotation)) or "float" in kind
     ]
     assert len(numbers) > 10
-    for path, number in numbers:
-        assert number.min is not None, (path, number.name)
-        assert number.max is not None, (path, number.name)
-        option = [number.opts[0]] if number.opts[0].startswith("-") else []
+    for command, number in numbers:
+        assert number.min is not None, (command.name, number.name)
+        assert number.max is not None, (command.name, number.name)
+        option = [number.opts[0] if number.opts[0].startswith("-") else "--"]
         for value in (number.min - 1, number.max + 1, "nan", "inf", "1" + "0" * 400, "x", ""):
-            done = CliRunner().invoke(cli_app, [*path, *option, str(value)])
-            assert done.exit_code == 2, (path, number.name, value, done.output)
-            assert "Invalid value" in done.output or "No such option" in done.output
+            with pytest.raises(typer.BadParameter) as refused:
+                command.make_context(command.name, [*option, str(value)])
+            assert refused.value.param is number
 
 
-def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, below in getattr(command, "commands", {}).items():
-        yield from _parameters(below, (*path, name))
+def _parameters(command: Any) -> Iterator[tuple[Any, Any]]:
+    for below in getattr(command, "commands", {}).values():
+        yield from _parameters(below)
     if not hasattr(command, "commands"):
-        yield from ((path, parameter) for parameter in command.params)
+        yield from ((command, parameter) for parameter in command.params)
 
 
 def test_down_without_a_tier_is_fine(run_kvray, tmp_path):
@@ -352,12 +351,12 @@ def make_session(temp_dir: Path, name: str, dashboards: Path) -> None:
     latest.symlink_to(session)
 
 
-def test_it_goes_into_the_latest_session_again_and_again(run_kvray, tmp_path):
+def test_it_goes_into_the_latest_session_again_and_again(call_kvray, tmp_path):
     ray = tmp_path / "ray"
     for name in ("session_1", "session_2"):
         make_session(ray, name, tmp_path / name)
         for _ in range(2):
-            done = run_kvray("dashboard", "install", "--ray-temp-dir", ray)
+            done = call_kvray("dashboard", "install", "--ray-temp-dir", ray)
             assert done.returncode == 0, done.stderr
         assert str(tmp_path / name) in done.stdout
         (path,) = (tmp_path / name).iterdir()
@@ -365,10 +364,10 @@ def test_it_goes_into_the_latest_session_again_and_again(run_kvray, tmp_path):
     assert "repeat this after a restart" in done.stdout
 
 
-def test_what_prometheus_needs_is_printed_as_yaml(run_kvray, tmp_path):
+def test_what_prometheus_needs_is_printed_as_yaml(call_kvray, tmp_path):
     make_session(tmp_path / "ray", "session_1", tmp_path / "boards")
 
-    done = run_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
+    done = call_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
 
     needed = yaml.safe_load(done.stdout)
     (rules,) = needed["rule_files"]
@@ -378,8 +377,8 @@ def test_what_prometheus_needs_is_printed_as_yaml(run_kvray, tmp_path):
     assert files["files"] == [str(tmp_path / "ray" / "prom_metrics_service_discovery.json")]
 
 
-def test_any_directory_of_a_grafana_will_do(run_kvray, tmp_path):
-    done = run_kvray("dashboard", "install", "--to", tmp_path)
+def test_any_directory_of_a_grafana_will_do(call_kvray, tmp_path):
+    done = call_kvray("dashboard", "install", "--to", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kvray_kvray.json").exists()
 
@@ -394,12 +393,12 @@ def test_any_directory_of_a_grafana_will_do(run_kvray, tmp_path):
     ],
     ids=["no session", "no session to scrape", "a Ray without its dashboard", "no directory"],
 )
-def test_a_dashboard_that_cannot_be_put_anywhere_says_why(run_kvray, tmp_path, options, words):
+def test_a_dashboard_that_cannot_be_put_anywhere_says_why(call_kvray, tmp_path, options, words):
     (tmp_path / "session_latest").mkdir()
-    done = run_kvray("dashboard", *options.split())
+    done = call_kvray("dashboard", *options.split())
     assert_refused(done, tmp_path, words, kept={"session_latest"})
 
 
-def test_rules_and_json_can_be_printed(run_kvray):
-    assert "groups:" in run_kvray("dashboard", "rules").stdout
-    assert json.loads(run_kvray("dashboard", "show").stdout)["title"] == "kvray"
+def test_rules_and_json_can_be_printed(call_kvray):
+    assert "groups:" in call_kvray("dashboard", "rules").stdout
+    assert json.loads(call_kvray("dashboard", "show").stdout)["title"] == "kvray"
