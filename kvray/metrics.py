@@ -1,5 +1,6 @@
-"""Every metric of the tier, declared once; `actors/` makes Ray's objects of this table.
+"""Every metric of the tier, declared once, with its place in the statuses that have it.
 
+`actors/` makes Ray's objects of this table; `kvray status` and the page read their figures by it.
 Ray puts `ray_` before each name. Anybody who reaches the port may read it: no label may come from
 a prompt, a key or a salt. Latencies are counters too, one a bucket with the label `le`, since Ray's
 histograms do not sum exactly; `histogram_quantile` takes them.
@@ -7,7 +8,7 @@ histograms do not sum exactly; `histogram_quantile` takes them.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 PREFIX = "kvray_"
 TIER_LABEL = "cluster_name"
@@ -156,6 +157,22 @@ class Metric(NamedTuple):
         """What Ray makes of it."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
+    def read(self, status: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
+        """Return the figures that a part's status has, by the values of the last labels."""
+        found: dict[tuple[str, ...], float] = {}
+        for own, place in self.places.items():
+            value: Any = status
+            for key in place.split("."):
+                value = None if value is None else value.get(key)
+            if value is not None:
+                found[own] = value
+        return found
+
+    def is_one_of(self, own: tuple[str, ...], labels: Mapping[str, str]) -> bool:
+        """Return whether the values of the last labels are `labels`, as far as it has them."""
+        named = dict(zip(self.labels[-len(own) :], own, strict=False))
+        return all(named.get(label, value) == value for label, value in labels.items())
+
 
 def _declared() -> Iterator[Metric]:
     part = ""
@@ -182,3 +199,16 @@ def _declared() -> Iterator[Metric]:
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _declared()}
 """Every metric, by its name."""
+
+
+def places_of(name: str, **labels: str) -> tuple[str, ...]:
+    """Return where a status has a metric's figures with these labels, as far as it has such."""
+    metric = METRICS[PREFIX + name]
+    return tuple(place for own, place in metric.places.items() if metric.is_one_of(own, labels))
+
+
+def figure(status: Mapping[str, Any], name: str, **labels: str) -> float:
+    """Return a metric's figure in a status, summed over labels that are not given; 0 without."""
+    metric = METRICS[PREFIX + name]
+    found = metric.read(status)
+    return sum(value for own, value in found.items() if metric.is_one_of(own, labels))

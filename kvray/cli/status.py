@@ -36,6 +36,7 @@ from kvray.config import format_size, load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer, visible
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.metrics import figure
 from kvray.trace.reasons import MISS_PREFIX
 
 if TYPE_CHECKING:
@@ -44,16 +45,34 @@ if TYPE_CHECKING:
 _WATCH_S = 2.0
 _ANSWER_S = 5.0
 """Time that a watched tier has for its answer."""
-_ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
-_SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
-_NVME_COLUMNS = {
-    "blocks": "blocks",
-    "demoted_blocks": "demoted",
-    "refused_blocks": "refused",
-    "promoted_blocks": "promoted",
-    "evicted": "evicted",
-    "corrupt": "corrupt",
+_COLUMNS = {
+    "host": {
+        "blocks": "resident_blocks",
+        "leased": "leased_blocks",
+        "evicted": "evicted_blocks_total",
+        "dropped": "dropped_blocks_total",
+        "corrupt": "corrupt_blocks_total",
+    },
+    "nvme": {
+        "blocks": "resident_blocks",
+        "demoted": "demoted_blocks_total",
+        "refused": "refused_blocks_total",
+        "promoted": "promoted_blocks_total",
+        "evicted": "evicted_blocks_total",
+        "corrupt": "corrupt_blocks_total",
+        "written": "nvme_written_bytes_total",
+        "read": "nvme_read_bytes_total",
+    },
+    "lookup": {
+        "keys": "lookup_keys",
+        "entries": "lookup_entries",
+        "memory": "lookup_bytes",
+        "queries": "lookup_queries_total",
+        "resyncs": "lookup_resyncs_total",
+    },
 }
+"""Columns of tables, by tier or part, with the metrics that they show."""
+_SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
 _COUNTED = {"requests": "requests", "prompt_tokens": "prompt\ntokens"}
 _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_tokens$|^fingerprint_")
 """Counters that other columns, the metrics or sentences show."""
@@ -171,30 +190,36 @@ def lookup_sentence(lookup: Mapping[str, Any]) -> str:
     """Return what the lookup knows, or that it does not answer."""
     if "keys" not in lookup:
         return f"the lookup does not answer: {lookup['message']}"
-    return f"the lookup knows {lookup['keys']:,} keys"
+    return f"the lookup knows {figure(lookup, 'lookup_keys'):,} keys"
 
 
 def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each partition of the lookup."""
-    numbers = ("keys", "entries", "memory", "queries", "resyncs")
+    numbers = (*_COLUMNS["lookup"],)
     table = empty_table("lookup", "state", numbers=numbers, title="Partitions of the lookup")
     for one in partitions:
-        if "state" in one:
-            table.add_row(one["lookup"], one["state"])
-            continue
-        figures = (one["keys"], one["entries"], format_size(one["bytes"]))
-        more = (one["queries"], one["resyncs"])
-        table.add_row(one["lookup"], "answers", *map(str, (*figures, *more)))
+        found = (one["state"],) if "state" in one else ("answers", *_cells(one, "lookup"))
+        table.add_row(one["lookup"], *found)
     return table
 
 
 def shards_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard."""
-    counts = [name.removesuffix("_blocks") for name in _ARENA_COLUMNS]
-    table = empty_table("node", "state", "memory", numbers=counts, title="Shards")
+    numbers = (*_COLUMNS["host"],)
+    table = empty_table("node", "state", "memory", numbers=numbers, title="Shards")
     for shard in shards:
-        table.add_row(*_shard_cells(shard))
+        found: list[str] = []
+        if (arena := shard.get("arena")) is not None:
+            used, size = arena["resident_bytes"], arena["capacity_bytes"]
+            found = [f"{format_size(used)}/{format_size(size)}", *_cells(shard, "host")]
+        table.add_row(node_name(shard), state_text(shard), *found)
     return table
+
+
+def _cells(status: Mapping[str, Any], part: str) -> list[str]:
+    """Return the figures of a status in the columns of a tier or part."""
+    found = {name: figure(status, name, tier=part) for name in _COLUMNS[part].values()}
+    return [format_size(one) if "_bytes" in name else str(one) for name, one in found.items()]
 
 
 def memory_table(shards: list[dict[str, Any]]) -> Table:
@@ -210,17 +235,14 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
 
 def nvme_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard that keeps blocks on disk."""
-    numbers = (*_NVME_COLUMNS.values(), "written", "read")
-    table = empty_table("node", "files", numbers=numbers, title="On disk")
+    table = empty_table("node", "files", numbers=(*_COLUMNS["nvme"],), title="On disk")
     table.add_column("")
     for shard in shards:
         if (nvme := shard.get("nvme")) is not None:
             table.add_row(
                 node_name(shard),
                 f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
-                *(str(nvme[name]) for name in _NVME_COLUMNS),
-                format_size(nvme["written_bytes"]),
-                format_size(nvme["read_bytes"]),
+                *_cells(shard, "nvme"),
                 _nvme_remark(nvme),
             )
     return table
@@ -268,15 +290,6 @@ def _named(counters: Mapping[str, int], is_wanted: Callable[[str], bool]) -> lis
     """Return "320 not stored" and the like, the largest first."""
     found = sorted((-value, name) for name, value in counters.items() if value and is_wanted(name))
     return [f"{-value} {name.removeprefix(MISS_PREFIX).replace('_', ' ')}" for value, name in found]
-
-
-def _shard_cells(shard: dict[str, Any]) -> list[str]:
-    node, state = node_name(shard), state_text(shard)
-    arena = shard.get("arena")
-    if arena is None:
-        return [node, state]
-    memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"
-    return [node, state, memory, *(str(arena[name]) for name in _ARENA_COLUMNS)]
 
 
 def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:

@@ -79,14 +79,10 @@ def read_status(
     gauges: dict[Series, float] = {}
     totals: dict[str, dict[Series, float]] = {}
     for metric in METRICS.values():
-        for own, place in metric.places.items() if metric.part == part else ():
-            value: Any = status
-            for key in place.split("."):
-                value = None if value is None else value.get(key)
-            if value is not None:
-                source = place.partition(".")[0]
-                found = gauges if metric.kind == "gauge" else totals.setdefault(source, {})
-                found[metric.name.removeprefix(PREFIX), (*labels, *own)] = value
+        for own, value in metric.read(status).items() if metric.part == part else ():
+            source = metric.places[own].partition(".")[0]
+            found = gauges if metric.kind == "gauge" else totals.setdefault(source, {})
+            found[metric.name.removeprefix(PREFIX), (*labels, *own)] = value
     return Figures(
         gauges,
         [

@@ -13,6 +13,7 @@ from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_coun
 from kvray.cli.text.status import node_name, unnamed_sentences
 from kvray.cli.text.transports import NodeLink, node_links
 from kvray.config import format_size
+from kvray.metrics import figure
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
 
 _PASSING = ("starting", "preparing", "flushing")
@@ -68,7 +69,7 @@ def _shard(shard: Mapping[str, Any]) -> Finding:
 
 
 def _corrupt(shard: Mapping[str, Any]) -> Iterator[Finding]:
-    corrupt = shard.get("arena", {}).get("corrupt", 0) + shard.get("nvme", {}).get("corrupt", 0)
+    corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
     if corrupt:
         yield hint(
             f"shard {node_name(dict(shard))}",
@@ -226,7 +227,7 @@ def _reasons(totals: Counter[str]) -> Iterator[Finding]:
 
 
 def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterator[Finding]:
-    dropped = sum(shard.get("arena", {}).get("dropped", 0) for shard in shards)
+    dropped = sum(figure(shard, "dropped_blocks_total", tier="host") for shard in shards)
     if dropped:
         yield hint(
             "saves",

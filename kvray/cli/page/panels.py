@@ -25,6 +25,7 @@ from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_ti
 from kvray.cli.text.status import node_name
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import format_size
+from kvray.metrics import figure
 
 Shards = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
@@ -111,10 +112,11 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
     meters, figures = [], []
     if (arena := known.get("arena")) is not None:
         meters.append(_meter("memory", arena["resident_bytes"], arena["capacity_bytes"]))
-        figures += [f"{arena['blocks']:,} blocks", f"{arena['leased_blocks']:,} leased"]
+        figures.append(f"{figure(known, 'resident_blocks', tier='host'):,} blocks")
+        figures.append(f"{figure(known, 'leased_blocks'):,} leased")
     if (nvme := known.get("nvme")) is not None:
         meters.append(_meter("disk", nvme["file_bytes"], nvme["capacity_bytes"]))
-        figures.append(f"{nvme['blocks']:,} blocks on disk")
+        figures.append(f"{figure(known, 'resident_blocks', tier='nvme'):,} blocks on disk")
     if arena is not None and not is_old:
         figures += [f"{rates.evicted:,.0f} evicted/s", f"{rate_text(rates.staged_bytes)}/s staged"]
         if nvme is not None:

@@ -8,26 +8,20 @@ from rich.table import Table
 
 from kvray.config import format_size
 from kvray.console.output import empty_table
+from kvray.metrics import figure, places_of
 from kvray.trace.reasons import MISS_PREFIX
 
 SOURCES = {
-    "own pool": ("local_tokens",),
-    "host": ("hit_tokens_from_host",),
-    "disk": ("hit_tokens_from_nvme",),
-    "remote": ("hit_tokens_from_nixl", "hit_tokens_from_object_ref"),
+    "own pool": places_of("own_tokens_total"),
+    "host": places_of("hit_tokens_total", tier="host"),
+    "disk": places_of("hit_tokens_total", tier="nvme"),
+    "remote": places_of("hit_tokens_total", tier="remote"),
 }
 """The counters of prompt tokens that were not computed: the engine had them itself, or the tier had
 them in the node's memory, on its disk or on other nodes."""
 COMPUTED = "computed"
 """All other prompt tokens."""
 _REASONS_MAX = 3
-_NODE_COUNTERS = (
-    ("arena", "evicted"),
-    ("staging", "staged_bytes"),
-    ("nvme", "written_bytes"),
-    ("nvme", "read_bytes"),
-)
-"""Where a shard's status has what the fields of `NodeRates` count, in their order."""
 
 
 def ranks_of(shards: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -144,8 +138,15 @@ class History:
         found = []
         for shard in self._kept[-1][1]["shards"]:
             then = before.get(shard["shard"])
-            rates = [self._rate(shard, then, *counter) for counter in _NODE_COUNTERS]
-            found.append(NodeRates(shard, *rates))
+            found.append(
+                NodeRates(
+                    shard,
+                    evicted=self._rate(shard, then, "evicted_blocks_total", tier="host"),
+                    staged_bytes=self._rate(shard, then, "moved_bytes_total", direction="in"),
+                    written_bytes=self._rate(shard, then, "nvme_written_bytes_total"),
+                    read_bytes=self._rate(shard, then, "nvme_read_bytes_total"),
+                )
+            )
         return found
 
     def replicas(self) -> list[ReplicaRates]:
@@ -170,10 +171,10 @@ class History:
             found.append(ReplicaRates(one, rates, missed))
         return found
 
-    def _rate(self, now: Status, before: Status | None, section: str, name: str) -> float:
-        if before is None or section not in now or section not in before:
+    def _rate(self, now: Status, before: Status | None, name: str, **labels: str) -> float:
+        if before is None or "arena" not in now or "arena" not in before:
             return 0.0
-        return self._per_s(now[section].get(name, 0) - before[section].get(name, 0))
+        return self._per_s(figure(now, name, **labels) - figure(before, name, **labels))
 
     def _per_s(self, change: float) -> float:
         """Return a rate; 0 if a part was restarted, whose counters begin at 0."""

@@ -137,7 +137,7 @@ def status(
                     "capacity_bytes": 2**22,
                     "evicted": evicted,
                 },
-                "staging": {"staged_bytes": staged},
+                "staging": {"transports": {"nixl": {"bytes": staged}}},
                 "replicas": [replica("one", **counters)],
             },
             {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"},
