@@ -138,7 +138,7 @@ def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
 
 def _show_memory(console: Console, settings: KVRayConfig) -> None:
     """Print what a new arena leaves of this node's memory, and the line that starts Ray so."""
-    from kvray.actors.tier.local_ray import OBJECT_STORE_BYTES
+    from kvray.actors.tier.ray_node import OBJECT_STORE_BYTES
     from kvray.store import ArenaSpec
     from kvray.store.arena.file import ARENA_FILE, needed_bytes, require_room
     from kvray.store.machine.capacity import MemoryClaims, read_memory, rooms, worker_bytes

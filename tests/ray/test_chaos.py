@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvray.actors.tier import ray_node
 from kvray.errors import ConfigError
-from kvray.lab.chaos import machine as machine_module
 from kvray.lab.chaos.cleanup import processes_of
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
@@ -184,7 +184,7 @@ def test_nothing_stays_of_a_cluster_whose_driver_ends(signum):
 
 def test_a_machine_that_does_not_start_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(machine_module, "_OBJECT_STORE_BYTES", 1)
-    with pytest.raises(ConfigError, match="The Ray node head did not start; it said: "):
+    monkeypatch.setattr(ray_node, "OBJECT_STORE_BYTES", 1)
+    with pytest.raises(ConfigError, match="The Ray node head did not start, but ended"):
         Machine(num_nodes=1)
     assert list(tmp_path.iterdir()) == []

@@ -131,7 +131,7 @@ def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier, taken_aw
         "the end of a shard that no engine uses",
     )
     assert not going.actors("Mover")
-    assert going.is_running, "it is Ray's business when the node goes"
+    assert going.ray.is_running, "it is Ray's business when the node goes"
 
 
 HEAD_ID = "f" * 51 + "00000"
@@ -234,7 +234,7 @@ def is_serving(scaled: TwoNodes) -> bool:
 
 
 def num_raylets(scaled: TwoNodes) -> int:
-    return sum(one.name() == "raylet" for one in scaled.machine.head.family())
+    return sum(one.name() == "raylet" for one in scaled.machine.head.ray.family())
 
 
 @pytest.mark.long

@@ -265,10 +265,10 @@ def start_head(machine: Machine) -> None:
 def restart_ended(machine: Machine) -> bool:
     """Start the nodes whose Ray has ended, as their service managers do; return whether all run."""
     for node in machine.nodes:
-        if not node.is_running:
+        if not node.ray.is_running:
             node.kill()
-            node.begin_start()
-    return all(node.has_started for node in machine.nodes)
+            node.ray.begin()
+    return all(node.ray.has_started for node in machine.nodes)
 
 
 def check_kept(nodes: TwoNodes, before: dict[str, dict[str, Any]], *, restarts: int | None) -> None:

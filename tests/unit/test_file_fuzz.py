@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvray.actors.owner.claim import owner_of
 from kvray.actors.tier import local_ray
-from kvray.actors.tier.local_ray import read_address
+from kvray.actors.tier.ray_node import read_address
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model

@@ -1,12 +1,10 @@
 """A Ray cluster of one node, started and ended by kvray, for a machine that has none.
 
-It is `ray start --head --block` in a process of its own, which ends all its children when it ends.
-`ray stop` would end every Ray of the machine. The cluster's sessions, token and address lie in one
-directory of this user; HOME and /tmp/ray stay as they are.
+The cluster's sessions, token and address lie in one directory of this user; HOME and /tmp/ray stay
+as they are.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -15,12 +13,8 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,25 +22,11 @@ from typing import NamedTuple
 import psutil
 
 from kvray.actors.owner.ownership import is_own
-from kvray.actors.tier.rollout import Patience
-from kvray.config import without_settings
+from kvray.actors.tier.ray_node import RayNode, ray_environ
 from kvray.errors import ConfigError
 
-_STILL_S = 90.0
-"""How long a start may show no progress: a busy machine is slow, a frozen process never ends."""
 _STOP_TIMEOUT_S = 20.0
 _LAST_BREATH_S = 5.0
-_STARTS_MAX = 10
-OVERWHELMED = re.compile("imed out|to connect to GCS|may not have started|ode info")
-"""What Ray says when its parts took longer than half a minute, as on a busy machine."""
-PATIENT = {
-    "RAY_agent_register_timeout_ms": "600000",
-    "RAY_worker_register_timeout_seconds": "600",
-}
-"""Variables of a Ray that gives its own processes time to start; it has half a minute for some."""
-OBJECT_STORE_BYTES = 80 * 2**20
-"""The least Ray accepts: kvray keeps no blocks in Ray's object store."""
-_PR_SET_PDEATHSIG = 1
 _MARK = "KVRAY_LOCAL_RAY"
 """Variable of every process of a local cluster: its directory. It identifies processes that a
 killed parent left behind."""
@@ -111,35 +91,46 @@ def start(
         _check_port(port)
     token = secrets.token_hex(32)
     with _claimed_directory(cluster_name) as directory:
-        log = directory / "ray-start.log"
         check()
-        command = _command(directory, port=port or 0, dashboard=dashboard)
-        patience = Patience(_STILL_S)
-        for starts_left in reversed(range(_STARTS_MAX)):
-            process = _spawn(command, directory, log, token, die_with_parent=die_with_parent)
-            address = _await_address(process, directory, log, patience, waiting)
-            if address is not None:
-                break
-            if not (starts_left and OVERWHELMED.search(log.read_text(errors="replace"))):
-                status = process.poll()
-                raise ConfigError(
-                    f"Ray did not start, but ended with status {status}: {_tail(log)}"
-                )
+        head = RayNode(
+            "Ray",
+            "--head",
+            f"--port={port or 0}",
+            f"--include-dashboard={'true' if dashboard else 'false'}",
+            "--no-monitor",  # one node never scales
+            temp_dir=directory / "ray",
+            log=directory / "ray-start.log",
+            environ={
+                **ray_environ(token),
+                # Otherwise Ray waits half a minute for actors to move to another node.
+                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+                _MARK: str(directory),
+            },
+            dies_with_parent=die_with_parent,
+        )
+
+        def clear() -> None:
             _end_all(directory)
             shutil.rmtree(directory / "ray", ignore_errors=True)  # no address of before is read
-        assert address is not None
-        found = _DASHBOARD.search(log.read_text(errors="replace")) if dashboard else None
+
+        head.begin()
+        assert head.process is not None, "it has begun"
+        try:
+            address = head.wait(clear=clear, waiting=waiting)
+        finally:
+            # It outlives this object, which would warn of that, or is ended by its mark.
+            head.process.returncode = 0
+        found = _DASHBOARD.search(head.said()) if dashboard else None
         local = LocalRay(
             address=address,
             token=token,
-            pid=process.pid,
-            started=psutil.Process(process.pid).create_time(),
+            pid=head.process.pid,
+            started=psutil.Process(head.process.pid).create_time(),
             dashboard_url=found[1] if found is not None else None,
         )
         state = directory / _STATE_FILE
         state.touch(mode=0o600)
         state.write_text(json.dumps(local._asdict()))
-    process.returncode = 0  # It outlives this object, which would warn of that.
     return local
 
 
@@ -153,14 +144,6 @@ def stop(cluster_name: str) -> bool:
     if is_own(directory):
         shutil.rmtree(directory, ignore_errors=True)
     return ended
-
-
-def read_address(temp_dir: Path) -> str:
-    """Return the address that a head with this `--temp-dir` has written to a file; "": not yet."""
-    try:
-        return (temp_dir / "ray_current_cluster").read_text(errors="replace").strip()
-    except FileNotFoundError:
-        return ""
 
 
 def _sockets_fit(directory: Path) -> bool:
@@ -217,89 +200,6 @@ def _check_port(port: int) -> None:
         raise ConfigError(
             f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
         ) from None
-
-
-def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
-    return [
-        sys.executable,
-        *["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
-        f"--port={port}",
-        f"--temp-dir={directory / 'ray'}",
-        f"--include-dashboard={'true' if dashboard else 'false'}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--log-color=false",  # what it says when it fails is shown as it is
-        # One node never scales, and kvray's drivers take no worker's log: each costs a process.
-        "--no-monitor",
-        "--include-log-monitor=false",
-    ]
-
-
-def _spawn(
-    command: list[str], directory: Path, log: Path, token: str, *, die_with_parent: bool
-) -> "subprocess.Popen[bytes]":
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command,
-            env={
-                **PATIENT,
-                **without_settings(),
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": token,
-                # Otherwise Ray waits half a minute for actors to move to another node.
-                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-                _MARK: str(directory),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
-        )
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _await_address(
-    process: "subprocess.Popen[bytes]",
-    directory: Path,
-    log: Path,
-    patience: Patience,
-    waiting: Callable[[float], None],
-) -> str | None:
-    """Return the address that Ray writes down once its head answers; None: it ended before."""
-    began = time.monotonic()
-    started = False
-    while not patience.is_over(_written(directory)):
-        waiting(time.monotonic() - began)
-        if process.poll() is not None:
-            return None
-        started = started or "Ray runtime started" in log.read_text(errors="replace")
-        if started and (address := read_address(directory / "ray")):
-            return address
-        time.sleep(0.1)
-    took_s = time.monotonic() - began
-    raise ConfigError(
-        f"Ray did not start: after {took_s:.0f} s it made no progress; it said: {_tail(log)}"
-    )
-
-
-def _written(directory: Path) -> tuple[int, int]:
-    """Return the number of files that a starting Ray has written there, and their bytes.
-
-    What it writes again and again, idle or not, is left out.
-    """
-    found = 0, 0
-    for path in directory.rglob("*"):
-        if not path.name.startswith("debug_state"):
-            with contextlib.suppress(OSError):
-                found = found[0] + 1, found[1] + path.lstat().st_size
-    return found
-
-
-def _tail(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace").split()[-40:])
 
 
 def _process(pid: int, created: float) -> psutil.Process | None:

@@ -47,7 +47,7 @@ class Departures:
 
     def require_all_there(self) -> None:
         """Raise NotNow while a node is down or about to go: the others have to serve."""
-        if self._node is not None or not all(one.has_started for one in self._machine.nodes):
+        if self._node is not None or not all(one.ray.has_started for one in self._machine.nodes):
             raise NotNow("Another node is down.")
 
     def drain(self, node: Node) -> None:
@@ -240,9 +240,9 @@ class Faults:
         """Restart the nodes that are down, and repeat orders that failed; call it often."""
         self._departures.tend()
         for node in self._machine.nodes:
-            if not node.is_running:
+            if not node.ray.is_running:
                 node.kill()  # some of its processes may be left
-                node.begin_start()
+                node.ray.begin()
         self._vandals = [one for one in self._vandals if one.poll() is None]
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """A Ray cluster of several nodes on this machine: each its own processes, memory and address.
 
 With a network each node has an address and a cable. Without one the nodes share the loopback
-device, and differ by their node ids. Each is `ray start --block` in a process of its own. Nothing
-outlives the process that made it, however that ends.
+device, and differ by their node ids. Nothing outlives the process that made it, however that ends.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,12 @@ from typing import Any
 import psutil
 import yaml
 
-from kvray.actors.tier.local_ray import OVERWHELMED, PATIENT, read_address
-from kvray.actors.tier.rollout import Patience
-from kvray.config import without_settings
+from kvray.actors.tier.ray_node import RayNode, ray_environ
 from kvray.errors import ConfigError
 from kvray.lab.chaos.cleanup import MARK
 from kvray.lab.chaos.network import Network
 
-_STILL_S = 90.0
-_STARTS_MAX = 10
-"""Ray gives its parts half a minute, so a node that gives up is started again."""
-_START_PAUSE_S = 1.0
 _KILL_TIMEOUT_S = 5.0
-_POLL_S = 0.05
-_HAS_STARTED = "Ray runtime started"
 _NODE_ID = "--node_id="
 
 Environ = dict[str, str]
@@ -41,8 +31,6 @@ RESOURCE = "kvray_shard"
 """Ray resource of the nodes that get a shard; the head does not have it."""
 PAIR = "kvray_pair"
 """The same of the first two alone: for a tier of two nodes on a machine of more."""
-_OBJECT_STORE_BYTES = 80 * 2**20
-_ADDRESS_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 30.0
 _PORT = 6379
 
@@ -50,82 +38,23 @@ _PORT = 6379
 class Node:
     """One Ray node. `Machine` makes it; anyone may kill it and start it again."""
 
-    def __init__(
-        self, name: str, *, command: list[str], environ: Environ, log: Path, arena_dir: Path
-    ) -> None:
+    def __init__(self, name: str, ray: RayNode, *, environ: Environ, arena_dir: Path) -> None:
         """Describe a node that is not running yet; engines of it need the same `environ`."""
         self.name = name
+        self.ray = ray
         self.environ = environ
         self.arena_dir = arena_dir
-        self._command = command
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its main process lives."""
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether it has joined the cluster since its last start."""
-        return self.is_running and _HAS_STARTED in self._log.read_text(errors="replace")
-
-    def begin_start(self) -> None:
-        """Start it, and do not wait for it; it gets another node id each time."""
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_started(self) -> None:
-        """Return when it has joined; if it gives up, it is started again.
-
-        Raises:
-            ConfigError: it was killed, gave up too often, or made no progress.
-        """
-        patience, starts = Patience(_STILL_S), 1
-        while not self.has_started:
-            is_late = patience.is_over((starts, self._log.stat().st_size, len(self.family())))
-            if self._has_given_up() and not is_late and starts < _STARTS_MAX:
-                time.sleep(_START_PAUSE_S)
-                self.begin_start()
-                starts += 1
-            elif is_late or not self.is_running:
-                said = " ".join(self._log.read_text(errors="replace").split()[-100:])
-                raise ConfigError(f"The Ray node {self.name} did not start; it said: {said}")
-            time.sleep(_POLL_S)
-
-    def _has_given_up(self) -> bool:
-        """Return whether it ended because its parts, or the head, were too slow for Ray."""
-        if self._process is None or not (self._process.poll() or 0) > 0:
-            return False
-        return OVERWHELMED.search(self._log.read_text(errors="replace")) is not None
-
-    def start(self) -> None:
-        """Start it and return when it has joined.
-
-        Raises:
-            ConfigError: as `wait_started`.
-        """
-        self.begin_start()
-        self.wait_started()
 
     def kill(self) -> None:
         """End all of its processes at once, the raylet first. Twice is fine."""
-        family = self.family()
+        family = self.ray.family()
         for process in sorted(family, key=lambda one: "raylet" not in _title(one)):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(family, timeout=_KILL_TIMEOUT_S)
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self.ray.process is not None:
+            self.ray.process.kill()
+            self.ray.process.wait()
 
     def empty(self) -> None:
         """Remove its blocks in memory and on disk: another machine comes in its place."""
@@ -134,17 +63,9 @@ class Node:
         for path in found:
             shutil.rmtree(path, ignore_errors=True)
 
-    def family(self) -> list[psutil.Process]:
-        """Return its living processes."""
-        with contextlib.suppress(psutil.Error):
-            if self._process is not None:
-                main = psutil.Process(self._process.pid)
-                return [main, *main.children(recursive=True)]
-        return []
-
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return its processes of actors whose class or repr begins with `kind`."""
-        return [one for one in self.family() if _title(one).startswith(f"ray::{kind}")]
+        return [one for one in self.ray.family() if _title(one).startswith(f"ray::{kind}")]
 
     @property
     def node_id(self) -> str | None:
@@ -157,7 +78,7 @@ class Node:
 
     def raylet(self) -> psutil.Process | None:
         """Return the raylet, with which the node lives and dies."""
-        return next((one for one in self.family() if _title(one).endswith("/raylet")), None)
+        return next((one for one in self.ray.family() if _title(one).endswith("/raylet")), None)
 
 
 def _title(process: psutil.Process) -> str:
@@ -217,12 +138,9 @@ class Machine:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._described: list[Node] = []
         self._own = {
-            **PATIENT,
-            **without_settings(),
+            **ray_environ(secrets.token_hex(16)),
             **(environ or {}),
             MARK: str(self.directory),
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
             "UCX_TLS": "tcp",
         }
@@ -236,13 +154,13 @@ class Machine:
             if has_network:
                 options = (*options, f"--port={_PORT}")
             self.head = self._describe(0, "head", self.scratch / "head", *options)
-            self.head.start()
-            self.address = self._await_address()
+            self.head.ray.begin()
+            self.address = self.head.ray.wait()
             for number in range(1, num_nodes + 1):
                 self.nodes.append(self._describe_node(number))
-                self.nodes[-1].begin_start()
+                self.nodes[-1].ray.begin()
             for node in self.nodes:
-                node.wait_started()
+                node.ray.wait()
         except BaseException:
             self.close()
             raise
@@ -311,7 +229,7 @@ class Machine:
                 self.network.plug_in(number)
             self._spare = self._describe_node(number)
         self.nodes.append(self._spare)
-        self._spare.begin_start()
+        self._spare.ray.begin()
         return self._spare
 
     def take_away(self, node: Node) -> None:
@@ -340,15 +258,6 @@ class Machine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _await_address(self) -> str:
-        """Return the head's address, which it writes down a moment after its start."""
-        deadline = time.monotonic() + _ADDRESS_TIMEOUT_S
-        while not (address := read_address(self.directory / "head")):
-            if time.monotonic() > deadline:
-                raise ConfigError(f"Ray's head wrote no address within {_ADDRESS_TIMEOUT_S:.0f} s.")
-            time.sleep(0.05)
-        return address
-
     def _describe_node(self, number: int) -> Node:
         is_mount = self._mount_bytes is not None
         arena_dir = (self.directory if is_mount else self.scratch) / f"shm{number}"
@@ -361,22 +270,20 @@ class Machine:
 
     def _describe(self, number: int, name: str, arena_dir: Path, *options: str) -> Node:
         host = "127.0.0.1" if self.network is None else self.network.address(number)
-        command = [
-            *self._enter(number),
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options),
-            f"--node-ip-address={host}",
-            f"--temp-dir={self.directory / name}",
-            f"--object-store-memory={_OBJECT_STORE_BYTES}",
-            "--num-cpus=0",
-            "--log-color=false",
-            "--disable-usage-stats",
-            "--include-log-monitor=false",
-        ]
         environ = {**self._own, "KVRAY_ARENA__DIR": str(arena_dir)}
         if self._has_nvme:
             environ["KVRAY_NVME__DIR"] = str(self.directory / f"{name}-nvme")
-        log = self.directory / f"{name}.log"
-        node = Node(name, command=command, environ=environ, log=log, arena_dir=arena_dir)
+        ray = RayNode(
+            f"The Ray node {name}",
+            *options,
+            f"--node-ip-address={host}",
+            "--num-cpus=0",
+            temp_dir=self.directory / name,
+            log=self.directory / f"{name}.log",
+            environ=environ,
+            enter=self._enter(number),
+        )
+        node = Node(name, ray, environ=environ, arena_dir=arena_dir)
         self._described.append(node)
         return node
 

@@ -1,0 +1,208 @@
+"""A Ray of kvray's own: its start, its end, and every failure; a script stands for `ray start`."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvray.actors.tier import local_ray, ray_node
+from kvray.errors import ConfigError
+from tests.waiting import HANG_S, wait_for
+
+STAYS = "trap 'kill $!; exit' TERM; sleep 600 & wait"
+STARTS = f"""\
+for one in "$@"; do case $one in --temp-dir=*) dir=${{one#*=}};; esac; done
+mkdir -p $dir
+echo Ray runtime started.
+echo 10.0.0.5:6379 >$dir/ray_current_cluster
+{STAYS}
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """The name of a cluster of which nothing is left after the test."""
+    made = f"pytest-{os.getpid()}-own"
+    yield made
+    local_ray.stop(made)
+    assert not local_ray.local_dir(made).exists()
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a script in the place of `ray start`, and returns it."""
+    path = tmp_path / "start"
+    monkeypatch.setattr(ray_node, "_START", ("sh", str(path), "start"))
+
+    def write(text: str) -> Path:
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    return local_ray._family(local_ray.local_dir(name))
+
+
+def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
+    script(STARTS)
+    started = local_ray.start(name)
+    assert started.address == "10.0.0.5:6379"
+    assert local_ray.find(name) == started
+    with pytest.raises(ConfigError, match="is running already"):
+        local_ray.start(name)
+    assert local_ray.find(name) == started
+    assert local_ray.stop(name)
+    assert local_ray.find(name) is None
+    assert processes_of(name) == []
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(name):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"choose another --port"):
+            local_ray.start(name, port=taken.getsockname()[1])
+    assert not local_ray.local_dir(name).exists()
+
+
+def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(name, script, tmp_path):
+    script(f"""\
+if [ ! -e {tmp_path}/tried ]; then
+    touch {tmp_path}/tried; echo 'Exception: The current node timed out during startup.'; exit 1
+fi
+{STARTS}""")
+    local_ray.start(name)
+    assert (tmp_path / "tried").exists()
+    assert local_ray.find(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("echo out of luck; exit 3", 3), ("kill -9 $$", -signal.SIGKILL)]
+)
+def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, script, text, status):
+    script(text)
+    with pytest.raises(ConfigError, match=f"Ray did not start, but ended with status {status}"):
+        local_ray.start(name)
+    assert processes_of(name) == []
+    assert not local_ray.local_dir(name).exists()
+
+
+def test_a_ray_that_makes_no_progress_is_given_up(name, script, monkeypatch):
+    monkeypatch.setattr(ray_node, "_STILL_S", 0.3)
+    script(f"echo thinking; {STAYS}")
+    with pytest.raises(ConfigError, match=r"made no progress within \d s; it said: thinking"):
+        local_ray.start(name)
+    assert processes_of(name) == []
+
+
+def test_a_cluster_that_another_process_is_starting_is_left_alone(name):
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    (directory / "ray-start.log").write_text("under way")
+    starter = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(starter, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="Another process is starting"):
+            local_ray.start(name)
+    finally:
+        os.close(starter)
+    assert (directory / "ray-start.log").read_text() == "under way"
+    assert sorted(directory.parent.glob(f"{directory.name}*")) == [directory]
+
+
+def write_state(name: str, **state: object) -> Path:
+    """Write what a Ray of that name would have written down; return its directory."""
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    told = {"address": "10.0.0.66:6379", "token": "t", "dashboard_url": None, **state}
+    (directory / "ray.json").write_text(json.dumps(told))
+    return directory
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_another_users_directory_is_neither_believed_nor_removed(name):
+    me = psutil.Process()
+    directory = write_state(name, pid=me.pid, started=me.create_time())
+    assert local_ray.find(name) is not None
+    os.chown(directory, 12345, 12345)
+    try:
+        assert local_ray.find(name) is None
+        with pytest.raises(ConfigError, match="is another user's"):
+            local_ray.start(name)
+        local_ray.stop(name)
+        assert (directory / "ray.json").exists()
+    finally:
+        os.chown(directory, 0, 0)
+
+
+def test_a_later_process_of_the_same_pid_is_no_cluster(name):
+    write_state(name, pid=os.getppid(), started=1.0)
+    assert local_ray.find(name) is None
+    assert not local_ray.stop(name)
+    assert psutil.pid_exists(os.getppid())
+
+
+def test_an_address_counts_once_it_is_written(tmp_path):
+    assert ray_node.read_address(tmp_path) == ""
+    file = tmp_path / "ray_current_cluster"
+    file.touch()  # as Ray makes it, before it writes
+    assert ray_node.read_address(tmp_path) == ""
+    file.write_text("10.0.0.5:6379")
+    assert ray_node.read_address(tmp_path) == "10.0.0.5:6379"
+
+
+def test_a_long_name_gets_a_short_directory():
+    names = ["x" * 32, "x" * 31 + "y"]
+    directories = [local_ray.local_dir(name) for name in names]
+    assert len(set(directories)) == 2
+    assert all(local_ray._sockets_fit(directory) for directory in directories)
+
+
+def test_a_long_tmpdir_is_refused_with_the_fix(name, monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(deep))
+        with pytest.raises(ConfigError, match="set TMPDIR to a shorter one, such as /tmp"):
+            local_ray.start(name)
+    assert list(deep.iterdir()) == []
+
+
+STARTING = """
+import sys, time
+from kvray.actors.tier import local_ray, ray_node
+ray_node._START = ("sh", sys.argv[1], "start")
+local_ray.start(sys.argv[2], waiting=lambda _: print("waiting", flush=True), die_with_parent=True)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "until", "signum"),
+    [(STAYS, "waiting", signal.SIGINT), (STARTS, "started", signal.SIGKILL)],
+)
+def test_it_ends_with_an_interrupted_start_and_with_its_parent_if_asked_to(
+    name, script, text, until, signum
+):
+    command = [sys.executable, "-c", STARTING, script(text), name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.strip() == until for line in process.stdout)
+        wait_for(lambda: processes_of(name) != [], "a start")
+        process.send_signal(signum)
+        process.communicate(timeout=HANG_S)
+    wait_for(lambda: local_ray.find(name) is None and processes_of(name) == [], "dying")
+    assert until == "started" or not local_ray.local_dir(name).exists()
