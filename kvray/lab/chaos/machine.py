@@ -45,6 +45,11 @@ class Node:
         self.environ = environ
         self.arena_dir = arena_dir
 
+    def start(self) -> str:
+        """Start it and return the address of a head when it has joined; its id is another one."""
+        self.ray.begin()
+        return self.ray.wait()
+
     def kill(self) -> None:
         """End all of its processes at once, the raylet first. Twice is fine."""
         family = self.ray.family()
@@ -154,8 +159,7 @@ class Machine:
             if has_network:
                 options = (*options, f"--port={_PORT}")
             self.head = self._describe(0, "head", self.scratch / "head", *options)
-            self.head.ray.begin()
-            self.address = self.head.ray.wait()
+            self.address = self.head.start()
             for number in range(1, num_nodes + 1):
                 self.nodes.append(self._describe_node(number))
                 self.nodes[-1].ray.begin()
