@@ -35,3 +35,8 @@ def shard_name(node_id: str) -> str:
 def mover_name(node_id: str) -> str:
     """Return the actor name of the mover on a Ray node."""
     return MOVER_PREFIX + node_id[:12]
+
+
+def node_of(actor: str) -> str:
+    """Return the name of the node that a shard or a mover is on."""
+    return actor.removeprefix(SHARD_PREFIX).removeprefix(MOVER_PREFIX)

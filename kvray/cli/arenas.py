@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from kvray.cli.asking import show_answer
-from kvray.cli.text.explanation import age_text
+from kvray.cli.explain import age_text
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption

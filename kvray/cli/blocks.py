@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvray.cli.asking import open_client, read_tokens
-from kvray.cli.text.status import drain_sentence
+from kvray.cli.status import drain_sentence
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, printer

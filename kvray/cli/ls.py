@@ -6,9 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvray.actors.names import node_of
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.text.explanation import node_of, shortened
-from kvray.cli.text.hits import tier_share
+from kvray.cli.explain import shortened
+from kvray.cli.hits import tier_share
 from kvray.config import format_size
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Hashable, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from kvray.actors.names import MOVER_PREFIX, SHARD_PREFIX
+from kvray.actors.names import node_of
 from kvray.metrics import LATENCIES, METRICS, PREFIX
 from kvray.trace.reasons import DROP_PREFIX, MISS_PREFIX, MISS_REASONS, DropReason
 
@@ -105,7 +105,7 @@ class ShardFigures:
 
     def __init__(self, shard: str, now: float) -> None:
         """Make those of `shard`, whose process started at `now`."""
-        self._node = shard.removeprefix(SHARD_PREFIX)
+        self._node = node_of(shard)
         self._ranks = RankFigures(self._node, now)
         self._namespaces: set[str] = set()
 
@@ -164,7 +164,7 @@ class ShardFigures:
 
 def mover_figures(mover: str, status: Mapping[str, Any]) -> Figures:
     """Return the figures of what `Mover.status` returned."""
-    node = mover.removeprefix(MOVER_PREFIX)
+    node = node_of(mover)
     totals: dict[Series, float] = {
         ("moved_bytes_total", (node, transport, "out")): num_bytes
         for transport, num_bytes in status.get("sent_bytes", {}).items()

@@ -26,12 +26,12 @@ from kvray.actors.build_info import BuildInfo, settings_of
 from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.names import (
     LOOKUP_NAME,
-    MOVER_PREFIX,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
     is_lookup,
     lookup_names,
     mover_name,
+    node_of,
     shard_name,
 )
 from kvray.actors.ray_glue import calls
@@ -151,7 +151,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         observer.told(f"{shard} has ended: its node is no longer among those that get a shard.")
         restarts.pop(shard, None)
         restarts.pop(mover, None)
-    homes = list(dict.fromkeys(_home(name) for name in restarts))
+    homes = list(dict.fromkeys(node_of(name) for name in restarts))
     for name, step in restarts.items():
         kept = ""
         if name.startswith(SHARD_PREFIX):
@@ -161,7 +161,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
             shards = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
             if len(shards) > 1:  # a single node has no mover
                 _await(name, timeout_s + START_S, observer)
-        count = f" ({homes.index(_home(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
+        count = f" ({homes.index(node_of(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
         observer.told(f"{_done(name + count, step)}{kept}")
 
 
@@ -171,11 +171,6 @@ def _restart_shard(step: Step, flush_s: float, timeout_s: float, observer: Obser
     _end(step.name, observer, step.retire, flush, timeout_s=flush_s if flush else _STOP_S)
     blocks = _await(step.name, timeout_s, observer)["arena"]["blocks"]
     return f" {blocks} blocks in memory{'' if flush else ' as before'}."
-
-
-def _home(name: str) -> str:
-    """Return the end of a part's name, which shard and mover of a node share."""
-    return name.removeprefix(SHARD_PREFIX).removeprefix(MOVER_PREFIX)
 
 
 def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:

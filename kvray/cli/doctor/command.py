@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvray.cli.doctor.finding import Finding, fault, ok
 from kvray.cli.doctor.tier import hit_findings, tier_findings
-from kvray.cli.text.transports import node_links, node_links_table
+from kvray.cli.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption

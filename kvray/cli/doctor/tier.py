@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvray.actors.names import node_of
 from kvray.cli.doctor.finding import Finding, fault, hint, ok
-from kvray.cli.text.explanation import REASONS
-from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.text.status import node_name, unnamed_sentences
-from kvray.cli.text.transports import NodeLink, node_links
+from kvray.cli.explain import REASONS
+from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
+from kvray.cli.status import unnamed_sentences
+from kvray.cli.transports import NodeLink, node_links
 from kvray.config import format_size
 from kvray.metrics import figure
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
@@ -50,7 +51,7 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _shard(shard: Mapping[str, Any]) -> Finding:
-    check, state = f"shard {node_name(dict(shard))}", shard["state"]
+    check, state = f"shard {node_of(shard['shard'])}", shard["state"]
     message = str(shard.get("message", "")).rstrip(".")
     if state == "serving":
         arena = shard["arena"]
@@ -72,7 +73,7 @@ def _corrupt(shard: Mapping[str, Any]) -> Iterator[Finding]:
     corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
     if corrupt:
         yield hint(
-            f"shard {node_name(dict(shard))}",
+            f"shard {node_of(shard['shard'])}",
             f"{corrupt} blocks did not have their checksum and were not used",
             "run `kvray verify`, and test this node's memory and disk",
         )
@@ -83,7 +84,7 @@ def _pages(shard: Mapping[str, Any]) -> Iterator[Finding]:
     memory = shard.get("memory")
     if not memory:
         return
-    check = f"pages {node_name(dict(shard))}"
+    check = f"pages {node_of(shard['shard'])}"
     mapped, huge, nodes = memory["mapped_bytes"], memory["huge_bytes"], memory["numa_nodes"]
     page, over = format_size(memory["huge_page_bytes"]), memory["interleaved_nodes"]
     spread = ""
@@ -107,7 +108,7 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
     nvme = shard.get("nvme")
     if nvme is None:
         return
-    check = f"disk {node_name(dict(shard))}"
+    check = f"disk {node_of(shard['shard'])}"
     for remark in nvme.get("remarks", ()):
         says, _, fix = str(remark).rstrip(".").partition("; ")
         yield hint(check, says, fix)

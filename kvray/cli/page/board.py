@@ -10,8 +10,8 @@ from typing import Any
 
 from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.tier import hit_findings, tier_findings
+from kvray.cli.hits import COMPUTED, SOURCES, History, ReplicaRates, ranks_of, token_sources
 from kvray.cli.page import panels
-from kvray.cli.text.hits import COMPUTED, SOURCES, History, ReplicaRates, ranks_of, token_sources
 
 SHOWN = (*SOURCES, COMPUTED)
 _POINTS_MAX = 900

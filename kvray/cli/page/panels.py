@@ -6,11 +6,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
-from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
-from kvray.cli.status import lookup_sentence, state_text
-from kvray.cli.text.explanation import request_report, requests_sentence
-from kvray.cli.text.hits import (
+from kvray.cli.explain import request_report, requests_sentence
+from kvray.cli.hits import (
     History,
     NodeRates,
     ended_of,
@@ -21,9 +20,10 @@ from kvray.cli.text.hits import (
     sources_sentence,
     total_counters,
 )
-from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_title
-from kvray.cli.text.status import node_name
-from kvray.cli.text.transports import node_links, node_links_table
+from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
+from kvray.cli.size import missing_sentences, sizing_sentences, sizing_title
+from kvray.cli.status import lookup_sentence, state_text
+from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size
 from kvray.metrics import figure
 
@@ -65,7 +65,7 @@ def nodes(rates: History, seen: Seen, now: float) -> list[dict[str, Any]]:
 
 def silent(shards: Shards) -> list[str]:
     """Return the nodes whose shards do not answer."""
-    return [node_name(dict(one)) for one in shards if one["state"] == "unreachable"]
+    return [node_of(one["shard"]) for one in shards if one["state"] == "unreachable"]
 
 
 def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
             figures.append(f"{rate_text(rates.written_bytes)}/s to disk")
             figures.append(f"{rate_text(rates.read_bytes)}/s from disk")
     return {
-        "name": node_name(dict(known)),
+        "name": node_of(known["shard"]),
         "state": state_text(shard),
         "is_healthy": shard["state"] == "serving",
         "message": shard.get("message", ""),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvray.cli.text.explanation import age_text
+from kvray.cli.explain import age_text
 from kvray.store import Arena
 from tests.forks import Done, RunKvray
 from tests.unit.actors.shard_process import ROOT, shard_process

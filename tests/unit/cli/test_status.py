@@ -10,17 +10,19 @@ from kvray.actors.staging.replicas import Replicas
 from kvray.actors.tier.tier import summed
 from kvray.cli import status
 from kvray.cli.doctor.tier import hit_findings
+from kvray.cli.hits import total_counters
 from kvray.cli.status import (
     _print,
     _watch,
     ended_line,
     lookups_table,
     memory_table,
+    namespaces_report,
     replicas_table,
     shards_table,
+    shares_report,
+    unnamed_sentences,
 )
-from kvray.cli.text.hits import total_counters
-from kvray.cli.text.status import namespaces_report, shares_report, unnamed_sentences
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.tier.sizing import combined
-from kvray.cli.ls import namespaces, namespaces_table, prefixes
-from kvray.cli.size import _print, make_figure
-from kvray.cli.text.explanation import (
+from kvray.cli.explain import (
     CAUSES,
     REASONS,
     clock,
@@ -18,9 +16,10 @@ from kvray.cli.text.explanation import (
     requests_sentence,
     requests_table,
 )
-from kvray.cli.text.hits import History, headline, replicas_table, source_shares
-from kvray.cli.text.sizing import sizing_line
-from kvray.cli.text.transports import choose, node_links
+from kvray.cli.hits import History, headline, replicas_table, source_shares
+from kvray.cli.ls import namespaces, namespaces_table, prefixes
+from kvray.cli.size import _print, make_figure, sizing_line
+from kvray.cli.transports import choose, node_links
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 from tests.unit.actors.tier.test_sizing import node

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvray.cli.hits import ReplicaRates
 from kvray.cli.page import command
 from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board, Shares
 from kvray.cli.page.command import Feed
-from kvray.cli.text.hits import ReplicaRates
 from tests.unit.cli.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 

@@ -6,10 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvray.actors.names import MOVER_PREFIX, node_of
 from kvray.config import format_size
 from kvray.console.output import empty_table
-
-_MOVER_PREFIX = "kvray-mover-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +29,12 @@ class NodeLink:
 
 def node_links(found: dict[str, Any]) -> list[NodeLink]:
     """Return the link between each two nodes; `found` is what `Client.status` returned."""
-    movers = {_node(mover["mover"]): mover for mover in found.get("movers", [])}
+    movers = {node_of(mover["mover"]): mover for mover in found.get("movers", [])}
     peers = {
-        (_node(peer["peer"]), _node(shard["shard"])): peer
+        (node_of(peer["peer"]), node_of(shard["shard"])): peer
         for shard in found["shards"]
         for peer in shard.get("staging", {}).get("peers", [])
-        if peer["peer"].startswith(_MOVER_PREFIX)
+        if peer["peer"].startswith(MOVER_PREFIX)
     }
     made = []
     for target, receiver in movers.items():
@@ -83,7 +82,7 @@ def choose(
     failing = {
         link["transport"]: f"{link['transport']} keeps failing from {source}: {link['error']}"
         for link in receiver.get("failing_links", [])
-        if link["left_out"] and _node(link["source"]) == source
+        if link["left_out"] and node_of(link["source"]) == source
     }
     if not common:
         return None, "; ".join(lacking) or "no transport is configured"
@@ -116,7 +115,3 @@ def _best(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
         return "the first of staging.transports that both have"
     wires = "RDMA" if mine.get("rdma") and theirs.get("rdma") else "TCP: no RDMA device"
     return f"both have it; {wires}"
-
-
-def _node(actor: str) -> str:
-    return actor.removeprefix(_MOVER_PREFIX).removeprefix("kvray-shard-")
