@@ -182,7 +182,7 @@ def replay(
     how evenly the replicas work, on the same pools and the same tier.
 
     With --check-curve it lets a shard sample the trace as it would sample prompts, and compares the
-    curve that it draws with full replays: the error, the memory and the time that it takes.
+    curve that it draws with full replays.
 
     A size is a number of blocks, such as 5000, 5k or 1.5M. Names and sizes may be given
     repeatedly, or separated by commas.

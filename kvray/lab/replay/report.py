@@ -11,12 +11,11 @@ import numpy as np
 from rich.table import Table
 
 from kvray.console.output import empty_table
-from kvray.lab.replay.curve_check import PROMPTS_PER_S, CurveCheck
+from kvray.lab.replay.curve_check import CurveCheck
 from kvray.lab.replay.routers import ONE, FleetComparison, FleetOutcome
 from kvray.lab.replay.simulator import BASELINE, Comparison, Outcome
 from kvray.lab.report import Report, blank_figure, machine_facts, percent
 from kvray.store.replay import Trace
-from kvray.store.sizing import CPU_SHARE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,12 +129,6 @@ def report_curves(checks: Sequence[CurveCheck]) -> Report:
             table,
             f"Mean error {100 * check.mean_error:.2f} points, of {check.sampled_blocks:,} blocks in"
             f" {check.sampled_prompts:,} prompts: one key in {1 / check.rate:,.0f}.",
-            f"At {PROMPTS_PER_S:,} prompts a second each costs {check.note_us:.1f} us of its"
-            f" engine's thread and {check.look_us:.1f} us of its link, and all together"
-            f" {100 * check.add_share:.2f} % of a core of the shard. The sample's replays take"
-            f" {check.replay_s:.1f} s of CPU time, for which a shard gives"
-            f" {percent(CPU_SHARE)} of a core, and sample and replay"
-            f" {check.memory_bytes / 2**20:.1f} MiB at most.",
         ]
     facts = {"checks": [{**asdict(one), "mean_error": one.mean_error} for one in checks]}
     return Report(parts=parts, facts=facts)

@@ -252,8 +252,6 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
     )
     assert found.rate == 1
     assert found.mean_error < 1e-5
-    assert 0 < found.memory_bytes < 64 * 2**20
-    assert found.note_us < 50
     assert [done for _, done, _ in seen] == [0, 1, 2, 3, 4]
     report = report_curves([found])
     assert str(report.parts[1]).startswith("Mean error 0.00 points")
