@@ -1,12 +1,13 @@
-"""A child process that ends with its parent, and the JSON lines that the two exchange."""
+"""A child process that ends with its parent, and the messages that the two exchange."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
+import pickle
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -15,10 +16,10 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.engine_options import to_json
 
 MESSAGE_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 16
+_LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,8 +27,11 @@ class PipeClosed(KVRayError):
     """The other end is gone."""
 
 
-class JsonPipe:
-    """One end of a pair of pipes; owns both descriptors. One thread sends, one receives."""
+class Pipe:
+    """One end of a pair of pipes; owns both descriptors. One thread sends, one receives.
+
+    Messages are any objects that pickle: both ends are processes of one engine, or of one test.
+    """
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read_fd = read_fd
@@ -38,16 +42,17 @@ class JsonPipe:
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
-    def send(self, message: dict[str, Any], *, timeout_s: float) -> None:
+    def send(self, message: object, *, timeout_s: float) -> None:
         """Write one message; PipeClosed if nobody reads it in time, ConfigError if too long."""
         if self._is_ended:
             raise PipeClosed("This end of the pipe is closed.")
-        data = memoryview(json.dumps(message, default=to_json).encode() + b"\n")
-        if len(data) > MESSAGE_BYTES_MAX:
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(packed) > MESSAGE_BYTES_MAX:
             raise ConfigError(
-                f"A message of {len(data)} bytes is longer than the {MESSAGE_BYTES_MAX} that a "
+                f"A message of {len(packed)} bytes is longer than the {MESSAGE_BYTES_MAX} that a "
                 "replica takes; send fewer prompts at a time."
             )
+        data = memoryview(_LENGTH.pack(len(packed)) + packed)
         deadline = time.monotonic() + timeout_s
         while data:
             _wait(self._write_fd, select.POLLOUT, deadline)
@@ -58,31 +63,32 @@ class JsonPipe:
             except OSError as error:
                 raise PipeClosed("The other process has closed its pipe.") from error
 
-    def receive(self, *, timeout_s: float | None) -> dict[str, Any]:
+    def receive(self, *, timeout_s: float | None) -> Any:
         """Return the next message; None waits for it without end.
 
-        PipeClosed if the other end is closed, sent too long a line, or time is up.
+        PipeClosed if the other end is closed, announces too long a message, or time is up.
         """
         if self._is_closed:
             raise PipeClosed("This end of the pipe is closed.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            if searched > MESSAGE_BYTES_MAX:
-                raise PipeClosed(f"The other process sent more than {MESSAGE_BYTES_MAX} bytes.")
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
+        if length > MESSAGE_BYTES_MAX:
+            raise PipeClosed(f"The other process sent more than {MESSAGE_BYTES_MAX} bytes.")
+        return pickle.loads(self._take(length, deadline))  # noqa: S301 (from our own process)
+
+    def _take(self, size: int, deadline: float | None) -> bytes:
+        while len(self._buffer) < size:
             _wait(self._read_fd, select.POLLIN, deadline)
             try:
-                chunk = os.read(self._read_fd, _READ_BYTES)
+                chunk = os.read(self._read_fd, max(_READ_BYTES, size - len(self._buffer)))
             except BlockingIOError:
                 continue
             if not chunk:
                 raise PipeClosed("The other process has closed its pipe.")
             self._buffer += chunk
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        message: dict[str, Any] = json.loads(line)
-        return message
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
 
     def end(self) -> None:
         """Send nothing more, and go on receiving. Twice is fine."""
@@ -100,7 +106,7 @@ class JsonPipe:
 
 def spawn_child(
     module: str, *, output: IO[bytes] | int, env: Mapping[str, str] | None = None
-) -> tuple[subprocess.Popen[bytes], JsonPipe]:
+) -> tuple[subprocess.Popen[bytes], Pipe]:
     """Run `module`, whose `main` calls `join_parent`, and return it with the pipe to it.
 
     `output` receives its stdout and stderr; `env` are variables besides those of this process.
@@ -126,10 +132,10 @@ def spawn_child(
     finally:
         os.close(child_read)
         os.close(child_write)
-    return process, JsonPipe(from_child, to_child)
+    return process, Pipe(from_child, to_child)
 
 
-def join_parent() -> JsonPipe:
+def join_parent() -> Pipe:
     """Return the child's end of the pipe, and have the child die with its parent.
 
     A parent that spawned it from a thread cannot use the death signal, so the child must also end
@@ -142,7 +148,7 @@ def join_parent() -> JsonPipe:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit(1)
-    return JsonPipe(read_fd, write_fd)
+    return Pipe(read_fd, write_fd)
 
 
 def _wait(fd: int, event: int, deadline: float | None) -> None:

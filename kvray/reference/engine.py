@@ -12,7 +12,7 @@ from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.engine_rank import EngineRank
 from kvray.reference.output import Call, Listener, Prompt, batch_of
-from kvray.reference.rank_process import start_ranks
+from kvray.reference.ranks import start_ranks
 from kvray.reference.request import LlmRequest
 
 
@@ -27,12 +27,11 @@ class ReferenceEngine:
         self._request_ids = itertools.count(1)
         chosen = EngineOptions(model=model, **options)
         self._max_draft_len = chosen.max_draft_len
-        ranks, self._others = start_ranks(chosen)
+        self._ranks = start_ranks(chosen)
         try:
-            self._leader = EngineRank(chosen, ranks)
+            self._leader = EngineRank(chosen, self._ranks)
         except BaseException:
-            ranks.leave()
-            self._others.kill()
+            self._ranks.kill()
             raise
         self.tokenizer = self._leader.tokenizer
         self.model = self._leader.model
@@ -56,7 +55,7 @@ class ReferenceEngine:
     @property
     def rank_pids(self) -> tuple[int, ...]:
         """The processes of the other ranks, from rank 1 on."""
-        return self._others.pids
+        return self._ranks.pids
 
     @property
     def failure(self) -> BaseException | None:
@@ -143,11 +142,11 @@ class ReferenceEngine:
         try:
             self._executor.join()
         except BaseException:
-            self._others.kill()
+            self._ranks.kill()
             raise
         finally:
             self._leader.shut_down()
-        self._others.close(has_failed=self.failure is not None)
+        self._ranks.close(has_failed=self.failure is not None)
 
     def _check(self, tokens: list[int], max_tokens: int) -> None:
         if not tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class EngineOptions:
     tokens_per_block: int = 32  # and rows in every step of the model
     num_blocks: int = 128
     connector: KvConnectorConfig | Any | None = None
-    """An object, or a mapping, with the three fields of `KvConnectorConfig`."""
+    """An object with the three fields of `KvConnectorConfig`."""
     enable_block_reuse: bool = True  # requests reuse full blocks of earlier ones
     enable_partial_reuse: bool = False  # and copy the first tokens of a block
     enable_chunked_prefill: bool = False  # a prompt may be computed in several passes
@@ -112,16 +112,3 @@ class EngineOptions:
     def is_split(self) -> bool:
         """Whether the ranks share the model, and so wait for each other inside a pass."""
         return self.tensor_parallel_size > 1 and not self.enable_attention_dp
-
-    @property
-    def connector_config(self) -> KvConnectorConfig | Any | None:
-        """The connector's classes as attributes, also when they came as a mapping."""
-        connector = self.connector
-        return KvConnectorConfig(**connector) if isinstance(connector, Mapping) else connector
-
-
-def to_json(value: Any) -> Any:
-    """Return an option that JSON does not know as one that it knows: a path, or a connector."""
-    if isinstance(value, Path):
-        return str(value)
-    return {item.name: getattr(value, item.name) for item in fields(KvConnectorConfig)}

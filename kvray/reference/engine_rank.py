@@ -131,7 +131,7 @@ def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> SimpleNamespa
             enable_block_reuse=options.enable_block_reuse,
             enable_partial_reuse=options.enable_partial_reuse,
         ),
-        kv_connector_config=options.connector_config,
+        kv_connector_config=options.connector,
         speculative_config=drafts,
     )
 

@@ -36,9 +36,6 @@ class Output:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", tuple(self.token_ids))  # JSON has lists only
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Call:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import psutil
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.child_process import JsonPipe, PipeClosed, spawn_child
+from kvray.reference.child_process import Pipe, PipeClosed, spawn_child
 from kvray.reference.output import Call, Listener, Output, Prompt, batch_of
 
 CHILD_MODULE = "kvray.reference.replica_child"
@@ -39,7 +39,7 @@ class Replica:
     its end when the child dies.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: JsonPipe, log: IO[bytes]):
+    def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Pipe, log: IO[bytes]):
         self.name = name
         self._process = process
         self._pipe = pipe
@@ -261,8 +261,7 @@ class Replica:
             else:
                 # A child that reports that it is up sends no output.
                 self.event_metadata = answer.get("events", self.event_metadata)
-                plain: Any = answer.get("output")
-                call.future.set_result(plain and Output(**plain))
+                call.future.set_result(cast("Output", answer.get("output")))
 
     def _pop(self, call_id: int) -> Call | None:
         with self._lock:

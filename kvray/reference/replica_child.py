@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.events.pool_feed import PoolFeed
-from kvray.reference.child_process import JsonPipe, PipeClosed, join_parent
+from kvray.reference.child_process import Pipe, PipeClosed, join_parent
 from kvray.reference.output import Call
 
 _SEND_TIMEOUT_S = 30.0
@@ -28,7 +27,7 @@ class _Child:
     token of the open calls.
     """
 
-    def __init__(self, pipe: JsonPipe, start: Callable[..., Any]) -> None:
+    def __init__(self, pipe: Pipe, start: Callable[..., Any]) -> None:
         self._pipe = pipe
         self._start = start
         self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
@@ -73,7 +72,7 @@ class _Child:
             output = self._calls.pop(call_id).result(0)
         except KVRayError as error:
             return _failure(call_id, error)
-        return {"id": call_id, "output": dataclasses.asdict(output)}
+        return {"id": call_id, "output": output}
 
     def _read(self) -> None:
         """Take calls; when the parent is gone, end the engine and the process."""

@@ -11,10 +11,12 @@ import itertools
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from inspect import signature
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
+from kvray.reference.engine_options import KvConnectorConfig
 from kvray.reference.output import Call, Listener, Output, Prompt
 from kvray.reference.replica_child import serve
 
@@ -30,7 +32,7 @@ class TrtllmEngine:
     def __init__(
         self,
         *,
-        connector: dict[str, Any],
+        connector: KvConnectorConfig,
         kv_cache_config: dict[str, Any] | None = None,
         event_buffer_max_size: int = 0,
         **options: Any,
@@ -47,7 +49,7 @@ class TrtllmEngine:
             self._llm = LLM(
                 backend="pytorch",
                 kv_cache_config=KvCacheConfig(**{**given, **cache}),
-                kv_connector_config=KvCacheConnectorConfig(**connector),
+                kv_connector_config=KvCacheConnectorConfig(**asdict(connector)),
                 **options,
             )
         except (ImportError, RuntimeError, ValueError) as error:
@@ -124,7 +126,7 @@ class TrtllmEngine:
         answer = result.outputs[0]
         return Output(
             text=answer.text,
-            token_ids=answer.token_ids,
+            token_ids=tuple(answer.token_ids),
             prompt_tokens=len(result.prompt_token_ids),
             reused_tokens=getattr(result, "cached_tokens", 0) or 0,  # the engine's and kvray's
             hit_tokens=0,

@@ -1,5 +1,7 @@
 """The arithmetic of a step depends on its block's index alone, also where ranks share the model."""
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +15,9 @@ import torch
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.checkpoint import load_checkpoint, split_weights
+from kvray.reference.child_process import Pipe
 from kvray.reference.model import TINY_CONFIG, BlockModel, make_tiny_weights
-from kvray.reference.ranks import CollectiveError, GlooRanks, SingleRank
+from kvray.reference.ranks import CollectiveError, Follower, Leader, Other, SingleRank
 from kvray.reference.tokenizer import import_transformers, read
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -160,38 +163,60 @@ def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(tmp_path, monke
 TIMEOUT_S = 10.0
 
 
-def on_ranks(
-    size: int, directory: Path, act: Callable[[GlooRanks], Any], *, timeout_s: float = TIMEOUT_S
-) -> list[Any]:
-    """Return what `act` returns, or raises, on each of `size` ranks, which are threads here."""
+class Running(SimpleNamespace):
+    """As the process of another rank, which does not end."""
 
-    def run(rank: int) -> Any:
-        ranks = GlooRanks(rank, size, directory, timeout_s=timeout_s)
+    pid = 7
+
+    def wait(self, timeout_s: float) -> int:
+        raise subprocess.TimeoutExpired("rank", timeout_s)
+
+
+def make_ranks(size: int, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Return the leader and the followers of an engine, whose processes are threads here."""
+    others, followers = [], []
+    for rank in range(1, size):
+        (at_leader, to_follower), (at_follower, to_leader) = os.pipe(), os.pipe()
+        near, far = Pipe(at_leader, to_leader), Pipe(at_follower, to_follower)
+        others.append(Other(rank, Running(), near))  # type: ignore[arg-type]
+        followers.append(Follower(rank, size, far, timeout_s=timeout_s))
+    return [Leader(others, timeout_s=timeout_s), *followers]
+
+
+def on_ranks(size: int, act: Callable[[Any], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Return what `act` returns, or raises, on each of `size` ranks."""
+
+    def run(ranks: Any) -> Any:
         try:
             return act(ranks)
         except KVRayError as error:
+            if ranks.rank:
+                ranks.fail(error)
             return error
-        finally:
-            ranks.leave()
 
+    all_ranks = make_ranks(size, timeout_s=timeout_s)
     with ThreadPoolExecutor(size, thread_name_prefix="ThreadPoolExecutor") as threads:
-        return list(threads.map(run, range(size)))
+        results = list(threads.map(run, all_ranks))
+    all_ranks[0].leave()
+    for follower in all_ranks[1:]:
+        follower._leader.close()
+    return results
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("length", [0, 1000, 1008, 1009, 50_000])
-def test_objects_of_any_length_arrive_on_every_rank(tmp_path, size, length):
-    def act(ranks: GlooRanks) -> Any:
+@pytest.mark.parametrize("length", [0, 200_000])
+def test_objects_of_any_length_arrive_on_every_rank(size, length):
+    def act(ranks: Any) -> Any:
         told = ranks.broadcast({"from": ranks.rank, "data": "x" * length})
         return told, ranks.allgather((ranks.rank, "y" * (length if ranks.rank == 1 else 1)))
 
-    for told, gathered in on_ranks(size, tmp_path, act):
+    for told, gathered in on_ranks(size, act):
         assert told == {"from": 0, "data": "x" * length}
         assert gathered == [(rank, "y" * (length if rank == 1 else 1)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path, size):
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(size):
     parts = [
         torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(seed)) * 10.0**seed
         for seed in range(size)
@@ -199,62 +224,64 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_run(tmp_path, size):
     in_order = torch.zeros(1, 16, 64)
     for part in parts:
         in_order = in_order + part
-    for run in range(2):
-        directory = tmp_path / str(run)
-        directory.mkdir()
-        for total in on_ranks(size, directory, lambda ranks: ranks.sum(parts[ranks.rank])):
+    for _ in range(2):
+        for total in on_ranks(size, lambda ranks: ranks.sum(parts[ranks.rank])):
             assert torch.equal(total, in_order)
 
 
-def test_rank_that_leaves_fails_the_others_at_once(tmp_path):
-    def act(ranks: GlooRanks) -> Any:
-        ranks.meet(timeout_s=TIMEOUT_S)
-        return None if ranks.rank == 1 else ranks.allgather(1)
+def test_a_rank_that_fails_is_named_with_its_error_and_the_others_end_at_once(capfd):
+    def act(ranks: Any) -> Any:
+        try:
+            if ranks.rank == 2:
+                raise ConfigError("no such model")
+            ranks.allgather(1)
+        finally:
+            if ranks.rank == 0:
+                ranks.leave()
 
     started = time.monotonic()
-    first, second = on_ranks(2, tmp_path, act)
-    assert isinstance(first, CollectiveError)
-    assert "Restart the engine" in str(first)
-    assert second is None
+    leader, follower, _ = on_ranks(3, act)
+    assert isinstance(leader, ConfigError)
+    assert str(leader) == "Rank 2 (pid 7) failed: no such model"
+    assert isinstance(follower, CollectiveError)
+    assert "Restart the engine" in str(follower)
+    assert "rank 2 ends: no such model" in capfd.readouterr().err
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_rank_that_does_nothing_fails_the_others_in_time(tmp_path):
+@pytest.mark.parametrize("idle", [0, 1])
+def test_rank_that_does_nothing_fails_the_others_in_time(idle):
     has_failed = threading.Event()
 
-    def act(ranks: GlooRanks) -> Any:
+    def act(ranks: Any) -> Any:
         ranks.meet(timeout_s=TIMEOUT_S)
-        if ranks.rank == 1:
+        if ranks.rank == idle:
             return has_failed.wait(TIMEOUT_S)
         try:
             return ranks.broadcast(1) and ranks.allgather(1)
         finally:
             has_failed.set()
 
-    first, second = on_ranks(2, tmp_path, act, timeout_s=0.5)
-    assert isinstance(first, CollectiveError)
-    assert second
-
-
-def test_diagnosis_takes_the_place_of_what_gloo_says(tmp_path):
-    with pytest.raises(KVRayError, match="the other is ill"):
-        GlooRanks(0, 2, tmp_path, timeout_s=0.2, diagnose=lambda: KVRayError("the other is ill"))
+    results = on_ranks(2, act, timeout_s=0.5)
+    assert isinstance(results[1 - idle], CollectiveError)
+    assert "in vain" in str(results[1 - idle])
+    assert results[idle] is True
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path, size):
+def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(size):
     """Two KV heads: with four ranks, two hold the same one."""
     tokens = make_prompt(BLOCK)
     one = BlockModel(TINY_CONFIG, make_tiny_weights(), tokens_per_block=BLOCK)
     whole, kvs = forward_block(one, None, tokens, 0)
 
-    def act(ranks: GlooRanks) -> Any:
+    def act(ranks: Any) -> Any:
         weights = split_weights(TINY_CONFIG, make_tiny_weights(), ranks)
         model = BlockModel(TINY_CONFIG, weights, tokens_per_block=BLOCK, ranks=ranks)
         assert model.geometry.num_kv_heads == 1
         return forward_block(model, None, tokens, 0)
 
-    results = on_ranks(size, tmp_path, act)
+    results = on_ranks(size, act)
     for rank, (logits, own) in enumerate(results):
         assert torch.equal(logits, results[0][0])
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)

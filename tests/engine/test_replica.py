@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.child_process import JsonPipe, PipeClosed
+from kvray.reference.child_process import Pipe, PipeClosed
 from kvray.reference.replica import Replica
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.waiting import wait_for
@@ -124,7 +124,7 @@ kept[0].generate([1], max_tokens=10**6)
 def test_pipe_bounds_time_and_length(monkeypatch):
     near_read, far_write = os.pipe()
     far_read, near_write = os.pipe()
-    near, far = JsonPipe(near_read, near_write), JsonPipe(far_read, far_write)
+    near, far = Pipe(near_read, near_write), Pipe(far_read, far_write)
     near.send({"text": "x" * 1000}, timeout_s=1)
     assert far.receive(timeout_s=1) == {"text": "x" * 1000}
     with pytest.raises(PipeClosed, match="in time"):
@@ -132,7 +132,7 @@ def test_pipe_bounds_time_and_length(monkeypatch):
     monkeypatch.setattr("kvray.reference.child_process.MESSAGE_BYTES_MAX", 100)
     with pytest.raises(ConfigError, match="longer"):
         near.send({"text": "x" * 1000}, timeout_s=1)
-    os.write(near_write, b"y" * 200)
+    os.write(near_write, (200).to_bytes(8, "little"))
     with pytest.raises(PipeClosed, match="more than 100"):
         far.receive(timeout_s=1)
     near.close()

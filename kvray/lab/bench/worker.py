@@ -99,7 +99,7 @@ class Load:
 
     def take(self) -> Found:
         """Return what has been measured so far."""
-        return Found(copies=self._copies, calls=self._calls, counts=self._counts)
+        return Found(copies=dict(self._copies), calls=dict(self._calls), counts=self._counts)
 
     def play(self, sizes: Sequence[int], *, num_prefixes: int, turn: int, seconds: float) -> None:
         """Ask for prefixes for so long; the sizes of blocks take turns from hot to cold.
