@@ -79,7 +79,6 @@ def local(
     ] = "1GiB",
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
     quick: QuickOption = False,
     config: ConfigOption = None,
     verbose: VerboseOption = False,

@@ -5,23 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from kvray.console.output import empty_table
 from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
-from kvray.lab.report import Report, blank_figure, machine_facts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from kvray.lab.report import Report, machine_facts
 
 GB = 1e9
 
-_PANELS = (("GB/s", "Copies", "higher is better"), ("ms", "Lookups", "lower is better"))
-_INCHES_PER_ROW = 0.5
 _P99 = "    99th percentile"
-_OURS, _FLOOR = "#2a78b5", "#b8bcc2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +47,7 @@ def bench_report(rows: Sequence[Row], *, note: str, facts: Mapping[str, Any]) ->
             "" if row.ratio is None else f"{row.ratio:.2f}",
         )
     figures = {name: float(f"{value:.5g}") for row in rows for name, value in row.figures.items()}
-    return Report(
-        parts=[table, note],
-        facts={**figures, **facts, **machine_facts()},
-        figure=lambda: _draw(rows),
-    )
+    return Report(parts=[table, note], facts={**figures, **facts, **machine_facts()})
 
 
 def copy_row(
@@ -134,27 +124,3 @@ def cores() -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _draw(rows: Sequence[Row]) -> Figure:
-    """Draw kvray beside the bare work, copies and times apart."""
-    panels = [
-        [row for row in rows if row.unit == unit and row.floor is not None]
-        for unit, _, _ in _PANELS
-    ]
-    height = 2 + _INCHES_PER_ROW * sum(map(len, panels))
-    ratios = [max(1, len(some)) for some in panels]
-    figure, all_axes = blank_figure(10, height, rows=2, height_ratios=ratios)
-    for axes, (unit, title, note), some in zip(all_axes, _PANELS, panels, strict=True):
-        places = range(len(some))
-        axes.set_title(f"{title}, {unit} ({note})", loc="left")
-        axes.barh([at - 0.2 for at in places], [row.ours for row in some], 0.4, color=_OURS)
-        axes.barh([at + 0.2 for at in places], [row.floor or 0 for row in some], 0.4, color=_FLOOR)
-        axes.set_yticks(places, [row.title.strip() for row in some])
-        axes.invert_yaxis()
-        axes.legend(
-            ["kvray", "bare work"], frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2
-        )
-        for at, row in zip(places, some, strict=True):
-            axes.annotate(f" {row.ratio:.2f}", (row.ours, at - 0.2), va="center", fontsize=8)
-    return figure

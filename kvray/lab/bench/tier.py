@@ -17,7 +17,6 @@ from kvray.actors.tier.launch import Launch, local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.errors import ConfigError
-from kvray.lab.bench import local
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, time_rows, value_row
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
@@ -41,9 +40,6 @@ _IDLE_S = 10.0
 _SETTLE_S = 2.0
 _ACTOR_S = 30.0
 _ASKED_AT_ONCE = 16
-_LOCAL_FIGURES = frozenset(
-    f"{what}_ratio_{size}" for what in ("store", "retrieve") for size in ("4mib", "128kib")
-)
 
 
 def run(
@@ -66,19 +62,13 @@ def run(
     settings = own_settings(config, capacity=capacity)
     _check(settings, sizes, num_processes=steps[-1])
     bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
-    with runner.scope() as scope:
-        quick = capacity < 2**30
-        scale = local.LocalScale.fit(2**30, repeat=5, quick=quick)
-        beside = local.measure_local(scale, arena_dir=settings.arena.dir, runner=scope)
-    rows = [row for row in beside if _LOCAL_FIGURES & row.figures.keys()]
-    rows += bench.take_all()
+    rows = bench.take_all()
     names = ", ".join(map(format_size, sizes))
     return bench_report(
         rows,
         note=f"Blocks of {names} in an arena of {format_size(capacity)} that is full,"
-        f" {seconds:g} s for each number of processes, on {cores()}. The first rows are those of"
-        " `kvray bench local`: an arena with room and no shard. Ratios are kvray's speed over the"
-        " bare copy's.",
+        f" {seconds:g} s for each number of processes, on {cores()}. Ratios are kvray's speed over"
+        " the bare copy's.",
         facts={
             "capacity_bytes": capacity,
             "block_bytes": sizes,
@@ -168,8 +158,7 @@ class _Bench:
         asked = sum(
             math.ceil(one / _ASKED_AT_ONCE) for one in (num_filled, num_stored, self._num_prefixes)
         )
-        # The short form of `bench local` has counted its own steps.
-        runner.show("Starting a tier", total=5 + 1 + asked + turns * len(self._steps) + 1)
+        runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
         shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
         self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -299,12 +301,28 @@ def test_command_compares_two_endpoints(run_kvray, tmp_path):
         (("--url", "a=http://x", "--local"), "Give the endpoints with --url, or --local."),
         (("--url", "a=http://x", "--url", "a=http://y"), "the same name"),
         (("--url", "a=http://x", "--workload", "none"), "one-prefix"),
+        (("--local", "--plot", "nowhere/figures.png"), "no directory nowhere"),
+        (("--local", "--plot", "figures.pdf"), "figures.pdf"),
     ],
 )
 def test_wrong_options_are_refused(run_kvray, arguments, words):
     done = run_kvray("bench", "serve", *arguments)
     assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
+
+
+def test_missing_matplotlib_is_one_sentence_with_the_pip_line(tmp_path):
+    code = (
+        "import sys, importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest);"
+        "sys.argv[1:] = ['bench', 'serve', '--local', '--plot', 'x.png'];"
+        "from kvray.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "kvray: --plot needs matplotlib; run `pip install 'kvray[bench]'`.\n"
 
 
 SIZE = 32
