@@ -41,7 +41,7 @@ class Strike:
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """The results of all replicas of one run, except the one with an empty connector."""
+    """The results of all replicas of one run."""
 
     served: list[Served] = field(default_factory=list)
     joined: list[Served] = field(default_factory=list)
@@ -49,7 +49,6 @@ class Results:
     losses: Losses = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
-    control_stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
     strikes: list[Strike] = field(default_factory=list)
 
 
@@ -117,7 +116,6 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
         "requests_lost_to_injected_deaths": found.losses["injected_requests"],
         "hit_tokens_ratio": round(hit_tokens_ratio(found.served, calm.served), 4),
         "stall_ms_p99": round(stall_p99_ms(found.stalls), 3),
-        "control_stall_ms_p99": round(stall_p99_ms(found.control_stalls), 3),
         "recovery_s_max": _longest(back),
         "recovery_s_last": _longest(recoveries(last, found.served, calm.served)),
         "in_flight_min": min((strike.in_flight for strike in made), default=0),
@@ -217,8 +215,7 @@ def chaos_report(found: dict[str, Any]) -> Report:
         table,
         f"{found['requests']} requests, {found['faults_injected']} faults; hits are"
         f" {found['hit_tokens_ratio']:.0%} of those without faults.",
-        f"Scheduler stalls, 99th percentile: {found['stall_ms_p99']:.1f} ms; with an empty"
-        f" connector {found['control_stall_ms_p99']:.1f} ms.",
+        f"Scheduler stalls, 99th percentile: {found['stall_ms_p99']:.1f} ms.",
         *(f"{kind} was left out: {reason}." for kind, reason in found["skipped_kinds"].items()),
         *(f"✘ {failure}" for failure in found["failures"]),
         f"Verdict: {result}, {found['wrong_tokens']} wrong tokens; beyond the injected faults"

@@ -161,16 +161,16 @@ class _Serving:
             joined[-1].serve(self._batches(len(joined) % self._options.num_replicas))
             return joined[-1]
 
-        faults = Faults(self._machine, servers[:-1], self._config_path, welcome)
+        faults = Faults(self._machine, servers, self._config_path, welcome)
         until = time.monotonic() + duration_s
         try:
             for number, server in enumerate(servers):
-                server.serve(self._batches(number % self._options.num_replicas))
+                server.serve(self._batches(number))
             campaign = Campaign(
                 schedule,
                 faults.strike,
                 faults.end,
-                lambda: sum(server.in_flight for server in servers[:-1]),
+                lambda: sum(server.in_flight for server in servers),
                 ends_s=duration_s - self._options.quiet_s,
             )
             self._drive(faults, campaign, until, advance)
@@ -191,24 +191,22 @@ class _Serving:
         return results
 
     def _start_servers(self) -> list[Server]:
-        """Start an engine for each replica, and last one with an empty connector to compare."""
+        """Start an engine for each replica."""
         nodes = itertools.cycle(self._machine.nodes)
         servers = [
             self._begin_server(f"replica-{number}", next(nodes))
             for number in range(1, self._options.num_replicas + 1)
         ]
-        servers.append(self._begin_server("control", next(nodes), is_empty=True))
         for server in servers:
             server.wait_ready()
         return servers
 
-    def _begin_server(self, name: str, node: Node, *, is_empty: bool = False) -> Server:
+    def _begin_server(self, name: str, node: Node) -> Server:
         server = Server(
             name,
             environ=environ_for(self._config_path),
             arena_dir=node.arena_dir,
             files=self._machine.scratch / f"{name}-{next(self._numbers)}",
-            is_empty=is_empty,
         )
         self._stack.callback(server.close)
         return server
@@ -253,14 +251,14 @@ class _Serving:
 
 
 def _collect(servers: Sequence[Server], joined: Sequence[Server]) -> Results:
-    """Return the results of servers that have ended; the last one has an empty connector."""
+    """Return the results of servers that have ended."""
     results = Results(joined=[served for server in joined for served in server.served])
     for server in (*servers, *joined):
         results.failures += server.failures
         results.losses += server.losses
     stalls = [_without_stops(read_stalls(one.stalls_path), one.stops) for one in servers]
-    results.stalls, results.control_stalls = np.concatenate(stalls[:-1]), stalls[-1]
-    results.served = [served for server in servers[:-1] for served in server.served]
+    results.stalls = np.concatenate(stalls)
+    results.served = [served for server in servers for served in server.served]
     return results
 
 

@@ -60,7 +60,6 @@ class Server:
         environ: Mapping[str, str],
         arena_dir: Path,
         files: Path,
-        is_empty: bool = False,
     ) -> None:
         """Begin to start a replica.
 
@@ -69,7 +68,6 @@ class Server:
             environ: variables with which it finds the tier.
             arena_dir: where its node has its arena.
             files: the path of its files of stalls and output, without their suffixes.
-            is_empty: give it a connector that does nothing.
         """
         self.name = name
         self.arena_dir = arena_dir
@@ -80,11 +78,10 @@ class Server:
         self.stops: list[tuple[float, float]] = []
         """When it was stopped on purpose, in monotonic seconds."""
         self.in_flight = 0
-        scheduler = "EmptyScheduler" if is_empty else "TimedScheduler"
         connector = KvConnectorConfig(
             connector_module="kvray.lab.chaos.stalls",
-            connector_scheduler_class=f"{scheduler}@{self.stalls_path}",
-            connector_worker_class="EmptyWorker" if is_empty else "KvRayWorker",
+            connector_scheduler_class=f"TimedScheduler@{self.stalls_path}",
+            connector_worker_class="KvRayWorker",
         )
         own = {"KVRAY_CONNECTOR__REPLICA": name, "KVRAY_ARENA__DIR": str(arena_dir)}
         environ = {**environ, **own}

@@ -1,9 +1,9 @@
-"""Connectors that record how long they held up the thread of the engine's scheduler.
+"""A connector that records how long it held up the thread of the engine's scheduler.
 
-A class is named with the file that it writes behind an `@`, as in `TimedScheduler@/tmp/stalls`:
-kvray's own, and an empty one to compare with. A record is four doubles: 0 for a match or 1 for a
-pass, the monotonic time of the call, the seconds it took, and the part of them in which the thread
-waited for a core, which the kernel counts in /proc/thread-self/schedstat.
+The scheduler is named with the file that it writes behind an `@`, as in
+`TimedScheduler@/tmp/stalls`. A record is four doubles: 0 for a match or 1 for a pass, the monotonic
+time of the call, the seconds it took, and the part of them in which the thread waited for a core,
+which the kernel counts in /proc/thread-self/schedstat.
 """
 
 import os
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvray.connector import KvRayScheduler, KvRayWorker
-from kvray.connector.base import KvCacheConnectorScheduler, KvCacheConnectorWorker
 
 __all__ = ["KvRayWorker"]
 
@@ -27,12 +26,24 @@ _FIELDS = 4
 
 
 def __getattr__(name: str) -> Any:
-    """Return the scheduler before the `@`, timed into the file behind it."""
-    class_name, at, path = name.partition("@")
-    base = {"EmptyScheduler": _EmptyScheduler, "TimedScheduler": KvRayScheduler}.get(class_name)
-    if not at or base is None:
+    """Return a scheduler that writes to the file behind the `@`."""
+    class_name, _, path = name.partition("@")
+    if class_name != "TimedScheduler" or not path:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _timed(base, path)
+
+    class Timed(KvRayScheduler):
+        def __init__(self, llm_args: Any) -> None:
+            super().__init__(llm_args)
+            self._watch = _Stopwatch(path)
+
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+            match = super().get_num_new_matched_tokens
+            return self._watch.time(MATCH, match, request, num_computed_tokens)
+
+        def build_connector_meta(self, scheduler_output: Any) -> Any:
+            return self._watch.time(PASS, super().build_connector_meta, scheduler_output)
+
+    return Timed
 
 
 def read_stalls(path: Path) -> npt.NDArray[np.float64]:
@@ -63,45 +74,3 @@ class _Stopwatch:
         if self._schedstat is None:
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         return int(os.pread(self._schedstat, 128, 0).split()[1]) / 1e9
-
-
-def _timed(base: Any, path: str) -> Any:
-    """Return a subclass of a scheduler that records its two calls that can wait."""
-
-    class Timed(base):  # type: ignore[misc]
-        def __init__(self, llm_args: Any) -> None:
-            super().__init__(llm_args)
-            self._watch = _Stopwatch(path)
-
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-            match = super().get_num_new_matched_tokens
-            return self._watch.time(MATCH, match, request, num_computed_tokens)
-
-        def build_connector_meta(self, scheduler_output: Any) -> Any:
-            return self._watch.time(PASS, super().build_connector_meta, scheduler_output)
-
-    return Timed
-
-
-class _EmptyScheduler(KvCacheConnectorScheduler):
-    """Finds nothing."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return 0, False
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
-    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
-    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        return False
-
-
-class EmptyWorker(KvCacheConnectorWorker):
-    """Moves nothing."""
-
-    def register_kv_caches(self, kv_cache_tensor: Any) -> None: ...
-    def start_load_kv(self, stream: Any) -> None: ...
-    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None: ...
-    def save_kv_layer(self, layer_idx: int, stream: Any) -> None: ...
-    def wait_for_save(self, stream: Any) -> None: ...
-    def get_finished(self, finished: Any, started: Any) -> Any:
-        return [], []
