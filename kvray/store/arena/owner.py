@@ -312,7 +312,12 @@ class RoomAhead:
         demand = min(_DEMAND_ROUNDS * taken, most)
         evicted = 0
         if self._shortfall(block_bytes, free_target, demand):
-            evicted = self._clear_older(block_bytes, free_target, demand)
+            is_chosen = victims.num_left(tables, block_bytes) > 0
+            if not is_chosen and time.monotonic() >= size.search_at:
+                self._search(block_bytes, size, 0, rank)
+                is_chosen = True
+            if is_chosen:
+                evicted = self._clear_older(block_bytes, free_target, demand)
         short = self._shortfall(block_bytes, free_target, demand)
         went = self._evict_queued(block_bytes, short)
         if self._is_search_due(block_bytes, size, is_short=went < short):
@@ -326,15 +331,15 @@ class RoomAhead:
         return max(short, demand - slabs.num_available(tables, block_bytes))
 
     def _clear_older(self, block_bytes: int, free_target: float, demand: int) -> int:
-        """Clear slabs of other sizes that were used before the next victim of this one."""
+        """Clear slabs of other sizes that were used before the next victim of this one, if any."""
         tables, evicted = self._owner.arena.tables, 0
         for _ in range(_SLABS_MAX):
             next_victim = victims.head(tables, block_bytes)
             among = victims.next_slabs(tables, block_bytes)[:1]
-            if next_victim is None or not len(among):
-                break
             last = slabs.coldest_first(tables, among)
-            if not len(last) or last[0, 1] >= slabs.use_order(tables, next_victim)[0]:
+            if not len(last):
+                break
+            if next_victim is not None and last[0, 1] >= slabs.use_order(tables, next_victim)[0]:
                 break
             found = slabs.choose_to_clear(tables, 1, among=among, protect=NO_SLOTS)
             went = self._owner.evict_in_batches(found) if len(found) else 0

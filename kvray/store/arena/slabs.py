@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from kvray.store.arena.eviction import by_priority, keep_evictable
-from kvray.store.arena.layout import FREE, READY, SIZE_FACTOR
+from kvray.store.arena.layout import FREE, NO_SLOTS, READY, SIZE_FACTOR
 from kvray.store.arena.tables import Array, Tables
 
 _LOOKED_INTO = 4
@@ -23,6 +23,12 @@ _CLASS_SHIFT = 48
 
 _PIECE = 2**13
 """Rows of the slot table that one who needs room looks at, where nobody has chosen ahead."""
+
+_FAMILIES = 2
+"""Slabs whose blocks' descendants are looked for, which takes a look at all blocks each."""
+
+_FAMILY_MAX = 2**14
+"""Blocks that go at once for one slab: the lock is held meanwhile."""
 
 _TURN = 7919
 """Slabs from one turn's first to the next one's: a prime, so that all get their turn."""
@@ -207,9 +213,10 @@ def usable_in(tables: Tables, slabs: Array) -> Array:
 def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array) -> Array:
     """Return the blocks that go so that up to `count` of the slabs `among` become spare.
 
-    A slab can be cleared if every block in it can go, alone or with those of slabs that are cleared
-    too. The first of `among` are preferred, and only a few are looked at. Needs no lock:
-    `eviction.keep_evictable` has the last word.
+    The first of `among` are preferred, and only a few are looked at. Best is a slab in which every
+    block can go, alone or with those of slabs that are cleared too. Where prompts are longer than
+    that, and grow, there may be none: then one slab is cleared together with all that comes after
+    its blocks, wherever it is. Needs no lock: `eviction.keep_evictable` has the last word.
     """
     num_looked_at = count
     while True:
@@ -223,8 +230,43 @@ def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array)
                 break
             chosen = chosen[is_whole][:count]
         if len(chosen) == count or num_looked_at >= len(among):
-            return used
+            return kept if len(kept) else _clear_with_descendants(tables, among, protect)
         num_looked_at *= 4
+
+
+def _clear_with_descendants(tables: Tables, among: Array, protect: Array) -> Array:
+    """Return the blocks that go so that one of the first of `among` becomes spare, in order.
+
+    A block was last used no later than those before it in its prompt. So what comes after the
+    blocks of a slab that was not used for long was not used for longer.
+    """
+    for slab in among[:_FAMILIES]:
+        slots = _inside(tables, np.array([slab]), _backed_in_slab(tables))
+        used = slots[tables.slot_state.take(slots) != FREE]
+        family = descendants(tables, used)
+        kept = keep_evictable(tables, family, protect=protect)
+        if np.isin(used, kept).all():
+            return kept[:_FAMILY_MAX]  # the rest another time
+    return NO_SLOTS
+
+
+def descendants(tables: Tables, slots: Array) -> Array:
+    """Return `slots` and the READY blocks that come after them in their prompts, ascending."""
+    is_in = np.zeros(tables.num_backed + 1, dtype=bool)  # the last one stands for no slot
+    is_in[slots] = True
+    rows = np.flatnonzero(tables.slot_state[tables.backed] == READY)
+    above = tables.parents(tables.backed)
+    at = above[rows]
+    # Each round looks twice as far up as the one before. They are counted, because without the lock
+    # parents may be seen to go in a circle.
+    for _ in range(tables.num_backed.bit_length()):
+        rows, at = rows[at >= 0], at[at >= 0]
+        if not len(rows):
+            break
+        is_in[rows] |= is_in[at]
+        above[rows] = above[at]
+        at = above[rows]
+    return np.flatnonzero(is_in[:-1])
 
 
 def use_order(tables: Tables, slots: Array) -> Array:

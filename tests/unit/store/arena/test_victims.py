@@ -1,14 +1,17 @@
 """Who goes next is chosen ahead and checked again when it is taken; how much room is made ahead."""
 
 import secrets
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import eviction, lease, slabs, slots, victims
+from kvray.store.arena import owner as owner_module
 from kvray.store.arena.tables import Array, Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, store, take
@@ -148,6 +151,39 @@ def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first():
     cleared = slabs.choose_to_clear(tables, 2, among=among, protect=protect)
     assert (tables.geometry.slab_of(cleared) == tail).all()
     assert len(cleared) == 8
+
+
+@given(st.data())
+def test_descendants_are_those_of_a_plain_search(data):
+    tables, parents = make_tables(), dict[int, int]()
+    for seed in range(data.draw(st.integers(1, 6))):
+        known = list(parents)
+        parent = data.draw(st.sampled_from(known)) if known and data.draw(st.booleans()) else None
+        before = None if parent is None else BlockKey(tables.slot_key[parent].tobytes())
+        made = put(tables, chain(data.draw(st.integers(1, 9)), seed=str(seed)), parent=before)
+        own = made.slots.tolist()
+        parents |= zip(own, [-1 if parent is None else parent, *own[:-1]], strict=True)
+    found = set(data.draw(st.sets(st.sampled_from(list(parents)), max_size=4)))
+    family = slabs.descendants(tables, np.array(sorted(found), dtype=np.int64)).tolist()
+    while more := {slot for slot, above in parents.items() if above in found} - found:
+        found |= more
+    assert family == sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_another_size_gets_in_where_no_slab_can_be_cleared_alone(arena, seed, monkeypatch):
+    monkeypatch.setattr(owner_module, "_LONG_LOOK_S", 60)  # a starved machine makes none long
+    owner, chance, lengths = ArenaOwner(arena), Random(seed), dict[int, int]()
+    for turn in range(300):  # conversations go on in turns, until each slab has blocks of many
+        one = chance.choice(list(lengths)[-4:]) if lengths and turn % 3 else turn
+        lengths[one] = lengths.get(one, 0) + chance.randint(1, 3)
+        store(arena, chain(lengths[one], seed=str(one)))
+        owner.evict_ahead(0.05)
+    for turn in range(40):
+        made = store(arena, chain(2, seed=f"large {turn}"), block_bytes=2 * SLOT)
+        assert made.dropped == 0
+        owner.evict_ahead(0.05)
+    assert slabs.block_sizes(arena.tables) == [2 * SLOT], "nobody uses the others any more"
 
 
 # -- the room that an owner makes ahead of need ---------------------------------------------------
