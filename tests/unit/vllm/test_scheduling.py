@@ -1,23 +1,26 @@
-"""The scheduler's half alone, with requests and outputs as vLLM makes them."""
+"""The scheduler's half alone: it needs of vLLM the names of three classes, and what vLLM asks."""
 
+import importlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
-from kvray.vllm import scheduling
 from kvray.vllm.holds import Hold, Holds
-from kvray.vllm.metadata import HoldAnswers, PoolMetadata
-from kvray.vllm.scheduling import SchedulingHalf
 from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.unit.vllm.test_read import request as request_of
+
+if TYPE_CHECKING:
+    from kvray.vllm.scheduling import SchedulingHalf
 
 __all__ = ["environment", "running_shard", "shard"]
 
@@ -28,10 +31,31 @@ VLLM = replace(ARGS, holds_loads=True, takes_offers_later=True)
 
 
 @pytest.fixture
-def half(shard: Shard) -> Iterator[SchedulingHalf]:
+def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return the scheduler's half, which needs of vLLM only the names of three classes."""
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    base: Any = ModuleType(name)
+    base.KVConnectorMetadata = base.KVConnectorHandshakeMetadata = object
+    base.KVConnectorWorkerMetadata = object
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, base)
+    before = set(sys.modules)
+    yield importlib.import_module("kvray.vllm.scheduling")
+    for made in set(sys.modules) - before:
+        if made.startswith("kvray.vllm"):
+            del sys.modules[made]
+
+
+@pytest.fixture
+def half(shard: Shard, scheduling: Any) -> Iterator["SchedulingHalf"]:
     """A scheduler's half beside an engine that has stored the prompt."""
+    from kvray.vllm.metadata import PoolMetadata
+
     stored = Apart()
-    made = SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
+    made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
     try:
         stored.serve(PROMPT)
         made.lead(PoolMetadata(facts=stored.facts, hold_blocks=ROOM))
@@ -65,20 +89,22 @@ def nothing() -> SimpleNamespace:
     return passed
 
 
-def told(half: SchedulingHalf) -> Hold:
+def told(half: "SchedulingHalf") -> Hold:
     """Return what the ranks are told to hold with the next pass."""
     (hold,) = half.plan(nothing()).holds
     return hold
 
 
-def answer(half: SchedulingHalf, hold: Hold, sound: int | None = None) -> None:
+def answer(half: "SchedulingHalf", hold: Hold, sound: int | None = None) -> None:
     """Have the rank answer."""
+    from kvray.vllm.metadata import HoldAnswers
+
     num_sound = hold.num_blocks if sound is None else sound
     half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_sound}))
 
 
 def offered(
-    half: SchedulingHalf, request: SimpleNamespace, computed: int = 0, *, sound: int | None = None
+    half: "SchedulingHalf", request: SimpleNamespace, computed: int = 0, *, sound: int | None = None
 ) -> int | None:
     """Ask, have the rank hold `sound` blocks of what is leased, and ask again."""
     assert half.ask(request, computed) is None
@@ -86,7 +112,7 @@ def offered(
     return half.ask(request, computed)
 
 
-def totals(half: SchedulingHalf) -> Counter[str]:
+def totals(half: "SchedulingHalf") -> Counter[str]:
     return half._leader.shared.figures.totals
 
 
@@ -198,7 +224,7 @@ def test_no_more_is_held_than_the_ranks_have_memory_for(half):
 
 def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
     now = [time.monotonic()]
-    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
     first, second = asked("a"), asked("b")
     assert offered(half, first) == HIT
@@ -213,7 +239,7 @@ def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
 
 def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatch):
     now = [time.monotonic()]
-    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     request = asked("a")
     assert half.ask(request, 0) is None
     hold = told(half)
@@ -254,7 +280,8 @@ def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
     assert (half.finish("a"), half.finish("b")) == ((True, 0), (False, 0))
 
 
-def test_after_a_reset_nothing_is_loaded_or_saved(half):
+def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half):
+    pool = half._leader.shared.pool
     assert offered(half, asked("a")) == HIT
     half.reset()
     request = asked("c")
@@ -263,3 +290,22 @@ def test_after_a_reset_nothing_is_loaded_or_saved(half):
     passed = half.plan(new("c", 0, num_scheduled=len(PROMPT)))
     assert (passed.loads, passed.meta.saves, passed.drops) == ((), (), (0,))
     assert totals(half)["miss_tokens_weights_unnamed"] == HIT
+    pool.name_weights("2")
+    assert half.ask(asked("d"), 0) == 0
+    half.reset()
+    pool.name_weights("")
+    assert offered(half, asked("e")) == HIT
+
+
+def test_what_was_held_of_the_weights_before_is_not_promised(half):
+    """A client names other weights while the ranks copy, and again once they hold it."""
+    request, pool = asked("a"), half._leader.shared.pool
+    assert half.ask(request, 0) is None
+    pool.name_weights("2")
+    answer(half, told(half))
+    assert half.ask(request, 0) == 0
+    pool.name_weights("")
+    assert half.ask(asked("b"), 0) is None
+    answer(half, told(half))
+    pool.name_weights("3")
+    assert half.ask(asked("b"), 0) == 0
