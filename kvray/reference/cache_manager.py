@@ -146,7 +146,7 @@ class KVCacheManager:
         self._release(block_ids)
 
     def add_padding_request(self) -> LlmRequest | None:
-        """Return a dummy that generates, to fill a batch up; None without free blocks.
+        """Return a dummy that generates; None without free blocks.
 
         A connector never hears of it, and `free_resources` takes its block back.
         """

@@ -108,9 +108,7 @@ class ReferenceEngine:
             end_ids=self.tokenizer.end_ids,
             cache_salt=salt,
         )
-        return self._intake.submit(
-            request, closed_error=self._executor.closed_error, listener=listener
-        )
+        return self._intake.submit(request, listener=listener)
 
     def get_kv_cache_events(self) -> list[dict[str, Any]]:
         """Return the events of the pool since the last call, as TensorRT-LLM has them."""
@@ -133,8 +131,7 @@ class ReferenceEngine:
         """
         if self.llm_args.enable_attention_dp:
             raise ConfigError("The weights of ranks with enable_attention_dp cannot be replaced.")
-        closed_error = self._executor.closed_error
-        self._intake.update_weights(str(model), closed_error=closed_error).result(timeout_s)
+        self._intake.update_weights(str(model)).result(timeout_s)
 
     def close(self) -> None:
         """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""

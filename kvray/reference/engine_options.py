@@ -46,7 +46,6 @@ class EngineOptions:
     overlap: bool = False  # sample one pass late, as TensorRT-LLM does by default
     max_draft_len: int = 0  # tokens drafted for a request in one pass; 0: no drafts
     max_batch_size: int = 8  # the most requests in one pass
-    pad_batch_size: int = 0  # fill smaller batches up with dummy requests
     event_buffer_max_size: int = 0  # events of the pool that wait to be taken; 0: none are made
     poison: bool = False  # make every byte that nobody wrote NaN
     num_threads: int = 2  # torch's, on each rank; equal answers need equal numbers

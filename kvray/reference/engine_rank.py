@@ -54,7 +54,7 @@ class EngineRank:
         if self.llm_args.kv_connector_config is not None:
             self.connector = _make_connector(self.llm_args, ranks)
         try:
-            model_engine = self._warm_up(options.pad_batch_size)
+            model_engine = self._warm_up()
             ranks.meet(timeout_s=START_TIMEOUT_S)
         except BaseException:
             self.shut_down()
@@ -92,14 +92,12 @@ class EngineRank:
             accepted_tokens=request.accepted_tokens,
         )
 
-    def _warm_up(self, pad_batch_size: int) -> ModelEngine:
+    def _warm_up(self) -> ModelEngine:
         """Run passes before the worker has a pool: its forward callable fires, its hooks do not."""
         connector, after_pass = self.connector, None
         if connector is not None:
             after_pass = connector.worker.register_forward_pass_callable()
-        model_engine = ModelEngine(
-            self.model, self.cache, forward_callable=after_pass, pad_batch_size=pad_batch_size
-        )
+        model_engine = ModelEngine(self.model, self.cache, forward_callable=after_pass)
         model_engine.warm_up()
         if connector is not None:
             connector.worker.register_kv_caches(self.cache.get_unique_primary_pool())

@@ -81,6 +81,7 @@ class Executor:
         self._model_engine = model_engine
         self._cache = cache
         self._intake = intake
+        intake.closed_error = self._closed_error
         self._options = options
         self._connector = connector
         self._follows_main = options.runtime == "main"
@@ -117,9 +118,9 @@ class Executor:
                 self.iterate()
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
-        self._intake.close(self.closed_error)
+        self._intake.close()
 
-    def closed_error(self) -> KVRayError:
+    def _closed_error(self) -> KVRayError:
         """Return the error for those who come too late."""
         if self.failure is None:
             return KVRayError("The reference engine is closed.")

@@ -44,6 +44,8 @@ class Intake:
     ) -> None:
         self._ranks = ranks
         self._describe = describe
+        self.closed_error: Callable[[], KVRayError] = _closed
+        """Makes the error for those who come too late; the executor knows more."""
         self._is_dealt = is_dealt
         self._condition = threading.Condition()
         self._submitted: list[LlmRequest] = []
@@ -58,7 +60,6 @@ class Intake:
         self,
         request: LlmRequest,
         *,
-        closed_error: Callable[[], KVRayError],
         listener: Listener | None = None,
     ) -> Call:
         """Queue a request; after `stop` raise what `closed_error` makes."""
@@ -66,7 +67,7 @@ class Intake:
         request.submitted_at = time.monotonic()
         with self._condition:
             if self._is_closed:
-                raise closed_error()
+                raise self.closed_error()
             self._calls[request.request_id] = call
             self._submitted.append(request)
             self._condition.notify()
@@ -79,11 +80,11 @@ class Intake:
                 self._cancelled.add(request_id)
                 self._condition.notify()
 
-    def update_weights(self, model: str, *, closed_error: Callable[[], KVRayError]) -> Future[None]:
+    def update_weights(self, model: str) -> Future[None]:
         """Have the engine take the weights of `model`; one call at a time."""
         with self._condition:
             if self._is_closed:
-                raise closed_error()
+                raise self.closed_error()
             self._model, self._updated = model, Future()
             self._condition.notify()
             return self._updated
@@ -129,7 +130,7 @@ class Intake:
         else:
             self._settle(request, error)
 
-    def close(self, make_error: Callable[[], KVRayError]) -> None:
+    def close(self) -> None:
         """Take nothing more and fail what has not ended; ranks that wait for this one fail too."""
         self._ranks.leave()
         for request, error in self._reports:
@@ -139,7 +140,7 @@ class Intake:
             calls, self._calls = list(self._calls.values()), {}
             updated, self._updated = self._updated, None
         for future in [call.future for call in calls] + ([updated] if updated else []):
-            future.set_exception(make_error())
+            future.set_exception(self.closed_error())
 
     def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
         with self._condition:
@@ -195,3 +196,7 @@ def _tell(call: Call, request: LlmRequest) -> None:
     if new and call.listener is not None:
         call.num_heard += len(new)
         call.listener(new)
+
+
+def _closed() -> KVRayError:
+    return KVRayError("The reference engine is closed.")

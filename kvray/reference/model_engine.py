@@ -41,12 +41,10 @@ class ModelEngine:
         cache: KVCacheManager,
         *,
         forward_callable: Callable[[], None] | None = None,
-        pad_batch_size: int = 0,
     ) -> None:
         self.model = model
         self._cache = cache
         self._forward_callable = forward_callable
-        self._pad_batch_size = pad_batch_size
         self.hooks: Any = None
         """The connector's worker, called around every layer once it is set."""
 
@@ -68,8 +66,7 @@ class ModelEngine:
         `pending` has tokens that were sampled but not added to their requests yet. A request with
         drafts learns how many of them are accepted; its next token comes after those.
         """
-        padding = self._padding(batch)
-        runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]
+        runs = [self._run(request, pending) for request in batch.all_requests()]
         for layer_index in range(self.model.geometry.num_layers):
             if self.hooks is not None:
                 self.hooks.wait_for_layer_load(layer_index, None)
@@ -80,14 +77,7 @@ class ModelEngine:
         sampled = {run.request.request_id: self._sample(run) for run in runs if run.is_sampled}
         if self._forward_callable is not None:
             self._forward_callable()
-        for request in padding:
-            self._cache.free_resources(request)
         return sampled
-
-    def _padding(self, batch: ScheduledRequests) -> list[LlmRequest]:
-        count = max(self._pad_batch_size - batch.batch_size, 0)
-        requests = [self._cache.add_padding_request() for _ in range(count)]
-        return [request for request in requests if request is not None]
 
     def _run(self, request: LlmRequest, pending: Mapping[int, int]) -> _Run:
         size = self._cache.tokens_per_block

@@ -214,18 +214,6 @@ def test_id_that_was_never_handed_over_ends_the_engine(make_faked, monkeypatch):
         engine.submit([1, 2, 3], max_tokens=500).result(10)
 
 
-def test_connector_never_sees_padding(bring_up, fake):
-    engine = bring_up(pad_batch_size=4)
-    engine.generate([make_prompt(20), make_prompt(30, seed=1)], max_tokens=4)
-    seen = {
-        data.request_id
-        for output in fake.outputs
-        for data in output.new_requests + output.cached_requests
-    }
-    assert seen == {1, 2}
-    assert {call[1] for call in fake.calls if call[0] in MATCH} == {1, 2}
-
-
 def test_failing_constructor_fails_the_start(make_faked, fake):
     fake.raise_in = "worker"
     with pytest.raises(RuntimeError, match="told to fail in worker"):

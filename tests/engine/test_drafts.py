@@ -176,7 +176,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"num_blocks": FEWEST_BLOCKS},
     {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK},
     {"enable_partial_reuse": True, "num_blocks": 2 * FEWEST_BLOCKS},
-    {"enable_block_reuse": False, "pad_batch_size": 8, "num_blocks": 6 * FEWEST_BLOCKS},
+    {"enable_block_reuse": False, "num_blocks": 6 * FEWEST_BLOCKS},
     {"max_draft_len": 2 * BLOCK + 1, "num_blocks": 4 * FEWEST_BLOCKS},
 ]
 

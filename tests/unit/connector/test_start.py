@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import kvray.connector
-from kvray.connector import KvRayScheduler, KvRayWorker
+from kvray.connector import KvRayWorker
 from kvray.connector.start import REPLACING, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
 from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
@@ -84,23 +83,6 @@ def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard):
     engine.pool.unregister()
     for _ in ("worker", "scheduler"):
         engine.close()
-
-
-def test_halves_are_built_on_threads_of_their_own(shard):
-    built: list[Any] = []
-    args = args_for()
-    threads = [
-        threading.Thread(target=lambda half=half: built.append(half(args)))
-        for half in (KvRayWorker, KvRayScheduler)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    worker, scheduler = sorted(built, key=lambda half: isinstance(half, KvRayScheduler))
-    assert worker._rank.shared is scheduler._shared
-    for half in built:
-        half.shutdown()
 
 
 _FULL_REQUEST = """

@@ -170,15 +170,6 @@ def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted():
     assert (made.num_gaps, made.num_lost) == (1, 0)
 
 
-def test_who_comes_late_asks_for_all():
-    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
-    publisher.store(None, [1, 2, 3, 4])
-    assert made.replay_from == 0
-    catch_up(made, publisher)
-    assert made.content.is_whole
-    assert made.content.digests == publisher.digests
-
-
 def test_what_the_log_no_longer_has_is_lost_and_said():
     publisher, made = followed(log_max=2)
     made.live(*publisher.store(None, [1, 2]))
