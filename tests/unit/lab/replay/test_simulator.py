@@ -25,15 +25,44 @@ from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
 from kvray.store.replay import Replay
 from kvray.store.replay.replay import NOWHERE
-from tests.unit.cli.replay_stand_in import simulate as stand_in
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
 
+ROOT = Path(__file__).parents[4]
 EXCERPTS = (CONVERSATION, SYNTHETIC, SESSIONS)
 SIZES = (100, 1000, 3000)
 
 each_excerpt = pytest.mark.parametrize("path", EXCERPTS, ids=lambda path: path.name.split(".")[0])
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_admission = pytest.mark.parametrize("admission", ADMISSIONS)
+
+
+def stand_in(
+    trace: Trace,
+    *,
+    policy: str,
+    host_blocks: int,
+    nvme_blocks: int = 0,
+    admission: str | None = None,
+) -> Outcome:
+    """Replay LRU, or LRU with twice the blocks; `half` writes half of what is missed."""
+    host_blocks_used = host_blocks * (2 if policy == "double" else 1)
+    host_hits = sum(lru_hits(trace, host_blocks_used))
+    hits = sum(lru_hits(trace, host_blocks_used + nvme_blocks))
+    missed = trace.num_refs - host_hits
+    return Outcome(
+        policy=policy,
+        admission=admission,
+        host_blocks=host_blocks,
+        nvme_blocks=nvme_blocks,
+        refs=trace.num_refs,
+        prompt_tokens=trace.prompt_tokens,
+        hit_blocks=hits,
+        hit_tokens=hits * trace.block_tokens,
+        host_hit_blocks=host_hits,
+        nvme_hit_blocks=hits - host_hits,
+        nvme_written_blocks=(missed // 2 if admission == "half" else missed) if nvme_blocks else 0,
+        seconds=0.5,
+    )
 
 
 def compared(plan: Plan) -> Comparison:
@@ -225,6 +254,42 @@ def test_a_trace_without_a_block_has_no_hits():
     assert infinite(trace).token_hit_ratio == 0
 
 
+def test_json_has_every_policy_and_size_beside_the_bounds():
+    plan = Plan(policies=["double"], host_blocks=[100, 300])
+    found, trace = report_policies(compared(plan), concurrent=1, seed=0).facts, excerpt(SYNTHETIC)
+    assert (found["trace"], found["requests"], found["refs"]) == ("synthetic", 400, 10346)
+    assert found["nvme_blocks"] == 0
+    by_run = {(one["host_blocks"], one["policy"]): one for one in found["results"]}
+    assert set(by_run) == {(size, name) for size in (100, 300) for name in ("lru", "double")}
+    assert by_run[300, "lru"]["hit_blocks"] == sum(lru_hits(trace, 300))
+    assert by_run[300, "lru"]["refs_per_s"] == 2 * 10346
+    assert by_run[300, "lru"]["gain"] == 0 < by_run[300, "double"]["gain"]
+    assert by_run[300, "lru"]["written_per_hit"] is by_run[300, "lru"]["write_share"] is None
+    assert found["infinite"]["hit_blocks"] == trace.num_refs - trace.num_unique
+    page = (ROOT / "docs" / "replay.md").read_text()
+    keys = {*found, *found["infinite"], *found["belady"][0], *found["results"][0]}
+    assert {key for key in keys if f"`{key}`" not in page} == set()
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_table_has_a_line_for_each_run_and_bound(capsys):
+    plan = Plan(policies=["double"], host_blocks=[1000], nvme_blocks=500, admissions=["half"])
+    found = compare(excerpt(CONVERSATION), plan, stand_in)
+    report_policies(found, concurrent=1, seed=0).show(as_json=False)
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    percents = [
+        word
+        for ratio in (found.belady[1000].hit_ratio, found.belady[1000].token_hit_ratio)
+        for word in (f"{100 * ratio:.1f}", "%")
+    ]
+    assert ["Belady", *percents] in lines
+    assert any(line[:3] == ["double", "+", "half"] for line in lines)
+    assert any(line[:2] == ["∞", "infinite"] for line in lines)
+    for words in ("400 requests", "of LRU's", "Mean gain of double + half over all sizes: +"):
+        assert words in text
+
+
 def test_the_picture_starts_at_0_and_names_both_bounds():
     plan = Plan(policies=["double"], host_blocks=[100, 1000])
     found = compare(excerpt(CONVERSATION), plan, stand_in)
@@ -325,6 +390,15 @@ def test_gittins_is_hardly_anywhere_below_lru(path):
 
 
 # -- two tiers ----------------------------------------------------------------------------------
+
+
+def test_a_tier_larger_than_the_trace_costs_no_more_than_the_trace():
+    trace = excerpt(CONVERSATION)
+    much, more = (
+        simulate(trace, policy="lru", host_blocks=count, nvme_blocks=10**17)
+        for count in (10**5, 10**17)
+    )
+    assert much.hit_blocks == more.hit_blocks > 0
 
 
 @each_policy
