@@ -1,6 +1,5 @@
 """One local Ray for the session, a tier on it for a test, and engines that know nothing of Ray."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,7 +11,7 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
-from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.machine import Machine, actors_of
 from kvray.lab.chaos.network import why_impossible
 from tests.kit.ray.cluster import OFTEN
 from tests.kit.ray.engine import Engine
@@ -95,11 +94,6 @@ def engine() -> Iterator[Callable[[KVRayConfig], Engine]]:
 
 def actor_process(local: LocalRay, kind: str) -> psutil.Process:
     """Return the process of the only actor whose class or repr begins with `kind`."""
-    family = psutil.Process(local.pid).children(recursive=True)
-    found = []
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            if "".join(process.cmdline()[:1]).startswith(f"ray::{kind}"):
-                found.append(process)
+    found = actors_of(psutil.Process(local.pid).children(recursive=True), kind)
     assert len(found) == 1, found
     return found[0]

@@ -109,13 +109,6 @@ def test_ten_minutes_under_fire(shell):
     assert found["hit_tokens_ratio"] >= 0.5
 
 
-def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(shell):
-    done = shell.run("chaos", "--only", "earthquake")
-    assert done.returncode == 2
-    known = ", ".join(sorted(kind.name for kind in KINDS))
-    assert f"There is no kind of fault 'earthquake'; give one of {known}." in done.stderr
-
-
 @pytest.mark.long
 def test_an_interrupted_run_leaves_nothing(shell):
     before = set(os.listdir(SHM))

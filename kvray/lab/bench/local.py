@@ -166,8 +166,7 @@ class _Bench:
         measurements: tuple[tuple[str, Callable[[], list[Row]]], ...] = (
             ("first stores", self._first_stores),
             ("stores", self._stores),
-            ("retrieves of large blocks", self._large_retrieves),
-            ("retrieves of small blocks", self._small_retrieves),
+            ("retrieves", self._retrieves),
             ("lookups", self._lookups),
         )
         self._runner.show("Starting", total=len(measurements))
@@ -213,25 +212,22 @@ class _Bench:
 
         return self._measure(self._writer, copies, store, is_store=True)
 
-    def _large_retrieves(self) -> list[Row]:
-        large = self._scale.large
+    def _retrieves(self) -> list[Row]:
+        large, small = self._scale.large, self._scale.small
         chains = self._fill(large)
         plain = self._retrieve_pairs(self._reader, chains, large)
         verified = self._retrieve_pairs(self._reader, chains, large, verify=True)
         at_once = self._retrieve_pairs(self._workers[1:], chains, large)
         names = ("retrieve_cpu_s_per_gb", "retrieve_floor_cpu_s_per_gb")
         title = f"CPU time of a retrieve, {large.title}"
+        pieces = self._retrieve_pairs(self._reader, self._fill(small), small)
         return [
             _row("retrieve", "retrieve", large, plain),
             _row("retrieve and verify", "retrieve_verified", large, verified),
             _row("four readers retrieve", "retrieve4", large, at_once, times=NUM_READERS),
+            _row("retrieve", "retrieve", small, pieces),
             cpu_row(title, names, plain, num_bytes=large.num_bytes),
         ]
-
-    def _small_retrieves(self) -> list[Row]:
-        small = self._scale.small
-        pairs = self._retrieve_pairs(self._reader, self._fill(small), small)
-        return [_row("retrieve", "retrieve", small, pairs)]
 
     def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False

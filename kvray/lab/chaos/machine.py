@@ -70,7 +70,7 @@ class Node:
 
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return its processes of actors whose class or repr begins with `kind`."""
-        return [one for one in self.ray.family() if _title(one).startswith(f"ray::{kind}")]
+        return actors_of(self.ray.family(), kind)
 
     @property
     def node_id(self) -> str | None:
@@ -84,6 +84,11 @@ class Node:
     def raylet(self) -> psutil.Process | None:
         """Return the raylet, with which the node lives and dies."""
         return next((one for one in self.ray.family() if _title(one).endswith("/raylet")), None)
+
+
+def actors_of(family: Sequence[psutil.Process], kind: str) -> list[psutil.Process]:
+    """Return the processes of actors whose class or repr begins with `kind`."""
+    return [one for one in family if _title(one).startswith(f"ray::{kind}")]
 
 
 def _title(process: psutil.Process) -> str:

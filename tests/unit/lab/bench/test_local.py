@@ -53,14 +53,6 @@ def test_quick_run_gives_every_figure(run_kvray, arena_dir):
     assert list(arena_dir.iterdir()) == []
 
 
-def test_run_without_json_prints_a_table(run_kvray, tmp_path, arena_dir):
-    done = run_kvray("bench", "local", "--quick", "--repeat", "1", KVRAY_ARENA__DIR=str(arena_dir))
-    assert done.returncode == 0, done.stderr
-    assert "retrieve and verify, 4 MiB blocks" in done.stdout
-    assert "GB/s" in done.stdout
-    assert "target" not in done.stdout
-
-
 @pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.0)])
 def test_interrupt_leaves_nothing(tmp_path, arena_dir, signum, after_s):
     with _running(tmp_path, arena_dir) as process:

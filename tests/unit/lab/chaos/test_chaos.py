@@ -392,3 +392,10 @@ def test_prompts_fit_and_no_two_documents_begin_with_the_same_block():
     assert longest <= PROMPT_TOKENS_MAX
     documents = {one.document for one in conversations}
     assert len({one[:TOKENS_PER_BLOCK] for one in documents}) == len(documents)
+
+
+def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(run_kvray):
+    done = run_kvray("chaos", "--only", "earthquake")
+    assert done.returncode == 2
+    known = ", ".join(sorted(kind.name for kind in KINDS))
+    assert f"There is no kind of fault 'earthquake'; give one of {known}." in done.stderr
