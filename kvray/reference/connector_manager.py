@@ -12,43 +12,10 @@ from typing import Any, TypeVar, cast
 
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import KVRayError
-from kvray.reference.ranks import Ranks, SingleRank
+from kvray.reference.ranks import Leader, Ranks
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 T = TypeVar("T")
-Requests = dict[int, LlmRequest]
-
-
-@dataclasses.dataclass(slots=True)
-class _Saves:
-    """Requests whose blocks are saved beside the forward passes, by how far that is."""
-
-    new: Requests = dataclasses.field(default_factory=dict)
-    """Not handed to `get_finished` yet."""
-    pending: Requests = dataclasses.field(default_factory=dict)
-    """Handed over, not returned yet."""
-    ended: set[int] = dataclasses.field(default_factory=set)
-    """Returned here, not yet on every rank."""
-
-    def hand_over(self) -> list[int]:
-        """Return the ids that the worker has not heard of, once."""
-        ids = list(self.new)
-        self.pending |= self.new
-        self.new = {}
-        return ids
-
-    def end(self, request_ids: list[int]) -> None:
-        """Note what the worker has returned; an id it was not given is a KeyError, as upstream."""
-        for request_id in request_ids:
-            if request_id in self.ended:
-                raise KeyError(request_id)
-            self.pending[request_id]
-            self.ended.add(request_id)
-
-    def take(self, request_ids: set[int]) -> list[LlmRequest]:
-        """Take out the requests that have ended on every rank, in one order on all of them."""
-        self.ended -= request_ids
-        return [self.pending.pop(request_id) for request_id in sorted(request_ids)]
 
 
 class KvCacheConnectorManager:
@@ -72,9 +39,14 @@ class KvCacheConnectorManager:
     ) -> None:
         self.worker = worker
         self.scheduler = scheduler
-        self._ranks: Ranks = ranks or SingleRank()
+        self._ranks: Ranks = ranks or Leader()
         self._attention_dp_rank = attention_dp_rank
-        self._saves = _Saves()
+        self._saving: dict[int, LlmRequest] = {}
+        """Requests whose blocks are saved beside the forward passes."""
+        self._unheard: list[int] = []
+        """Those of them that `get_finished` has not handed to the worker yet."""
+        self._saved: set[int] = set()
+        """Those that the worker has returned here, and not every rank's has."""
         self._scheduler_output: Any = None
         self._reported: dict[int, list[int]] = {}
         """How many tokens and blocks of each request have been reported."""
@@ -83,7 +55,7 @@ class KvCacheConnectorManager:
     @property
     def is_saving(self) -> bool:
         """Whether a save has not ended on every rank; the same on all of them."""
-        return bool(self._saves.new or self._saves.pending)
+        return bool(self._saving)
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Ask the leader how many tokens follow; KVRayError: it wants to load them later."""
@@ -139,7 +111,8 @@ class KvCacheConnectorManager:
             lambda scheduler: scheduler.request_finished(request, block_ids)
         )
         if is_saving:
-            self._saves.new[request.request_id] = request
+            self._saving[request.request_id] = request
+            self._unheard.append(request.request_id)
             request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
         return is_saving
 
@@ -148,9 +121,15 @@ class KvCacheConnectorManager:
 
         A KeyError says that the worker named an id that it was not given, or named it twice.
         """
-        saved, _ = self.worker.get_finished(self._saves.hand_over(), [])
-        self._saves.end(saved)
-        return self._saves.take(set.intersection(*self._ranks.allgather(self._saves.ended)))
+        handed, self._unheard = self._unheard, []
+        saved, _ = self.worker.get_finished(handed, [])
+        for request_id in saved:
+            if request_id not in self._saving or request_id in self._saved:
+                raise KeyError(request_id)  # as upstream
+            self._saved.add(request_id)
+        everywhere = set.intersection(*self._ranks.allgather(self._saved))
+        self._saved -= everywhere
+        return [self._saving.pop(one) for one in sorted(everywhere)]  # in one order on all ranks
 
     def forget(self, request: LlmRequest) -> None:
         self._reported.pop(request.request_id, None)

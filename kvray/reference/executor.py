@@ -81,7 +81,6 @@ class Executor:
         self._model_engine = model_engine
         self._cache = cache
         self._intake = intake
-        intake.closed_error = self._closed_error
         self._options = options
         self._connector = connector
         self._follows_main = options.runtime == "main"
@@ -118,17 +117,7 @@ class Executor:
                 self.iterate()
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
-        self._intake.close()
-
-    def _closed_error(self) -> KVRayError:
-        """Return the error for those who come too late."""
-        if self.failure is None:
-            return KVRayError("The reference engine is closed.")
-        error = KVRayError(
-            f"The reference engine is dead: {type(self.failure).__name__}: {self.failure}"
-        )
-        error.__cause__ = self.failure
-        return error
+        self._intake.close(self.failure)
 
     def _fetch(self) -> bool:
         """Take new requests; an idle engine stays here until there is work or it must stop."""

@@ -44,7 +44,7 @@ class Intake:
     ) -> None:
         self._ranks = ranks
         self._describe = describe
-        self.closed_error: Callable[[], KVRayError] = _closed
+        self._failure: BaseException | None = None
         """Makes the error for those who come too late; the executor knows more."""
         self._is_dealt = is_dealt
         self._condition = threading.Condition()
@@ -62,12 +62,12 @@ class Intake:
         *,
         listener: Listener | None = None,
     ) -> Call:
-        """Queue a request; after `stop` raise what `closed_error` makes."""
+        """Queue a request; KVRayError after `stop` or `close`."""
         call = Call(call_id=request.request_id, listener=listener)
         request.submitted_at = time.monotonic()
         with self._condition:
             if self._is_closed:
-                raise self.closed_error()
+                raise self._closed_error()
             self._calls[request.request_id] = call
             self._submitted.append(request)
             self._condition.notify()
@@ -84,7 +84,7 @@ class Intake:
         """Have the engine take the weights of `model`; one call at a time."""
         with self._condition:
             if self._is_closed:
-                raise self.closed_error()
+                raise self._closed_error()
             self._model, self._updated = model, Future()
             self._condition.notify()
             return self._updated
@@ -130,17 +130,28 @@ class Intake:
         else:
             self._settle(request, error)
 
-    def close(self) -> None:
-        """Take nothing more and fail what has not ended; ranks that wait for this one fail too."""
+    def close(self, failure: BaseException | None) -> None:
+        """Take nothing more and fail what has not ended; ranks that wait for this one fail too.
+
+        `failure` is what has ended the engine, if it was not told to stop.
+        """
         self._ranks.leave()
         for request, error in self._reports:
             self._settle(request, error)
         with self._condition:
-            self._is_closed = True
+            self._is_closed, self._failure = True, failure
             calls, self._calls = list(self._calls.values()), {}
             updated, self._updated = self._updated, None
         for future in [call.future for call in calls] + ([updated] if updated else []):
-            future.set_exception(self.closed_error())
+            future.set_exception(self._closed_error())
+
+    def _closed_error(self) -> KVRayError:
+        failure = self._failure
+        if failure is None:
+            return KVRayError("The reference engine is closed.")
+        error = KVRayError(f"The reference engine is dead: {type(failure).__name__}: {failure}")
+        error.__cause__ = failure
+        return error
 
     def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
         with self._condition:
@@ -196,7 +207,3 @@ def _tell(call: Call, request: LlmRequest) -> None:
     if new and call.listener is not None:
         call.num_heard += len(new)
         call.listener(new)
-
-
-def _closed() -> KVRayError:
-    return KVRayError("The reference engine is closed.")

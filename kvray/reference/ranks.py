@@ -7,7 +7,6 @@ an error on every rank if one of them has died or is late.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
 import subprocess
 import sys
@@ -35,35 +34,6 @@ _FAILED_TIMEOUT_S = 2.0
 
 class CollectiveError(KVRayError):
     """A collective did not end; another rank has died, or is late."""
-
-
-class SingleRank:
-    """The only rank. It still pickles what others would receive, to prove that it can."""
-
-    rank = 0
-    size = 1
-    pids: tuple[int, ...] = ()
-
-    def broadcast(self, value: T) -> T:
-        return cast("T", pickle.loads(pickle.dumps(value)))  # noqa: S301 (made right here)
-
-    def allgather(self, value: T) -> list[T]:
-        return [value]
-
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial
-
-    def meet(self, *, timeout_s: float) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def close(self, *, has_failed: bool) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
 
 
 class Follower:
@@ -115,10 +85,8 @@ class Follower:
             ) from error
 
 
-def start_ranks(options: EngineOptions) -> SingleRank | Leader:
+def start_ranks(options: EngineOptions) -> Leader:
     """Start the processes of the ranks besides this one; return when they are about to load."""
-    if options.tensor_parallel_size == 1:
-        return SingleRank()
     others: list[Other] = []
     leader = Leader(others, timeout_s=options.collective_timeout_s)
     try:
@@ -135,15 +103,16 @@ def start_ranks(options: EngineOptions) -> SingleRank | Leader:
 
 
 class Leader:
-    """Rank 0, which has started the processes of the others; they never outlive this one.
+    """Rank 0, which has started the processes of the others, if there are any.
 
-    The methods are those of `Follower`. They raise a KVRayError that says which rank has died, and
-    of what, or a CollectiveError if one is late. The others print to this process's stderr.
+    The others never outlive this process, and print to its stderr. The methods are those of
+    `Follower`. They raise a KVRayError that says which rank has died, and of what, or a
+    CollectiveError if one is late.
     """
 
     rank = 0
 
-    def __init__(self, others: Sequence[Other], *, timeout_s: float) -> None:
+    def __init__(self, others: Sequence[Other] = (), *, timeout_s: float = 0.0) -> None:
         """`timeout_s` is the longest that one collective waits for each rank."""
         self._others = others
         self._timeout_s = timeout_s
@@ -261,4 +230,4 @@ class _Failure:
     is_config: bool
 
 
-Ranks: TypeAlias = "SingleRank | Leader | Follower"
+Ranks: TypeAlias = "Leader | Follower"

@@ -26,7 +26,6 @@ from pydantic import ConfigDict, create_model
 
 import kvray
 from kvray.reference.connector_manager import KvCacheConnectorManager
-from kvray.reference.ranks import SingleRank
 from kvray.reference.request import LlmRequest, LlmRequestState
 from tests.trtllm.memory import BLOCK
 
@@ -336,20 +335,13 @@ class Asked:
         return vars(request).setdefault("original", original)
 
 
-class Leader(SingleRank):
-    """Rank 0, which gives its worker the very objects; the worker pickles them for the others."""
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-
 class FlatManager(KvCacheConnectorManager):
     """The reference engine's manager, with this version's records and habits, for one pool."""
 
     def __init__(
         self, version: Version, worker: Any, scheduler: Any, owner: int | None = None
     ) -> None:
-        super().__init__(worker, scheduler, ranks=Leader(), attention_dp_rank=owner)
+        super().__init__(worker, scheduler, attention_dp_rank=owner)
         self.version = version
         self.data_class = version.exports["RequestData"]
         self.output_class = version.exports["SchedulerOutput"]
@@ -359,7 +351,7 @@ class FlatManager(KvCacheConnectorManager):
         return self._attention_dp_rank is not None
 
     def unfinished_ids(self) -> set[int]:
-        return {*self._saves.new, *self._saves.pending}
+        return {*self._saving}
 
     def commit(self, request: LlmRequest, num_tokens: int) -> None:
         """Note it as the base class does, but on a copy, which nobody sees again."""
