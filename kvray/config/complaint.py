@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as one sentence with the fix.
+"""Where each value of a configuration comes from, and what is wrong, as one sentence with the fix.
 
 Settings may be fine one by one and contradict each other.
 """
@@ -6,11 +6,10 @@ Settings may be fine one by one and contradict each other.
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from kvray.config.document import Origin, Origins, SettingPath
 from kvray.config.sections import (
     NOT_BY_LABEL,
     ArenaConfig,
@@ -21,6 +20,42 @@ from kvray.config.sections import (
 )
 from kvray.config.values import exact_size, shown
 from kvray.errors import ConfigError
+
+SettingPath = tuple[str, ...]
+"""Names from the top on, as in ("arena", "capacity"); entries of a list by their number."""
+
+
+class Origin(NamedTuple):
+    """Where a value comes from."""
+
+    kind: Literal["default", "file", "environment", "command line", "node"]
+    where: str = ""
+    """File and line, or the variable; empty if `kind` says everything."""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+DEFAULT = Origin("default")
+
+
+class Origins(dict[SettingPath, Origin]):
+    """The origin of everything that was given, sections included; a later source wins."""
+
+    def put(self, path: SettingPath, origin: Origin) -> None:
+        """Note where a value comes from; a section belongs to the first source that has it."""
+        for length in range(1, len(path)):
+            self.setdefault(path[:length], origin)
+        self[path] = origin
+
+    def of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
+        """Return the origin of a value, or of the mapping or section that it was given with.
+
+        Of the path's names, the first `at_least` count in any case; 1 is a section's.
+        """
+        parts = (path[:length] for length in range(len(path), at_least - 1, -1))
+        return next((self[part] for part in parts if part in self), DEFAULT)
+
 
 _NAME_MAX = 80
 """Characters of a name that are looked at and shown: a file may have any."""

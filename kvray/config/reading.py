@@ -12,6 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -22,13 +23,16 @@ from pydantic_settings import (
 )
 
 from kvray.config.complaint import (
+    DEFAULT,
+    Origin,
+    Origins,
+    SettingPath,
     contradictions,
     explain,
     node_contradictions,
     quota_contradictions,
     refuse_first,
 )
-from kvray.config.document import DEFAULT, Origin, Origins, SettingPath, read_document
 from kvray.config.sections import SECTIONS, KVRayConfig, NodeConfig, setting_rows, variable_of
 from kvray.errors import ConfigError
 
@@ -105,7 +109,7 @@ def read_effective(
     _check_variables(environ)
     named = path or environ.get(CONFIG_ENV)
     source = Path(named) if named else (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
-    values, origins = ({}, Origins()) if source is None else read_document(source)
+    values, origins = ({}, Origins()) if source is None else _read_document(source)
     variables = _variables(environ)
     given = {dotted: value for dotted, value in (overrides or {}).items() if value is not None}
 
@@ -182,6 +186,113 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         return Path(given or Path.home() / ".cache") / "kvray"
     except RuntimeError:
         raise ConfigError("This user has no home directory; set XDG_CACHE_HOME.") from None
+
+
+_BYTES_MAX = 2**20
+_DEPTH_MAX = 6
+"""Deeper than any setting lies; what is below belongs to the value above."""
+
+_REMEDIES = {
+    "'\\t'": "indent with spaces, not with tabs",
+    "tag": "write the plain value, without a tag",
+    "mapping values are not allowed": "put each key on a line of its own, and a text with a colon"
+    " in quotes",
+    "": "check indentation, brackets and quotes there",
+}
+"""What to do, by a part of what the parser says."""
+
+
+def _read_document(path: Path) -> tuple[dict[str, Any], Origins]:
+    """Return what a file says, and in which line, counted from 1.
+
+    ConfigError: it is no mapping in YAML, or says one thing twice.
+    """
+    text = _read_text(path)
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        values = None if root is None else loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise ConfigError(_not_yaml(path, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; check its brackets.") from None
+    except ValueError as error:  # of a date or a number that YAML knows by its form only
+        raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
+    if root is None or values is None:
+        return {}, Origins()
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} must hold a mapping of settings, not a {type(values).__name__}; begin with"
+            " lines such as `arena:` and, below and indented, `capacity: 64GiB`."
+        )
+    origins = Origins(_lines(root, (), path, set()))
+    return {str(name): value for name, value in values.items()}, origins
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.is_fifo():  # opening it would wait for a writer, for ever
+            raise ConfigError(
+                f"{path} is a pipe, but every part of the tier reads the configuration; name a"
+                " file."
+            )
+        with path.open("rb") as file:
+            raw = file.read(_BYTES_MAX + 1)
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a directory and cannot be read; name the file in it, such as"
+            f" {path / 'kvray.yaml'}."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read ({error.strerror}); name an existing"
+            " file that this user may read."
+        ) from None
+    if len(raw) > _BYTES_MAX:
+        raise ConfigError(f"{path} has more than {_BYTES_MAX} bytes; name a file of settings.")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no UTF-8 text (byte {error.start} is {error.object[error.start]:#04x});"
+            " save it as UTF-8."
+        ) from None
+
+
+def _lines(
+    node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
+) -> Iterator[tuple[SettingPath, Origin]]:
+    """Yield the line of everything; an alias has the line of what it repeats.
+
+    A key that stands twice in one mapping is refused: YAML would take the last.
+    """
+    if len(at) > _DEPTH_MAX or id(node) in visited:
+        return
+    visited.add(id(node))
+    entries: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.SequenceNode):
+        entries = [(str(index), item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        entries = [(str(key.value), key, value) for key, value in node.value]
+    seen: dict[str, int] = {}
+    for name, begin, value in entries:
+        line, below = begin.start_mark.line + 1, (*at, name.lower())
+        if name in seen:
+            raise ConfigError(
+                f"{path}:{line}: {'.'.join((*at, name))} stands in line {seen[name]} already; keep"
+                " one of the two."
+            )
+        seen[name] = line
+        yield below, Origin("file", f"{path}:{line}")
+        yield from _lines(value, below, path, visited)
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    said = getattr(error, "problem", None) or " ".join(str(error).split())
+    remedy = next(remedy for part, remedy in _REMEDIES.items() if part in said)
+    return f"{where}: this is not valid YAML: {said}; {remedy}."
 
 
 class _Sourced(BaseSettings, KVRayConfig):

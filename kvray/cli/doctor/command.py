@@ -42,8 +42,7 @@ def doctor(
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
-            from kvray.cli.doctor.arena import arena_findings, why_not_here
-            from kvray.cli.doctor.machine import machine_findings
+            from kvray.cli.doctor.node import arena_findings, machine_findings, why_not_here
         console = printer()
         with console.status("Looking at this machine") if not as_json else stdout_kept():
             findings = list(machine_findings(settings))

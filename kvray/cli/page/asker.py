@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 from kvray.actors.owner.admin import ask_to_be_admitted
 from kvray.actors.ray_glue.calls import tier_named
-from kvray.cli.page.board import CONTENTS, EVERY_S, REQUESTS, STATUS
-from kvray.cli.page.panels import HOTTEST
+from kvray.cli.page.board import CONTENTS, EVERY_S, HOTTEST, REQUESTS, STATUS
 from kvray.client import Client
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError

@@ -1,17 +1,42 @@
-"""What the tier has answered so far, and since when a part of it has not; pure.
+"""The page's state as plain data: what the tier has answered, since when not, and the panels; pure.
 
 Times are seconds since the epoch. No figure leaves without its age.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+
+from kvray.actors.names import node_of
+from kvray.actors.tier.sizing import combined
 from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.tier import hit_findings, tier_findings
-from kvray.cli.hits import COMPUTED, SOURCES, History, ReplicaRates, ranks_of, token_sources
-from kvray.cli.page import panels
+from kvray.cli.explain import request_report, requests_sentence
+from kvray.cli.hits import (
+    COMPUTED,
+    SOURCES,
+    History,
+    NodeRates,
+    ReplicaRates,
+    ended_of,
+    headline,
+    ranks_of,
+    rate_text,
+    replicas_table,
+    sources_sentence,
+    token_sources,
+    total_counters,
+)
+from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
+from kvray.cli.size import missing_sentences, sizing_sentences, sizing_title
+from kvray.cli.status import lookup_sentence, state_text
+from kvray.cli.transports import node_links, node_links_table
+from kvray.config import format_size
+from kvray.metrics import figure
 
 SHOWN = (*SOURCES, COMPUTED)
 _POINTS_MAX = 900
@@ -101,16 +126,16 @@ class Board:
         }
         status = self._parts[STATUS].answer
         if status is not None:
-            found |= self._panels | {"nodes": panels.nodes(self._rates, self._seen, now)}
+            found |= self._panels | {"nodes": nodes(self._rates, self._seen, now)}
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
                 for one in self._faults
             ]
         if (contents := self._parts[CONTENTS].answer) is not None and status is not None:
-            found["prefixes"] = panels.prefixes_panel(status["shards"], contents)
+            found["prefixes"] = prefixes_panel(status["shards"], contents)
         if (requests := self._parts[REQUESTS].answer) is not None:
-            found["requests"] = panels.requests_panel(requests, now)
+            found["requests"] = requests_panel(requests, now)
         return found
 
     def _take_status(self, status: Mapping[str, Any] | None, now: float) -> None:
@@ -127,7 +152,7 @@ class Board:
         self._seen = {name: seen for name, seen in self._seen.items() if name in there} | {
             name: (now, one) for name, one in there.items() if "arena" in one
         }
-        self._panels = panels.status_panels(status, self._rates)
+        self._panels = status_panels(status, self._rates)
         self._faults = _faults(status)
         self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
 
@@ -144,10 +169,150 @@ class Board:
 def _faults(status: Mapping[str, Any]) -> list[Finding]:
     """Return what `kvray doctor` finds wrong with a status, faults first."""
     found = [*tier_findings(status)]
-    if ranks_of(status["shards"]) or not panels.silent(status["shards"]):
+    if ranks_of(status["shards"]) or not silent(status["shards"]):
         found += hit_findings(status)  # else replicas may be where nobody answers
     return [one for kind in ("fault", "hint") for one in found if one.verdict == kind]
 
 
 def _age(at: float | None, now: float) -> float | None:
     return None if at is None else round(max(0.0, now - at), 1)
+
+
+Shards = Sequence[Mapping[str, Any]]
+Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
+
+HOTTEST = 8
+"""Prefixes of one namespace."""
+_LINKS_MAX = 40
+_CURVES_MAX = 4
+
+
+def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
+    """Return what `kvray status` knows, with rates, except for the nodes."""
+    shards = status["shards"]
+    links = sorted(
+        node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")
+    )
+    replicas = rates.replicas()
+    totals = total_counters([*ranks_of(shards), *ended_of(shards)])
+    prompt = totals["prompt_tokens"]
+    without = ", ".join(silent(shards))
+    return {
+        "headline": plain(headline(status["cluster_name"], rates, replicas)),
+        "lookup": plain(lookup_sentence(status["lookup"])),
+        "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
+        "num_links_hidden": max(0, len(links) - _LINKS_MAX),
+        "replicas": plain(replicas_table(replicas)) if replicas else None,
+        "totals": f"{prompt:,} prompt tokens so far: {sources_sentence(totals)}" if prompt else "",
+        "without": f"Without node {without}, which does not answer." if without else "",
+        "curve": _curve(combined(shards)),
+    }
+
+
+def nodes(rates: History, seen: Seen, now: float) -> list[dict[str, Any]]:
+    """Return each node, with its last figures and their age if it does not answer."""
+    return [_node(one, seen, now) for one in rates.nodes()]
+
+
+def silent(shards: Shards) -> list[str]:
+    """Return the nodes whose shards do not answer."""
+    return [node_of(one["shard"]) for one in shards if one["state"] == "unreachable"]
+
+
+def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `kvray ls` shows: all namespaces, and the prefixes of the largest."""
+    entries = namespaces(shards, answer["contents"])
+    sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+    hottest = {name: prefixes(told)[:HOTTEST] for name, told in answer["prefixes"].items()}
+    return {
+        "namespaces": plain(namespaces_table(entries)) if entries else None,
+        "hottest": [
+            {"namespace": name, "table": plain(prefixes_table(told, sizes.get(name, 0)))}
+            for name, told in hottest.items()
+        ],
+        "silent": [one["shard"] for one in shards if one["shard"] not in answer["contents"]],
+    }
+
+
+def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return the latest requests, each with the text of `kvray explain`."""
+    requests = answer["requests"]
+    return {
+        "says": plain(requests_sentence(requests)) if requests else answer.get("says", ""),
+        "silent": answer["silent"],
+        "list": [
+            {
+                "id": f"{one['replica']} {one['rank']} {one['request_id']} {one['at']}",
+                "replica": one["replica"],
+                "age_s": round(max(0.0, now - one["at"]), 1),
+                "tokens": one["num_tokens"],
+                "own": one["own_tokens"],
+                "hit": one["hit_tokens"],
+                "missed": one["missed_tokens"],
+                "report": [plain(part) for part in request_report(one, now=now)],
+            }
+            for one in requests
+        ],
+    }
+
+
+def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
+    shard = rates.shard
+    at, known = seen.get(shard["shard"], (now, shard))
+    is_old = "arena" not in shard and "arena" in known
+    meters, figures = [], []
+    if (arena := known.get("arena")) is not None:
+        meters.append(_meter("memory", arena["resident_bytes"], arena["capacity_bytes"]))
+        figures.append(f"{figure(known, 'resident_blocks', tier='host'):,} blocks")
+        figures.append(f"{figure(known, 'leased_blocks'):,} leased")
+    if (nvme := known.get("nvme")) is not None:
+        meters.append(_meter("disk", nvme["file_bytes"], nvme["capacity_bytes"]))
+        figures.append(f"{figure(known, 'resident_blocks', tier='nvme'):,} blocks on disk")
+    if arena is not None and not is_old:
+        figures += [f"{rates.evicted:,.0f} evicted/s", f"{rate_text(rates.staged_bytes)}/s staged"]
+        if nvme is not None:
+            figures.append(f"{rate_text(rates.written_bytes)}/s to disk")
+            figures.append(f"{rate_text(rates.read_bytes)}/s from disk")
+    return {
+        "name": node_of(known["shard"]),
+        "state": state_text(shard),
+        "is_healthy": shard["state"] == "serving",
+        "message": shard.get("message", ""),
+        "old_s": round(now - at, 1) if is_old else None,
+        "meters": meters,
+        "figures": figures,
+    }
+
+
+def _curve(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `kvray size` says, and the curve of the busiest namespace."""
+    entries = found["namespaces"][:_CURVES_MAX]
+    says = missing_sentences(found)
+    for one in entries:
+        says.append(f"{sizing_title(one)}: {' '.join(sizing_sentences(one, [one['host_bytes']]))}")
+    if not entries:
+        return {"says": says, "points": None}
+    points = {name: entries[0][name] for name in ("own", "host", "disk", "error")}
+    unit, size = ("GiB", 2**30) if entries[0]["sizes"][-1] >= 2**31 else ("MiB", 2**20)
+    points |= {"unit": unit, "now": entries[0]["host_bytes"] / size}
+    points["sizes"] = [one / size for one in entries[0]["sizes"]]
+    return {"says": says, "points": points}
+
+
+def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:
+    text = f"{format_size(used)} of {format_size(capacity)}"
+    return {"name": name, "share": min(1.0, used / max(1, capacity)), "text": text}
+
+
+def plain(part: RenderableType) -> str | dict[str, Any]:
+    """Return what a command prints as a text, or as a table of texts."""
+    if not isinstance(part, Table):
+        return str(part)
+    return {
+        "columns": [str(plain(column.header)).replace("\n", " ") for column in part.columns],
+        "numbers": [column.justify == "right" for column in part.columns],
+        "rows": [
+            [plain(cell) for cell in row]
+            for row in zip(*(column.cells for column in part.columns), strict=True)
+        ],
+    }

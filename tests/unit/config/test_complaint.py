@@ -135,7 +135,7 @@ WRONG = {
         "lower arena.slab",
     ),
     "a misspelt key that begins alike": ("connector: {verify: auto}", "connector.verify_on_load?"),
-    "a key of another section by its name": (
+    "a key of the top in a section": (
         "ray: {cluster_name: a}",
         "did you mean cluster_name?",
     ),

@@ -1,12 +1,8 @@
 import hashlib
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -21,7 +17,6 @@ from kvray.identity.block import BlockKey, Namespace, frame
 from kvray.identity.keys import MediaItem, Tokens, chain_keys, request_seed
 from tests.examples import examples
 
-ROOT = Path(__file__).parents[3]
 SEED = bytes(range(32))
 TOKENS = [1, 2, 3, 4, -1, 2**31 - 1, 0, 7, 9]
 PICTURE = MediaItem(position=5, digest=b"picture")
@@ -119,33 +114,6 @@ def test_keys_follow_their_written_format(tokens, size, seed, media):
     assert keys_of(tokens, size=size, seed=seed, media=media) == derived_keys(
         tokens, size, seed, media
     )
-
-
-@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
-def test_keys_are_equal_in_every_process(hash_seed):
-    code = f"""
-from kvray.identity.block import Namespace
-from kvray.identity.keys import MediaItem, chain_keys, request_seed
-from tests.examples import examples
-namespace = Namespace.from_wire({NAMESPACE.to_wire()!r})
-seed = request_seed(namespace.digest(), salt="tenant", lora=b"adapter")
-media = [MediaItem(position=5, digest=b"picture")]
-print(*(key.hex() for key in chain_keys({TOKENS}, tokens_per_block=4, seed=seed, media=media)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": hash_seed},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    seed = request_seed(NAMESPACE.digest(), salt="tenant", lora=b"adapter")
-    here = keys_of(TOKENS, seed=seed, media=[PICTURE])
-    assert done.stdout.split() == [key.hex() for key in here]
-
-
-# Prefixes.
 
 
 # What differs never meets.

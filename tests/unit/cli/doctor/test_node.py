@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvray.actors.owner.ownership import sweep
-from kvray.cli.doctor import arena as arena_checks
-from kvray.cli.doctor import machine
-from kvray.cli.doctor.arena import arena_findings, why_not_here
+from kvray.cli.doctor import node
 from kvray.cli.doctor.finding import Finding
+from kvray.cli.doctor.node import arena_findings, why_not_here
 from kvray.config import KVRayConfig, load_config
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
@@ -38,7 +37,7 @@ def files_limit() -> Iterator[None]:
 
 
 def test_this_machine_has_no_fault():
-    found = {one.check: one for one in machine.machine_findings(DEFAULTS)}
+    found = {one.check: one for one in node.machine_findings(DEFAULTS)}
     assert not [one for one in found.values() if one.verdict == "fault"]
     assert found["software"].says.startswith("kvray ")
     assert found["connector"].says.endswith("without Ray")
@@ -46,14 +45,14 @@ def test_this_machine_has_no_fault():
 
 
 def test_few_open_files_are_a_hint(files_limit):
-    one = machine._open_files()
+    one = node._open_files()
     assert one.verdict == "hint"
     assert "ulimit -n" in one.fix
 
 
 def test_nixl_is_not_tried_where_it_is_not_configured():
     config = load_config(overrides={"staging.transports": ["object_ref"]}, environ={})
-    assert machine._nixl(config).verdict == "skipped"
+    assert node._nixl(config).verdict == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_nixl_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatch, mo
     (tmp_path / "nixl" / "__init__.py").write_text("")
     (tmp_path / "nixl" / "_bindings.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one = machine._nixl(DEFAULTS)
+    one = node._nixl(DEFAULTS)
     assert words in one.says
     assert "pip install" not in one.says + one.fix
 
@@ -77,7 +76,7 @@ def test_nixl_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatch, mo
 def test_connector_that_cannot_be_imported_is_a_fault(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one = machine._connector()
+    one = node._connector()
     assert one.verdict == "fault"
     assert "torch is broken here" in one.says
 
@@ -86,9 +85,9 @@ def test_locked_memory_matters_to_rdma_only(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, before[1]))
     try:
-        assert machine._locked_memory(DEFAULTS).verdict == "ok"
-        monkeypatch.setattr(machine, "has_rdma", lambda: True)
-        assert "memlock" in machine._locked_memory(DEFAULTS).fix
+        assert node._locked_memory(DEFAULTS).verdict == "ok"
+        monkeypatch.setattr(node, "has_rdma", lambda: True)
+        assert "memlock" in node._locked_memory(DEFAULTS).fix
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
@@ -99,10 +98,10 @@ def test_a_secret_that_cannot_be_used_is_a_fault(tmp_path):
     config = load_config(overrides={"security.auth_token_file": str(token)}, environ={})
     for mode, verdict, fix in ((0o644, "fault", "chmod 600"), (0o600, "ok", "")):
         token.chmod(mode)
-        (one,) = machine._secrets(config)
+        (one,) = node._secrets(config)
         assert (one.verdict, fix in one.fix) == (verdict, True)
     token.unlink()
-    (one,) = machine._secrets(config)
+    (one,) = node._secrets(config)
     assert "cannot be read" in one.says
 
 
@@ -192,7 +191,7 @@ def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
     assert "cluster_name" in found.fix
     room = read_mount(parent)
     assert room is not None
-    monkeypatch.setattr(arena_checks, "read_mount", lambda _: replace(room, free=0))
+    monkeypatch.setattr(node, "read_mount", lambda _: replace(room, free=0))
     assert "'test'" in only_fault(config_of(parent, cluster_name="tset")).says
 
 
