@@ -137,15 +137,17 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version):
 
 @pytest.mark.parametrize(("cure", "changes"), REFUSED)
 def test_set_ups_that_a_connector_serves_wrongly_are_refused(version, cure, changes):
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises(ConfigError, match=cure) as refused:
         version.construct(**changes)
+    assert re.fullmatch(r"(?!.*\. ).*\.", str(refused.value)), "one sentence"
 
 
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize(("cure", "changes"), REFUSED_BY_LAYER_GROUPS)
 def test_set_ups_of_the_second_cache_manager_are_refused(version, cure, changes):
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises(ConfigError, match=cure) as refused:
         version.construct(**changes)
+    assert re.fullmatch(r"(?!.*\. ).*\.", str(refused.value)), "one sentence"
 
 
 @pytest.mark.parametrize("changes", SERVED)

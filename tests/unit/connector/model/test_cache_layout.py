@@ -148,33 +148,6 @@ def test_a_layout_that_makes_no_sense_is_refused(layout, says):
         read_layout(layout)
 
 
-DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_factor", [1, 2])
-def test_blocks_of_any_type_come_back(pair, dtype, kv_factor):
-    arena = pair.arena
-    made = torch.randint(0, 255, (6, 3, kv_factor, 8 * 4), dtype=torch.uint8)
-    layout = layout_of_tensor(made.view(getattr(torch, dtype)))
-    (part,) = layout.parts(0, 1, 4)
-    pool = open_pool(layout, [part], has_hooks=True)
-    keys = chain_keys(range(3), tokens_per_block=1, seed=dtype.encode().ljust(32, b"."))
-    reserved = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=part.block_bytes)
-    assert reserved
-    ticket = pool.save(arena, part, np.array([4, 1, 2]), reserved.slots, pool.mark(None))
-    ticket.wait()
-    assert arena.commit(reserved, arena.sums(reserved))
-    assert ticket.sums is None or (ticket.sums == arena.sums(reserved)).all()
-    before = made.clone()
-    made.zero_()
-
-    pool.load(arena, [Load(part, reserved.slots[1:], np.array([0, 5]))], None).wait()
-
-    assert (made[[0, 5]] == before[[1, 2]]).all()
-    assert not made[1:5].any()
-
-
 def test_pages_of_several_regions_that_lie_apart_come_back(pair):
     arena, before = pair.arena, MEMORY.clone()
     regions = region(24, [0], at=8, stride=64), region(16, [1], at=40, stride=64)
