@@ -14,8 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from kvray.config import load_config
-from kvray.serve.dispatch import Dispatcher, GenerateArgs
-from kvray.serve.prefetch import Prefetcher
+from kvray.serve.dispatch import Dispatcher, GenerateArgs, Prefetcher
 from kvray.serve.protocol import (
     ChatRequest,
     ChatWriter,
@@ -26,8 +25,7 @@ from kvray.serve.protocol import (
     usage,
 )
 from kvray.serve.settings import Settings
-from kvray.serve.stream import lines_of, pieces_of
-from kvray.serve.text import Answer, load_prompts
+from kvray.serve.text import Answer, lines_of, load_prompts, pieces_of
 from kvray.serve.traced import TracedRequests
 from kvray.trace.spans import current, start_sdk
 

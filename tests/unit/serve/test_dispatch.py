@@ -16,11 +16,10 @@ pytest.importorskip("openai")
 from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
-import kvray.serve.prefetch
+import kvray.serve.dispatch
 from kvray.client import Prefetched
 from kvray.errors import ConfigError, ShardUnavailable
-from kvray.serve.dispatch import Dispatcher, GenerateArgs, first_choice
-from kvray.serve.prefetch import Prefetcher
+from kvray.serve.dispatch import Dispatcher, GenerateArgs, Prefetcher, first_choice
 from kvray.serve.protocol import RequestError
 from kvray.serve.router import Routed
 from kvray.serve.settings import Settings
@@ -399,7 +398,7 @@ class Client:
 
 @pytest.fixture
 def prefetcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Prefetcher]:
-    monkeypatch.setattr(kvray.serve.prefetch, "Client", Client)
+    monkeypatch.setattr(kvray.serve.dispatch, "Client", Client)
     config = tmp_path / "kvray.yaml"
     config.write_text("cluster_name: test\n")
     made = Prefetcher(Settings(kvray_config=config, prefetch_timeout_s=0.1))
