@@ -173,6 +173,22 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"The test left behind: {', '.join(sorted(left))}", pytrace=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_setting_is_left_behind() -> Iterator[None]:
+    """Fail a module after which a setting of kvray is in the environment: others would go by it."""
+    before = _settings()
+    yield
+    if left := dict(_settings().items() - before.items()):
+        for name in left:
+            del os.environ[name]
+        pytest.fail(f"The module left behind: {', '.join(sorted(left))}", pytrace=False)
+
+
+def _settings() -> dict[str, str]:
+    """Return the variables that kvray reads."""
+    return {name: value for name, value in os.environ.items() if name.startswith("KVRAY_")}
+
+
 def _resources(*, with_ray: bool) -> dict[str, str]:
     """Return a description for each identity of what this process holds open now."""
     found = {f"shm:{name}": f"{SHM / name}" for name in _shm_names()}
