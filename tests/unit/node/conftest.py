@@ -1,54 +1,23 @@
 """A node's directory, shards that can be started and stopped there again, and links to them."""
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
 from kvray.node import NodeLink, Registration, attach
 from kvray.node import link as link_module
 from kvray.store import Arena
-from tests.unit.actors.small_shard import NAMESPACE, Line, settings_for, wait_until_serving
+from tests.unit.actors.conftest import directory, line, make_shard, shard, start_shard
+from tests.unit.actors.small_shard import NAMESPACE
 from tests.waiting import wait_for
 
-StartShard = Callable[..., Shard]
+__all__ = ["directory", "line", "make_shard", "shard", "start_shard"]
+
 MakeLink = Callable[[], NodeLink]
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A cluster's directory, which the shard makes."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield parent / "kvray-test"
-    shutil.rmtree(parent)
-
-
-@pytest.fixture
-def start_shard(directory: Path) -> Iterator[StartShard]:
-    """Starts a shard and returns when it serves."""
-    shards: list[Shard] = []
-
-    def start(**changes: Any) -> Shard:
-        shards.append(Shard("a", settings_for(directory, **changes), [Line().announce]))
-        shards[-1].start()
-        wait_until_serving(shards[-1])
-        return shards[-1]
-
-    yield start
-    for shard in shards:
-        shard.stop(retire=False, timeout_s=10)
-    sweep(directory)
-
-
-@pytest.fixture
-def shard(start_shard: StartShard) -> Shard:
-    return start_shard()
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from kvray.store import Arena, Lease
 from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
-from tests.unit.node.conftest import StartShard, arena_of, registration
+from tests.unit.actors.conftest import StartShard
+from tests.unit.node.conftest import arena_of, registration
 from tests.unit.store.small_arena import chain, fetch, spec, store
 from tests.waiting import HANG_S, wait_for
 
@@ -40,11 +41,11 @@ def test_a_link_has_the_arena_at_once_and_logs_its_id(shard, make_link, caplog):
     assert f"attached to arena {shard.status()['arena']['arena_id']}" in caplog.text
 
 
-def test_an_engine_that_started_before_its_shard_attaches_by_itself(start_shard, make_link, caplog):
+def test_an_engine_that_started_before_its_shard_attaches_by_itself(make_shard, make_link, caplog):
     link = make_link()
     assert link.arena is None
     time.sleep(0.1)
-    shard = start_shard()
+    shard = make_shard()
     assert arena_of(link).arena_id == shard.status()["arena"]["arena_id"]
     assert caplog.text.count("no tier yet") == 1
 
@@ -81,7 +82,7 @@ def test_a_link_made_after_the_last_one_ended_is_a_new_one(shard, make_link):
 
 
 @pytest.mark.parametrize("how", ["retired", "removed by hand"])
-def test_an_arena_is_left_for_its_successor(shard, start_shard, link, directory, how):
+def test_an_arena_is_left_for_its_successor(shard, make_shard, link, directory, how):
     first = arena_of(link)
     shard.stop(retire=how == "retired", timeout_s=5)
     if how == "retired":
@@ -89,7 +90,7 @@ def test_an_arena_is_left_for_its_successor(shard, start_shard, link, directory,
     else:
         for path in directory.iterdir():
             path.unlink()
-    start_shard()
+    make_shard()
     wait_for(lambda: link.arena is not None and link.arena.arena_id != first.arena_id)
 
 
@@ -106,7 +107,7 @@ def mapped(directory: Path) -> Callable[[], int]:
 
 @pytest.fixture
 def replace(
-    shard: Shard, start_shard: StartShard, link: NodeLink, monkeypatch: pytest.MonkeyPatch
+    shard: Shard, make_shard: StartShard, link: NodeLink, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Shard]:
     """Have the tier replaced and the link follow, which keeps no arena for those who come late."""
     monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
@@ -114,7 +115,7 @@ def replace(
     def act() -> Shard:
         nonlocal shard
         shard.stop(retire=True, timeout_s=5)
-        shard = start_shard()
+        shard = make_shard()
         wait_for(lambda: link.arena is not None, "following")
         return shard
 
@@ -193,20 +194,20 @@ def test_the_end_of_a_link_unmaps_everything(link, replace, mapped):
         first.leased_slots(leases[0])
 
 
-def test_a_link_outlives_its_shard_and_goes_on_with_the_next(shard, start_shard, link):
+def test_a_link_outlives_its_shard_and_goes_on_with_the_next(shard, make_shard, link):
     link.register(registration())
     arena = arena_of(link)
     shard.stop(retire=False, timeout_s=5)
     store(arena, chain(3))
     assert link.arena is arena
-    second = start_shard()
+    second = make_shard()
     assert link.arena is arena
     assert second.status()["arena"]["blocks"] == 3
     wait_for(lambda: second.status()["replicas"], "registering again")
 
 
-def test_a_full_holder_table_is_tried_again(start_shard, make_link, directory):
-    start_shard(spec=spec(holders_max=4))
+def test_a_full_holder_table_is_tried_again(make_shard, make_link, directory):
+    make_shard(spec=spec(holders_max=4))
     others = [Arena(directory, lock_wait_s=1) for _ in range(4)]
     for other in others:
         other.join("other")

@@ -37,9 +37,9 @@ def test_a_rank_registers_and_its_figures_arrive(shard, link):
     wait_for(lambda: counted(shard) == {"one": {"hits": 3}})
 
 
-def test_a_rank_of_a_link_without_a_shard_registers_later(start_shard, make_link):
+def test_a_rank_of_a_link_without_a_shard_registers_later(make_shard, make_link):
     make_link().register(registration())
-    shard = start_shard()
+    shard = make_shard()
     wait_for(lambda: shard.status()["replicas"])
 
 
@@ -61,14 +61,14 @@ def test_a_refused_registration_raises_and_is_forgotten(shard, link):
 
 
 def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
-    start_shard, make_link, caplog
+    make_shard, make_link, caplog
 ):
     link = make_link()
     first, last = registration(), registration("three")
     refused = registration("two", namespace=OTHER_LAYOUT)
     for one in (first, refused, last):
         link.register(one)
-    shard = start_shard()
+    shard = make_shard()
     wait_for(lambda: [*counted(shard)] == ["one", "three"])
     wait_for(lambda: refused.refusal)
     time.sleep(0.1)
@@ -165,11 +165,11 @@ def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(directory, link):
     }
 
 
-def test_a_rank_tells_its_place_in_the_next_arena_too(directory, shard, start_shard, link):
+def test_a_rank_tells_its_place_in_the_next_arena_too(directory, shard, make_shard, link):
     link.register(registration())
     before = arena_of(link).arena_id
     shard.stop(retire=True, timeout_s=5)
-    start_shard()
+    make_shard()
     with StageServer(directory) as server:
         link._socket.close()  # it may have told the shard before the server was there
         wait_for(lambda: server.registered, "being told again")

@@ -19,7 +19,7 @@ from kvray.node.stage_calls import ShardSocket
 from kvray.store import Lease
 from tests.kit.shard_socket import Peer, Script, echo, request_on
 from tests.unit.store.small_arena import chain
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 KEYS = chain(6)
 MISS = StageReply(num_blocks=0, reason="not_stored")
@@ -36,7 +36,9 @@ def peer(directory: Path) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def calls(directory: Path) -> Iterator[StageCalls]:
+def calls(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageCalls]:
+    """Calls after whose first failure the shard is left alone for longer than a test takes."""
+    monkeypatch.setattr("kvray.breaker._FIRST_S", 600.0)
     made = StageCalls(directory)
     yield made
     made.close()
@@ -124,7 +126,8 @@ def test_a_shard_that_refuses_or_answers_otherwise_is_left_alone_for_a_while(pee
     peer.scripts = [script, answering({"num_blocks": 3, "reason": "not_stored"})]
     assert ask(calls) == GONE
     assert not calls.can_ask
-    assert ask(calls) == StageReply(num_blocks=3, reason="not_stored")
+    expected = StageReply(num_blocks=3, reason="not_stored")
+    wait_for(lambda: ask(calls) == expected)  # the first may still meet the old connection
 
 
 def test_more_blocks_than_were_asked_for_are_none(peer, calls):
@@ -166,14 +169,12 @@ def test_a_full_backlog_does_not_hold_the_scheduler_up(directory, calls):
             client.close()
 
 
-def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(peer, calls):
+def test_a_shard_that_cannot_find_out_is_left_alone(peer, calls):
     reply = {"num_blocks": 0, "reason": "store_down"}
     peer.scripts = [answering(*[reply] * 6)]
     for _ in range(6):
         assert ask(calls) == GONE
     assert not calls.can_ask
-    time.sleep(0.25)
-    assert calls.can_ask
 
 
 def test_the_shard_hears_once_whose_answers_did_not_arrive(peer, calls):
@@ -296,14 +297,14 @@ def test_after_garbage_the_next_call_has_a_new_connection(peer, client, garbage)
     assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
-def test_a_shard_that_was_restarted_is_reached_at_the_first_call(start_shard, directory, client):
-    first = start_shard()
+def test_a_shard_that_was_restarted_is_reached_at_the_first_call(make_shard, directory, client):
+    first = make_shard()
     assert client.call("hello", timeout_s=5)["shard_epoch"] == 1
     first.stop(retire=False, timeout_s=5)
     with pytest.raises(ShardUnavailable):
         client.call("hello", timeout_s=1)
-    start_shard().stop(retire=False, timeout_s=5)
-    start_shard()
+    make_shard().stop(retire=False, timeout_s=5)
+    make_shard()
     assert client.call("hello", timeout_s=5)["shard_epoch"] == 3
 
 
