@@ -7,14 +7,20 @@ import psutil
 import pytest
 import ray
 
+from kvray.actors.build_info import settings_of
 from kvray.actors.owner.ownership import sweep
+from kvray.actors.ray_glue import calls
 from kvray.actors.tier import connection, local_ray, tier
+from kvray.actors.tier.changes import plan
 from kvray.actors.tier.local_ray import LocalRay
+from kvray.actors.tier.rollout import Rollout
 from kvray.config import KVRayConfig, load_config
+from kvray.errors import KVRayError
 from kvray.lab.chaos.machine import Machine, actors_of
 from kvray.lab.chaos.network import why_impossible
 from tests.kit.ray.cluster import OFTEN
 from tests.kit.ray.engine import Engine
+from tests.waiting import wait_for
 
 TIMEOUT_S = 120.0
 
@@ -58,16 +64,52 @@ def config(local: LocalRay) -> Iterator[KVRayConfig]:
 
 
 @pytest.fixture
-def running(config: KVRayConfig) -> KVRayConfig:
-    """The configuration of a tier that is up."""
+def fresh(config: KVRayConfig) -> KVRayConfig:
+    """The configuration of a tier that is up, and was never used."""
     tier.up(config, timeout_s=TIMEOUT_S)
     return config
 
 
 @pytest.fixture(scope="session")
+def steady(local: LocalRay) -> Iterator[KVRayConfig]:
+    """The configuration of a tier that tests share."""
+    made = config_with()
+    tier.up(made, timeout_s=TIMEOUT_S)
+    yield made
+    tier.down(timeout_s=TIMEOUT_S, config=made)
+    sweep(made.node_dir, 5.0)
+
+
+@pytest.fixture
+def running(steady: KVRayConfig) -> Iterator[KVRayConfig]:
+    """The configuration of a tier that is up, without blocks; a test may break or change it."""
+    yield steady
+    if not is_whole(steady):
+        tier.up(steady, timeout_s=TIMEOUT_S, rollout=Rollout(recreate=True))
+    wait_for(is_empty, "an empty tier")
+
+
+def is_whole(config: KVRayConfig) -> bool:
+    """Return whether all parts of a tier on one node answer, and have its settings."""
+    parts = calls.ask(calls.list_actors(), "build_info", TIMEOUT_S)
+    if len(parts) != 3 or any(isinstance(one, KVRayError) for one in parts.values()):
+        return False
+    return not plan(parts, settings_of(config)).steps
+
+
+def is_empty() -> bool:
+    """Clear the tier; return whether no block is left, as what a dead engine has leased is."""
+    with contextlib.suppress(KVRayError):
+        tier.clear(timeout_s=TIMEOUT_S)
+        (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+        return not shard["arena"]["blocks"]
+    return False
+
+
+@pytest.fixture(scope="session")
 def machine() -> Iterator[Machine]:
-    """Three nodes with disks, on a Ray of their own, for one tier after the other."""
-    with Machine(num_nodes=3, has_nvme=True, environ=OFTEN) as made:
+    """Two nodes with disks, on a Ray of their own, for one tier after the other."""
+    with Machine(has_nvme=True, environ=OFTEN) as made:
         yield made
 
 

@@ -62,10 +62,10 @@ def shard_status() -> dict[str, object]:
     return dict(status)
 
 
-def serves_as(epoch: int) -> bool:
-    status = shard_status()
-    arena = status.get("arena")
-    return isinstance(arena, dict) and arena["shard_epoch"] == epoch
+def epoch() -> int:
+    """Return how many shards the arena has had; 0 while none serves."""
+    arena = shard_status().get("arena")
+    return int(arena["shard_epoch"]) if isinstance(arena, dict) else 0
 
 
 def matched(client: Client, keys: list[BlockKey] = KEYS) -> int:
@@ -82,9 +82,10 @@ def wait_until_known(config: KVRayConfig) -> None:
 
 
 def test_a_killed_shard_adopts_its_arena_and_engines_go_on(running, local, one):
+    before = epoch()
     actor_process(local, "Shard").kill()
     one.say("store(link.arena, chain(3, seed='meanwhile')) and None")
-    wait_for(lambda: serves_as(epoch=2), "the restart")
+    wait_for(lambda: epoch() == before + 1, "the restart")
     assert one.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
     with Client(running) as client:
         wait_for(lambda: client.match(chain(3, seed="meanwhile")).num_blocks == 3)
@@ -116,16 +117,15 @@ def test_a_killed_supervisor_finds_its_shards_again(running, local, one):
     wait_for(is_supervised, "the restart")
     assert shard_status()["pid"] == before["pid"]
     assert len([name for name in list_actors() if name.startswith(SHARD_PREFIX)]) == 1
-    assert tier.down(timeout_s=TIMEOUT_S)
-    assert not running.node_dir.exists()
 
 
 @pytest.mark.parametrize("prefix", [LOOKUP_NAME, SHARD_PREFIX])
 def test_a_part_that_was_ended_for_good_is_recreated(running, one, prefix):
+    before = epoch()
     (name,) = [name for name in list_actors() if name.startswith(prefix)]
     ray.kill(get_actor(name))
     if prefix == SHARD_PREFIX:
-        wait_for(lambda: serves_as(epoch=2), "a new shard")
+        wait_for(lambda: epoch() == before + 1, "a new shard")
     wait_until_known(running)
 
 
@@ -366,7 +366,7 @@ def life(running: KVRayConfig, engine: StartEngine) -> Life:
 
 def _replicas() -> list[str]:
     (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-    return [replica["replica"] for replica in shard["replicas"]]
+    return [replica["replica"] for replica in shard["replicas"] if replica["connected"]]
 
 
 def rolled_out(config: KVRayConfig, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:

@@ -26,7 +26,6 @@ serve = pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray]
 
 NUM_REPLICAS = 3
-APP = "routed"
 
 Ask = Callable[[Any], str]
 
@@ -50,23 +49,22 @@ class Stub:
 class Ingress:
     """A process with a handle: the router is in it."""
 
-    def ask(self, asked: Any) -> str:
-        handle = serve.get_app_handle(APP)
-        return str(handle.generate.remote(asked).result(timeout_s=20))
+    def ask(self, app: str, asked: Any) -> str:
+        return str(serve.get_app_handle(app).generate.remote(asked).result(timeout_s=20))
 
 
 @contextmanager
 def deployed(
-    running: KVRayConfig, directory: Path, stub: type["Stub"], **routing: float
+    config: KVRayConfig, directory: Path, stub: type["Stub"], **routing: float
 ) -> Iterator[Ask]:
     """Deploy replicas of `stub` behind the router; gives what asks the application."""
     from ray.serve.config import RequestRouterConfig
 
-    config = directory / "kvray.yaml"
-    config.write_text(f"cluster_name: {running.cluster_name}\n")
+    file, name = directory / "kvray.yaml", stub.__name__
+    file.write_text(f"cluster_name: {config.cluster_name}\n")
     router = RequestRouterConfig(
         request_router_class="kvray.serve.router:KvRayRouter",
-        request_router_kwargs={"kvray_config": str(config), "timeout_s": 1.0},
+        request_router_kwargs={"kvray_config": str(file), "timeout_s": 1.0},
         **routing,
     )
     deployment = serve.deployment(
@@ -75,19 +73,26 @@ def deployed(
         request_router_config=router,
         ray_actor_options={"num_cpus": 0},
     )(stub)
-    serve.run(deployment.bind(running.node_dir), name=APP, route_prefix=None)
+    serve.run(deployment.bind(config.node_dir), name=name, route_prefix=None)
     ingress = ray.remote(Ingress).options(num_cpus=0).remote()
     try:
-        yield lambda asked: str(ray.get(ingress.ask.remote(asked), timeout=TIMEOUT_S))
+        yield lambda asked: str(ray.get(ingress.ask.remote(name, asked), timeout=TIMEOUT_S))
     finally:
         ray.kill(ingress)
-        serve.shutdown()
+        serve.delete(name)
 
 
-@pytest.fixture
-def ask(running: KVRayConfig, tmp_path: Path) -> Iterator[Ask]:
+@pytest.fixture(scope="module")
+def serving(steady: KVRayConfig) -> Iterator[KVRayConfig]:
+    """The tier; Serve ends with the module."""
+    yield steady
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ask(serving: KVRayConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Ask the application; the replica that answered is returned."""
-    with deployed(running, tmp_path, Stub) as made:
+    with deployed(serving, tmp_path_factory.mktemp("router"), Stub) as made:
         yield made
 
 
@@ -130,12 +135,12 @@ def test_calls_without_token_ids_are_spread(ask):
     assert len({ask("text") for _ in range(40)}) > 1
 
 
-def test_metrics_say_why_requests_went_where_they_went(ask, running):
+def test_metrics_say_why_requests_went_where_they_went(ask, serving):
     wait_until_routed(ask)
 
     def requests(reason: str) -> int:
-        samples = scrape(local_dir(running.cluster_name) / "ray")
-        labels = {"reason": reason, "cluster_name": running.cluster_name}
+        samples = scrape(local_dir(serving.cluster_name) / "ray")
+        labels = {"reason": reason, "cluster_name": serving.cluster_name}
         return total(samples, "routed_requests_total", **labels)
 
     asked = prompt(100)
@@ -189,8 +194,8 @@ class Telling(Stub):
         return {**super().record_routing_stats(), "kv_event_metadata": self.feed.metadata}
 
 
-def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(running, tmp_path):
-    with deployed(running, tmp_path, Telling, request_routing_stats_period_s=0.5) as ask:
+def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(serving, tmp_path):
+    with deployed(serving, tmp_path, Telling, request_routing_stats_period_s=0.5) as ask:
         names: set[str] = set()
         wait_for(lambda: names.add(ask("text")) or len(names) == NUM_REPLICAS, "all replicas")
         wait_for(
