@@ -28,7 +28,7 @@ from tests.kit.ray.cluster import SETTINGS, TwoNodes, open_tier, open_two_nodes
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.waiting import HANG_S, wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NO_NETWORK = why_impossible()
 needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
@@ -181,22 +181,17 @@ def unplugged(tier: Tier, place: int) -> Iterator[None]:
         network.heal(place + 1)
 
 
-FROZEN: list[Any] = [
-    pytest.param("Shard", SOURCE, id="the source's shard"),
-    pytest.param("Mover", SOURCE, id="the source's mover", marks=pytest.mark.long),
-    pytest.param("Mover", TARGET, id="the own mover", marks=pytest.mark.long),
-    pytest.param("Lookup", None, id="the lookup"),
-]
-
-
-@pytest.mark.parametrize(("kind", "place"), FROZEN)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("Shard", SOURCE), ("Mover", SOURCE), ("Mover", TARGET), ("Lookup", None)],
+    ids=["the source's shard", "the source's mover", "the own mover", "the lookup"],
+)
 def test_requests_wait_for_what_is_frozen_no_longer_than_it_takes_to_notice(silent, kind, place):
     machine = silent.machine
     node = machine.head if place is None else machine.nodes[place]
     check_waits(silent, lambda: frozen(node.actors(kind)))
 
 
-@pytest.mark.long
 @pytest.mark.root
 @needs_network
 @pytest.mark.parametrize("place", [SOURCE, TARGET])
@@ -229,7 +224,6 @@ def check_waits(tier: Tier, fault: Callable[[], contextlib.AbstractContextManage
     wait_for(tier.is_whole, "a tier that works again")
 
 
-@pytest.mark.long
 @pytest.mark.root
 @needs_network
 def test_where_nixl_gets_through_nowhere_blocks_come_by_the_next_transport() -> None:
@@ -278,7 +272,6 @@ def pushing(wired_machine: Machine) -> Iterator[Tier]:
         yield made
 
 
-@pytest.mark.long
 @pytest.mark.root
 @needs_network
 def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_meanwhile(pushing):

@@ -223,16 +223,6 @@ def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_w
     spread.wait_released()
 
 
-def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(spread, forth, back):
-    """Its requests are asked about again and again, until there is room."""
-    prompts = spread.compute(forth, 6)
-
-    outputs = back.generate(prompts, max_tokens=1)
-
-    assert [one.hit_tokens for one in outputs] == [WHOLE_TOKENS] * 6
-    spread.wait_released()
-
-
 def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(spread, forth):
     (prompt,) = spread.compute(forth, 1)
     with spread.start("doomed", leader=0) as doomed:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.shard.giving import drain
@@ -22,6 +22,7 @@ from kvray.index import Run
 from kvray.store.arena import key_index
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
+from tests.examples import examples
 from tests.unit.actors.two_shards import Tier
 from tests.unit.store.small_arena import chain, fetch, make_tables, put, store, take
 from tests.waiting import wait_for
@@ -219,6 +220,7 @@ def rank_of(tables: Tables, seed: int) -> "Array":
     return np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
 
 
+@settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_the_order_is_that_of_eviction_from_its_end(sizes, seed):
     tables = tree(sizes)
@@ -239,6 +241,7 @@ def test_a_block_that_is_read_goes_like_any_other():
     assert len(hottest_first(tables, lambda slots: slots)) == 3
 
 
+@settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_spans_have_every_block_once_and_parents_first(sizes, seed):
     tables = tree(sizes)
@@ -263,6 +266,7 @@ def test_spans_have_every_block_once_and_parents_first(sizes, seed):
             before = key
 
 
+@settings(max_examples=examples(100))
 @given(TREES, st.integers(1, 5))
 def test_a_chain_goes_to_one_node_and_each_block_to_some(sizes, num_targets):
     tables = tree(sizes)
@@ -273,6 +277,7 @@ def test_a_chain_goes_to_one_node_and_each_block_to_some(sizes, num_targets):
     assert sum(map(len, heads)) == len(set().union(*heads))
 
 
+@settings(max_examples=examples(100))
 @given(TREES, st.integers(1, 60_000), st.integers(1, 9))
 def test_batches_keep_within_their_bounds(sizes, bytes_max, blocks_max):
     tables = tree(sizes)

@@ -204,17 +204,6 @@ def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(node):
     sub.read_until(lambda one: not one.content["CPU"] and not one.content["STORAGE"])
 
 
-def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(node):
-    node.start()
-    engine = node.join()
-    keys, sub = engine.keys(1, 2, 3), node.subscribe()
-    store(node.attach(), keys)
-    sub.read()
-    assert not sub.content["CPU"]
-    engine.prompt(1, 2, 3, 4)
-    sub.read_until(has(keys))
-
-
 def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_first(node):
     node.start()
     keys = node.join(namespace=replace(MINE, num_parts=2)).prompt(1, 2)

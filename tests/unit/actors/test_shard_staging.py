@@ -68,30 +68,6 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier):
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
 
-def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier):
-    keys = chain(40)
-    tier.demote(keys)
-    wait_for(lambda: tier.is_known(keys))
-    tier.b.clear(5.0)
-    wait_for(lambda: not tier.is_known(keys[:1]))
-
-
-def test_a_staged_copy_is_announced_as_a_further_holder(tier):
-    tier.store_far(KEYS)
-    assert tier.stage(KEYS)["num_blocks"] == len(KEYS)
-    wait_for(lambda: tier.locate(KEYS) == [(12, {"kvray-shard-a", "kvray-shard-b"})])
-
-
-def test_a_stage_that_waits_holds_up_nobody_else(tier):
-    tier.store_far(KEYS)
-    tier.nodes.frozen.add("kvray-lookup")
-    began = time.monotonic()
-    # The question to the lookup ends before the wait, or with it.
-    assert tier.stage(KEYS, wait_s=0.05)["reason"] in ("too_slow", "store_down")
-    assert time.monotonic() - began < 1.0
-    assert tier.a.status()["state"] == "serving"
-
-
 def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier):
     tier.ask("register", namespace=MINE.to_wire())
     with pytest.raises(ConfigError, match="update its kvray"):

@@ -212,31 +212,6 @@ def test_what_was_noted_before_the_shard_has_answered_is_told():
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
 
-def test_a_prompt_is_told_with_parents_and_tokens():
-    tokens = asked()
-    first, second = tell(tokens, 5, 6, tail=2)
-    assert told(tokens.take(SIZE)) == {
-        first[:8]: (b"", (5,) * SIZE),
-        second[:8]: (first[:8], (6,) * SIZE),
-    }
-    assert tokens.take(SIZE) == []
-
-
-def test_only_what_was_not_told_is_told(monkeypatch):
-    monkeypatch.setattr(request_notes, "_STRIDE", 1)
-    tokens = asked()
-    tell(tokens, 1, 2, 3)
-    tokens.take(SIZE)
-    keys = tell(tokens, 1, 2, 3, 4)
-    other = tell(tokens, 1, 9)
-    tell(tokens, 1, 2)
-
-    assert told(tokens.take(SIZE)) == {
-        keys[3][:8]: (keys[2][:8], (4,) * SIZE),
-        other[1][:8]: (keys[0][:8], (9,) * SIZE),
-    }
-
-
 def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent():
     tokens = asked()
     keys = tell(tokens, 1, 2)
@@ -246,20 +221,18 @@ def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent
     assert told(tokens.take(SIZE))[keys[2][:8]] == (keys[1][:8], (3,) * SIZE)
 
 
-def test_another_generation_has_everything_told_again():
+@pytest.mark.parametrize(
+    "happens",
+    [
+        pytest.param(lambda tokens: tokens.hear(2), id="another generation"),
+        pytest.param(lambda tokens: tokens.forget(), id="what could not be told"),
+    ],
+)
+def test_all_is_told_again_with_the_next_prompt(happens):
     tokens = asked()
     tell(tokens, 1, 2)
     tokens.take(SIZE)
-    tokens.hear(2)
-    keys = tell(tokens, 1, 2)
-    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
-
-
-def test_what_could_not_be_told_is_told_with_the_next_prompt():
-    tokens = asked()
-    tell(tokens, 1, 2)
-    tokens.take(SIZE)
-    tokens.forget()
+    happens(tokens)
     keys = tell(tokens, 1, 2)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
@@ -291,17 +264,21 @@ def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
     st.integers(1, 9),
     st.sampled_from([1, 2, 4]),
 )
-def test_whatever_prompts_come_each_block_is_told_and_few_twice(prompts, every, stride):
+def test_whatever_prompts_come_each_block_is_told_with_parent_and_tokens_and_few_twice(
+    prompts, every, stride
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_notes, "_STRIDE", stride)
         tokens, keys, found = asked(), {}, {}
         for at, blocks in enumerate(prompts):
+            parent = b""
             for key, block in zip(tell(tokens, *blocks), blocks, strict=True):
-                keys[key[:8]] = block
+                keys[key[:8]] = parent, (block,) * SIZE
+                parent = key[:8]
             if at % every == 0:
                 chains = tokens.take(SIZE)
                 for chain in chains:
                     assert len(told([chain]).keys() & found.keys()) < stride
                     found |= told([chain])
         found |= told(tokens.take(SIZE))
-    assert {hash_: ids[0] for hash_, (_, ids) in found.items()} == keys
+    assert found == keys

@@ -113,22 +113,6 @@ async def test_what_cannot_come_makes_a_shorter_hit(nodes, stager, num_here, gon
     assert gone or not wait_s or nodes.calls == [], "nobody is called"
 
 
-async def test_of_a_part_with_a_window_only_its_end_comes(nodes, stager):
-    store(nodes["b"].arena, KEYS, part=0)
-    store(nodes["b"].arena, KEYS, part=1)
-    asked = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-    assert (await stager.stage(asked, wait_s=5)).num_blocks == 20
-    present = nodes["a"].arena.present(KEYS, [0, 1])
-    assert [int(mask.sum()) for mask in present] == [20, 4]
-
-
-async def test_parts_come_from_whoever_has_them(nodes, stager):
-    store(nodes["b"].arena, KEYS, part=0)
-    store(nodes["c"].arena, KEYS[:7], part=1)
-    asked = prefix_of(KEYS, PartRequest(0), PartRequest(1))
-    assert await stager.stage(asked, wait_s=5) == Staged(num_blocks=7, reason="not_stored")
-
-
 async def test_a_prefix_longer_than_one_fetch_comes_in_several(nodes, stager, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.fetcher.FETCH_BLOCKS_MAX", 6)
     assert FETCH_BLOCKS_MAX > 6
@@ -387,15 +371,6 @@ async def test_closing_ends_what_is_under_way(slow, stager):
     assert stager.status()["under_way"] == 1
     await asyncio.wait_for(stager.close(), 2)
     assert (stager.status()["under_way"], stager.status()["handovers"]) == (0, 0)
-
-
-async def test_two_that_stage_from_each_other_do_not_wait_for_each_other(nodes, stager):
-    other, theirs = nodes.stager("b"), chain(20, seed="theirs")
-    store(nodes["b"].arena, KEYS)
-    store(nodes["a"].arena, theirs)
-    answers = await asyncio.gather(stage(stager), other.stage(prefix_of(theirs), wait_s=5))
-    await other.close()
-    assert [one.num_blocks for one in answers] == [20, 20]
 
 
 # -- many at once ---------------------------------------------------------------------------------
