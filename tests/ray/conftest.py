@@ -63,13 +63,6 @@ def config(local: LocalRay) -> Iterator[KVRayConfig]:
     assert not made.node_dir.exists()
 
 
-@pytest.fixture
-def fresh(config: KVRayConfig) -> KVRayConfig:
-    """The configuration of a tier that is up, and was never used."""
-    tier.up(config, timeout_s=TIMEOUT_S)
-    return config
-
-
 @pytest.fixture(scope="session")
 def steady(local: LocalRay) -> Iterator[KVRayConfig]:
     """The configuration of a tier that tests share."""

@@ -1,4 +1,4 @@
-"""Nodes that go, by `kvray drain`, as Ray says, or unused: their blocks are on others then."""
+"""Nodes that go, as Ray says or unused: their blocks are on others then."""
 
 import contextlib
 import json
@@ -35,24 +35,18 @@ from tests.kit.ray.command_line import free_port
 from tests.unit.store.small_arena import chain, store
 from tests.waiting import HANG_S, wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NUM_CHAINS, LENGTH = 12, 16
 
 
-@pytest.fixture(scope="module")
-def tier(machine: Machine, taken_away: list[Node]) -> Iterator[TwoNodes]:
-    with open_tier(machine, "drained", SETTINGS, num_nodes=3) as made:
+@pytest.fixture
+def tier() -> Iterator[TwoNodes]:
+    with (
+        Machine(num_nodes=3) as machine,
+        open_tier(machine, "drained", SETTINGS, num_nodes=3) as made,
+    ):
         yield made
-    for node in taken_away:  # Ray takes no drain back, and the machine is not this module's alone
-        node.kill()
-        node.start()
-
-
-@pytest.fixture(scope="module")
-def taken_away() -> list[Node]:
-    """The nodes that Ray was told to drain."""
-    return []
 
 
 def filled(tier: TwoNodes, node: Node, name: str) -> list[list[BlockKey]]:
@@ -76,11 +70,6 @@ def node_id_of(tier: TwoNodes, node: Node) -> str:
     return str(found)
 
 
-def drain_of(tier: TwoNodes, node_id: str) -> dict[str, object]:
-    (found,) = (one for one in tier.shards() if one["node_id"] == node_id)
-    return dict(found.get("drain") or {})
-
-
 def drain_by_ray(tier: TwoNodes, node: Node, *, deadline_s: int) -> None:
     """Tell Ray that a node goes, as a cloud's notice does."""
     done = tier.machine.begin(
@@ -95,25 +84,6 @@ def drain_by_ray(tier: TwoNodes, node: Node, *, deadline_s: int) -> None:
     assert done.wait(HANG_S) == 0
 
 
-def test_a_node_that_is_drained_by_hand_gives_others_what_only_it_has(tier):
-    first, *others = tier.nodes
-    chains = filled(tier, first, "by hand")
-    node_id = node_id_of(tier, first)
-
-    assert "may: 192 blocks" in tier.say("drain", node_id[:12], "--deadline", "60")
-    shares = [num_held(tier, node, chains) for node in others]
-    assert sum(shares) == NUM_CHAINS
-    assert all(shares), "both of them take some"
-    assert drain_of(tier, node_id)["by"] == ["kvray drain"]
-    assert "is to go" in tier.say("status")
-    tier.say("drain", node_id[:12], "--cancel")
-    assert not drain_of(tier, node_id)
-    wrong = tier.machine.run("drain", "0123", "-c", str(tier.config_path))
-    assert wrong.returncode == 2
-    assert node_id[:12] in wrong.stderr
-
-
-@pytest.mark.long
 def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier, taken_away):
     going, *others = reversed(tier.nodes)
     taken_away.append(going)
@@ -237,7 +207,6 @@ def num_raylets(scaled: TwoNodes) -> int:
     return sum(one.name() == "raylet" for one in scaled.machine.head.ray.family())
 
 
-@pytest.mark.long
 def test_a_worker_that_nobody_uses_ends_and_the_next_one_finds_its_blocks_on_disk(scaled):
     node_dir = scaled.node_dir(scaled.machine.head)  # the provider's nodes have the head's settings
     keys = chain(40)
@@ -366,7 +335,6 @@ def loaded(*, has_network: bool = False) -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.long
 def test_of_the_hits_of_a_node_that_goes_a_drain_saves_nearly_all():
     hits: dict[str, int] = {}
     for name in ("kept", "drained", "lost"):
@@ -382,7 +350,6 @@ def test_of_the_hits_of_a_node_that_goes_a_drain_saves_nearly_all():
     assert hits["lost"] <= 0.75 * hits["kept"]
 
 
-@pytest.mark.long
 @pytest.mark.skipif(why_impossible() is not None, reason="needs network namespaces")
 def test_in_two_seconds_over_a_slow_link_only_what_is_worth_most_goes():
     with loaded(has_network=True) as run:

@@ -171,6 +171,27 @@ def test_doctor_says_which_transport_is_used_and_why(sharing, request):
             assert f"{way['source']} has no nixl: NIXL is not installed" in way["why"]
 
 
+@pytest.mark.parametrize("sharing", ["nixl"], indirect=True)
+def test_a_node_that_is_drained_by_hand_gives_another_what_only_it_has(sharing):
+    prompt = prompt_of("drained")
+    expected = sharing.compute(prompt)
+    first, second = sharing.shards()
+    name, brought = node_of(first), second["arena"]["blocks"]
+
+    assert "is to go and may: " in sharing.say("drain", name, "--deadline", "60")
+    first, second = sharing.shards()
+    assert second["arena"]["blocks"] >= brought + NUM_BLOCKS
+    assert first["drain"]["by"] == ["kvray drain"]
+    assert "is to go" in sharing.say("status")
+    sharing.say("drain", name, "--cancel")
+    assert not sharing.shards()[0].get("drain")
+    (output,) = sharing.second.generate([prompt], max_tokens=4)
+    assert (tuple(output.token_ids), output.hit_tokens) == (expected, WHOLE_TOKENS)
+    wrong = sharing.nodes.machine.run("drain", "0123", "-c", str(sharing.nodes.config_path))
+    assert wrong.returncode == 2
+    assert name in wrong.stderr
+
+
 def _check_order(said: str, before: list[dict[str, Any]]) -> None:
     """Check that each node's parts were restarted, one after the other, and why."""
     lines = [line.partition(" was restarted: ") for line in said.splitlines()]
