@@ -387,25 +387,17 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(loca
     ]
     assert "arena.free_target is 0.2 now and was 0.05" in done[2]
     assert "5 blocks in memory as before" in done[2]
-    (same,), done = rolled_out(other)
-    assert (same["pid"], done) == (shard["pid"], [])
-    (shard,), done = rolled_out(other, rollout=Rollout(restart=True))
-    life.check_kept(shard, restarts=2)
-    assert len(done) == 3, "everything, if that is asked for"
-    assert LOOKUP_NAME in list_actors()
-
-
-def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(local, running):
-    other = config_with(arena__free_target=0.2)
-    tier.up(other, timeout_s=TIMEOUT_S)
     for kind in ("Supervisor", "Shard"):
         process = actor_process(local, kind)
         process.kill()
         process.wait(TIMEOUT_S)
-    wait_for(lambda: _free_target(SUPERVISOR_NAME) == 0.2, "the supervisor")
-    (name,) = (name for name in list_actors() if name.startswith("kvray-shard-"))
-    wait_for(lambda: _free_target(name) == 0.2, "the shard")
-    assert rolled_out(other)[1] == []
+    for name in (SUPERVISOR_NAME, shard["shard"]):
+        wait_for(lambda name=name: _free_target(name) == 0.2, name)
+    assert rolled_out(other)[1] == [], "what Ray has started again has these settings too"
+    (shard,), done = rolled_out(other, rollout=Rollout(restart=True))
+    life.check_kept(shard, restarts=3)
+    assert len(done) == 3, "everything, if that is asked for"
+    assert LOOKUP_NAME in list_actors()
 
 
 def _free_target(name: str) -> object:

@@ -253,9 +253,9 @@ Ask = Callable[..., int]
 
 
 @pytest.fixture
-def ask(fresh: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+def ask(running: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     """Has engines answer prompts, each made at its first one; returns the tokens that hit."""
-    monkeypatch.setenv("KVRAY_CLUSTER_NAME", fresh.cluster_name)
+    monkeypatch.setenv("KVRAY_CLUSTER_NAME", running.cluster_name)
     engines: dict[str, ReferenceEngine] = {}
     with contextlib.ExitStack() as ended:
 
@@ -295,9 +295,9 @@ def kvray(*args: str) -> str:
 
 
 def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_go(
-    fresh, ask, tmp_path
+    running, ask, tmp_path
 ):
-    client = Client(fresh)
+    client = Client(running)
 
     # Never stored, and then a hit at another replica.
     assert ask("tiny-one", PROMPT) == 0
@@ -320,7 +320,8 @@ def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_g
 
     # A prompt, without a request: what is there, and what never was.
     await_saved(client)
-    (stored,) = client.explain_tokens(PROMPT[:160] + OTHER[:100])["prompts"]
+    asked = PROMPT[:160] + OTHER[:100]
+    (stored,) = client.explain_tokens(asked, replica="tiny-three")["prompts"]
     assert (stored["stored_tokens"], stored["reason"]) == (160, "never_stored")
     assert [one["what"] for one in stored["ranges"]] == ["stored", "never_stored", "computed"]
 
@@ -330,24 +331,25 @@ def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_g
     listed = kvray("explain", "--last", "4")
     assert all(name in listed for name in ("tiny-one", "evicted"))
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
-    found = json.loads(kvray("explain", "--tokens", str(tmp_path / "prompt.txt"), "--json"))
-    assert {one["stored_tokens"] for one in found["prompts"]} == {len(PROMPT)}
+    of_prompt = ("--tokens", str(tmp_path / "prompt.txt"), "--replica", "tiny-three", "--json")
+    (found,) = json.loads(kvray("explain", *of_prompt))["prompts"]
+    assert found["stored_tokens"] == len(PROMPT)
     unknown = CliRunner().invoke(app, ["explain", "987654"])
     assert unknown.exit_code == 2
     assert "No request 987654 is known" in unknown.stderr
 
 
-def test_what_is_stored_and_used_most_is_listed(fresh, ask):
-    client = Client(fresh)
-    ask("tiny-one", PROMPT)
+def test_what_is_stored_and_used_most_is_listed(running, ask):
+    client = Client(running)
+    ask("listed-one", PROMPT)
     await_saved(client)
-    ask("tiny-two", PROMPT[:170])
+    ask("listed-two", PROMPT[:170])
 
-    (namespace,) = json.loads(kvray("ls", "--json"))["namespaces"]
-    assert sorted(namespace["replicas"]) == ["tiny-one", "tiny-two"]
+    namespaces = json.loads(kvray("ls", "--json"))["namespaces"]
+    (namespace,) = [one for one in namespaces if one["fields"].get("model") == "key:listed"]
+    assert sorted(namespace["replicas"]) == ["listed-one", "listed-two"]
     assert namespace["host_blocks"] >= len(PROMPT) // BLOCK
-    assert namespace["fields"]["model"] == "key:tiny"
-    assert "key:tiny" in kvray("ls")
+    assert "key:listed" in kvray("ls")
 
     def hottest() -> dict[str, Any]:
         found = json.loads(kvray("ls", namespace["namespace"], "--hottest", "1", "--json"))
@@ -359,19 +361,18 @@ def test_what_is_stored_and_used_most_is_listed(fresh, ask):
     assert CliRunner().invoke(app, ["ls", "none"]).exit_code == 2
 
 
-def test_what_memory_would_be_worth_is_said_once_there_is_traffic(fresh, ask):
-    assert "Too little traffic" in kvray("size")
+def test_what_memory_would_be_worth_is_said_once_there_is_traffic(running, ask):
     for turn in range(8):
         for prompt in (PROMPT, OTHER):
-            ask(f"tiny-{turn % 2}", prompt)
+            ask(f"sized-{turn % 2}", prompt)
 
-    def found() -> list[dict[str, Any]]:
-        return list(json.loads(kvray("size", "--now", "--json"))["namespaces"])
+    def found() -> dict[str, Any]:
+        entries = json.loads(kvray("size", "--now", "--json"))["namespaces"]
+        return next((one for one in entries if one["model"] == "key:sized"), {})
 
-    wait_for(lambda: found() and found()[0]["sampled_blocks"] >= 16 * 19, "the engines' reports")
-    (entry,) = found()
-    assert entry["model"] == "key:tiny"
-    assert entry["host_bytes"] == fresh.arena.capacity
+    wait_for(lambda: found().get("sampled_blocks", 0) >= 16 * 19, "the engines' reports")
+    entry = found()
+    assert entry["host_bytes"] == running.arena.capacity
     # Each engine computes one prompt and its own pool has most of what comes again.
     assert entry["own"] > 0.4
     assert 0.8 < entry["own"] + entry["host"][-1] < 1

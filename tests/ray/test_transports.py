@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,14 @@ class Source:
 class ObjectRefCouple:
     """See `tests.conformance.Couple`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: list[Any]) -> None:
+        """Have the source that lives, or a new one if there is none."""
         self.memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
         self.target = ObjectRefTransport(self.memory)
-        self._source = ray.remote(Source).options(num_cpus=0).remote()
+        self._sources = sources
+        if not sources:
+            sources.append(ray.remote(Source).options(num_cpus=0).remote())
+        self._source = sources[0]
         self.pid = call(self._source.pid, timeout_s=60)
 
     def send(
@@ -71,17 +75,23 @@ class ObjectRefCouple:
 
     def kill(self) -> None:
         psutil.Process(self.pid).kill()
+        self._sources.clear()
 
-    def close(self) -> None:
-        ray.kill(self._source)
-        self.target.close()
+
+@pytest.fixture(scope="module")
+def sources(local: LocalRay) -> Iterator[list[Any]]:
+    """The actor that sends; none before the first couple, and after a test has killed it."""
+    made: list[Any] = []
+    yield made
+    for one in made:
+        ray.kill(one)
 
 
 @pytest.fixture
-def couple(local: LocalRay) -> Iterator[ObjectRefCouple]:
-    made = ObjectRefCouple()
+def couple(sources: list[Any]) -> Iterator[ObjectRefCouple]:
+    made = ObjectRefCouple(sources)
     yield made
-    made.close()
+    made.target.close()
 
 
 @pytest.mark.parametrize("behaviour", TRANSPORT_BEHAVIOURS, ids=lambda one: one.__name__)
@@ -166,32 +176,23 @@ class Node:
         sweep(Path(self.config.node_dir), 10.0)
 
 
-MakeNode = Callable[[str], Node]
-
-
 @pytest.fixture(params=["nixl", pytest.param("object_ref", marks=pytest.mark.long)])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def movers(request: pytest.FixtureRequest, local: LocalRay) -> Iterator[list[Node]]:
+    """Two nodes whose movers have one transport."""
+    made: list[Node] = []
+    try:
+        for name in "ab":
+            made.append(Node(name, request.param))
+        for node in made:
+            node.wait_serving()
+        yield made
+    finally:
+        for node in made:
+            node.close()
 
 
-@pytest.fixture
-def make_node(local: LocalRay, transport: str) -> Iterator[MakeNode]:
-    nodes: list[Node] = []
-
-    def make(name: str) -> Node:
-        nodes.append(Node(name, transport))
-        nodes[-1].wait_serving()
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
-
-def test_two_movers_bring_blocks_by_either_transport_and_never_wait_for_each_other(
-    make_node, transport
-):
-    a, b = make_node("a"), make_node("b")
+def test_two_movers_bring_blocks_by_either_transport_and_never_wait_for_each_other(movers):
+    a, b = movers
     of_a, of_b = chain(12, seed="a"), chain(12, seed="b")
     store(a.arena, of_a, block_bytes=BLOCK)
     store(b.arena, of_b, block_bytes=BLOCK)
@@ -209,12 +210,12 @@ def test_two_movers_bring_blocks_by_either_transport_and_never_wait_for_each_oth
     store(a.arena, keys, block_bytes=BLOCK)
     report = b.fetch(a, keys)
     assert report.here == (30,)
-    assert report.sources[a.name].transport == transport
+    assert (report.sources[a.name].transport,) == a.config.staging.transports
 
 
-def test_a_mover_comes_back_when_it_was_killed_and_when_its_arena_was_replaced(make_node):
-    a, b = make_node("a"), make_node("b")
-    keys = chain(20)
+def test_a_mover_comes_back_when_it_was_killed_and_when_its_arena_was_replaced(movers):
+    a, b = movers
+    keys = chain(20, seed="again")
     store(a.arena, keys, block_bytes=BLOCK)
     for node in (a, b):
         pid = node.wait_serving()
