@@ -14,7 +14,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.store import Arena
 from tests.far import Far
 from tests.unit.actors.nodes import Nodes
-from tests.unit.actors.shard_process import ShardProcess, shard_process
+from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_mover import MakeNode, Node, Peer
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
 from tests.unit.actors.two_shards import Tier, make_tier
@@ -100,7 +100,7 @@ def child(directory: Path) -> Iterator[Callable[[], Child]]:
 
 
 @pytest.fixture
-def older(directory: Path) -> Iterator[ShardProcess]:
+def older(directory: Path) -> Iterator[Far]:
     """A process whose shard is named `a`, as those of `make_shard` are."""
     with shard_process(directory, "a") as process:
         yield process

@@ -1,22 +1,13 @@
-"""Whatever a process sends to a shard's socket, those who behave are served, and memory is flat.
-
-Both are processes. `python -m tests.unit.actors.test_socket_siege shard DIRECTORY` prints its
-memory and the longest time between two heartbeats for each line of its input; `... besiege
-DIRECTORY SEED` sends whatever it can think of until it is killed.
-"""
+"""Whatever a process sends to a shard's socket, those who behave are served, and memory is flat."""
 
 import contextlib
 import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +16,7 @@ from kvray import wire
 from kvray.actors.shard.shard import Shard
 from kvray.node.stage_calls import ShardSocket
 from kvray.trace.request_note import NOTES_MAX, RequestNote, pack
-from tests.unit.actors.shard_process import ROOT
+from tests.far import Far
 from tests.unit.actors.small_shard import NAMESPACE, WAIT_S, Line, settings_for, wait_until_serving
 
 _GROWTH_MAX = 96 * 2**20
@@ -47,18 +38,25 @@ class _Heard(Line):
         return super().announce(announcement)
 
 
-def serve(directory: Path) -> None:
-    line = _Heard()
-    shard = Shard("besieged", settings_for(directory), [line.announce])
-    shard.start()
-    wait_until_serving(shard)
-    line.last, line.longest_s = time.monotonic(), 0.0
-    print("serving", flush=True)
-    for _ in sys.stdin:
+class Besieged:
+    """A shard in a process of its own, and what its process takes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._line = _Heard()
+        self._shard = Shard("besieged", settings_for(directory), [self._line.announce])
+        self._shard.start()
+        wait_until_serving(self._shard)
+        self._line.last, self._line.longest_s = time.monotonic(), 0.0
+
+    def look(self) -> tuple[int, float]:
+        """Return the bytes of its memory, and the longest time between two heartbeats."""
+        line = self._line
         line.heard.clear()
         gap_s = max(line.longest_s, time.monotonic() - line.last)
-        print(psutil.Process().memory_info().rss, gap_s, flush=True)
-    shard.stop(retire=True, timeout_s=10)
+        return psutil.Process().memory_info().rss, gap_s
+
+    def stop(self) -> None:
+        self._shard.stop(retire=True, timeout_s=10)
 
 
 class Besieger:
@@ -143,40 +141,13 @@ class Besieger:
         peer.recv(length, socket.MSG_WAITALL)
 
 
-def besiege(directory: Path, seed: int) -> None:
-    path = str(directory / wire.SOCKET_FILE)
-    for number in range(_THREADS):
-        threading.Thread(target=Besieger(path, seed + number).go_on, daemon=True).start()
-    print("besieging", flush=True)
-    sys.stdin.read()
+class Besiegers:
+    """Threads of another process, which send whatever they can think of until it is killed."""
 
-
-# -- the test -------------------------------------------------------------------------------------
-
-
-class Figures(NamedTuple):
-    rss: int
-    heartbeat_s: float
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Give a process once it has said that it has begun; it ends with the block."""
-    command = [sys.executable, "-m", "tests.unit.actors.test_socket_siege", *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as made:
-        try:
-            assert made.stdout.readline()
-            yield made
-        finally:
-            made.kill()
-
-
-def look(shard: "subprocess.Popen[str]") -> Figures:
-    shard.stdin.write("\n")
-    shard.stdin.flush()
-    rss, heartbeat_s = shard.stdout.readline().split()
-    return Figures(int(rss), float(heartbeat_s))
+    def __init__(self, directory: Path, seed: int) -> None:
+        for number in range(_THREADS):
+            act = Besieger(str(directory / wire.SOCKET_FILE), seed + number).go_on
+            threading.Thread(target=act, daemon=True).start()
 
 
 @pytest.mark.parametrize(
@@ -185,11 +156,12 @@ def look(shard: "subprocess.Popen[str]") -> Figures:
 )
 def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directory, seconds):
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(process("shard", str(directory)))
+        shard = Far(f"{__name__}:Besieged", directory)
+        stack.callback(shard.kill)
         engine = stack.enter_context(contextlib.closing(ShardSocket(directory)))
         namespace = NAMESPACE.to_wire()
         engine.call("register", timeout_s=WAIT_S, replica="good", rank=0, namespace=namespace)
-        stack.enter_context(process("besiege", str(directory), "7"))
+        stack.callback(Far(f"{__name__}:Besiegers", directory, 7).kill)
         slowest_s, count, before = 0.0, 0, None
         until = time.monotonic() + seconds
         while time.monotonic() < until or count < 10:
@@ -206,20 +178,14 @@ def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directo
             assert answer["known"], "its connection was ended"
             slowest_s = max(slowest_s, time.monotonic() - began)
             if before is None and time.monotonic() > until - 0.8 * seconds:
-                before = look(shard)
+                before, _ = shard.call("look", timeout_s=WAIT_S)
             time.sleep(0.02)
-        figures = look(shard)
-    growth = figures.rss - before.rss
+        after, heartbeat_s = shard.call("look", timeout_s=WAIT_S)
+        shard.call("stop", timeout_s=WAIT_S)
+    growth = after - before
     print(
         f"{count} reports, the slowest {slowest_s:.3f} s; heartbeats at most"
-        f" {figures.heartbeat_s:.2f} s apart; {before.rss >> 20} MiB, grown by {growth >> 20} MiB"
+        f" {heartbeat_s:.2f} s apart; {before >> 20} MiB, grown by {growth >> 20} MiB"
     )
     assert growth < _GROWTH_MAX
-    assert figures.heartbeat_s < WAIT_S / 2
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "shard":
-        serve(Path(sys.argv[2]))
-    else:
-        besiege(Path(sys.argv[2]), int(sys.argv[3]))
+    assert heartbeat_s < WAIT_S / 2

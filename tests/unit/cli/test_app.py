@@ -328,11 +328,13 @@ def test_what_are_no_tokens_is_refused(text, tmp_path):
 
 def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, parent):
     environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(parent)}
-    with shard_process(parent / "kvray-prod", "kvray-shard-0") as process:
+    with shard_process(parent / "kvray-prod", "kvray-shard-0") as shard:
         done = run_kvray("down", **environ)
-        assert process.poll() is None
+        assert shard.process.poll() is None
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvray: Shard kvray-shard-0 (process {process.pid}, since 20")
+    assert done.stderr.startswith(
+        f"kvray: Shard kvray-shard-0 (process {shard.process.pid}, since 20"
+    )
     assert "with the --address that it was started with" in done.stderr
     assert run_kvray("down", **environ).stdout == "The tier prod is down.\n"
     assert list(parent.iterdir()) == []

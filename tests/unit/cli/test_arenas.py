@@ -15,8 +15,9 @@ import pytest
 
 from kvray.cli.explain import age_text
 from kvray.store import Arena
+from tests.far import ROOT
 from tests.forks import Done, RunKvray
-from tests.unit.actors.shard_process import ROOT, shard_process
+from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_shard import open_arena
 from tests.unit.store.conftest import Child
 from tests.unit.store.small_arena import SLOT, chain, make_arena, overwrite, spec, store
@@ -42,9 +43,8 @@ def sweep(run_kvray: RunKvray, parent: Path) -> Sweep:
 def dead(parent: Path) -> Path:
     """The directory of a shard that was killed."""
     directory = parent / "kvray-dead"
-    with shard_process(directory, "a") as process:
-        process.kill()
-        process.wait()
+    with shard_process(directory, "a") as shard:
+        shard.kill()
     return directory
 
 
@@ -76,17 +76,17 @@ def test_an_arena_that_nobody_uses_is_shown_and_removed(dead, sweep):
 
 
 def test_an_arena_with_an_owner_is_kept(parent, sweep):
-    with shard_process(parent / "kvray-owned", "kvray-shard-0") as process:
+    with shard_process(parent / "kvray-owned", "kvray-shard-0") as shard:
         arena = sweep()["kvray-owned"]
         assert arena["outcome"] == "owned"
         assert arena["owner"].pop("since") > 1e9
-        assert arena["owner"] == {"shard": "kvray-shard-0", "pid": process.pid}
-        assert arena["holders"] == [{"label": "test", "pid": process.pid}]
+        assert arena["owner"] == {"shard": "kvray-shard-0", "pid": shard.process.pid}
+        assert arena["holders"] == [{"label": "test", "pid": shard.process.pid}]
 
 
 def test_an_owner_that_is_frozen_keeps_its_arena(parent, sweep):
-    with shard_process(parent / "kvray-owned", "a") as process:
-        process.send_signal(signal.SIGSTOP)
+    with shard_process(parent / "kvray-owned", "a") as shard:
+        shard.freeze()
         assert outcomes(sweep()) == {"kvray-owned": "owned"}
 
 
@@ -177,14 +177,15 @@ def test_files_of_others_beside_an_arena_are_left_and_told(dead, sweep):
 
 
 def test_the_table_tells_who_has_what(dead, attached, parent, run_kvray):
-    with shard_process(parent / "kvray-owned", "kvray-shard-0") as process:
+    with shard_process(parent / "kvray-owned", "kvray-shard-0") as shard:
         done = run_kvray("sweep", "--dry-run", "--dir", parent)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.strip()]
     lines = {row[0]: " ".join(row) for row in rows}
     assert f"engine-1 ({attached.process.pid}) kept: a shard may" in lines["kvray-attached"]
     assert "none none would be removed" in lines["kvray-dead"]
-    assert f"kvray-shard-0 ({process.pid}) test ({process.pid}) kept: its" in lines["kvray-owned"]
+    pid = shard.process.pid
+    assert f"kvray-shard-0 ({pid}) test ({pid}) kept: its" in lines["kvray-owned"]
 
 
 def test_arena_dir_of_the_configuration_is_looked_at(run_kvray, parent, tmp_path):

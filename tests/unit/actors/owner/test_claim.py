@@ -20,14 +20,15 @@ from kvray.errors import ConfigError
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
-from tests.unit.actors.shard_process import ROOT, STORED, ShardProcess, shard_process
+from tests.far import ROOT, Far
+from tests.unit.actors.shard_process import STORED, shard_process
 from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
 from tests.unit.store.small_arena import fetch
 from tests.waiting import HANG_S, wait_for
 
 
 @pytest.fixture
-def stranger(directory: Path) -> Iterator[ShardProcess]:
+def stranger(directory: Path) -> Iterator[Far]:
     """A process whose shard is named `b`."""
     with shard_process(directory, "b") as process:
         yield process
@@ -48,10 +49,10 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     older, make_shard, attach, directory, monkeypatch, caplog, signum
 ):
     monkeypatch.setattr(claim, "_GRACE_S", 0.1)
-    older.send_signal(signum)
+    older.process.send_signal(signum)
     shard = make_shard()
-    assert older.wait(HANG_S) == -signal.SIGKILL
-    assert f"a: ended process {older.pid}, an earlier self" in caplog.text
+    assert older.process.wait(HANG_S) == -signal.SIGKILL
+    assert f"a: ended process {older.process.pid}, an earlier self" in caplog.text
     arena = attach()
     leases = arena.lease(STORED)
     assert leases
@@ -65,7 +66,7 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
 
 
 def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(older, make_shard, attach, hasty):
-    older.send_signal(signal.SIGSTOP)
+    older.process.send_signal(signal.SIGSTOP)
     make_shard(limbo_s=1.0)
     state = attach().tables.slot_state
     wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
@@ -75,14 +76,13 @@ def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(older, make_shard, 
 def test_an_earlier_self_that_is_ending_is_given_time(older, start_shard):
     shard = start_shard()
     time.sleep(0.2)
-    older.stdin.close()
+    older.call("stop", timeout_s=HANG_S)
     wait_until_serving(shard)
-    assert older.wait(HANG_S) == 0
+    assert older.process.poll() is None, "it has ended in order"
 
 
 def test_a_killed_owner_is_followed_at_once(older, make_shard):
     older.kill()
-    older.wait()
     began = time.monotonic()
     make_shard()
     assert time.monotonic() - began < claim._GRACE_S
@@ -95,13 +95,13 @@ def test_a_killed_owner_is_followed_at_once(older, make_shard):
 def test_an_owner_of_another_name_is_named_and_never_harmed(
     stranger, start_shard, directory, hasty, signum
 ):
-    stranger.send_signal(signum)
+    stranger.process.send_signal(signum)
     message = failed_with(start_shard())
-    assert message.startswith(f"Shard b (process {stranger.pid}, since 20")
+    assert message.startswith(f"Shard b (process {stranger.process.pid}, since 20")
     assert message.endswith(
         "that it was started with, or choose another cluster_name or arena.dir."
     )
-    stranger.send_signal(signal.SIGCONT)
+    stranger.process.send_signal(signal.SIGCONT)
     with contextlib.closing(ShardSocket(directory)) as engine:
         assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
 
@@ -139,7 +139,6 @@ def test_an_owner_is_known_by_its_lock_whatever_the_note_says(shard, directory, 
 def test_nobody_owns_what_is_not_there_or_was_left(older, directory):
     assert owner_of(directory) is not None
     older.kill()
-    older.wait()
     assert owner_of(directory) is None
     assert owner_of(directory / "nowhere") is None
     assert not (directory / "nowhere").exists()
@@ -190,7 +189,6 @@ def test_sweep_leaves_an_owned_directory_alone(shard, directory):
 def test_sweep_removes_what_a_dead_shard_left(older, directory):
     assert not sweep(directory)
     older.kill()
-    older.wait()
     with contextlib.closing(open_arena(directory)) as arena:
         assert sweep(directory)
         assert arena.retired

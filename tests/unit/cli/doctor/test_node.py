@@ -4,7 +4,6 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +20,8 @@ from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
 from kvray.store.machine.capacity import read_mount
 from kvray.wire import SOCKET_FILE
-from tests.unit.actors.shard_process import ShardProcess, shard_process
+from tests.far import Far
+from tests.unit.actors.shard_process import shard_process
 from tests.unit.store.conftest import Child
 
 DEFAULTS = load_config(environ={})
@@ -115,7 +115,7 @@ def config(parent: Path) -> KVRayConfig:
 
 
 @pytest.fixture
-def shard(config: KVRayConfig) -> Iterator[ShardProcess]:
+def shard(config: KVRayConfig) -> Iterator[Far]:
     """The process of a shard that serves in the configuration's directory."""
     with shard_process(config.node_dir, "a") as process:
         yield process
@@ -140,14 +140,14 @@ def only_fault(config: KVRayConfig) -> Finding:
 
 
 @contextlib.contextmanager
-def frozen(shard: ShardProcess) -> Iterator[None]:
+def frozen(shard: Far) -> Iterator[None]:
     """Have the shard do nothing for the time of a block."""
-    os.kill(shard.pid, signal.SIGSTOP)
+    shard.freeze()
     try:
-        os.waitid(os.P_PID, shard.pid, os.WSTOPPED)
+        os.waitid(os.P_PID, shard.process.pid, os.WSTOPPED)
         yield
     finally:
-        os.kill(shard.pid, signal.SIGCONT)
+        shard.wake()
 
 
 def test_environment_in_which_everything_works_has_no_fault(shard, config):
@@ -236,7 +236,6 @@ def another_user() -> Iterator[None]:
 
 def test_arena_that_is_cut_short_is_found_out(shard, config):
     shard.kill()
-    shard.wait()
     os.truncate(config.node_dir / ARENA_FILE, 8192)
     assert "bytes instead of" in only_fault(config).says
 
@@ -252,10 +251,10 @@ def test_arena_without_its_lock_file_cannot_be_used(shard, config):
     arena = Arena(config.node_dir, lock_wait_s=1)
     arena_id = arena.arena_id
     arena.close()
-    shard.send_signal(signal.SIGSTOP)  # else it makes another arena
+    shard.freeze()  # else it makes another arena
     lock_path(config.node_dir, arena_id).unlink()
     assert "lock file" in only_fault(config).says
-    shard.send_signal(signal.SIGCONT)
+    shard.wake()
 
 
 def test_shard_that_is_still_preparing_is_waited_for(config):
@@ -292,7 +291,6 @@ def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config):
     assert found.check == "socket"
     assert "did not answer" in found.says
     shard.kill()
-    shard.wait()
     assert only_fault(config).check == "socket"
 
 
