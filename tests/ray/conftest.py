@@ -1,5 +1,6 @@
 """One local Ray for the session, a tier on it for a test, and engines that know nothing of Ray."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -95,7 +96,7 @@ def is_empty() -> bool:
     with contextlib.suppress(KVRayError):
         tier.clear(timeout_s=TIMEOUT_S)
         (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-        return not shard["arena"]["blocks"]
+        return "arena" in shard and not shard["arena"]["blocks"]
     return False
 
 
