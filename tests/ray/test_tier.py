@@ -11,8 +11,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from kvray.actors.names import LOOKUP_NAME
-from kvray.actors.ray_glue.calls import call, get_actor, list_actors, tier_named
+from kvray.actors.ray_glue.calls import call, list_actors, tier_named
 from kvray.actors.shard.actor import memory_claims
 from kvray.actors.supervisor.supervisor import chosen_nodes
 from kvray.actors.tier import tier
@@ -175,14 +174,6 @@ def test_what_is_no_key_or_number_of_parts_is_refused_before_the_call(steady):
                 client.match([key])
         with pytest.raises(ConfigError, match="num_parts"):
             client.match(chain(1), num_parts=0)
-
-
-def test_an_error_of_an_actor_arrives_as_it_was_raised_and_a_defect_as_one_of_kvrays(steady):
-    with pytest.raises(ShardUnavailable, match="failed by a defect"):
-        call(get_actor(LOOKUP_NAME).match, 7, 1, timeout_s=TIMEOUT_S)
-    with pytest.raises(ConfigError) as raised:
-        call(get_actor(LOOKUP_NAME).match, 1, b"x", timeout_s=TIMEOUT_S)
-    assert raised.type is ConfigError
 
 
 def test_an_actor_that_does_not_answer_costs_the_deadline_and_a_dead_one_says_so(local):

@@ -22,7 +22,6 @@ from tests.unit.store.small_arena import chain
 from tests.waiting import HANG_S, wait_for
 
 KEYS = chain(6)
-MISS = StageReply(num_blocks=0, reason="not_stored")
 GONE = StageReply(num_blocks=0, reason="store_down")
 LATE = StageReply(num_blocks=0, reason="too_slow")
 GARBAGE = [b"\xff" * 8, wire.LENGTH.pack(3) + b"\x93\x01\x02" + b"more", b"\x00" * 12]
