@@ -69,7 +69,7 @@ DONE = (
     "lookup_keys",
 )
 """What a tier has done that was under load."""
-LOAD_PAUSE_S = 0.25
+LOAD_PAUSE_S = 0.5
 BUSY_S = 5.0
 PATIENT_MS = 1000 * HANG_S
 

@@ -290,6 +290,11 @@ def _parameters(command: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((command, parameter) for parameter in command.params)
 
 
+def test_clear_asks_first(call_kvray):
+    done = call_kvray("clear")
+    assert (done.returncode, "Aborted" in done.stderr) == (1, True)
+
+
 def test_down_without_a_tier_is_fine(run_kvray, tmp_path):
     done = run_kvray("down", KVRAY_CLUSTER_NAME="no-such-tier")
     assert done.returncode == 0

@@ -62,7 +62,7 @@ WRONG = {
     "two colons": ("cluster_name: a: b", "kvray.yaml:1", "a line of its own"),
     "a tag": ("arena: !!python/object:os.system {}", "without a tag"),
     "a date that is none": ("cluster_name: 2026-13-45", "put the value in quotes"),
-    "nested without end": ("[" * 5000, "nested too deeply"),
+    "nested without end": ("[" * 1500, "nested too deeply"),
     "no mapping": ("- arena", "must hold a mapping", "begin with lines such as `arena:`"),
     "a transport that is none": ("staging: {transports: [nixel]}", "did you mean nixl?"),
     "no transport": ("staging: {transports: []}", "at least 1 entry", "object_ref"),

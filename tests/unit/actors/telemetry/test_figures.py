@@ -267,7 +267,7 @@ class Exported:
         self._increments: Increments[Series] = Increments()
         self.sums: dict[Series, float] = {}
 
-    def look(self, counters: dict[str, int], now: float, *, connected: bool = True) -> None:
+    def look(self, counters: dict[str, int], now: float, *, connected: bool) -> None:
         found = self._figures.look([rank(counters, connected=connected)], now).totals
         for one in found:
             before = one.counted_before
@@ -345,55 +345,44 @@ def test_a_bound_that_is_none_of_ours_counts_in_the_next_one():
     assert totals["stage_seconds_bucket_total", (f"{2**16 / 1e9:.9f}",)] == 0
 
 
-def test_an_engine_that_is_restarted_counts_on():
-    exported = Exported(RankFigures("node", 0.0))
-    exported.look({"requests": 10, "uptime_s": 50}, 50.0)
-    exported.look({"requests": 12, "uptime_s": 60}, 60.0)
-
-    exported.look({}, 61.0)  # it has registered and not reported yet
-    exported.look({"requests": 20, "uptime_s": 5}, 66.0)
-
-    assert exported.sums["requests_total", ()] == 32
-
-
-def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice():
-    exported = Exported(RankFigures("node", 1000.0))
-    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
-    assert exported.sums["requests_total", ()] == 0
-
-    exported.look({"requests": 503, "uptime_s": 310}, 1012.0)
-
-    assert exported.sums["requests_total", ()] == 3
-    exported.look({"requests": 7, "uptime_s": 2}, 1022.0)
-    assert exported.sums["requests_total", ()] == 10, "its next life counts from 0"
-
-
-def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice():
-    exported = Exported(RankFigures("node", 1000.0))
-    exported.look({}, 1001.0)
-
-    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
-    exported.look({"requests": 501, "uptime_s": 301}, 1003.0)
-
-    assert exported.sums["requests_total", ()] == 1
+LIVES: dict[str, tuple[float, list[tuple[int | None, int, float]], list[int]]] = {
+    "an engine that is restarted counts on": (
+        0.0,
+        [(10, 50, 50), (12, 60, 60), (0, 0, 61), (20, 5, 66)],
+        [10, 12, 12, 32],
+    ),
+    "one that is older than the shard is not counted twice": (
+        1000.0,
+        [(500, 300, 1002), (503, 310, 1012), (7, 2, 1022)],
+        [0, 3, 10],
+    ),
+    "nor one that is older and has not reported yet": (
+        1000.0,
+        [(0, 0, 1001), (500, 300, 1002), (501, 301, 1003)],
+        [0, 0, 1],
+    ),
+    "nor one that comes and goes": (0.0, [(5, 30, 31), (None, 0, 32), (6, 34, 35)], [5, 5, 6]),
+    "one that started under this shard counts from its first request": (
+        1000.0,
+        [(5, 30, 1031)],
+        [5],
+    ),
+}
+"""When the shard began; requests, age and time of each look, 0 requests where the rank has
+registered and not reported yet, None where it is gone since; and what the increments sum up to
+after each look."""
 
 
-def test_an_engine_that_comes_and_goes_is_not_counted_twice():
-    exported = Exported(RankFigures("node", 0.0))
-    exported.look({"requests": 5, "uptime_s": 30}, 31.0)
-
-    exported.look({}, 32.0, connected=False)  # it had registered again, and lost its connection
-    exported.look({"requests": 6, "uptime_s": 34}, 35.0)
-
-    assert exported.sums["requests_total", ()] == 6
-
-
-def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request():
-    exported = Exported(RankFigures("node", 1000.0))
-
-    exported.look({"requests": 5, "uptime_s": 30}, 1031.0)
-
-    assert exported.sums["requests_total", ()] == 5
+@pytest.mark.parametrize("name", LIVES)
+def test_a_rank_is_counted_once_over_its_lives_and_the_shards(name):
+    began, looks, sums = LIVES[name]
+    exported = Exported(RankFigures("node", began))
+    found = []
+    for requests, uptime_s, now in looks:
+        counters = {"requests": requests, "uptime_s": uptime_s} if requests else {}
+        exported.look(counters, now, connected=requests is not None)
+        found.append(exported.sums.get(("requests_total", ()), 0))
+    assert found == sums
 
 
 def test_ranks_beyond_a_number_share_their_labels():
@@ -426,21 +415,6 @@ def test_however_many_have_come_and_gone_those_that_are_here_are_named():
     many = [rank({}, replica=f"r{number}") for number in range(200)]
     found = figures.look(many, 300.0)
     assert len(found.gauges) == 129
-
-
-def test_what_has_grown_is_given_once():
-    increments: Increments[str] = Increments()
-
-    assert increments.take("rank", {"hits": 5}) == {"hits": 5}
-    assert increments.take("rank", {"hits": 5}) == {"hits": 0}
-    assert increments.take("rank", {"hits": 7, "misses": 1}) == {"hits": 2, "misses": 1}
-
-
-def test_what_somebody_else_has_given_is_not_given_again():
-    increments: Increments[str] = Increments()
-
-    assert increments.take("arena", {"stored": 900}, counted_before=True) == {"stored": 0}
-    assert increments.take("arena", {"stored": 902}, counted_before=True) == {"stored": 2}
 
 
 def test_a_total_that_falls_gives_nothing_until_it_is_higher_than_ever():
