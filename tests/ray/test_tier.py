@@ -32,8 +32,8 @@ pytestmark = pytest.mark.ray
 
 
 def test_up_status_down_and_up_again(config):
-    for _ in range(2):
-        (shard,) = tier.up(config, timeout_s=TIMEOUT_S)
+    for partitions in (2, 1):
+        (shard,) = tier.up(config_with(lookup__partitions=partitions), timeout_s=TIMEOUT_S)
         assert shard["state"] == "serving"
         assert config.node_dir.is_dir()
         status = tier.status(timeout_s=TIMEOUT_S)
