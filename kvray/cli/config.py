@@ -8,8 +8,6 @@ import typer
 
 from kvray.cli.asking import show_answer
 from kvray.config import (
-    Effective,
-    Setting,
     effective_settings,
     json_schema,
     load_config,
@@ -51,11 +49,19 @@ def show(
         effective = read_effective(
             config, overrides={"ray.address": address}, labels=_labels(node_label)
         )
-        settings = effective_settings(effective)
-        if changed:
-            settings = [one for one in settings if not one.is_default]
-        found = _as_json(effective, settings)
-        show_answer(found, lambda _: _print(effective, settings), as_json=as_json)
+        found = {
+            "file": None if effective.path is None else str(effective.path),
+            "settings": [
+                {
+                    "name": one.name,
+                    "value": one.value,
+                    "from": {"kind": one.origin.kind, "where": one.origin.where or None},
+                }
+                for one in effective_settings(effective)
+                if not (changed and one.origin.kind == "default")
+            ],
+        }
+        show_answer(found, _print, as_json=as_json)
 
 
 @config_app.command()
@@ -65,37 +71,19 @@ def schema(verbose: VerboseOption = False) -> None:
         print(json_schema(), end="")
 
 
-def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:
-    return {
-        "file": None if effective.path is None else str(effective.path),
-        "settings": [
-            {
-                "name": one.name,
-                "value": one.value,
-                "from": {"kind": one.origin.kind, "where": one.origin.where or None},
-            }
-            for one in settings
-        ],
-    }
-
-
-def _print(effective: Effective, settings: list[Setting]) -> None:
+def _print(found: dict[str, Any]) -> None:
     console = printer()
-    file = "none" if effective.path is None else str(effective.path)
-    console.print(f"File: {file}", soft_wrap=True)
-    if not settings:
+    console.print(f"File: {found['file'] or 'none'}", soft_wrap=True)
+    if not found["settings"]:
         console.print("Every setting has its default.")
         return
     table = empty_table("setting", "value", "from", folds=True)
-    for one in settings:
-        style = "dim" if one.is_default else None
-        table.add_row(one.name, _written(one.value), str(one.origin), style=style)
+    for one in found["settings"]:
+        value, origin = one["value"], one["from"]
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        style = "dim" if origin["kind"] == "default" else None
+        table.add_row(one["name"], written, origin["where"] or origin["kind"], style=style)
     console.print(table)
-
-
-def _written(value: Any) -> str:
-    """Return a value as YAML has it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _labels(given: list[str] | None) -> dict[str, str]:

@@ -121,11 +121,6 @@ class History:
         self._kept.clear()
 
     @property
-    def latest(self) -> Status | None:
-        """The latest status; None: there is none."""
-        return self._kept[-1][1] if self._kept else None
-
-    @property
     def seconds(self) -> float:
         """Time between the first and the last that are kept."""
         return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0

@@ -28,7 +28,7 @@ from kvray.cli.size import sizing_line
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size, load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import PlainTable, boundary, empty_table, printer, visible
+from kvray.console.output import boundary, empty_table, printer, visible
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.metrics import figure
 from kvray.trace.reasons import MISS_PREFIX
@@ -416,7 +416,7 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     if len(digests) < 2:
         return None
     shown = digests[:_COLUMNS_MAX]
-    table = PlainTable(title="Namespaces", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Namespaces", title_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for digest in shown:
         table.add_column(f"{_names(replicas[digest])}\n{digest}", overflow="fold")

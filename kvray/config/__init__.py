@@ -4,8 +4,6 @@ from kvray.config.complaint import values_on_nodes
 from kvray.config.reading import (
     CONFIG_ENV,
     WELL_KNOWN_PATH,
-    Effective,
-    Setting,
     cache_dir,
     config_on_node,
     effective_settings,
@@ -36,9 +34,7 @@ __all__ = [
     "WELL_KNOWN_PATH",
     "ArenaConfig",
     "CopiesConfig",
-    "Effective",
     "KVRayConfig",
-    "Setting",
     "SettingRow",
     "ShardConfig",
     "StagingConfig",

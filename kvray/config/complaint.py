@@ -32,12 +32,6 @@ class Origin(NamedTuple):
     where: str = ""
     """File and line, or the variable; empty if `kind` says everything."""
 
-    def __str__(self) -> str:
-        return self.where or self.kind
-
-
-DEFAULT = Origin("default")
-
 
 class Origins(dict[SettingPath, Origin]):
     """The origin of everything that was given, sections included; a later source wins."""
@@ -54,7 +48,7 @@ class Origins(dict[SettingPath, Origin]):
         Of the path's names, the first `at_least` count in any case; 1 is a section's.
         """
         parts = (path[:length] for length in range(len(path), at_least - 1, -1))
-        return next((self[part] for part in parts if part in self), DEFAULT)
+        return next((self[part] for part in parts if part in self), Origin("default"))
 
 
 _NAME_MAX = 80

@@ -23,7 +23,6 @@ from pydantic_settings import (
 )
 
 from kvray.config.complaint import (
-    DEFAULT,
     Origin,
     Origins,
     SettingPath,
@@ -64,11 +63,6 @@ class Setting(NamedTuple):
     value: Any
     """As JSON: sizes with their unit."""
     origin: Origin
-
-    @property
-    def is_default(self) -> bool:
-        """Whether nobody has set it."""
-        return self.origin is DEFAULT
 
 
 def load_config(

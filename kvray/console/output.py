@@ -18,7 +18,6 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvray.console.interrupts import Interrupts
 from kvray.errors import ConfigError, KVRayError
@@ -146,27 +145,14 @@ def visible(told: Any) -> Any:
     return told
 
 
-class PlainTable(Table):
-    """A table whose texts are printed as they are, on any console."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        """Add a row, as `Table` does."""
-        super().add_row(*(Text(one) if isinstance(one, str) else one for one in cells), **options)
-
-    def add_column(self, header: Any = "", *others: Any, **options: Any) -> None:
-        """Add a column, as `Table` does."""
-        super().add_column(Text(header) if isinstance(header, str) else header, *others, **options)
-
-
 def empty_table(
     *columns: str, numbers: Sequence[str] = (), title: str | None = None, folds: bool = False
-) -> PlainTable:
+) -> Table:
     """Return a table with `columns`, and then `numbers`, which stand right.
 
     Too wide a table cuts its numbers short first; with `folds` its columns take several lines.
     """
-    heading = None if title is None else Text(title, style="table.title")
-    table = PlainTable(title=heading, title_justify="left", box=box.SIMPLE, collapse_padding=True)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, collapse_padding=True)
     for name in columns:
         table.add_column(name, overflow="fold", no_wrap=not folds)
     for name in numbers:

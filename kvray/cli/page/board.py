@@ -198,8 +198,8 @@ def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
     prompt = totals["prompt_tokens"]
     without = ", ".join(silent(shards))
     return {
-        "headline": plain(headline(status["cluster_name"], rates, replicas)),
-        "lookup": plain(lookup_sentence(status["lookup"])),
+        "headline": headline(status["cluster_name"], rates, replicas),
+        "lookup": lookup_sentence(status["lookup"]),
         "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
         "num_links_hidden": max(0, len(links) - _LINKS_MAX),
         "replicas": plain(replicas_table(replicas)) if replicas else None,
@@ -238,7 +238,7 @@ def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
     """Return the latest requests, each with the text of `kvray explain`."""
     requests = answer["requests"]
     return {
-        "says": plain(requests_sentence(requests)) if requests else answer.get("says", ""),
+        "says": requests_sentence(requests) if requests else answer.get("says", ""),
         "silent": answer["silent"],
         "list": [
             {

@@ -40,7 +40,7 @@ def parent() -> Iterator[Path]:
 
 def shown(*parts: RenderableType, width: int = 200) -> str:
     """Return tables and sentences as a terminal of that width shows them."""
-    console = Console(width=width, highlight=False)
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str))

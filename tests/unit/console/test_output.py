@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import kvray
 from kvray.cli.asking import show_answer
@@ -25,15 +24,6 @@ def test_a_console_prints_markup_as_it_is(capsys):
     said, error = capsys.readouterr()
     assert said.count(NAME) == 5
     assert error == f"{NAME}\n"
-
-
-def test_a_tables_cells_are_texts_whatever_the_console_does_with_markup():
-    table = empty_table("a", title=NAME)
-    table.add_row(NAME)
-    console = Console(width=99)
-    with console.capture() as capture:
-        console.print(table)
-    assert capture.get().count(NAME) == 2
 
 
 def test_what_is_no_terminal_gets_whole_lines(capsys, monkeypatch):
