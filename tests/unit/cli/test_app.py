@@ -137,19 +137,6 @@ def test_what_cannot_be_is_refused_in_one_sentence(run_kvray, tmp_path, command,
     assert_refused(done, tmp_path, *words)
 
 
-@pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much", str(10**30), "9" * 14 + "TiB"])
-def test_size_that_is_none_is_refused(call_kvray, tmp_path, size):
-    (tmp_path / "kvray.yaml").write_text(f"arena: {{capacity: {size}}}\n")
-    done = call_kvray("up", "-c", "kvray.yaml")
-    assert_refused(done, tmp_path, "arena.capacity", "; write ", kept={"kvray.yaml"})
-
-
-def test_configuration_that_is_a_pipe_is_not_waited_for(call_kvray, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    done = call_kvray("config", "show", "-c", "pipe")
-    assert_refused(done, tmp_path, "pipe is a pipe", "name a file", kept={"pipe"})
-
-
 def test_working_directory_that_is_gone_is_said(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()

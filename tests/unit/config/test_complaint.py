@@ -1,5 +1,6 @@
 """What is wrong with a configuration is said in one sentence, with its place and the fix."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ WRONG = {
     "a decimal unit": ("arena: {capacity: 64GB}", "write 64GiB"),
     "a short unit": ("arena: {capacity: 64Gi}", "write 64GiB"),
     "no size": ("arena: {capacity: much}", "a unit such as 64GiB"),
+    "a size of all": (f"arena: {{capacity: {10**30}}}", "more than any machine has", "at most"),
     "a size below nothing": ("arena: {capacity: -1GiB}", "not a positive size", "64GiB"),
     "a duration with a unit": ("ray: {timeout_s: 500ms}", "write the number of seconds, 0.5"),
     "a duration that is none": ("ray: {timeout_s: yes}", "no number of seconds", "such as 30"),
@@ -186,6 +188,11 @@ def test_a_wrong_variable_is_refused_in_one_sentence(name):
 def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too():
     Path("kvray.yaml").write_text("arena: 5")
     check_refused("must be a section with keys, not 5", overrides={"arena.slab": "1MiB"})
+
+
+def test_a_pipe_is_not_waited_for():
+    os.mkfifo("kvray.yaml")
+    check_refused("kvray.yaml is a pipe", "name a file")
 
 
 def test_a_directory_is_refused_for_a_file():
