@@ -119,14 +119,14 @@ class SupervisorActor:
         """Return the configuration that the tier runs with."""
         return self._config
 
-    def shards(self) -> dict[str, Any]:
-        """Return node id -> handle of the shard there, after a first look at the nodes."""
+    def shards(self) -> list[str]:
+        """Return the ids of the nodes that have a shard, after a first look at the nodes."""
         self._looked.wait(_CALL_TIMEOUT_S)
-        return dict(self._shards)
+        return list(self._shards)
 
-    def movers(self) -> dict[str, Any]:
-        """Return node id -> handle of the mover there."""
-        return dict(self._movers)
+    def movers(self) -> list[str]:
+        """Return the ids of the nodes that have a mover."""
+        return list(self._movers)
 
     def stop(self) -> None:
         """Start no more parts."""
