@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey, split_keys
@@ -11,6 +11,7 @@ from kvray.node import BlockTokens, PromptNotes, RequestNotes, request_notes
 from kvray.node.request_notes import packed
 from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
 from kvray.trace.request_note import NOTES_MAX, RequestNote
+from tests.examples import examples
 
 
 def note(request_id: int, *, end: int = 0) -> RequestNote:
@@ -259,6 +260,7 @@ def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
     assert found[keys[1999][:8]] == (keys[1998][:8], (1999,) * SIZE)
 
 
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=20),
     st.integers(1, 9),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
@@ -16,6 +16,7 @@ from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
+from tests.examples import examples
 from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, store
 from tests.waiting import wait_for
@@ -331,6 +332,7 @@ def test_pieces_are_as_large_as_their_way_is_fast(most, moved, steps):
         left -= step * MiB
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.floats(0, 100)), max_size=20), st.data())
 def test_every_step_moves_something(notes, data):
     pace = Pace(most_bytes=data.draw(st.integers(1, 2**30)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.staging.plan import (
@@ -20,6 +20,7 @@ from kvray.actors.staging.plan import (
 )
 from kvray.index import Run
 from kvray.store import PartRequest
+from tests.examples import examples
 from tests.unit.store.small_arena import chain
 
 MB = 10**6
@@ -236,6 +237,7 @@ wanted_parts = st.lists(
 )
 
 
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_a_plan_makes_exactly_its_prefix_usable(data):
     num_blocks = data.draw(st.integers(1, 12))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.names import LOOKUP_NAME, mover_name, shard_name
@@ -17,6 +17,7 @@ from kvray.actors.supervisor.supervisor import SupervisorActor
 from kvray.actors.supervisor.watch import Answers, IdleNodes, Pings, Silences, reachable
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -450,6 +451,7 @@ def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting():
     assert not idle.left
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(NODES, NODES, st.floats(0, 8)), max_size=20))
 def test_no_node_is_left_that_was_in_use_within_the_time(rounds):
     idle, now, used_at = IdleNodes(10.0), 0.0, dict.fromkeys("abc", 0.0)

@@ -20,6 +20,7 @@ from kvray.actors.shard.events.described_blocks import (
 )
 from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored
+from tests.examples import examples
 
 SIZE = 2
 NAMESPACES = (7, 2**32 - 1)
@@ -146,7 +147,7 @@ class Published(RuleBasedStateMachine):
 
 
 TestPublished = Published.TestCase
-TestPublished.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPublished.settings = settings(max_examples=examples(120), stateful_step_count=25)
 
 
 @pytest.fixture
