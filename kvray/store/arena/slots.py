@@ -61,6 +61,8 @@ class Candidates:
     """Blocks of the size to be stored, the first to go first."""
     others: Array = field(default_factory=lambda: NO_SLOTS)
     """Blocks of other sizes, enough to make slabs spare."""
+    others_first: bool = False
+    """Whether those were used before all of `own`."""
     tick: int = 0
     """The arena's logical time when they were found."""
 
@@ -99,7 +101,8 @@ def find_candidates(
     """Return blocks that may go for `keys`; arguments as for `reserve`; needs no lock.
 
     For when the blocks that were chosen ahead are too few. It looks at a part of a large arena, at
-    another one each time.
+    another one each time. A slab of another size goes for want of blocks of this one, or if it was
+    not used since the first of those that would go.
     """
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0 or not slabs.has_rows(tables, block_bytes):
@@ -111,16 +114,26 @@ def find_candidates(
         protect = np.append(protect, before)
     within = slabs.some_of(tables, block_bytes, turn=tick)
     own = choose_victims(tables, _HINT * short, within=within, protect=protect)
-    others, missing = NO_SLOTS, short - len(own)
-    if missing > 0:
+    is_enough = len(own) >= short
+
+    def clear(among: Array) -> Array:
+        if not len(among) or (is_enough and not _is_older(tables, among[:1], own[:1])):
+            return NO_SLOTS
+        missing = short if is_enough else short - len(own)
         count = -(-missing // slabs.usable(tables, block_bytes))
-        among = victims.next_slabs(tables, block_bytes)
-        others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
-        if not len(others):
-            among = slabs.some_others(tables, block_bytes, turn=tick)
-            among = slabs.coldest_first(tables, among)[:, 0]
-            others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
-    return Candidates(own=own, others=others, tick=tick)
+        return slabs.choose_to_clear(tables, count, among=among, protect=protect)
+
+    others = clear(victims.next_slabs(tables, block_bytes))
+    if not len(others):
+        among = slabs.some_others(tables, block_bytes, turn=tick)
+        others = clear(slabs.coldest_first(tables, among)[:, 0]) if len(among) else NO_SLOTS
+    return Candidates(own=own, others=others, others_first=is_enough, tick=tick)
+
+
+def _is_older(tables: Tables, slab: Array, victim: Array) -> bool:
+    """Return whether all blocks of the one slab were used before the one `victim`, and may go."""
+    last = slabs.coldest_first(tables, slab)
+    return bool(len(last)) and bool(last[0, 1] < slabs.use_order(tables, victim)[0])
 
 
 def reserve(
@@ -363,19 +376,28 @@ def _make_room(
     tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
 ) -> None:
     """Evict what goes next, then candidates, until `count` slots can be had, in own steps."""
-    short = count - slabs.num_available(tables, block_bytes)
-    if short > 0:
-        going = victims.take(tables, block_bytes, short, protect=protect)
-        evict(tables, going)
-        short -= len(going)
-    if short > 0 and candidates:
 
-        def rank(own: Array) -> Array:
-            """Keep the order; but what was used since goes last."""
-            return np.arange(len(own)) + len(own) * (tables.slot_tick[own] > candidates.tick)
+    def short() -> int:
+        return count - slabs.num_available(tables, block_bytes)
 
-        own = keep_evictable(tables, candidates.own, protect=protect, rank=rank)
-        evict(tables, own[:short])
-        if slabs.num_available(tables, block_bytes) < count:
+    if (num := short()) > 0:
+        evict(tables, victims.take(tables, block_bytes, num, protect=protect))
+    turns = ("others", "own") if candidates.others_first else ("own", "others")
+    for turn in turns if candidates else ():
+        if (num := short()) <= 0:
+            break
+        if turn == "own":
+            evict(tables, _own_in_order(tables, candidates, protect)[:num])
+        else:
             evict(tables, keep_evictable(tables, candidates.others, protect=protect))
             victims.pass_slabs(tables)
+
+
+def _own_in_order(tables: Tables, candidates: Candidates, protect: Array) -> Array:
+    """Return the candidates of the size to be stored that still can go, as they were chosen."""
+
+    def rank(own: Array) -> Array:
+        """Keep the order; but what was used since goes last."""
+        return np.arange(len(own)) + len(own) * (tables.slot_tick[own] > candidates.tick)
+
+    return keep_evictable(tables, candidates.own, protect=protect, rank=rank)

@@ -56,9 +56,11 @@ class Child:
 
 
 @pytest.fixture(autouse=True)
-def no_long_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_long_looks() -> Iterator[None]:
     """An owner rests after a long look at its blocks; on a starved machine each look is one."""
-    monkeypatch.setattr("kvray.store.arena.owner._LONG_LOOK_S", math.inf)
+    with pytest.MonkeyPatch.context() as patch:  # a test's own patches end before its directory
+        patch.setattr("kvray.store.arena.owner._LONG_LOOK_S", math.inf)
+        yield
 
 
 @pytest.fixture

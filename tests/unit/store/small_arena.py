@@ -1,7 +1,9 @@
 """What the tests of the arena build: small tables and files, chains of keys, bytes for each key."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,15 @@ def chain(length: int, *, seed: str = "", head: BlockKey | None = None) -> list[
         parent = BlockKey(hashlib.sha256(parent + seed.encode()).digest())
         keys.append(parent)
     return keys
+
+
+def conversations(turns: int, *, seed: int) -> Iterator[list[BlockKey]]:
+    """Yield the prompts of conversations that go on in turns: soon each slab has blocks of many."""
+    chance, lengths = Random(seed), dict[int, int]()
+    for turn in range(turns):
+        one = chance.choice(list(lengths)[-4:]) if lengths and turn % 3 else turn
+        lengths[one] = lengths.get(one, 0) + chance.randint(1, 3)
+        yield chain(lengths[one], seed=f"conversation {one}")
 
 
 def content(key: BlockKey, part: int = 0, *, block_bytes: int = SLOT) -> Array:

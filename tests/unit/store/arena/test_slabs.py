@@ -107,13 +107,16 @@ def test_several_slabs_are_taken_for_one_save(tables):
     assert (len(made.slots), made.dropped) == (5, 0)
 
 
-def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables):
+@pytest.mark.parametrize("is_used_since", [True, False])
+def test_own_blocks_go_before_a_slab_of_another_size_that_was_used_since(tables, is_used_since):
     put(tables, chain(56))
     large = chain(2, seed="large")
     put(tables, large, block_bytes=4 * SLOT)
+    if is_used_since:
+        put(tables, chain(56))
     put(tables, chain(2, seed="next"), block_bytes=4 * SLOT)
-    assert matched(tables, chain(56)) == 56
-    assert find(tables, large) == [-1, -1]
+    assert (matched(tables, chain(56)) == 56) is is_used_since
+    assert (find(tables, large) == [-1, -1]) is is_used_since
 
 
 def test_shortfall_counts_free_slots_of_the_size(tables):

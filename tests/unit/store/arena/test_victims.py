@@ -1,7 +1,6 @@
 """Who goes next is chosen ahead and checked again when it is taken; how much room is made ahead."""
 
 import secrets
-from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +12,16 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import eviction, lease, slabs, slots, victims
 from kvray.store.arena.tables import Array, Tables
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, store, take
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    conversations,
+    make_tables,
+    matched,
+    put,
+    store,
+    take,
+)
 
 
 def fill(arena: Arena, *, block_bytes: int = SLOT, num_blocks: int = 4) -> None:
@@ -171,11 +179,9 @@ def test_descendants_are_those_of_a_plain_search(data):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_another_size_gets_in_where_no_slab_can_be_cleared_alone(arena, seed):
-    owner, chance, lengths = ArenaOwner(arena), Random(seed), dict[int, int]()
-    for turn in range(300):  # conversations go on in turns, until each slab has blocks of many
-        one = chance.choice(list(lengths)[-4:]) if lengths and turn % 3 else turn
-        lengths[one] = lengths.get(one, 0) + chance.randint(1, 3)
-        store(arena, chain(lengths[one], seed=str(one)))
+    owner = ArenaOwner(arena)
+    for prompt in conversations(300, seed=seed):
+        store(arena, prompt)
         owner.evict_ahead(0.05)
     for turn in range(40):
         made = store(arena, chain(2, seed=f"large {turn}"), block_bytes=2 * SLOT)

@@ -29,7 +29,7 @@ from tests.unit.store.nvme.small_store import (
     put_in_arena,
     spec,
 )
-from tests.unit.store.small_arena import SLOT, chain
+from tests.unit.store.small_arena import SLOT, chain, conversations
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,17 @@ def test_segment_that_is_empty_serves_another_block_size(reopen, directory):
     again = reopen(spec(num_segments=1))
     assert promote(again, other, block_bytes=3 * SLOT).sound.all()
     assert len(list(directory.glob("segment-*"))) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_size_takes_the_segments_that_nobody_uses(reopen, seed):
+    store = reopen(spec(num_segments=8))
+    for prompt in conversations(150, seed=seed):
+        demote(store, prompt)
+    for turn in range(60):
+        assert demote(store, chain(2, seed=f"large {turn}"), block_bytes=2 * SLOT).all()
+    assert set(store.tables.slab_block_bytes.tolist()) == {2 * SLOT}
+    check_invariants(store.tables)
 
 
 def test_files_stay_within_the_capacity(reopen, directory):
