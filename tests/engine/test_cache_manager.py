@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,6 +19,7 @@ from kvray.reference.executor import schedule
 from kvray.reference.model import KVGeometry
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine.conftest import BLOCK, make_prompt
+from tests.examples import examples
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
@@ -185,6 +187,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=examples(200), deadline=None)
 
 
 def test_least_recently_used_tail_goes_first():

@@ -22,7 +22,7 @@ from kvray.reference.tokenizer import import_transformers, read
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
-TOKENS = make_prompt(5 * BLOCK)
+TOKENS = make_prompt(3 * BLOCK)
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "a head of its own size, tied": {"head_dim": 32, "tie_word_embeddings": True},
@@ -75,7 +75,7 @@ def prefill(model: BlockModel, tokens: list[int]) -> tuple[torch.Tensor, list]:
 def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model):
     _, whole = prefill(model, TOKENS)
     pasts = None
-    for index in range(5):
+    for index in range(3):
         rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for known in range(1, BLOCK + 1):
             tokens = TOKENS[index * BLOCK : index * BLOCK + known]

@@ -332,8 +332,7 @@ def test_releases_of_one_version_share_keys(root, one):
     assert keys(replace(one, engine="1.2.0"), root) == keys(replace(one, engine="1.2.1"), root)
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_equal_requests_of_two_processes_share_all_keys(root, hash_seed):
+def test_equal_requests_of_two_processes_share_all_keys(root):
     cases = [Named(**{name: value}) for name, values in CHOICES.items() for value in values]
     cases += [Named(media=((3, 1, 2), (9, 2, 5))), Named(num_ranks=2, attention_dp=True)]
     done = subprocess.run(
@@ -343,7 +342,7 @@ def test_equal_requests_of_two_processes_share_all_keys(root, hash_seed):
         text=True,
         timeout=120,
         check=True,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has another
     )
     assert done.stdout.split() == [b"".join(keys(case, root)).hex() for case in cases]
 

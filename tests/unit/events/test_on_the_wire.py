@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.errors import ConfigError, TransferError
@@ -21,6 +21,7 @@ from kvray.events.message import (
     unpack_sequence,
 )
 from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
+from tests.examples import examples
 from tests.unit.events.attacks import GREETING, frame
 
 HASHES = st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4).map(tuple)
@@ -41,6 +42,7 @@ EVENTS = st.one_of(
 )
 
 
+@settings(max_examples=examples(100))
 @given(st.builds(Batch, at=st.floats(0, 1e12), events=st.lists(EVENTS).map(tuple)))
 def test_a_batch_comes_back_as_it_was(batch):
     assert unpack(pack(batch)) == batch

@@ -19,6 +19,7 @@ from kvray.events.message import pack_sequence
 from kvray.events.native import EventLog
 from kvray.events.outlet import BATCH_BLOCKS, Outlet
 from kvray.events.zmtp import parse_endpoint
+from tests.examples import examples
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.events.attacks import GREETING, READY, frame
 
@@ -271,7 +272,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.integers(1, 6))
 def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, steps, kept):
     monkeypatch.setattr(outlet_module, "_BATCHES_MAX", kept)
