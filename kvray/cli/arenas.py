@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from kvray.cli.asking import show_answer
 from kvray.cli.explain import age_text
 from kvray.config import KVRayConfig, format_size, load_config
-from kvray.console.interrupts import Interrupts
+from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer
 from kvray.errors import ConfigError, ShardUnavailable
@@ -52,9 +52,9 @@ def sweep(
 
     It looks at the arenas of this user only, and lists all of them.
     """
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         parent = directory or load_config(config).arena.dir
-        with interrupts.masked():
+        with masked():
             from kvray.actors.owner.inventory import find_arenas
 
         swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]

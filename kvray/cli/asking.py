@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvray.config import load_config, parse_size
-from kvray.console.interrupts import Interrupts
+from kvray.console.interrupts import masked
 from kvray.console.output import stdout_kept, visible
 from kvray.errors import ConfigError
 
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_client(
-    config: Path | None, address: str | None, interrupts: Interrupts
-) -> Iterator["Client"]:
+def open_client(config: Path | None, address: str | None) -> Iterator["Client"]:
     """Give a client of the tier; what is printed meanwhile, as by Ray, goes to stderr."""
     settings = load_config(config, overrides={"ray.address": address})
-    with interrupts.masked():
+    with masked():
         from kvray.client import Client
 
     with stdout_kept(), Client(settings) as client:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.cli.asking import parse_option
+from kvray.console.interrupts import masked
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot
 
@@ -57,7 +58,7 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
                     options["capacity"] = parse_option("--capacity", options["capacity"])
                 if blocks := options.get("block"):
                     options["block"] = [parse_option("--block", text) for text in blocks]
-                with interrupts.masked():  # importing starts threads
+                with masked():  # importing starts threads
                     from kvray.lab.bench.runner import running
 
                     module = import_module(f"kvray.lab.bench.{name}")

@@ -44,7 +44,7 @@ def drain(
     for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
     """
     with boundary(verbose=verbose) as interrupts:
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             if cancel:
                 print(f"{client.call_off_drain(node)} stays.")
                 return
@@ -85,11 +85,11 @@ def clear(
     The tier goes on. Blocks that an engine is reading stay. Use it to measure
     with an empty tier, or to delete data. Correct answers never need it.
     """
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         name = load_config(config).cluster_name
         if not yes:
             typer.confirm(f"Evict every block of the tier {name}?", abort=True)
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             num_blocks = client.clear()
         print(f"{num_blocks} blocks were evicted.")
 
@@ -118,9 +118,9 @@ def prefetch(
 
     The next request with this prompt then hits.
     """
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         token_ids = read_tokens(tokens)
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
         if as_json:
             print(json.dumps(asdict(brought), indent=2))

@@ -59,7 +59,7 @@ def explain(
     verbose: VerboseOption = False,
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         if tokens is not None and (last or request_id is not None):
             raise ConfigError("Give either --tokens or a request, not both.")
         if tokens is None and (salt is not None or lora is not None):
@@ -67,7 +67,7 @@ def explain(
         if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
             raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
         token_ids = None if tokens is None else read_tokens(tokens)
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             if token_ids is not None:
                 found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
             elif last or request_id is None:

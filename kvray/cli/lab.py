@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvray.cli.asking import parse_option
+from kvray.console.interrupts import masked
 from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
@@ -41,7 +42,7 @@ def demo(
         capacity = parse_option("--arena", arena)
         if plot is not None:
             check_plot(plot)
-        with interrupts.masked():
+        with masked():
             from kvray.lab.demo.play import play
 
         console = printer(is_error=True)
@@ -91,7 +92,7 @@ def chaos(
     died or a request hung without a fault that explains it.
     """
     with boundary(verbose=verbose) as interrupts:
-        with interrupts.masked():
+        with masked():
             from kvray.lab.chaos.judge import chaos_report, has_passed
             from kvray.lab.chaos.network import why_impossible
             from kvray.lab.chaos.play import Options, play

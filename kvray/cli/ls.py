@@ -34,8 +34,8 @@ def ls(
     verbose: VerboseOption = False,
 ) -> None:
     """List the namespaces that have blocks or replicas, or the prefixes of one of them."""
-    with boundary(verbose=verbose) as interrupts:
-        with open_client(config, address, interrupts) as client:
+    with boundary(verbose=verbose):
+        with open_client(config, address) as client:
             shards = client.status()["shards"]
             contents = client.contents(namespace, hottest=hottest)
         found: dict[str, Any] = {

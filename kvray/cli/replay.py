@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvray.console.interrupts import masked
 from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.output import PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
@@ -192,7 +193,7 @@ def replay(
         **{"imbalance": imbalance, "prefill_rate": prefill_rate, "token_bytes": token_bytes},
         **{"copy_rate": copy_rate, "link_rate": link_rate, "disk_rate": disk_rate},
     }
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         if check_curve and (replicas is not None or plot is not None):
             raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
         if replicas is None:
@@ -211,7 +212,7 @@ def replay(
                 fleet[name] = _one_size(str(fleet[name]), f"--{name}")
         if plot is not None:
             check_plot(plot)
-        with interrupts.masked():
+        with masked():
             from kvray.console.progress import counting_progress
             from kvray.lab.replay import read_trace, simulator
             from kvray.lab.replay.curve_check import check_curves

@@ -55,11 +55,11 @@ def size(
 
     Of each namespace it shows the share of prompt tokens that would hit at each size.
     """
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         more = [parse_option("--add", text) for text in add or ()][:_MORE_MAX]
         if plot is not None:
             check_plot(plot)
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             found = client.sizing(now=now)
         show_answer(found, lambda found: _print(found, more), as_json=as_json)
         if plot is not None:

@@ -83,11 +83,11 @@ def status(
     verbose: VerboseOption = False,
 ) -> None:
     """Show the shards with their memory, the lookup, and the replicas with their hits."""
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         if watch and as_json:
             raise ConfigError("--watch shows a text; take --json without it, in a loop.")
         console = printer()
-        with open_client(config, address, interrupts) as client:
+        with open_client(config, address) as client:
             if watch:
                 _watch(client, console)
                 return

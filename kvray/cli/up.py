@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
+from kvray.console.interrupts import masked
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary, empty_table, printer
 from kvray.console.progress import LaunchProgress
@@ -70,7 +71,7 @@ def up(
                     f"{option} is for a local Ray, but ray.address names the one at"
                     f" {settings.ray.address}; leave one of the two out."
                 )
-        with interrupts.masked():
+        with masked():
             from kvray.actors.tier.launch import bring_up
             from kvray.actors.tier.rollout import Observer, Rollout
 
@@ -219,7 +220,7 @@ def down(
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
-        with interrupts.masked():
+        with masked():
             from kvray.actors.owner.claim import owner_of
             from kvray.actors.tier.launch import take_down
             from kvray.actors.tier.rollout import Observer

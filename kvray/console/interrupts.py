@@ -10,6 +10,20 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def masked() -> Iterator[None]:
+    """Keep signals from the threads that start inside the block, now and later.
+
+    This is for imports: some libraries start threads. While Ray connects, it blocks signals in
+    this thread only. Another thread would then take them and run Ray's handler.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Interrupts:
     """Raises KeyboardInterrupt for the signals, later where that would lose something."""
 
@@ -29,19 +43,6 @@ class Interrupts:
             yield
         finally:
             self._handle_with(signal.SIG_IGN)
-
-    @contextlib.contextmanager
-    def masked(self) -> Iterator[None]:
-        """Keep signals from the threads that start inside the block, now and later.
-
-        This is for imports: some libraries start threads. While Ray connects, it blocks signals in
-        this thread only. Another thread would then take them and run Ray's handler.
-        """
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

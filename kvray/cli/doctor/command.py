@@ -14,7 +14,7 @@ from kvray.cli.doctor.finding import Finding, fault, ok
 from kvray.cli.doctor.tier import hit_findings, tier_findings
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
-from kvray.console.interrupts import Interrupts
+from kvray.console.interrupts import masked
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import EXIT_ERROR, boundary, printer, stdout_kept, visible
 from kvray.errors import KVRayError
@@ -39,9 +39,9 @@ def doctor(
     Run it where Ray runs, and with --here in an engine's container. It joins the arena for a
     moment, as an engine does, and changes nothing.
     """
-    with boundary(verbose=verbose) as interrupts:
+    with boundary(verbose=verbose):
         settings = load_config(config, overrides={"ray.address": address})
-        with interrupts.masked():
+        with masked():
             from kvray.cli.doctor.node import arena_findings, machine_findings, why_not_here
         console = printer()
         with console.status("Looking at this machine") if not as_json else stdout_kept():
@@ -49,7 +49,7 @@ def doctor(
         found: dict[str, Any] | None = None
         elsewhere: Finding | None = None
         if not here:
-            found, node_id, asked = _ask_tier(settings, interrupts)
+            found, node_id, asked = _ask_tier(settings)
             findings += asked
             if found is not None:
                 elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
@@ -64,11 +64,9 @@ def doctor(
             raise typer.Exit(EXIT_ERROR)
 
 
-def _ask_tier(
-    settings: KVRayConfig, interrupts: Interrupts
-) -> tuple[dict[str, Any] | None, str, list[Finding]]:
+def _ask_tier(settings: KVRayConfig) -> tuple[dict[str, Any] | None, str, list[Finding]]:
     """Return the tier's status or None, this node's id, and the findings about the tier."""
-    with interrupts.masked():
+    with masked():
         import ray
 
         from kvray.client import Client

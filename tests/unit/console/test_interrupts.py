@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvray.console.interrupts import Interrupts
+from kvray.console.interrupts import Interrupts, masked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,7 +32,7 @@ def test_late_signal_does_nothing():
 
 def test_threads_that_start_while_masked_take_no_signal():
     masks = []
-    with Interrupts().masked():
+    with masked():
         thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(0, ())))
         thread.start()
     thread.join()
