@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ KVRAY = KvConnectorConfig(
 @pytest.fixture
 def fake() -> fake_connector.State:
     return fake_connector.reset()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the ranks' connectors leave their blocks and journals."""
+    made = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fake_connector.DIRECTORY_VARIABLE, str(made))
+        yield made
 
 
 @pytest.fixture

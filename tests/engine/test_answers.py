@@ -8,6 +8,7 @@ import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
+from kvray.reference.engine_options import EngineOptions
 from tests.engine.conftest import BLOCK, check, make_prompt
 from tests.engine.fake_connector import CONFIG
 
@@ -142,17 +143,32 @@ def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine):
         engine.submit(PROMPT)
 
 
+OWNERS = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"enable_chunked_prefill": True, "chunk_tokens": BLOCK + 1}, "multiple"),
-        ({"num_blocks": 0}, "num_blocks"),
-        ({"connector": replace(CONFIG, connector_module="no.such.module")}, "no.such.module"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"max_draft_len": -1}, "max_draft_len is -1"),
+        ({"max_draft_len": 2, "overlap": True}, "max_draft_len and overlap exclude each other"),
+        ({"runtime": "0.9"}, "give one of 1.2, main"),
+        ({"tensor_parallel_size": 3}, "1, 2 or 4"),
+        ({"tensor_parallel_size": 2, "collective_timeout_s": 1}, "at least 2"),
+        ({"tensor_parallel_size": 2, "rank_env": [{}, {}]}, "rank_env has variables for 2 ranks"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({**OWNERS, "event_buffer_max_size": 8}, "are not gathered"),
     ],
 )
-def test_unusable_options_are_refused(make_engine, options, message):
+def test_unusable_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        make_engine(**options)
+        EngineOptions(**options)
+
+
+def test_a_connector_that_is_not_there_is_named(make_engine):
+    with pytest.raises(ConfigError, match=r"no\.such\.module"):
+        make_engine(connector=replace(CONFIG, connector_module="no.such.module"))
 
 
 TEXT = """The harbour of the old town lies between two rocky hills. In the morning the fishing

@@ -13,18 +13,9 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import check, make_prompt
-from tests.engine.fake_connector import DIRECTORY_VARIABLE, State, journal_path
+from tests.engine.fake_connector import State, journal_path
 from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start
 from tests.waiting import wait_for
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the owners' connectors have their common blocks, and leave their journals."""
-    made = tmp_path_factory.mktemp("owners")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DIRECTORY_VARIABLE, str(made))
-        yield made
 
 
 @pytest.fixture(scope="module")

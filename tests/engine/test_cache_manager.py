@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import CapacityError
 from kvray.events import Batch
 from kvray.events.native import NativePool
 from kvray.events.pool_content import PoolContent, chain_digests
@@ -265,10 +265,3 @@ def test_without_a_buffer_nothing_is_told(make_engine):
     engine = make_engine()
     engine.generate(make_prompt(2 * BLOCK), max_tokens=2)
     assert engine.get_kv_cache_events() == []
-
-
-def test_ranks_with_pools_of_their_own_are_refused():
-    with pytest.raises(ConfigError, match="are not gathered"):
-        ReferenceEngine(
-            "tiny", tensor_parallel_size=2, enable_attention_dp=True, event_buffer_max_size=8
-        )

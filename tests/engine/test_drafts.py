@@ -366,15 +366,3 @@ def test_prompt_must_leave_room_for_drafts(models):
         engine.generate([1] * 8, max_tokens=3)
         with pytest.raises(ConfigError, match="8 tokens and 9 more, 5 of them drafts, do not fit"):
             engine.submit([1] * 8, max_tokens=4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_draft_len": -1}, "max_draft_len is -1"),
-        ({"max_draft_len": 2, "overlap": True}, "max_draft_len and overlap exclude each other"),
-    ],
-)
-def test_unusable_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineOptions(**options)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.errors import ConfigError
 from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.model import TINY_CONFIG, make_tiny_weights
@@ -131,13 +130,6 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(nodes, expec
     ]
     check(outputs, expected, ON_TWO_NODES, 8)
     wait_for(lambda: nodes.leased() == [0, 0])
-
-
-def test_variables_are_given_for_every_further_rank_or_for_none():
-    with pytest.raises(ConfigError, match="rank_env has variables for 2 ranks"):
-        start(2, rank_env=[{}, {}])
-    with pytest.raises(ConfigError, match="ranks_per_node is 0"):
-        start(2, ranks_per_node=0)
 
 
 # Engines with 1, 2 and 4 ranks answer from what the others have computed.

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import BLOCK, check, make_prompt
-from tests.engine.fake_connector import DIRECTORY_VARIABLE, RANK_CONFIG, State, journal_path
+from tests.engine.fake_connector import RANK_CONFIG, State, journal_path
 from tests.waiting import wait_for
 
 SOON_S = 30.0
@@ -41,15 +41,6 @@ def start(size: int, **options: Any) -> ReferenceEngine:
         "connector": RANK_CONFIG,
     }
     return ReferenceEngine("tiny", tensor_parallel_size=size, **{**defaults, **options})
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the ranks' connectors leave their blocks and journals."""
-    made = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(DIRECTORY_VARIABLE, str(made))
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +140,3 @@ time.sleep(60)
         leader.kill()
         leader.wait(SOON_S)
     wait_for(lambda: not psutil.pid_exists(pid))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 3}, "1, 2 or 4"),
-        ({"tensor_parallel_size": 2, "collective_timeout_s": 1}, "at least 2"),
-        ({"runtime": "0.9"}, "give one of 1.2, main"),
-    ],
-)
-def test_unusable_numbers_of_ranks_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        ReferenceEngine("tiny", **options)
