@@ -107,11 +107,8 @@ def test_every_reason_and_cause_has_its_words():
     assert set(CAUSE_NAMES) == CAUSES.keys()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "ago"), [(0.2, "0 s"), (90, "2 min"), (7200, "2 h"), (200_000, "2 d")]
-)
-def test_moments_are_told_with_how_long_ago_they_were(seconds, ago):
-    assert clock(NOW - seconds, NOW).endswith(f"({ago} ago)")
+def test_moments_are_told_with_how_long_ago_they_were():
+    assert clock(NOW - 90, NOW).endswith("(2 min ago)")
     assert clock(0.0, NOW) == "never"
 
 
