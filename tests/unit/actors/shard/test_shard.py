@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -286,25 +285,6 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
     expected = {"ok": True, "known": True, "peers": False}
     assert shown == expected
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="http"),
-        pytest.param(os.urandom(4096), id="noise"),
-        pytest.param(struct.pack("<I", 2**32 - 1), id="oversized"),
-        pytest.param(struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1", id="no msgpack"),
-        pytest.param(struct.pack("<I", 0), id="empty"),
-        pytest.param(struct.pack("<I", 3) + b"\x93\x01\x02", id="half a list"),
-    ],
-)
-def test_whoever_speaks_something_else_is_hung_up_on(engine, stranger, sent):
-    stranger.sendall(sent)
-    stranger.shutdown(socket.SHUT_WR)
-    with contextlib.suppress(ConnectionResetError):
-        assert stranger.recv(1) == b""
-    assert engine.call("hello", timeout_s=5)["shard"] == "a"
 
 
 def test_half_a_frame_does_not_keep_others_waiting(engine, stranger, monkeypatch):
