@@ -16,14 +16,22 @@ from functools import partial
 import numpy as np
 
 from kvray.actors.mover.fenced_slots import FencedSlots
-from kvray.actors.mover.orders import FetchOrder, FetchReport, LeaseRequest, SendOrder, Span
+from kvray.actors.mover.orders import (
+    FetchOrder,
+    FetchReport,
+    LeasedGroup,
+    LeaseRequest,
+    SendOrder,
+    Span,
+)
 from kvray.actors.mover.peer_links import PeerLinks, is_link_error
-from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace, Piece, Source
+from kvray.actors.mover.source import FIRST_BYTES, Pace, Piece, Source
 from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena
 from kvray.store.arena import payload
+from kvray.store.arena.layout import PRIORITY_MAX
 from kvray.transport import Transport
 
 NUM_LANES = 2
@@ -122,15 +130,14 @@ class Fetches:
             source = sources.get(span.source)
             if source is None or source.lease is None or index not in source.spans:
                 continue
-            group = source.lease.groups[source.spans.index(index)]
-            leased = LeasedBlocks.read(group)
+            leased = source.lease.groups[source.spans.index(index)]
             try:
                 source.pieces += self._pieces(span, leased, starts[span.source])
             except KVRayError as error:
                 source.fail(error)
             starts[span.source] += len(leased.sizes)
 
-    def _pieces(self, span: Span, leased: LeasedBlocks, start: int) -> list[Piece]:
+    def _pieces(self, span: Span, leased: LeasedGroup, start: int) -> list[Piece]:
         """Reserve slots for the leased head of a span; return the pieces that fill them.
 
         The first of the `leased` blocks has the place `start` in the read lease.
@@ -149,7 +156,7 @@ class Fetches:
                 part=span.part,
                 block_bytes=size,
                 namespace=int(leased.namespaces[first]),
-                priority=leased.priorities[first:stop],
+                priority=leased.priorities[first:stop].clip(max=PRIORITY_MAX),
                 needs_parent=span.needs_parent or first > 0,
                 wait_s=_LOCK_WAIT_S,
             )

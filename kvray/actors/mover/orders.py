@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvray.errors import KVRayError
+from kvray.store.arena.tables import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +86,16 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedGroup:
-    """The leading blocks of a group that the source has, leased."""
+    """The leading blocks of a group that the source has, leased; one row each."""
 
-    sizes: bytes
-    """Bytes of each block, u64."""
-    checksums: bytes
+    sizes: Array
+    """Bytes of each block, i64."""
+    checksums: Array
     """As recorded when they were stored, u64."""
-    namespaces: bytes = b""
-    """The namespace of each block, u32, see `block.namespace_id`; empty: not known."""
-    priorities: bytes = b""
-    """Retention priorities, u8; empty: the default."""
+    namespaces: Array
+    """The namespace of each block, u32, see `block.namespace_id`."""
+    priorities: Array
+    """Retention priorities, u8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

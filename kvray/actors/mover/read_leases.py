@@ -187,10 +187,10 @@ class ReadLeases:
         tables = self._arena.tables
         return tuple(
             LeasedGroup(
-                sizes=_places(tables, slots)[1].astype("<u8").tobytes(),
-                checksums=tables.slot_checksum[slots].tobytes(),
-                namespaces=tables.slot_namespace[slots].tobytes(),
-                priorities=tables.slot_priority[slots].tobytes(),
+                sizes=tables.block_bytes(slots),
+                checksums=tables.slot_checksum[slots],
+                namespaces=tables.slot_namespace[slots],
+                priorities=tables.slot_priority[slots],
             )
             for slots in groups
         )

@@ -4,12 +4,9 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvray.actors.mover.orders import LeasedGroup, ReadLease, SourceReport
+from kvray.actors.mover.orders import ReadLease, SourceReport
 from kvray.errors import KVRayError
 from kvray.store import Reservation
-from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.store.arena.tables import Array
 
 FIRST_BYTES = 16 * 2**20
@@ -18,33 +15,6 @@ _LAST_BYTES = 64 * 2**20  # checking this much takes no longer than one more pie
 _PIECE_S = 0.1
 """The target time of a piece, its wait for the one before included. The end of each piece is when
 a stopped source is noticed and the lease renewed."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedBlocks:
-    """The leading blocks of a span that its source has leased, one row each."""
-
-    sizes: Array
-    checksums: Array
-    namespaces: Array
-    priorities: Array
-
-    @classmethod
-    def read(cls, group: LeasedGroup) -> "LeasedBlocks":
-        """Return the blocks of `group`; fields that the other mover left out get defaults."""
-        sizes = np.frombuffer(group.sizes, dtype="<u8").astype(np.int64)
-        count = len(sizes)
-        namespaces, priorities = group.namespaces, group.priorities
-        if len(namespaces) != 4 * count:
-            namespaces = bytes(4 * count)
-        if len(priorities) != count:
-            priorities = bytes([DEFAULT_PRIORITY]) * count
-        return cls(
-            sizes,
-            np.frombuffer(group.checksums, dtype="<u8"),
-            np.frombuffer(namespaces, dtype="<u4"),
-            np.frombuffer(priorities, dtype=np.uint8).clip(max=PRIORITY_MAX),
-        )
 
 
 @dataclass(frozen=True, slots=True)

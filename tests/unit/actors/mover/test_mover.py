@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
-from kvray.actors.mover.orders import FetchOrder, FetchReport, LeasedGroup, LeaseRequest, SendOrder
-from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace
+from kvray.actors.mover.orders import FetchOrder, FetchReport, LeaseRequest, SendOrder
+from kvray.actors.mover.source import FIRST_BYTES, Pace
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
-from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
+from kvray.store.arena.layout import READY
 from tests.examples import examples
 from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, store
@@ -62,22 +62,6 @@ def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(source
     found = key_index.find(tables, key_index.pack_keys(keys), 0)
     assert tables.slot_priority[found].tolist() == priorities
     assert set(tables.slot_namespace[found[1:]].tolist()) == {0x1234ABCD}
-
-
-@pytest.mark.parametrize(
-    ("said", "priorities"),
-    [
-        pytest.param({}, [DEFAULT_PRIORITY] * 2, id="nothing means the default"),
-        pytest.param(
-            {"namespaces": b"odd", "priorities": b"\xff\x01"}, [100, 1], id="nonsense is taken"
-        ),
-    ],
-)
-def test_a_lease_is_taken_whatever_it_says_of_priorities(said, priorities):
-    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
-    found = LeasedBlocks.read(LeasedGroup(sizes=sizes, checksums=bytes(16), **said))
-    assert found.priorities.tolist() == priorities
-    assert found.namespaces.tolist() == [0, 0]
 
 
 def test_chain_is_fetched_from_several_nodes_at_once(source, target, make_node):
@@ -256,7 +240,7 @@ def _addresses(node: Node) -> dict[str, bytes]:
 
 def test_leased_blocks_cannot_be_evicted(source, target, keys):
     lease = source.mover.lease(_request(target, keys, lease_s=60.0))
-    assert len(lease.groups[0].sizes) == 10 * 8
+    assert len(lease.groups[0].sizes) == 10
     ArenaOwner(source.arena).clear()
     assert source.arena.match(keys) == 10
     source.mover.release(lease.token, b"")
