@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from kvray.actors.ray_glue.calls import call, create_actor, tier_named
 from kvray.actors.tier.launch import Launch, local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
@@ -38,7 +37,6 @@ _TURN_S = 5.0
 """How long the processes load the tier until the bar moves."""
 _IDLE_S = 10.0
 _SETTLE_S = 2.0
-_ACTOR_S = 30.0
 _ASKED_AT_ONCE = 16
 
 
@@ -122,14 +120,6 @@ def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -
     require_room(arena + buffers, psutil.virtual_memory().available, "memory", hint)
 
 
-class _Idle:
-    """An actor that does nothing: what Ray takes for one."""
-
-    def pid(self) -> int:
-        """Return its process."""
-        return os.getpid()
-
-
 class _Bench:
     """A tier on a local Ray, and processes that are attached to its arena."""
 
@@ -178,20 +168,12 @@ class _Bench:
         for num_processes in self._steps:
             rows += self._load(num_processes, turns, shard)
         runner.show("Doing nothing")
-        with tier_named(self._settings.cluster_name):
-            other = create_actor(_Idle, f"bench-idle-{os.getpid()}")
-            actor = call(other.pid, timeout_s=_ACTOR_S)
         time.sleep(_SETTLE_S)
-        idle_s, pids = min(_IDLE_S, self._seconds), (shard, actor)
-        began = [cpu_seconds(pid) for pid in pids]
+        idle_s, began = min(_IDLE_S, self._seconds), cpu_seconds(shard)
         time.sleep(idle_s)
-        spent = [cpu_seconds(pid) - before for pid, before in zip(pids, began, strict=True)]
-        share, bare = (seconds / idle_s for seconds in spent)
+        share = (cpu_seconds(shard) - began) / idle_s
         runner.advance()
-        idle = {"tier_idle_cpu_share": share, "tier_idle_actor_cpu_share": bare}
-        idle["tier_idle_own_cpu_share"] = max(0.0, share - bare)
-        title = "shard's CPU, idle, and that of an actor of Ray's that does nothing"
-        return [*rows, Row(title=title, unit="cores", ours=share, floor=bare, figures=idle)]
+        return [*rows, value_row("shard's CPU, idle", "cores", share, "tier_idle_cpu_share")]
 
     def _ask(self, prefixes: range, sizes: Sequence[int], title: str) -> Found:
         """Have one process ask once for each prefix."""

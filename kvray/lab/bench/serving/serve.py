@@ -105,7 +105,7 @@ def run(
         raise ConfigError("Give the endpoints with --url, or --local.")
     if is_local:
         made = replace(made, replicas=made.replicas or 3, model=made.model or "smollm2")
-        return measure(runner, _Fleet(made).start(runner, app), sources, made)
+        return measure(runner, _start_fleet(runner, made, app), sources, made)
     named = [parse_endpoint(one) for one in url or ()]
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("Two endpoints have the same name; give each --url one of its own.")
@@ -203,81 +203,77 @@ def _play(
     return asyncio.run(play(endpoint, requests, **limits, advance=runner.advance))
 
 
-class _Fleet:
-    """A tier and three applications."""
+def _start_fleet(
+    runner: Runner, options: Options, app: Callable[[dict[str, Any]], Application]
+) -> list[Endpoint]:
+    """Start Ray, a tier and three applications, which end with the run.
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    Raises:
+        KVRayError: something did not start in time.
+    """
+    runner.show("Starting a tier")
+    # Ray prints words about its workers, which are no part of the report.
+    runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    settings = own_settings(options.config, capacity=options.capacity)
+    launch = start_tier(runner, settings)
+    assert launch.local is not None, "the tier is on a Ray of its own"
+    directory = runner.make_directory(Path(tempfile.gettempdir()))
+    from ray import serve
 
-    def start(self, runner: Runner, app: Callable[[dict[str, Any]], Application]) -> list[Endpoint]:
-        """Start Ray, the tier and the applications, which end with the run.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with runner.interrupts.held():
+        runner.stack.callback(serve.shutdown)
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+    for name in _ROUTERS:
+        runner.show(f"Starting {name}")
+        path = _write_config(settings, directory, name, launch.local.address)
+        target = serve.RunTarget(app(_arguments(options, name, path)), name, f"/{name}")
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait(runner, serve.status, name, timeout_s=options.start_timeout)
+    model, where = str(options.model), f"http://127.0.0.1:{port}"
+    return [Endpoint(name=name, url=f"{where}/{name}", model=model) for name in _ROUTERS]
 
-        Raises:
-            KVRayError: something did not start in time.
-        """
-        runner.show("Starting a tier")
-        # Ray prints words about its workers, which are no part of the report.
-        runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        settings = own_settings(self._options.config, capacity=self._options.capacity)
-        launch = start_tier(runner, settings)
-        assert launch.local is not None, "the tier is on a Ray of its own"
-        directory = runner.make_directory(Path(tempfile.gettempdir()))
-        from ray import serve
 
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = int(server.getsockname()[1])
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        with runner.interrupts.held():
-            runner.stack.callback(serve.shutdown)
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-        for name in _ROUTERS:
-            runner.show(f"Starting {name}")
-            path = self._write_config(settings, directory, name, launch.local.address)
-            target = serve.RunTarget(app(self._arguments(name, path)), name, f"/{name}")
-            serve.run_many([target], wait_for_applications_running=False)
-            self._wait(runner, serve.status, name)
-        model, where = str(self._options.model), f"http://127.0.0.1:{port}"
-        return [Endpoint(name=name, url=f"{where}/{name}", model=model) for name in _ROUTERS]
+def _arguments(options: Options, name: str, config: Path) -> dict[str, Any]:
+    """Return the arguments of an application."""
+    nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
+    return {
+        **nothing_to_fetch,
+        "engine": "reference",
+        "model": options.model,
+        "num_replicas": options.replicas,
+        "router": _ROUTERS[name],
+        "kvray_config": str(config),
+        "engine_options": {"num_blocks": options.pool_blocks, "num_threads": 1},
+        "pool_blocks": options.pool_blocks,
+    }
 
-    def _arguments(self, name: str, config: Path) -> dict[str, Any]:
-        """Return the arguments of an application."""
-        nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
-        return {
-            **nothing_to_fetch,
-            "engine": "reference",
-            "model": self._options.model,
-            "num_replicas": self._options.replicas,
-            "router": _ROUTERS[name],
-            "kvray_config": str(config),
-            "engine_options": {"num_blocks": self._options.pool_blocks, "num_threads": 1},
-            "pool_blocks": self._options.pool_blocks,
-        }
 
-    def _write_config(
-        self, settings: KVRayConfig, directory: Path, name: str, address: str
-    ) -> Path:
-        """Write the kvray.yaml of an application; that of `no-tier` names a tier that is not up."""
-        cluster_name = settings.cluster_name + ("-none" if name == "no-tier" else "")
-        made = {
-            "cluster_name": cluster_name,
-            "arena": {"dir": str(settings.arena.dir)},
-            "connector": {"model_key": f"bench-{name}"},
-            "ray": {"address": address},
-        }
-        path = directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(made))
-        return path
+def _write_config(settings: KVRayConfig, directory: Path, name: str, address: str) -> Path:
+    """Write the kvray.yaml of an application; that of `no-tier` names a tier that is not up."""
+    cluster_name = settings.cluster_name + ("-none" if name == "no-tier" else "")
+    made = {
+        "cluster_name": cluster_name,
+        "arena": {"dir": str(settings.arena.dir)},
+        "connector": {"model_key": f"bench-{name}"},
+        "ray": {"address": address},
+    }
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(made))
+    return path
 
-    def _wait(self, runner: Runner, status: Callable[[], Any], name: str) -> None:
-        """Wait until an application runs."""
-        timeout_s = self._options.start_timeout
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            runner.interrupts.check()
-            found = status().applications.get(name)
-            if found is not None and found.status == "RUNNING":
-                return
-            if found is not None and found.status == "DEPLOY_FAILED":
-                raise ConfigError(f"{name} did not start: {found.message}")
-            time.sleep(_POLL_S)
-        raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")
+
+def _wait(runner: Runner, status: Callable[[], Any], name: str, *, timeout_s: float) -> None:
+    """Wait until an application runs."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        runner.interrupts.check()
+        found = status().applications.get(name)
+        if found is not None and found.status == "RUNNING":
+            return
+        if found is not None and found.status == "DEPLOY_FAILED":
+            raise ConfigError(f"{name} did not start: {found.message}")
+        time.sleep(_POLL_S)
+    raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")
