@@ -22,7 +22,6 @@ from tests.kit.ray.served import (
     serve_run,
     write_settings,
 )
-from tests.kit.ray.teller import Teller
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -50,7 +49,7 @@ class TwoEngines:
     """An endpoint whose engines are on two nodes, one request at a time each."""
 
     client: Any
-    teller: Teller
+    teller: cluster.Teller
     collector: Collector
     """Gets the spans of every process."""
 
@@ -86,7 +85,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
         )
         stack.enter_context(serve_run(settings, port, environ))
         client = stack.enter_context(open_client(port))
-        teller = Teller(nodes.config_path, environ)
+        teller = cluster.Teller(nodes.config_path, environ)
         stack.callback(teller.close)
         wait_for(lambda: _are_ready(teller.status()), "movers and engines")
         assert len({*map(name_of, engines_of(config))}) == 2

@@ -19,15 +19,15 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvray.config import environ_for
+from kvray.config import environ_for, load_config
 from kvray.errors import ShardUnavailable
 from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine, Node
 from kvray.node.stage_calls import ShardSocket
 from kvray.reference.engine_options import KvConnectorConfig
 from kvray.reference.replica import Replica
 from kvray.store import Arena
-from tests.kit.ray.teller import Teller
-from tests.waiting import wait_for
+from tests.far import Far
+from tests.waiting import HANG_S, wait_for
 
 CONNECTOR = KvConnectorConfig(
     connector_module="kvray.connector",
@@ -153,6 +153,23 @@ def open_two_nodes(
     """Have a tier on a new `Machine`, made with `options`, for the time of a block."""
     with Machine(**options) as machine, open_tier(machine, "nodes", settings) as nodes:
         yield nodes
+
+
+class Teller:
+    """A process that stays connected to a tier's Ray and says what `kvray status --json` would.
+
+    A command for each question would cost a core more than a second.
+    """
+
+    def __init__(self, config_path: Path, environ: Mapping[str, str]) -> None:
+        config = load_config(config_path, environ={})
+        self._far = Far("kvray.client:Client", config, environ=dict(environ))
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._far.call("status", timeout_s=HANG_S))
+
+    def close(self) -> None:
+        self._far.kill()
 
 
 class Sharing:
