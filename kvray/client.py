@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from kvray.actors.explain import explaining
+from kvray.actors import explain
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
@@ -209,7 +209,7 @@ class Client:
             ShardUnavailable: no tier runs there.
         """
         with tier_named(self.cluster_name):
-            return explaining.explain_requests(
+            return explain.explain_requests(
                 replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
             )
 
@@ -235,7 +235,7 @@ class Client:
         """
         packed = pack_tokens(tokens).tobytes()
         with tier_named(self.cluster_name):
-            return explaining.explain_prompt(
+            return explain.explain_prompt(
                 packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
             )
 

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.request.identity import NO_REQUEST, id_of, only_generates
-from kvray.connector.request_identifier import RequestIdentifier
+from kvray.connector.request import NO_REQUEST, RequestIdentifier, id_of, only_generates
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.request.identity import AskedRequest
-from kvray.engine.request.state import RequestState
+from kvray.engine.request import AskedRequest, RequestState
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.identity.keys import request_seed

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvray.config import load_config
 from kvray.connector.base import asks_every_rank, takes_offers_later
-from kvray.connector.model.engine_args import read_engine_args
+from kvray.connector.engine_args import read_engine_args
 from kvray.engine.shared_state import SharedState, shared_state_for
 
 REPLACING = (

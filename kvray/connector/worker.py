@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.model.read_layout import layout_of_tensor, read_layout
-from kvray.connector.model.refusals import refuse_flat_pool
+from kvray.connector.read_layout import layout_of_tensor, read_layout
+from kvray.connector.refusals import refuse_flat_pool
 from kvray.connector.start import state_for
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.rank import RankWorker

@@ -18,12 +18,11 @@ from functools import partial
 from typing import Any
 
 from kvray.engine.meta import ConnectorMeta, Honoured, Promise
+from kvray.engine.outcome import record_answer, record_bypassed
 from kvray.engine.pass_plan import PassPlanner
 from kvray.engine.prefix_finder import AskAgain, PrefixFinder, PromptQuery
 from kvray.engine.promises import Promises
-from kvray.engine.request.identity import AskedRequest
-from kvray.engine.request.outcome import record_answer, record_bypassed
-from kvray.engine.request.state import RequestState
+from kvray.engine.request import AskedRequest, RequestState
 from kvray.engine.shared_state import SharedState, registered_state
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed

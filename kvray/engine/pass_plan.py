@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.engine.meta import ConnectorMeta, LoadPlan, PageIds, Promise, SavePlan
 from kvray.engine.prefix_finder import PrefixFinder
-from kvray.engine.request.state import RequestState, read_priorities
+from kvray.engine.request import RequestState, read_priorities
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
 from kvray.trace.reasons import DropReason

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from kvray.engine.meta import LeasedPrefix
 from kvray.engine.registered_pool import Reading
-from kvray.engine.request.identity import AskedRequest
+from kvray.engine.request import AskedRequest
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed

@@ -7,7 +7,7 @@ other is released and remembered as lost: if the engine counts on it after all, 
 from collections import OrderedDict
 
 from kvray.engine.meta import Promise
-from kvray.engine.request.state import RequestState
+from kvray.engine.request import RequestState
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LeaseExpired
 

@@ -8,7 +8,7 @@ bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_k
 from typing import Any
 
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
-from kvray.engine.request.identity import AskedRequest, Identity, Tenancy
+from kvray.engine.request import AskedRequest, Identity, Tenancy
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem

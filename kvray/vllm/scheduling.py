@@ -17,7 +17,7 @@ from typing import Any
 
 from kvray.engine.leader import Leader
 from kvray.engine.meta import LoadPlan
-from kvray.engine.request.state import PassReport
+from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.trace.reasons import MissReason
 from kvray.vllm.holds import Asked, HeldLoad, Holds

@@ -16,8 +16,7 @@ from kvray.engine.model.checkpoint import CheckpointConfig
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
 from kvray.engine.registered_pool import PoolFacts
-from kvray.engine.request.identity import AskedRequest, Identity
-from kvray.engine.request.state import PassReport
+from kvray.engine.request import AskedRequest, Identity, PassReport
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.store import Arena
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from kvray.config import load_config
 from kvray.connector import base
-from kvray.connector.model.read_layout import layout_of_tensor, read_layout
-from kvray.connector.request.identity import identify
+from kvray.connector.read_layout import layout_of_tensor, read_layout
+from kvray.connector.request import identify
 from kvray.engine.model import adapters
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
 from kvray.engine.model.cache_layout import CacheLayout

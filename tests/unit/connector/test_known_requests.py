@@ -13,7 +13,7 @@ from kvray.actors.shard.actor_requests import Asked
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData
 from kvray.engine.meta import ConnectorMeta, SavePlan
-from kvray.engine.request.state import Priorities, read_priorities
+from kvray.engine.request import Priorities, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import link as link_module

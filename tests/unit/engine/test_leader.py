@@ -14,7 +14,7 @@ from kvray.engine.figures import TimeHistogram
 from kvray.engine.leader import PrefillRate
 from kvray.engine.meta import Promise, RankLeases
 from kvray.engine.promises import Promises
-from kvray.engine.request.identity import AskedRequest, Identity
+from kvray.engine.request import AskedRequest, Identity
 from kvray.errors import LeaseExpired
 from kvray.store.arena.layout import READY
 from tests.kit.apart import BLOCK, Apart

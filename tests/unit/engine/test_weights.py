@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.engine.request.state import PassReport
+from kvray.engine.request import PassReport
 from kvray.errors import ShardUnavailable
 from kvray.node import link as link_module
 from kvray.node.registrations import Registrations

@@ -105,7 +105,8 @@ def test_what_the_engine_has_itself_is_passed_over(engine, held):
     assert (before == 255).all()
 
 
-def test_a_block_that_is_wrong_ends_what_is_held(engine, held):
+def test_a_block_that_is_wrong_ends_what_is_held(engine, held, monkeypatch):
+    monkeypatch.setattr(engine.arena, "lock_wait_s", HANG_S)  # else the next reader takes it out
     hold = leased(engine, first=1)
     wrong = slots_of(engine, hold)[4]
     flip(engine.arena, [wrong])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.engine.request.identity import AskedRequest
+from kvray.engine.request import AskedRequest
 from kvray.errors import ConfigError
 from kvray.vllm.identity import RequestReader
 from kvray.vllm.layout import read_layout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.connector.read_layout import layout_of_tensor, read_layout
 from kvray.engine.device.gpu import open_pool
 from kvray.engine.device.pool import Load
 from kvray.engine.model.cache_layout import LayerRange

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvray.connector.model.refusals import refuse_unsupported
+from kvray.connector.refusals import refuse_unsupported
 from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
 from kvray.engine.model.adapters import fingerprints_dir
 from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint

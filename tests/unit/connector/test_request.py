@@ -12,8 +12,8 @@ import pydantic
 import pytest
 import torch
 
-from kvray.connector.request.identity import Identity, Regularity, identify
-from kvray.connector.request.media import media_items
+from kvray.connector.media import media_items
+from kvray.connector.request import Identity, Regularity, identify
 from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
 from kvray.errors import ConfigError
 

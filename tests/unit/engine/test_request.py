@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.connector.request.identity import Identity
-from kvray.connector.request_identifier import AskedRequest
-from kvray.engine.request.state import RequestState
+from kvray.connector.request import AskedRequest, Identity
+from kvray.engine.request import RequestState
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_keys

@@ -5,8 +5,7 @@ It runs on the engine's executor thread, after the answer, and takes microsecond
 
 import time
 
-from kvray.engine.request.identity import AskedRequest
-from kvray.engine.request.state import RequestState
+from kvray.engine.request import AskedRequest, RequestState
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.trace.arrival import Arrivals, runs_between

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvray.actors.explain.explaining import (
+from kvray.actors.explain import (
     EVICTED,
     NEVER_STORED,
     PARTIAL,

@@ -13,13 +13,18 @@ has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, cast
 
-from kvray.connector.request.media import MEDIA_FIELDS, media_items
-from kvray.engine.request.identity import Identity
+from kvray.connector.media import MEDIA_FIELDS, media_items
+from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.model.checkpoint import MediaTokens
+from kvray.engine.request import AskedRequest, Identity, Tenancy
+from kvray.errors import ConfigError
+from kvray.identity.tenant import TenantSalts
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
@@ -211,3 +216,66 @@ def only_generates(request: Any) -> bool:
     """
     said = getattr(request, "is_generation_only_request", False)
     return bool(said() if callable(said) else said)
+
+
+class RequestIdentifier:
+    """Tells the requests of one engine apart; used by its executor thread."""
+
+    def __init__(
+        self,
+        totals: Counter[str],
+        *,
+        adapters: str,
+        media_tokens: MediaTokens | None,
+        tenants: TenantSalts | None,
+    ) -> None:
+        self.tenancy = Tenancy(tenants, totals)
+        self.adapters = Adapters(settings=adapters, cache_dir=fingerprints_dir())
+        self.hides_media = False
+        """Whether the engine was seen to ask about a request without showing its media."""
+        self._media_tokens = media_tokens
+        self._regularity = Regularity()
+
+    def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
+        """Return what the engine asks about; None: it cannot be told, or is not what it should be.
+
+        `request` may lack what Python knows of it. ConfigError: as `identify`.
+        """
+        try:
+            tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
+            if type(tokens) is not list or not tokens:
+                return None
+            if prompt_len > len(tokens) and hasattr(request, "prompt_len"):
+                return None
+            end = min(len(tokens), prompt_len)
+            if type(num_computed) is not int or not 0 <= num_computed <= end:
+                return None
+            identity = self._identify_asked(request, tokens)
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001 - a foreign object may be anything, and raise what it likes
+            return None
+        if identity is None:
+            return None
+        return AskedRequest(
+            request_id=request.request_id,
+            tokens=tokens,
+            prompt_len=end,
+            num_computed=num_computed,
+            identity=identity,
+        )
+
+    def identify(self, request: Any) -> Identity | None:
+        """Return what the request shows of what enters its keys; raises as `identify`."""
+        identity = identify(request, self.adapters.fingerprint)
+        return None if identity is None else self.tenancy.apply(identity)
+
+    def _identify_asked(self, request: Any, tokens: Sequence[int]) -> Identity | None:
+        if self._regularity.is_lacking(request):
+            return None
+        identity = self.identify(request)
+        # Only Python attributes tell of some media, and a copy of the request lacks those.
+        if identity is None or identity.media or hasattr(request, "py_multimodal_data"):
+            return identity
+        is_text = self._media_tokens is None or not self._media_tokens.may_be_in(tokens)
+        return identity if is_text and not self.hides_media else None

@@ -1,1 +1,0 @@
-"""Explains why requests hit or missed; runs in a command's process and asks the shards."""

@@ -1,1 +1,0 @@
-"""What the engine says of its model and its KV cache, and the set-ups that are refused."""

@@ -1,1 +1,0 @@
-"""What is known of one request of an engine between its first query and its end."""
