@@ -311,7 +311,7 @@ class RoomAhead:
         most = tables.geometry.num_slabs * slabs.usable(tables, block_bytes) // _DEMAND_SHARE
         demand = min(_DEMAND_ROUNDS * taken, most)
         evicted = 0
-        if self._shortfall(block_bytes, free_target, demand):
+        if self._shortfall(block_bytes, free_target, demand) and len(slabs.block_sizes(tables)) > 1:
             is_chosen = victims.num_left(tables, block_bytes) > 0
             if not is_chosen and time.monotonic() >= size.search_at:
                 self._search(block_bytes, size, 0, rank)
