@@ -343,10 +343,10 @@ class Leader:
             return reason
         state.arrivals = matched.arrivals
         if matched.end <= first:
-            shared.release_prefix(matched.prefix)
+            shared.release_prefix(matched)
             return reason
         promise = Promise(
-            prefix=matched.prefix,
+            lease=matched,
             first=first,
             end=matched.end,
             honoured=honoured,

@@ -17,6 +17,7 @@ import numpy as np
 from kvray.errors import LeaseExpired
 from kvray.store import Arena, Held, Lease
 from kvray.store.arena.tables import Array
+from kvray.trace.arrival import Arrivals
 
 
 class PageIds(NamedTuple):
@@ -105,12 +106,15 @@ Honoured = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeasedPrefix:
-    """Blocks of a prompt from its root; whoever has it ends its leases."""
+class PrefixLease:
+    """Blocks of a prompt from its root, for all ranks; whoever has it ends its leases, once."""
 
     arena: Arena  # the leader's
     held: Held  # leases there, for its ranks on this node in their order
     stored_by: int  # ranks that its blocks' bytes are dealt to
+    end: int  # where its sound blocks end
+    arrivals: Arrivals = ()
+    """How its blocks came to this node, as far as they were not here."""
     away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)
     """Rank on another node -> its arena and its lease there, of as many blocks."""
 
@@ -135,7 +139,7 @@ class LeasedPrefix:
 class Promise:
     """Matched tokens that the leader has offered to the engine and holds in leases."""
 
-    prefix: LeasedPrefix  # the whole of it, from its root
+    lease: PrefixLease  # the whole of it, from its root
     first: int  # blocks that the engine had itself
     end: int  # where the promised blocks end; leased blocks after it failed their checksum
     honoured: Honoured | None = None  # None: the engine takes all of an offer or nothing

@@ -37,7 +37,7 @@ def record_answer(
     missing: tuple[BlockKey, ...] = ()
     if state is not None and state.promise is not None:
         end, hit = state.promise.end, state.promise.num_blocks * size
-        if not shared.pool.is_own(state.promise.prefix):
+        if not shared.pool.is_own(state.promise.lease):
             totals["resliced_tokens"] += hit
         for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size

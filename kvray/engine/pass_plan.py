@@ -50,19 +50,19 @@ class PassPlanner:
                 pages = state.load_pages(promise.first, promise.first + taken)
                 load = LoadPlan(
                     request_id=state.request_id,
-                    leased=promise.prefix.leased(),
-                    leased_blocks=promise.prefix.num_blocks,
+                    leased=promise.lease.leased(),
+                    leased_blocks=promise.lease.num_blocks,
                     first=promise.first,
                     pages=tuple(map(PageIds.of, pages)),
-                    stored_by=promise.prefix.stored_by,
+                    stored_by=promise.lease.stored_by,
                 )
         except BaseException:
-            shared.release_prefix(promise.prefix)
+            shared.release_prefix(promise.lease)
             raise
         if taken:
             self._loads.append(load)
         else:
-            shared.release_prefix(promise.prefix)
+            shared.release_prefix(promise.lease)
         start = report.computed_position
         if is_sure:
             start += taken * tokens_per_block
@@ -105,16 +105,16 @@ class PassPlanner:
     def _narrow(self, state: RequestState, promise: Promise, taken: int) -> Promise:
         """Return a promise whose leases have what the first `taken` blocks of the offer need."""
         end = promise.first + taken
-        if end == promise.prefix.num_blocks or not self._shared.pool.has_windows:
+        if end == promise.lease.num_blocks or not self._shared.pool.has_windows:
             return promise
-        prefix = self._finder.narrow(self._shared, promise.prefix, state.keys_until(end))
+        prefix = self._finder.narrow(self._shared, promise.lease, state.keys_until(end))
         if prefix is None:
             raise LeaseExpired(
                 f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
                 f" {state.request_id}, whose last window is not in the tier."
             )
-        self._shared.release_prefix(promise.prefix)
-        promise.prefix = prefix
+        self._shared.release_prefix(promise.lease)
+        promise.lease = prefix
         return promise
 
     def _save(self, state: RequestState, computed_tokens: int) -> None:

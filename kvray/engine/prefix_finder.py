@@ -21,13 +21,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter_ns
 from typing import Any, NamedTuple
 
-from kvray.engine.meta import LeasedPrefix
+from kvray.engine.meta import PrefixLease
 from kvray.engine.registered_pool import Reading
 from kvray.engine.request import AskedRequest
 from kvray.engine.shared_state import SharedState
@@ -111,16 +111,6 @@ _COUNTED_ON_S = 1.0
 """Longest try for the lock where the alternative is the engine's end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
-    """A leased prefix."""
-
-    prefix: LeasedPrefix
-    end: int  # where its sound blocks end
-    arrivals: Arrivals = ()
-    """How its blocks came to this node, as far as they were not here."""
-
-
 def match(
     shared: SharedState,
     reading: Reading,
@@ -129,7 +119,7 @@ def match(
     *,
     sound: int = 0,
     away: Mapping[int, tuple[str, Lease]] | None = None,
-) -> tuple[Matched | None, MissReason]:
+) -> tuple[PrefixLease | None, MissReason]:
     """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
 
     Blocks before `first` are the engine's own, those before `sound` in another lease that is still
@@ -154,11 +144,11 @@ def match(
     except BaseException:
         shared.release_leases(arena, *held.leases)
         raise
-    prefix = LeasedPrefix(arena=arena, held=held, stored_by=reading.stored_by, away=away)
-    return Matched(prefix=prefix, end=end), "corrupt" if end < held.num_blocks else "not_stored"
+    matched = PrefixLease(arena=arena, held=held, stored_by=reading.stored_by, end=end, away=away)
+    return matched, "corrupt" if end < held.num_blocks else "not_stored"
 
 
-def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> LeasedPrefix | None:
+def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> PrefixLease | None:
     """Lease all of `keys`, the engine's own, again; None if they are not all here any more.
 
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
@@ -172,7 +162,7 @@ def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> Le
         return None
     if held is None:
         return None
-    return LeasedPrefix(arena=arena, held=held, stored_by=own.stored_by)
+    return PrefixLease(arena=arena, held=held, stored_by=own.stored_by, end=held.num_blocks)
 
 
 def _sound_run(
@@ -212,7 +202,7 @@ _HOPELESS = ("arena_busy", "none", "reuse_disabled")
 """Reasons for which blocks of other namespaces are of no use either. What the shard could not bring
 of the engine's own, for whatever reason, may be here in another."""
 
-Answer = tuple[Matched | None, MissReason]
+Answer = tuple[PrefixLease | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
 
 
@@ -268,7 +258,7 @@ class PrefixFinder:
         shared: SharedState,
         query: PromptQuery,
         asked: AskedRequest,
-        matched: Matched | None,
+        matched: PrefixLease | None,
         reason: MissReason,
     ) -> Answer:
         """Lease a longer prefix than `matched`, if an engine with more or fewer ranks stored one.
@@ -287,18 +277,18 @@ class PrefixFinder:
                 keys = _keys_in(shared, reading, query, asked)
                 found, why = self.find(shared, query._replace(reading=reading, keys=keys))
                 if found is None or found.end <= have:
-                    _release(shared, found)
+                    shared.release_prefix(found)
                     continue
-                _release(shared, best)
+                shared.release_prefix(best)
                 best, reason, have = found, why, found.end
         except BaseException:
-            _release(shared, best)
+            shared.release_prefix(best)
             raise
         return best, reason
 
     def narrow(
-        self, shared: SharedState, prefix: LeasedPrefix, keys: list[BlockKey]
-    ) -> LeasedPrefix | None:
+        self, shared: SharedState, prefix: PrefixLease, keys: list[BlockKey]
+    ) -> PrefixLease | None:
         """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
         if not prefix.away:
             return lease_exactly(shared, prefix.arena, keys)
@@ -308,7 +298,7 @@ class PrefixFinder:
             shared.release_away(reply.leases)
             return None
         matched, _ = _lease_along(shared, own, keys, len(keys), reply)
-        return None if matched is None else matched.prefix
+        return matched
 
     def waited_s(self, request_id: int) -> float:
         """Return how long a request has waited for the shard."""
@@ -348,12 +338,12 @@ class PrefixFinder:
                 return matched, _reason(reason, reply)
             more, reason = match(shared, reading, keys, first, sound=have)
         except BaseException:
-            _release(shared, matched)
+            shared.release_prefix(matched)
             raise
         if more is None or more.end <= max(have, first):
-            _release(shared, more)
+            shared.release_prefix(more)
             return matched, _reason(reason, reply)
-        _release(shared, matched)
+        shared.release_prefix(matched)
         gained = more.end - max(have, first)
         shared.figures.totals["staged_tokens"] += gained * shared.args.tokens_per_block
         return more, _reason(reason, reply)
@@ -363,7 +353,7 @@ class PrefixFinder:
         shared: SharedState,
         query: PromptQuery,
         late: LateReply,
-        matched: Matched | None,
+        matched: PrefixLease | None,
         reason: MissReason,
     ) -> Answer:
         """Return what is here now that the shard has answered about a request."""
@@ -386,7 +376,7 @@ class PrefixFinder:
         return _lease_along(shared, query.reading, keys, query.first, reply)
 
     def _note_spread(
-        self, shared: SharedState, matched: Matched | None, reply: StageReply
+        self, shared: SharedState, matched: PrefixLease | None, reply: StageReply
     ) -> Answer:
         """Promise nothing this time: ranks of the engine turn out to be on other nodes."""
         shared.has_ranks_away = True
@@ -396,7 +386,7 @@ class PrefixFinder:
             shared.args.spread_setting,
         )
         shared.release_away(reply.leases)
-        _release(shared, matched)
+        shared.release_prefix(matched)
         return None, "store_down"
 
     def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
@@ -501,8 +491,8 @@ def _lease_along(
     if matched is None:
         shared.release_away(reply.leases)
         return None, reason
-    if matched.prefix.num_blocks < len(keys):
-        shared.release_prefix(matched.prefix)
+    if matched.num_blocks < len(keys):
+        shared.release_prefix(matched)
         return None, reason
     return matched, _reason(reason, reply)
 
@@ -510,10 +500,6 @@ def _lease_along(
 def _reason(local: MissReason, reply: StageReply) -> MissReason:
     """Return why there is not more: the shard's reason, unless this node knows a better one."""
     return reply.reason if local == "not_stored" and reply.reason != "none" else local
-
-
-def _release(shared: SharedState, matched: Matched | None) -> None:
-    shared.release_prefix(None if matched is None else matched.prefix)
 
 
 def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:

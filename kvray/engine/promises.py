@@ -38,7 +38,7 @@ class Promises:
     def release(self, shared: SharedState, state: RequestState) -> None:
         """Give up what a request was promised, if it was anything."""
         if state.promise is not None:
-            shared.release_prefix(self.take(state).prefix)
+            shared.release_prefix(self.take(state).lease)
 
     def forget(self, request_id: int) -> None:
         """The request has ended, or starts over: nothing of it is lost any more."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 from kvray.engine.figures import EngineFigures
-from kvray.engine.meta import ConnectorMeta, LeasedPrefix
+from kvray.engine.meta import ConnectorMeta, PrefixLease
 from kvray.engine.model.adapters import fingerprints_dir
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
@@ -174,7 +174,7 @@ class RegisteredPool:
         assert self._own is not None, "the caller has seen that a pool is registered"
         return self._own
 
-    def is_own(self, read: "Reading | LeasedPrefix") -> bool:
+    def is_own(self, read: "Reading | PrefixLease") -> bool:
         """Whether it is of blocks as the engine itself stores them."""
         return read.stored_by == self._args.num_parts_ranks
 

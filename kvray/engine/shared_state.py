@@ -14,7 +14,7 @@ from typing import Any
 from kvray import node
 from kvray.config import KVRayConfig
 from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.meta import LeasedPrefix, Release
+from kvray.engine.meta import PrefixLease, Release
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.registered_pool import RegisteredPool
 from kvray.engine.saver import PendingReads
@@ -88,7 +88,7 @@ class SharedState:
             if not arena.release(*leases):
                 self.link.defer(arena, lambda held: held.release(*leases))
 
-    def release_prefix(self, prefix: LeasedPrefix | None) -> None:
+    def release_prefix(self, prefix: PrefixLease | None) -> None:
         """End all leases of a prefix, if there is one."""
         if prefix is not None:
             self.release_leases(prefix.arena, *prefix.held.leases)

@@ -160,7 +160,7 @@ class SchedulingHalf:
             end = promise.first + self._holds.capacity
             self._leader.cancel(known.number, end * size, promise.end * size)
         known.held = self._holds.begin(
-            promise.prefix.leased(), first=promise.first, stop=promise.end
+            promise.lease.leased(), first=promise.first, stop=promise.end
         )
         if known.held is not None:
             known.num_needed, known.held_at = 0, time.monotonic()

@@ -229,7 +229,7 @@ SHARED = SimpleNamespace(args=ARGS)
 
 
 def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
-    return Promise(prefix=None, first=first, end=first + blocks, **fields)
+    return Promise(lease=None, first=first, end=first + blocks, **fields)
 
 
 TAKEN = {

@@ -59,7 +59,7 @@ def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) 
     assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
     promise = engine.leader.states[number].promise
     assert promise is not None
-    return Hold(hold_id, promise.prefix.leased(), promise.first, promise.end)
+    return Hold(hold_id, promise.lease.leased(), promise.first, promise.end)
 
 
 def answer(held: HeldBlocks, hold: Hold) -> int:
@@ -174,7 +174,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
         if chance.random() < 0.6 and engine.ask(number, PROMPT):
             promise = engine.leader.states[number].promise
             assert promise is not None
-            made = holds.begin(promise.prefix.leased(), first=promise.first, stop=promise.end)
+            made = holds.begin(promise.lease.leased(), first=promise.first, stop=promise.end)
             if made is None:
                 engine.leader.decline(number)
             else:
