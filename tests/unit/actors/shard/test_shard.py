@@ -74,9 +74,7 @@ def holder(shard: Shard, child: StartChild) -> Child:
 
 def test_a_commit_of_another_process_appears_in_the_lookup(holder, line):
     holder.say("small.store(arena, small.chain(4)) and None")
-    began = time.monotonic()
     wait_for(lambda: line.matched(chain(4)) == 4)
-    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("is_full", [False, True])

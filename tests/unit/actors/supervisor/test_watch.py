@@ -110,8 +110,8 @@ def test_nodes_that_are_cut_off_are_tried_all_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
         began = time.monotonic()
-        assert reachable(cut | {"here": here}, timeout_s=0.3) == {"here"}
-        assert time.monotonic() - began < 1
+        assert reachable(cut | {"here": here}, timeout_s=1) == {"here"}
+        assert time.monotonic() - began < 6, "one after the other takes longer"
     assert reachable({}, timeout_s=1) == frozenset()
 
 
