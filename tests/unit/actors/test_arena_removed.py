@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.owner.claim import owner_of
+from kvray.actors.shard import serving
 from kvray.actors.shard import shard as shard_module
 from kvray.actors.shard.shard import Shard
 from kvray.errors import CapacityError
@@ -146,6 +147,13 @@ def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(shard, direct
     directory.parent.mkdir()
 
 
+@pytest.fixture
+def often_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at the tables come at each heartbeat, and not after a thousand times their CPU time."""
+    monkeypatch.setattr(serving, "_AUDIT_SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("often_audited")
 def test_a_flipped_bit_is_mended_and_said(shard, arena, caplog):
     keys = chain(6)
     arena.tables.slot_parent[int(store(arena, keys).slots[2])] ^= 1 << 30
@@ -169,6 +177,7 @@ def test_a_look_at_the_tables_that_waits_puts_off_no_later_one(shard, monkeypatc
     wait_for(lambda: len(looks) > 2)
 
 
+@pytest.mark.usefixtures("often_audited")
 def test_tables_that_are_overwritten_end_no_shard(make_shard, attach):
     shard = make_shard(free_target=0.3)
     arena = attach()
