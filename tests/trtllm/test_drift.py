@@ -204,7 +204,7 @@ def test_every_row_names_tests_that_exist(row):
 
 
 def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version):
-    refusals = version.module("model.refusals")
+    refusals = version.module("refusals")
     policy = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     transfers = SimpleNamespace(backend="DEFAULT")
     llm_args = SimpleNamespace(scheduler_config=policy, cache_transceiver_config=transfers)

@@ -187,7 +187,7 @@ def test_attention_dp_is_refused_by_candidates_between_two_columns(version, monk
 @pytest.mark.parametrize("shape", [(8, 2, 64), (8, 2, 3, 64)], ids=str)
 def test_a_pool_that_is_not_the_whole_cache_is_refused(version, shard, shape):
     (worker,), scheduler = version.construct()
-    pool = version.module("model.read_layout").torch.zeros(shape)
+    pool = version.module("read_layout").torch.zeros(shape)
     try:
         with pytest.raises(ConfigError, match="kvray serves pools"):
             worker.register_kv_caches(pool)
