@@ -83,11 +83,6 @@ class Index:
         """Memory of all entries, those to be purged included."""
         return self._table.num_bytes + self._rows.num_bytes + self._codes.num_bytes
 
-    @property
-    def is_purged(self) -> bool:
-        """Whether no entries are left of shards that were dropped or started over."""
-        return not any(one.codes for one in self._ended)
-
     def entries(self) -> dict[str, int]:
         """Return shard -> number of its announced parts."""
         return {shard: one.num_parts for shard, one in self._shards.items()}

@@ -404,15 +404,15 @@ class Promoter:
     def _fill(self, made: Reservation, keys: Array, found: Array, part: int) -> int:
         """Read blocks, which the store has in `found`; return how many are READY now."""
         try:
-            read = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
-            good = made.only(read.sound)
-            if not self._arena.commit(good, read.checksums[read.sound]):
+            sound, sums = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
+            good = made.only(sound)
+            if not self._arena.commit(good, sums[sound]):
                 raise ShardUnavailable("The arena of this node stays locked; blocks are given up.")
         finally:
             self.num_pieces += 1
             # A slot that is READY by now has left the reservation.
             self._arena.abort(made)
-        self._promoted(good.slots, found[made.rows][read.sound])
+        self._promoted(good.slots, found[made.rows][sound])
         return len(good.slots)
 
 

@@ -32,7 +32,7 @@ from tests.kit.ray.cluster import (
     prompt_of,
 )
 from tests.kit.ray.command_line import free_port
-from tests.unit.store.small_arena import chain, store
+from tests.unit.store.small_arena import chain, num_here, store
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -61,7 +61,7 @@ def filled(tier: TwoNodes, node: Node, name: str) -> list[list[BlockKey]]:
 def num_held(tier: TwoNodes, node: Node, chains: list[list[BlockKey]]) -> int:
     """Return how many whole chains a node has."""
     with tier.arena_of(node) as arena:
-        return sum(arena.match(keys) == LENGTH for keys in chains)
+        return sum(num_here(arena, keys) == LENGTH for keys in chains)
 
 
 def node_id_of(tier: TwoNodes, node: Node) -> str:

@@ -2,7 +2,7 @@
 
 from kvray.lab.replay.reading import read_trace
 from kvray.lab.replay.simulator import Comparison, Outcome, Plan, belady, compare, infinite
-from kvray.store.replay.trace import Trace
+from kvray.store.replay import Trace
 
 __all__ = [
     "Comparison",

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvray.errors import ConfigError
-from kvray.store.replay.trace import NO_PARENT, Ints, Trace
+from kvray.store.replay import NO_PARENT, Ints, Trace
 
 CONCURRENT = 16
 """Sessions that run at the same time, by default."""

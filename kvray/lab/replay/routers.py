@@ -18,7 +18,7 @@ import numpy as np
 
 from kvray.routing import Candidate, Cost, Link, Load, Lru, Rates, Stretch, choose, predict
 from kvray.routing.cost import Medium
-from kvray.store.replay.trace import Floats, Trace
+from kvray.store.replay import Floats, Trace
 from kvray.trace.arrival import Source
 
 ONE = "one replica"

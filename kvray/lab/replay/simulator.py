@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store import policy as policies
-from kvray.store.replay import Replay
-from kvray.store.replay.trace import Ints, Trace
+from kvray.store.replay import Ints, Replay, Trace
 
 POLICIES = tuple(policies.POLICIES)
 ADMISSIONS = tuple(policies.ADMISSIONS)

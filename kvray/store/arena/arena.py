@@ -137,14 +137,6 @@ class Arena(MappedArena):
                 lease.note_use(self.tables, lease.match(self.tables, packed, [request])[1][request])
             return entered
 
-    def match(self, keys: Sequence[BlockKey]) -> int | None:
-        """Return how many leading `keys` have part 0 here, without a lease; None if busy."""
-        packed = key_index.pack_keys(keys)
-        with self.section(self.lock_wait_s) as entered:
-            if not entered or self.retired:
-                return None
-            return lease.match(self.tables, packed, [PartRequest(0)])[0]
-
     def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array]:
         """Return one mask a part: which of `keys` are here now.
 

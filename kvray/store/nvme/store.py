@@ -32,7 +32,7 @@ from kvray.store.nvme import recovery
 from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.disk import Disk, device_errors, private
 from kvray.store.nvme.segment_files import SegmentFiles
-from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Promoted
+from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats
 from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, moves, read_tasks
 from kvray.store.nvme.writer import CLOSED, Writer, num_closed
 
@@ -268,8 +268,13 @@ class NvmeStore:
                 self._note_use()
             self._writer.flush()
 
-    def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
+    def read(
+        self, keys: Array, part: int, arena: Tables, arena_slots: Array
+    ) -> tuple[Array, Array]:
         """Read blocks (u64 [num_keys, 4]) into slots reserved for them in an arena, and check them.
+
+        Returns a mask of the keys whose blocks are there and have their checksum, and checksums,
+        u64, to commit these.
 
         A wrong block goes out of service, for as long as the store is open. A block that the device
         refuses to read is a miss, and stays: the fault may pass. ConfigError, LayoutMismatch: a
@@ -295,7 +300,7 @@ class NvmeStore:
             same = (sums == self.tables.slot_checksum[held]) & ~unreadable
             self._note(held, same, unreadable)
         checksums[rows], sound[rows] = sums, same
-        return Promoted(sound=sound, checksums=checksums)
+        return sound, checksums
 
     # -- private ------------------------------------------------------------------------------
 

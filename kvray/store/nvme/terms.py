@@ -60,14 +60,6 @@ class Demotion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promoted:
-    """Blocks that `read` has brought into an arena's slots, one row a key."""
-
-    sound: Array  # a mask of those that are there and have their checksum
-    checksums: Array  # u64, to commit the sound ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeStats:
     """Counts of a store since it was opened; sizes in bytes."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.arena.tables import Array
-from kvray.store.replay.replay import RANKED_MIN, Replay
+from kvray.store.replay import RANKED_MIN, Replay
 from kvray.store.sizing.sample import Space, Window
 
 SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 3 / 2, 2, 4)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvray.store.arena.tables import Array
-from kvray.store.replay.trace import NO_PARENT, Trace
+from kvray.store.replay import NO_PARENT, Trace
 from kvray.store.sizing.prompts import LIMIT_MAX, SampledPrompts, sampled_lengths
 
 KEYS_MAX, PROMPTS_MAX = 2**17, 2**14

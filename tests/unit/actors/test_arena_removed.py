@@ -22,7 +22,7 @@ from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.owner import ArenaOwner
 from tests.unit.actors.small_shard import nvme_for
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import PATIENT_S, chain, fetch, overwrite, store
+from tests.unit.store.small_arena import PATIENT_S, chain, fetch, num_here, overwrite, store
 from tests.waiting import wait_for
 
 KEYS = chain(4)
@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_mended_and_said(shard, arena, caplog):
     wait_for(lambda: "1 parents of its" in caplog.text or "1 children of its" in caplog.text)
     wait_for(lambda: arena.stats()["repairs"] == 1)
     check_invariants(arena.tables)
-    assert arena.match(keys) == 6
+    assert num_here(arena, keys) == 6
     assert shard.status()["state"] == "serving"
 
 
@@ -189,5 +189,5 @@ def test_tables_that_are_overwritten_end_no_shard(make_shard, attach):
     keys = chain(4, seed="after")
     wait_for(lambda: shard.clear(5) == 0)
     store(arena, keys)
-    assert arena.match(keys) == 4
+    assert num_here(arena, keys) == 4
     assert shard.status()["state"] == "serving"

@@ -32,7 +32,7 @@ from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.events.attacks import attacked
 from tests.unit.events.test_outlet import free_port
-from tests.unit.store.small_arena import SLOT, spec, store
+from tests.unit.store.small_arena import SLOT, num_here, spec, store
 from tests.waiting import wait_for
 
 FULL = "There are more blocks than 32 MiB can describe; the others are not published."
@@ -171,7 +171,7 @@ def test_evicted_and_cleared_blocks_are_removed(node):
     wait_for(lambda: shard.status()["removed_blocks"])
 
     def held() -> set[int]:
-        return hashes([key for keys in prompts for key in keys if arena.match([key])])
+        return hashes([key for keys in prompts for key in keys if num_here(arena, [key])])
 
     assert 0 < len(held()) < 120
     sub.read_until(lambda one: set(one.content["CPU"]) == held())
@@ -553,7 +553,7 @@ def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memor
         num_events += 2048 + len(sub.removed)
         sub.removed.clear()
         peak = max(peak, process.memory_info().rss)
-    recent = [key for prompt in prompts for key in prompt if arena.match([key])]
+    recent = [key for prompt in prompts for key in prompt if num_here(arena, [key])]
     sub.read_until(lambda one: hashes(recent) <= set(one.content["CPU"]))
     assert len(sub.content["CPU"]) <= 4096
     print(f"{num_events} events, {(peak - before) / 2**20:.0f} MiB more")

@@ -24,7 +24,7 @@ from tests.unit.actors.small_shard import (
     settings_for,
     wait_until_serving,
 )
-from tests.unit.store.small_arena import store
+from tests.unit.store.small_arena import num_here, store
 from tests.waiting import wait_for
 
 MINE = replace(NAMESPACE, part_bytes=4096)
@@ -72,7 +72,7 @@ class Tier:
         return bool(runs) and runs[-1][0] == len(keys)
 
     def has(self, node: str, keys: list[BlockKey]) -> bool:
-        return bool(self.arena(node).match(keys) == len(keys))
+        return bool(num_here(self.arena(node), keys) == len(keys))
 
     def store_far(self, keys: list[BlockKey]) -> None:
         """Have `b` hold `keys`, and the lookup know it."""

@@ -20,7 +20,7 @@ from tests.forks import Done, RunKvray
 from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_shard import open_arena
 from tests.unit.store.conftest import Child
-from tests.unit.store.small_arena import SLOT, chain, make_arena, overwrite, spec, store
+from tests.unit.store.small_arena import SLOT, chain, make_arena, num_here, overwrite, spec, store
 
 Sweep = Callable[..., dict[str, Any]]
 
@@ -262,7 +262,7 @@ def test_a_wrong_block_is_named_and_exits_with_1(verify, make):
     done = verify()
     assert done.returncode == 1
     assert f"corrupt, now quarantined: {name}" in done.stdout
-    assert arena.match(KEYS) == 7
+    assert num_here(arena, KEYS) == 7
     assert verify().returncode == 0
 
 

@@ -216,11 +216,17 @@ def fetch(
     return bool((pool == expected).all())
 
 
+def num_here(arena: Arena, keys: list[BlockKey]) -> int:
+    """Return how many leading `keys` have part 0 here now."""
+    (here,) = arena.present(keys, [0])
+    return len(keys) if here.all() else int(here.argmin())
+
+
 def served(arena: Arena, keys: list[BlockKey], **size: Any) -> int:
     """Lease, read and give back what there is of `keys`, each byte of it right; return how many."""
-    if not arena.match(keys):
-        return 0
-    held = leased(arena, keys)
-    assert fetch(arena, keys, held, **size)
-    assert arena.release(held, wait_s=PATIENT_S)
-    return held.num_slots
+    leases = arena.lease(keys)
+    assert leases is not None
+    for held in leases:
+        assert fetch(arena, keys, held, **size)
+    assert arena.release(*leases, wait_s=PATIENT_S)
+    return sum(held.num_slots for held in leases)

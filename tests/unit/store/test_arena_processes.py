@@ -32,6 +32,7 @@ from tests.unit.store.small_arena import (
     fetch,
     leased,
     make_arena,
+    num_here,
     served,
     store,
 )
@@ -89,7 +90,7 @@ def test_stopped_holder_keeps_what_it_has(arena, other):
     assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
     for number in range(10):
         store(arena, chain(40, seed=str(number)))
-    assert arena.match(KEYS) == 10
+    assert num_here(arena, KEYS) == 10
     assert int((arena.tables.slot_state == RESERVED).sum()) == 3
     other.process.send_signal(signal.SIGCONT)
     assert other.say("arena.leave()") == "True"
@@ -117,7 +118,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena, other):
     other.say("arena._lock.acquire(0)")
     other.say("arena.tables.put(small.np.arange(256), index_slot=7)")
     other.kill()
-    assert arena.match(KEYS) == 10
+    assert num_here(arena, KEYS) == 10
     assert arena.stats()["repairs"] == 1
     ArenaOwner(arena).bury_dead(limbo_s=0)
 
@@ -129,7 +130,7 @@ def test_fork_can_do_nothing_and_breaks_nothing(arena, other):
     pid = os.fork()
     if pid == 0:
         start = time.monotonic()
-        fine = arena.lease(KEYS) is None and arena.match(KEYS) is None
+        fine = arena.lease(KEYS) is None
         arena.close()
         os._exit(0 if fine and time.monotonic() - start < 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -382,7 +383,7 @@ def check_what_is_left(node_dir: Path, shard: Shard, line: Line) -> dict[str, An
         check_bytes(arena.tables)
         check_contents(arena.tables)
     for number in range(NUM_CHAINS):
-        here = arena.match(keys_of(number))
+        here = num_here(arena, keys_of(number))
         wait_for(lambda n=number, here=here: line.matched(keys_of(n)) == here, "the announcements")
     shard.clear(PATIENT_S)
     assert not states.any(), "a slot is lost"

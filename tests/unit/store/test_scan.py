@@ -18,7 +18,16 @@ from kvray.store.arena.lease import Lease
 from kvray.store.arena.tables import Array
 from kvray.store.scan import scan
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, spec, store
+from tests.unit.store.small_arena import (
+    PATIENT_S,
+    SLOT,
+    chain,
+    make_arena,
+    num_here,
+    pool_of,
+    spec,
+    store,
+)
 
 KEYS = chain(20)
 
@@ -50,7 +59,7 @@ def test_a_wrong_byte_is_found_named_and_never_served_again(arena):
     found = scan(arena, quiet)
     assert set(found.corrupt) == names
     assert found.blocks == 20
-    assert arena.match(KEYS) == 3
+    assert num_here(arena, KEYS) == 3
     assert arena.stats()["corrupt"] == 2
     assert (arena.tables.slot_state[made.slots[[3, 11]]] == QUARANTINED).all()
     check_invariants(arena.tables)

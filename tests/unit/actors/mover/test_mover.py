@@ -18,7 +18,7 @@ from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
 from tests.examples import examples
 from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
-from tests.unit.store.small_arena import SLOT, chain, store
+from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
 
 
@@ -145,7 +145,7 @@ def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target)
     assert report.here == (6,)
     assert report.sources["a"].corrupt == 1
     assert report.sources["a"].error is None
-    wait_for(lambda: source.arena.match(keys) == 6)
+    wait_for(lambda: num_here(source.arena, keys) == 6)
     assert source.arena.stats()["corrupt"] == 1
     wait_for(lambda: target.num_reserved == 0)
 
@@ -242,10 +242,10 @@ def test_leased_blocks_cannot_be_evicted(source, target, keys):
     lease = source.mover.lease(_request(target, keys, lease_s=60.0))
     assert len(lease.groups[0].sizes) == 10
     ArenaOwner(source.arena).clear()
-    assert source.arena.match(keys) == 10
+    assert num_here(source.arena, keys) == 10
     source.mover.release(lease.token, b"")
     ArenaOwner(source.arena).clear()
-    assert source.arena.match(keys) == 0
+    assert num_here(source.arena, keys) == 0
 
 
 def test_read_lease_that_nobody_renews_ends(source, target, keys):

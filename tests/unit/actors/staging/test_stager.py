@@ -29,7 +29,7 @@ from kvray.store import Arena, PartRequest
 from kvray.trace.arrival import NVME
 from tests.examples import examples
 from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
-from tests.unit.store.small_arena import chain, fetch, store
+from tests.unit.store.small_arena import chain, fetch, num_here, store
 
 pytestmark = pytest.mark.anyio
 
@@ -267,12 +267,12 @@ async def test_what_was_staged_is_kept_until_the_handover_is_over(nodes, stager)
     assert (await stage(stager)).num_blocks == 20
     for number in range(8):
         store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
-    assert nodes["a"].arena.match(KEYS) == 20
+    assert num_here(nodes["a"].arena, KEYS) == 20
     stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
     assert len(stager.handovers) == 0
     for number in range(8):
         store(nodes["a"].arena, chain(30, seed=f"more {number}"))
-    assert nodes["a"].arena.match(KEYS) == 0
+    assert num_here(nodes["a"].arena, KEYS) == 0
 
 
 async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch):
@@ -414,7 +414,7 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
                 continue
             assert isinstance(answer, Staged)
             keys = BRANCHES[branch][:length]
-            most = max(nodes[name].arena.match(keys) or 0 for name in "abc" if name not in gone)
+            most = max(num_here(nodes[name].arena, keys) for name in "abc" if name not in gone)
             assert answer.num_blocks <= most
             if wait_s > 1 and not gone:
                 assert answer.num_blocks == most

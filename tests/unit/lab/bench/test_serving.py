@@ -37,7 +37,7 @@ from kvray.lab.bench.serving.workload import (
 )
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.report import Report
-from kvray.store.replay.trace import Trace
+from kvray.store.replay import Trace
 from tests.waiting import HANG_S
 
 

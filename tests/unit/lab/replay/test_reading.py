@@ -13,7 +13,7 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.lab.replay import Trace, infinite, read_trace
 from kvray.lab.replay.reading import Session, TraceBuilder, lay_out, read_session
-from kvray.store.replay.trace import NO_PARENT
+from kvray.store.replay import NO_PARENT
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}

@@ -23,8 +23,7 @@ from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
-from kvray.store.replay import Replay
-from kvray.store.replay.replay import NOWHERE
+from kvray.store.replay import NOWHERE, Replay
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
 
 ROOT = Path(__file__).parents[4]

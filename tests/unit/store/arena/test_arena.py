@@ -24,6 +24,7 @@ from tests.unit.store.small_arena import (
     leased,
     leased_for,
     make_arena,
+    num_here,
     reserved,
     spec,
     store,
@@ -63,7 +64,6 @@ def test_arena_busy_is_a_miss_within_lock_wait_s(arena, second):
     assert arena._lock.acquire(0)
     start = time.monotonic()
     assert second.lease(KEYS) is None
-    assert second.match(KEYS) is None
     assert second.reserve(KEYS, **PLACE) is None
     assert time.monotonic() - start < 3 * BUSY_S + 5
     arena._lock.release()
@@ -106,7 +106,7 @@ def test_block_larger_than_a_slab_is_refused_with_the_fix(arena):
 
 def test_empty_calls_are_fine(arena):
     assert arena.lease([]) == []
-    assert arena.match([]) == 0
+    assert num_here(arena, []) == 0
     assert arena.release()
     made = reserved(arena, [])
     assert arena.commit(made, np.empty(0, dtype="<u8"))
@@ -120,7 +120,7 @@ def test_sections_that_raise_change_nothing(arena, monkeypatch):
         with pytest.raises(ShardUnavailable, match="make no sense"):
             arena.lease(KEYS)
     assert not arena.tables.slot_leases.any()
-    assert arena.match(KEYS) == 10
+    assert num_here(arena, KEYS) == 10
     assert arena.stats()["repairs"] == 0
 
 
@@ -132,7 +132,6 @@ def test_who_has_not_joined_can_neither_lease_nor_reserve(arena, directory):
     for call in (lambda: stranger.lease(KEYS), lambda: reserved(stranger, KEYS)):
         with pytest.raises(LeaseExpired, match="join"):
             call()
-    assert stranger.match(KEYS) == 0
     stranger.close()
 
 
@@ -262,7 +261,7 @@ def test_evicting_ahead_frees_the_share_that_is_asked(arena):
     assert ArenaOwner(arena).evict_ahead(0.0) == 0
     assert ArenaOwner(arena).evict_ahead(0.25) == 16
     assert ArenaOwner(arena).evict_ahead(0.25) == 0
-    assert arena.match(chain(14, seed="3")) == 14
+    assert num_here(arena, chain(14, seed="3")) == 14
 
 
 def test_evicting_ahead_looks_at_each_block_size(arena):
@@ -271,9 +270,9 @@ def test_evicting_ahead_looks_at_each_block_size(arena):
     store(arena, large, block_bytes=2 * SLOT)
     assert arena.lease(small[:20])
     assert ArenaOwner(arena).evict_ahead(0.25) == 8
-    assert (arena.match(small), arena.match(large)) == (24, 16)
+    assert (num_here(arena, small), num_here(arena, large)) == (24, 16)
     assert ArenaOwner(arena).evict_ahead(0.5) == 4 + 4
-    assert (arena.match(small), arena.match(large)) == (20, 12)
+    assert (num_here(arena, small), num_here(arena, large)) == (20, 12)
     assert arena.lease(small[20:]) == []
 
 
@@ -282,7 +281,7 @@ def test_clear_spares_what_is_leased(arena):
     store(arena, chain(20, seed="x"))
     held = leased(arena, KEYS[:4])
     assert ArenaOwner(arena).clear() == 26
-    assert arena.match(KEYS) == 4
+    assert num_here(arena, KEYS) == 4
     assert fetch(arena, KEYS, held)
 
 
@@ -302,7 +301,6 @@ def test_a_retired_arena_only_takes_back(arena, second, directory):
     ArenaOwner(arena).retire()
     assert second.retired
     assert second.lease(KEYS) is None
-    assert second.match(KEYS) is None
     assert second.reserve(KEYS, **PLACE) is None
     assert fetch(second, KEYS, held)
     assert second.release(held)
@@ -320,7 +318,7 @@ def test_lease_of_slots_takes_those_that_are_ready(arena):
     assert held is not None
     assert arena.leased_slots(held).tolist() == sorted(made.slots.tolist())
     ArenaOwner(arena).clear()
-    assert arena.match(chain(5)) == 5
+    assert num_here(arena, chain(5)) == 5
     assert arena.release(held)
 
 

@@ -9,7 +9,7 @@ from kvray.store.arena import slots
 from kvray.store.arena import tables as tables_module
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import EventReader, Tables
-from tests.unit.store.small_arena import chain, evict, make_tables, put, store
+from tests.unit.store.small_arena import chain, evict, make_tables, num_here, put, store
 
 KEYS = chain(10)
 
@@ -35,7 +35,7 @@ def test_first_looks_go_through_all_slots(tables, monkeypatch):
 def test_a_use_is_an_event_and_a_look_is_not(arena):
     made = store(arena, KEYS)
     reader = seen_all(arena.tables)
-    assert arena.match(KEYS) == len(KEYS)
+    assert num_here(arena, KEYS) == len(KEYS)
     assert not reader.has_more(arena.tables)
     arena.lease(KEYS[:3])
     assert reader.take(arena.tables).tolist() == sorted(made.slots[:3].tolist())

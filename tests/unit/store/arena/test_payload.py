@@ -24,6 +24,7 @@ from tests.unit.store.small_arena import (
     leased,
     leased_for,
     make_arena,
+    num_here,
     pool_of,
     reserved,
     served,
@@ -128,7 +129,7 @@ def test_flipped_byte_is_found_and_the_block_never_served_again(arena, verify):
     with pytest.raises(CorruptBlock, match=KEYS[bad].hex()[:8]):
         fetch(arena, KEYS, held)
     assert int(arena.tables.slot_state[11]) == QUARANTINED
-    assert (arena.match(KEYS), arena.stats()["corrupt"]) == (bad, 1)
+    assert (num_here(arena, KEYS), arena.stats()["corrupt"]) == (bad, 1)
     # A lease from before does not serve it either, whether it looks at checksums or not.
     pool = np.zeros((len(KEYS), SLOT), dtype=np.uint8)
     with pytest.raises(CorruptBlock):
@@ -148,7 +149,7 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena):
     assert sound_run(arena, held, first=15) == 5
     assert sound_run(arena, held) == 11
     assert sound_run(arena, held) == 11
-    assert arena.match(KEYS) == 11
+    assert num_here(arena, KEYS) == 11
     assert sound_run(arena, held, first=20) == 0
 
 

@@ -9,7 +9,16 @@ from kvray.errors import ConfigError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import owner, quotas
 from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
-from tests.unit.store.small_arena import SLOT, chain, leased, make_tables, put, reserve, store
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    leased,
+    make_tables,
+    num_here,
+    put,
+    reserve,
+    store,
+)
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
@@ -112,8 +121,8 @@ def test_of_a_namespace_the_lower_priorities_go(arena):
     fill(arena, "low", 2, MINE, priority=1)
     fill(arena, "high", 2, MINE, priority=90)
     own(arena, mine=2).evict_ahead(0.0)
-    assert arena.match(chain(2, seed="high0")) == 2
-    assert arena.match(chain(2, seed="low0")) == 0
+    assert num_here(arena, chain(2, seed="high0")) == 2
+    assert num_here(arena, chain(2, seed="low0")) == 0
 
 
 def test_of_one_priority_the_policy_decides(arena):
@@ -122,7 +131,7 @@ def test_of_one_priority_the_policy_decides(arena):
     keeper = own(arena, mine=2)
     ticks = arena.tables.slot_tick.astype(float)
     assert keeper.evict_ahead(0.0, lambda slots: -ticks[slots]) == 2
-    assert (arena.match(chain(2, seed="old0")), arena.match(chain(2, seed="young0"))) == (2, 0)
+    assert [num_here(arena, chain(2, seed=seed)) for seed in ("old0", "young0")] == [2, 0]
 
 
 def test_leased_blocks_stay_until_nobody_leases_them(arena):

@@ -36,6 +36,7 @@ from tests.unit.store.small_arena import (
     leased_for,
     make_tables,
     matched,
+    num_here,
     overwrite,
     pool_of,
     put,
@@ -323,9 +324,9 @@ def test_damage_is_found_by_its_name_and_mended_by_the_owner(stored, name, colum
 
 def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored):
     stored.tables.header["undo_count"] = 2**40
-    assert stored.match(KEYS) is None
+    assert stored.lease(KEYS) is None
     ArenaOwner(stored).audit()
-    assert stored.match(KEYS) == 6
+    assert num_here(stored, KEYS) == 6
     check_invariants(stored.tables)
 
 
@@ -361,7 +362,7 @@ def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena):
     made = reserved(arena, KEYS)
     arena.tables.slot_part[made.slots[2]] ^= 1
     assert arena.commit(made, arena.write(made, pool_of(KEYS), np.arange(6)))
-    assert arena.match(KEYS) == 2
+    assert num_here(arena, KEYS) == 2
     assert not arena.present(KEYS, [1])[0].any()
     assert arena.tables.slot_state[made.slots[2]] == FREE
     ArenaOwner(arena).audit()
@@ -373,7 +374,7 @@ def test_entries_of_the_index_that_name_no_slot_are_misses(stored):
     assert not stored.present(KEYS, [0])[0].any()
     assert stored.lease(KEYS) == stored.lease(KEYS[:1]) == []
     assert ArenaOwner(stored).audit()
-    assert stored.match(KEYS) == 6
+    assert num_here(stored, KEYS) == 6
 
 
 def test_an_arena_in_use_is_not_taken_for_damaged(arena):

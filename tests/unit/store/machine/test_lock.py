@@ -20,7 +20,7 @@ from kvray.store import Arena
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.conftest import Child
-from tests.unit.store.small_arena import chain, store
+from tests.unit.store.small_arena import chain, num_here, store
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -271,7 +271,7 @@ def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena, other):
         stolen = [Description(one.path).set(ARENA_BYTE, 1) for one in own]
         os._exit(0 if all(taken) and not any(stolen) else 1)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert other.say("arena.match(small.chain(1))") == "0"
+    assert other.say("arena.note_use([], 0)") == "True"
 
 
 def test_fork_opens_what_it_needs_again(arena):
@@ -279,7 +279,7 @@ def test_fork_opens_what_it_needs_again(arena):
 
     def opens_it() -> bool:
         own = Arena(arena.directory, lock_wait_s=1)
-        return (own.match(chain(3)), own.join("fork")) == (3, 1)
+        return (num_here(own, chain(3)), own.join("fork")) == (3, 1)
 
     def opens_it_in_a_thread() -> bool:
         answers: list[bool] = []
@@ -320,7 +320,7 @@ def test_closed_arena_has_no_section_and_keeps_no_lock(arena, other):
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         pass
-    assert other.say("arena.match(small.chain(1))") == "0"
+    assert other.say("arena.note_use([], 0)") == "True"
 
 
 def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
@@ -328,7 +328,7 @@ def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         _read_closed(arena)
     arena._tables = tables
-    assert other.say("arena.match(small.chain(1))") == "0"
+    assert other.say("arena.note_use([], 0)") == "True"
 
 
 def test_who_has_just_had_the_lock_lets_others_go_first(directory):

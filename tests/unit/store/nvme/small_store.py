@@ -10,7 +10,7 @@ from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, payload, slots
 from kvray.store.arena.layout import READY, Geometry
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
+from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore
 from kvray.store.nvme.disk import Disk, aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
 from tests.unit.store.small_arena import SLOT, content, reserve, victims
@@ -106,16 +106,16 @@ def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
 
 def promote(
     store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
-) -> Promoted:
-    """Read `keys`; fail if a block that is called sound has other bytes than its key's."""
+) -> Array:
+    """Read `keys`; return a mask of those that are sound, which have the bytes of their keys."""
     arena = arena_tables(num_slabs=max(8, 2 + len(keys) * block_bytes // (32 * SLOT)))
     made = reserve(arena, keys, part=part, block_bytes=block_bytes)
     assert len(made.slots) == len(keys)
-    got = store.read(key_index.pack_keys(keys), part, arena, made.slots)
-    for key, slot, sound in zip(keys, made.slots.tolist(), got.sound.tolist(), strict=True):
-        if sound:
+    sound, checksums = store.read(key_index.pack_keys(keys), part, arena, made.slots)
+    for key, slot, is_sound in zip(keys, made.slots.tolist(), sound.tolist(), strict=True):
+        if is_sound:
             found = payload.slot_bytes(arena, slot)[:block_bytes]
             assert (found == content(key, part, block_bytes=block_bytes)).all(), "wrong bytes"
     sums = payload.sum_slots(arena, made.slots)
-    assert (sums == got.checksums)[got.sound].all()
-    return got
+    assert (sums == checksums)[sound].all()
+    return sound

@@ -75,7 +75,7 @@ def found_after(directory: Path) -> set[str]:
     assert (store.report.damaged, store.report.truncated, store.report.aside) == (0, 0, ())
     found = set()
     for (part, size), keys in crashing.CHAINS.items():
-        sound = promote(store, keys, part=part, block_bytes=size).sound
+        sound = promote(store, keys, part=part, block_bytes=size)
         found |= {f"{part}/{size}/{row}" for row, good in enumerate(sound) if good}
     store.close()
     return found
@@ -168,7 +168,7 @@ def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
         assert not store.report.aside, "a file had its name before it was whole"
         sound: set[Block] = set()
         for (part, size), keys in CHAINS.items():
-            got = promote(store, keys, part=part, block_bytes=size).sound
+            got = promote(store, keys, part=part, block_bytes=size)
             sound |= {(key, part) for key, good in zip(keys, got, strict=True) if good}
         missing = promised(log, cut) - sound
         assert not missing, f"{len(missing)} flushed blocks are lost"

@@ -74,7 +74,7 @@ class Filled:
 def check_written_again(store: NvmeStore) -> None:
     """Fail unless KEYS can be stored and read as if nothing had been."""
     assert demote(store, KEYS).all()
-    assert promote(store, KEYS).sound.all()
+    assert promote(store, KEYS).all()
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_one_flipped_bit_costs_one_block_or_the_file_and_nothing_wrong_is_served
     filled.put(image)
     filled.flip(at, bit)
     store = filled.reopen()
-    sound = int(np.count_nonzero(promote(store, KEYS).sound))
+    sound = int(np.count_nonzero(promote(store, KEYS)))
     if at < PAGE_BYTES:
         assert (sound, len(store.report.aside)) == (0, 1)
     else:
@@ -148,7 +148,7 @@ def test_parentless_blocks_are_found_again_with_their_parent(filled):
 def test_flipped_payload_is_quarantined_counted_and_gone_for_good(filled):
     filled.flip(SHAPE.payload_offset + 5 * SLOT + 100)
     store = filled.reopen()
-    assert promote(store, KEYS).sound.tolist() == [True] * 5 + [False] + [True] * 6
+    assert promote(store, KEYS).tolist() == [True] * 5 + [False] + [True] * 6
     assert store.stats().corrupt == 1
     assert int(np.count_nonzero(store.tables.slot_state == QUARANTINED)) == 1
     assert present(store, KEYS[5:6]) == 0
@@ -181,7 +181,7 @@ def test_younger_of_two_records_of_a_block_counts(filled):
     rewrite(filled.path, 13, **fields, payload_checksum=1, sequence=earlier, used=1)
     store = filled.reopen()
     assert (store.report.blocks, store.report.duplicates) == (12, 1)
-    assert promote(store, KEYS).sound.all()
+    assert promote(store, KEYS).all()
 
 
 def test_numbers_go_on_above_all_that_were_given(filled):
@@ -205,7 +205,7 @@ def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled):
     filled.cut(SHAPE.payload_offset + 4 * SLOT + 5)
     store = filled.reopen()
     assert (store.report.blocks, store.report.truncated) == (4, 8)
-    assert promote(store, KEYS).sound.tolist() == [True] * 4 + [False] * 8
+    assert promote(store, KEYS).tolist() == [True] * 4 + [False] * 8
     assert filled.path.stat().st_size == SHAPE.file_bytes
     check_written_again(store)
 
@@ -213,7 +213,7 @@ def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled):
 def test_file_that_was_cut_while_the_store_is_open_is_a_miss(filled):
     store = filled.reopen()
     filled.cut(SHAPE.payload_offset + 4 * SLOT)
-    assert promote(store, KEYS).sound.tolist() == [True] * 4 + [False] * 8
+    assert promote(store, KEYS).tolist() == [True] * 4 + [False] * 8
     assert store.stats().unreadable == 8
 
 
@@ -246,7 +246,7 @@ def test_copy_of_a_segment_is_put_aside(filled):
     shutil.copy(filled.path, filled.directory / "segment-00000007")
     store = filled.reopen()
     assert store.report.aside == ("segment-00000007.copy",)
-    assert promote(store, KEYS).sound.all()
+    assert promote(store, KEYS).all()
 
 
 def test_a_file_that_was_never_finished_is_removed_and_others_stay(filled):
@@ -276,7 +276,7 @@ def test_a_key_of_the_right_record_is_what_is_served(filled):
     """A record that is sealed with another block's key has that key's checksum against it."""
     stranger = chain(1, seed="stranger")
     rewrite(filled.path, 0, key=key_index.pack_keys(stranger)[0])
-    assert not promote(filled.reopen(), [BlockKey(stranger[0])]).sound.any()
+    assert not promote(filled.reopen(), [BlockKey(stranger[0])]).any()
 
 
 # -- any content: checksums are right, so that what stands behind them is looked at ---------------
@@ -308,7 +308,7 @@ HEADERS = some(
 def look(filled: Filled) -> Array:
     """Open what is there and use it; return a mask of KEYS, those that were read."""
     store = filled.reopen()
-    found = promote(store, KEYS).sound
+    found = promote(store, KEYS)
     demote(store, chain(3, seed="more"))
     check_invariants(store.tables)
     store.close()

@@ -77,10 +77,10 @@ def test_one_block_that_the_device_refuses_is_a_miss(store, disk):
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
-    assert promote(store, keys).sound.tolist() == [True] * 3 + [False] + [True] * 4
+    assert promote(store, keys).tolist() == [True] * 3 + [False] + [True] * 4
     assert (store.stats().unreadable, store.stats().corrupt) == (1, 0)
     disk.bad_reads.clear()
-    assert promote(store, keys).sound.all()
+    assert promote(store, keys).all()
 
 
 @pytest.mark.parametrize("fault", ["fails_writes", "fails_records", "fails_syncs"])
@@ -91,11 +91,11 @@ def test_write_that_fails_stores_nothing(store, reopen, fault, disk):
     with pytest.raises(TierError, match="error"):
         demote(store, lost)
     assert (present(store, kept), present(store, lost)) == (5, 0)
-    assert promote(store, kept).sound.all()
+    assert promote(store, kept).all()
     check_invariants(store.tables)
     setattr(disk, fault, False)
     again = reopen()
-    assert promote(again, kept).sound.all()
+    assert promote(again, kept).all()
     assert present(again, lost) == 0
 
 
@@ -109,7 +109,7 @@ def test_the_store_goes_on_after_a_failed_write(store, reopen, disk):
     assert demote(store, keys).all()
     store.flush()
     again = reopen()
-    assert promote(again, keys).sound.all()
+    assert promote(again, keys).all()
 
 
 def test_nothing_is_acknowledged_after_a_failed_sync(store, disk):
@@ -123,7 +123,7 @@ def test_nothing_is_acknowledged_after_a_failed_sync(store, disk):
     for call in (store.flush, lambda: demote(store, chain(1, seed="x"))):
         with pytest.raises(TierError, match="restart it when"):
             call()
-    assert promote(store, keys).sound.all()
+    assert promote(store, keys).all()
 
 
 def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk):
@@ -135,7 +135,7 @@ def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk):
     assert not demote(store, chain(5, seed="none")).any()
     assert "to stay free" in caplog.text
     assert store.stats().segments_without_room == 7
-    assert promote(store, old).sound.all()
+    assert promote(store, old).all()
     new = chain(5, seed="new")
     assert demote(store, new).all(), "from now on others are evicted"
     assert (present(store, old), store.stats().segments) == (11, 1)
@@ -164,7 +164,7 @@ def test_a_start_that_failed_can_be_tried_again(reopen, at, disk):
     with pytest.raises(TierError, match="read error"):
         reopen(disk=disk)
     again = reopen()
-    assert promote(again, keys).sound.all()
+    assert promote(again, keys).all()
 
 
 def test_half_made_files_are_removed(store, directory, disk):
@@ -188,11 +188,11 @@ assert masks[0].all() and masks[-1].all() and not all(mask.all() for mask in mas
 for keys in stored:
     promote(store, keys)
 assert store.stats().segments_without_room > 0
-print(store.stats().is_direct, promote(store, stored[-1]).sound.all())
+print(store.stats().is_direct, promote(store, stored[-1]).all())
 store.flush()
 store.close()
 again = open_store(mounted / "tier", spec(num_segments=64))
-print(promote(again, stored[-1]).sound.all())
+print(promote(again, stored[-1]).all())
 again.close()
 """
 
@@ -247,7 +247,7 @@ def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
     store = reopen()
     keys = chain(30)
     assert demote(store, keys).all()
-    assert promote(store, keys).sound.all()
+    assert promote(store, keys).all()
     store.flush()
     assert not store.stats().is_direct
     assert caplog.text.count("no direct I/O") == 1
@@ -262,7 +262,7 @@ def test_short_transfers_are_carried_on(reopen, monkeypatch):
     store = reopen()
     keys = chain(12)
     assert demote(store, keys).all()
-    assert promote(store, keys).sound.all()
+    assert promote(store, keys).all()
 
 
 def test_errors_say_what_to_do(directory, monkeypatch):

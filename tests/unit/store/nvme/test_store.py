@@ -38,7 +38,7 @@ from tests.unit.store.small_arena import SLOT, chain, conversations
 def test_blocks_of_any_size_come_back(store, block_bytes):
     keys = chain(3)
     assert demote(store, keys, block_bytes=block_bytes).all()
-    assert promote(store, keys, block_bytes=block_bytes).sound.all()
+    assert promote(store, keys, block_bytes=block_bytes).all()
 
 
 def test_blocks_outlive_the_store(reopen):
@@ -48,8 +48,8 @@ def test_blocks_outlive_the_store(reopen):
     demote(first, tail, parent=keys[-1], depth=20, part=0)
     again = reopen()
     assert (again.report.blocks, again.report.segments, again.report.parentless) == (25, 2, 0)
-    assert promote(again, keys).sound.all()
-    assert promote(again, tail).sound.all()
+    assert promote(again, keys).all()
+    assert promote(again, tail).all()
     check_invariants(again.tables)
 
 
@@ -73,12 +73,12 @@ def test_full_store_evicts_tails_before_their_parents(reopen):
     left = present(store, old)
     assert 0 < left == store.stats().blocks - 20
     assert present(store, old[:left]) == left, "a parent went before its child"
-    assert promote(store, old[:left]).sound.all()
+    assert promote(store, old[:left]).all()
     check_invariants(store.tables)
     store.flush()
     again = reopen(spec(num_segments=2))
     assert (present(again, old), present(again, new)) == (left, 20)
-    assert promote(again, new).sound.all()
+    assert promote(again, new).all()
 
 
 def test_segment_that_is_empty_serves_another_block_size(reopen, directory):
@@ -86,10 +86,10 @@ def test_segment_that_is_empty_serves_another_block_size(reopen, directory):
     demote(store, chain(16))
     other = chain(4, seed="other")
     assert demote(store, other, block_bytes=3 * SLOT).all()
-    assert promote(store, other, block_bytes=3 * SLOT).sound.all()
+    assert promote(store, other, block_bytes=3 * SLOT).all()
     assert (store.stats().segments, store.stats().blocks) == (1, 4)
     again = reopen(spec(num_segments=1))
-    assert promote(again, other, block_bytes=3 * SLOT).sound.all()
+    assert promote(again, other, block_bytes=3 * SLOT).all()
     assert len(list(directory.glob("segment-*"))) == 1
 
 
@@ -272,7 +272,7 @@ class NvmeMachine(RuleBasedStateMachine):
     def read(self, number: int) -> None:
         keys = CHAINS[number]
         got = promote(self.store, keys, **KINDS[number])
-        assert got.sound.tolist() == [(key, number) in self.model for key in keys]
+        assert got.tolist() == [(key, number) in self.model for key in keys]
 
     @rule(flush=st.booleans(), note_use=st.booleans())
     def start_again(self, flush: bool, note_use: bool) -> None:

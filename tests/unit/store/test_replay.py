@@ -10,9 +10,7 @@ from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
 from kvray.store import policy as policies
 from kvray.store.policy import LRU, Use
-from kvray.store.replay import Replay
-from kvray.store.replay.replay import NOWHERE, Tier
-from kvray.store.replay.trace import NO_PARENT
+from kvray.store.replay import NO_PARENT, NOWHERE, Replay, Tier
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
