@@ -40,11 +40,11 @@ class NixlSource:
 class NixlCouple:
     """See `tests.conformance.Couple`."""
 
-    def __init__(self) -> None:
+    def __init__(self, far: Far) -> None:
         self.memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
         self.target = NixlTransport(self.memory)
-        self.far = Far("tests.unit.transport.conftest:NixlSource")
-        self.pid = self.far.process.pid
+        self.far = far
+        self.pid = far.process.pid
 
     def send(
         self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
@@ -55,13 +55,27 @@ class NixlCouple:
     def kill(self) -> None:
         self.far.kill()
 
-    def close(self) -> None:
-        self.far.kill()
-        self.target.close()
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Far]:
+    """The far process: to start one takes a second of CPU."""
+    far = Far("tests.unit.transport.conftest:NixlSource")
+    yield far
+    far.kill()
 
 
 @pytest.fixture
-def couple() -> Iterator[NixlCouple]:
-    made = NixlCouple()
+def couple(source: Far) -> Iterator[NixlCouple]:
+    """A couple with the far process of all tests, which goes on as it is."""
+    made = NixlCouple(source)
     yield made
-    made.close()
+    made.target.close()
+
+
+@pytest.fixture
+def fragile() -> Iterator[NixlCouple]:
+    """A couple with a far process of its own, which may be stopped or killed."""
+    made = NixlCouple(Far("tests.unit.transport.conftest:NixlSource"))
+    yield made
+    made.target.close()
+    made.far.kill()

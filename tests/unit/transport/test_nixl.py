@@ -8,6 +8,7 @@ import pytest
 
 from kvray.errors import TransferError, TransferTimeout
 from kvray.transport.nixl import choose_wires, rdma_drivers
+from tests import conformance
 from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, check_transport
 from tests.unit.transport.conftest import NixlCouple
 
@@ -39,30 +40,46 @@ def run_python(code: str, environ: "dict[str, str] | None") -> "subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("behaviour", TRANSPORT_BEHAVIOURS, ids=lambda one: one.__name__)
+STOPPING = (
+    conformance.tells_of_a_dead_source,
+    conformance.ends_by_its_deadline_with_a_frozen_source,
+    conformance.writes_nothing_late_once_it_was_renewed,
+)
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [one for one in TRANSPORT_BEHAVIOURS if one not in STOPPING],
+    ids=lambda one: one.__name__,
+)
 def test_nixl(behaviour, couple):
     check_transport(behaviour, couple)
 
 
-def test_push_to_a_frozen_target_ends_by_its_deadline(couple: NixlCouple) -> None:
+@pytest.mark.parametrize("behaviour", STOPPING, ids=lambda one: one.__name__)
+def test_nixl_with_a_source_that_stops(behaviour, fragile):
+    check_transport(behaviour, fragile)
+
+
+def test_push_to_a_frozen_target_ends_by_its_deadline(fragile: NixlCouple) -> None:
     # The other way round: the far process is the target of this one's pushes.
-    address = couple.far.call("address", timeout_s=10)
+    address = fragile.far.call("address", timeout_s=10)
     one = np.zeros(1, dtype=np.int64)
-    couple.target.send(address, one, one, one + 4096, timeout_s=10)
-    couple.far.freeze()
+    fragile.target.send(address, one, one, one + 4096, timeout_s=10)
+    fragile.far.freeze()
     with pytest.raises(TransferTimeout, match="did not end in time"):
-        couple.target.send(address, one, one, one + MEMORY_BYTES, timeout_s=0.5)
-    couple.far.wake()
-    couple.target.send(address, one, one, one + 4096, timeout_s=10)
+        fragile.target.send(address, one, one, one + MEMORY_BYTES, timeout_s=0.5)
+    fragile.far.wake()
+    fragile.target.send(address, one, one, one + 4096, timeout_s=10)
 
 
-def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple):
-    address = couple.far.call("address", timeout_s=10)
+def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(fragile):
+    address = fragile.far.call("address", timeout_s=10)
     none = np.zeros(0, dtype=np.int64)
-    couple.target.send(address, none, none, none, timeout_s=10)
-    couple.kill()
+    fragile.target.send(address, none, none, none, timeout_s=10)
+    fragile.kill()
     with pytest.raises(TransferError):
-        couple.target.send(address, none, none, none, timeout_s=1)
+        fragile.target.send(address, none, none, none, timeout_s=1)
 
 
 def test_agent_that_waits_uses_no_core(couple):

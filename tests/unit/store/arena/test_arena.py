@@ -276,15 +276,6 @@ def test_evicting_ahead_looks_at_each_block_size(arena):
     assert arena.lease(small[20:]) == []
 
 
-def test_clear_spares_what_is_leased(arena):
-    store(arena, KEYS)
-    store(arena, chain(20, seed="x"))
-    held = leased(arena, KEYS[:4])
-    assert ArenaOwner(arena).clear() == 26
-    assert num_here(arena, KEYS) == 4
-    assert fetch(arena, KEYS, held)
-
-
 def test_figures_are_those_of_the_tables(arena):
     store(arena, KEYS)
     store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT)

@@ -80,13 +80,6 @@ def give_up(arena: Arena, keys: list[BlockKey], *parts: int) -> int:
     return ArenaOwner(arena).give_up(b"".join(keys), parts)
 
 
-def test_what_is_given_up_goes_before_what_is_older(arena):
-    store(arena, chain(3, seed="old"))
-    useless = store(arena, chain(2, seed="useless"))
-    assert give_up(arena, chain(2, seed="useless"), 0) == 2
-    assert victims(arena.tables, 2) == useless.slots[::-1].tolist()
-
-
 def test_only_the_parts_that_are_named_are_given_up(arena):
     keys = chain(1)
     store(arena, keys, part=0)
@@ -139,15 +132,6 @@ def test_what_is_given_up_goes_before_everything_else(tables):
     assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
     allow(tables, mine=1)
     assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
-
-
-def test_what_is_given_up_goes_before_a_policys_first(tables):
-    put(tables, chain(2))
-    useless = put(tables, chain(1, seed="useless"))
-    tables.slot_tick[useless.slots] = 0
-    ranks = np.zeros(tables.geometry.num_slots)
-    ranks[useless.slots] = 9.0
-    assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
 
 
 def test_a_rank_may_be_without_a_bound(tables):

@@ -300,13 +300,6 @@ def test_what_progress_raises_ends_it_soon(directory):
     assert mapped_share(memory) < 0.5
 
 
-def test_an_older_kernel_is_told_of(directory, monkeypatch):
-    memory = map_new(directory)
-    monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
-    assert not populate(memory)
-    assert mapped_share(memory) == 0
-
-
 def test_pages_that_cannot_be_had_are_no_signal(directory):
     memory = map_new(directory)
     os.truncate(directory / "file", MIB)

@@ -16,12 +16,9 @@ from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     SLOT,
     chain,
-    evict,
     find,
     make_tables,
-    matched,
     put,
-    reserve,
     slots_named,
     take,
 )
@@ -119,14 +116,6 @@ LeaseLife.TestCase.settings = settings(max_examples=examples(60), stateful_step_
 TestLeaseLife = LeaseLife.TestCase
 
 
-def test_match_wants_every_part(tables):
-    keys = chain(4)
-    put(tables, keys, part=0)
-    put(tables, keys[:3], part=1)
-    reserve(tables, keys, part=2)
-    assert [matched(tables, keys, num_parts=parts) for parts in (1, 2, 3)] == [4, 3, 0]
-
-
 def test_match_ends_where_the_first_part_ends(tables):
     keys = chain(6)
     for part, count in enumerate((6, 4, 5)):
@@ -143,15 +132,6 @@ def test_lease_that_never_was_is_refused(tables):
         assert not lease.release(tables, never)
         never = dataclasses.replace(never, lease_id=0, num_slots=1)
         assert lease.leased_slots(tables, never) is None
-
-
-def test_taking_a_lease_refreshes_its_blocks(tables):
-    keys, other = chain(3), chain(3, seed="other")
-    put(tables, keys)
-    put(tables, other)
-    lease.release(tables, take(tables, keys))
-    evict(tables, 3)
-    assert (matched(tables, keys), matched(tables, other)) == (3, 0)
 
 
 def test_long_leases_are_named_with_their_slots(tables):

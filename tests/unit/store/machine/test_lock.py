@@ -82,12 +82,6 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory):
     assert open_at(path) == 0
 
 
-def test_bytes_are_locked_one_by_one(side_file, other):
-    assert side_file.try_lock(HOLDER_BYTES)
-    assert not side_file.try_lock(HOLDER_BYTES), "it is taken, by this process"
-    assert takes(other, HOLDER_BYTES + 1)
-
-
 def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert takes(other, HOLDER_BYTES)
@@ -98,15 +92,6 @@ def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert side_file.try_lock(HOLDER_BYTES)
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
-
-
-def test_lock_of_a_dead_process_is_free_at_once(side_file, other):
-    assert takes(other, ARENA_BYTE)
-    lock = ArenaLock(side_file)
-    assert not lock.acquire(0)
-    other.kill()
-    assert lock.acquire(0)
-    lock.release()
 
 
 def test_threads_exclude_each_other(side_file):
@@ -331,19 +316,6 @@ def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
     assert other.say("arena.note_use([], 0)") == "True"
 
 
-def test_who_has_just_had_the_lock_lets_others_go_first(directory):
-    waiting = memoryview(bytearray(8)).cast("Q")
-    lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
-    assert lock.acquire(1)
-    lock.release()
-    for late_s, least_s in ((0.0005, 0.0003), (3600.0, 0.0), (-1.0, 0.0)):
-        waiting[0] = int((time.monotonic() + late_s) * 1e9)
-        start = time.monotonic()
-        assert lock.acquire(1)
-        lock.release()
-        assert least_s <= time.monotonic() - start < least_s + 0.1
-
-
 def test_letting_others_first_is_bounded(directory, monkeypatch):
     waiting, naps, now = memoryview(bytearray(8)).cast("Q"), [0], [100.0]
     lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
@@ -387,12 +359,6 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypat
     lock.release()
     assert -0.5 < marks[0] < 0.002
     assert waiting[0] == (other_mark or 0)
-
-
-def test_side_file_that_must_exist_is_not_made(directory):
-    with pytest.raises(FileNotFoundError):
-        SideFile.at(directory / "lock.missing", create=False)
-    assert not list(directory.iterdir())
 
 
 def _read_closed(arena: Arena) -> None:

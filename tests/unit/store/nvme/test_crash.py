@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvray.errors import ShardUnavailable
 from tests.unit.store.conftest import ROOT
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme import crashing
@@ -90,15 +89,6 @@ def test_kills_lose_and_spoil_no_block(directory, seed, num_lives):
     for life in range(num_lives):
         kept = live_and_die(directory, 1000 * seed + life, chance.uniform(0.0, 0.4))
         assert not kept - found_after(directory), "blocks that were found before are lost"
-
-
-def test_living_process_keeps_others_out(directory):
-    with crasher(directory, 1) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        with pytest.raises(ShardUnavailable, match=f"Process {process.pid} owns"):
-            open_store(directory, crashing.ASKED)
-    open_store(directory, crashing.ASKED).close()
 
 
 # -- power losses ---------------------------------------------------------------------------------
