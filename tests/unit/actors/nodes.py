@@ -19,7 +19,7 @@ from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
 from kvray.store import Arena, PartRequest
-from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, spec
+from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, num_here, spec
 
 SETTINGS = StagingConfig(deadline_s=2.0, call_timeout_s=0.2, handover_s=5.0, fetches_max=2)
 
@@ -203,7 +203,7 @@ class Nodes:
 
     async def _move(self, source: Node, target: Node, span: Span, purpose: str) -> int:
         keys = split_keys(span.keys)
-        moved = (target.mover.match(keys) or 0) if purpose == "use" else 0
+        moved = num_here(target.mover, keys) if purpose == "use" else 0
         while moved < len(keys):
             await self.may_move.wait()
             step = keys[moved : moved + self.blocks_per_step]

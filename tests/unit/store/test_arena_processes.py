@@ -118,7 +118,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena, other):
     other.say("arena._lock.acquire(0)")
     other.say("arena.tables.put(small.np.arange(256), index_slot=7)")
     other.kill()
-    assert num_here(arena, KEYS) == 10
+    assert served(arena, KEYS) == 10
     assert arena.stats()["repairs"] == 1
     ArenaOwner(arena).bury_dead(limbo_s=0)
 
