@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_mover import MakeNode, Node, Peer
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
 from tests.unit.actors.two_shards import Tier, make_tier
-from tests.unit.store.conftest import Child
+from tests.unit.conftest import StartChild
+from tests.unit.store.child import Child
 
 StartShard = Callable[..., Shard]
 
@@ -86,17 +88,9 @@ def arena(shard: Shard, attach: Callable[[], Arena]) -> Arena:
 
 
 @pytest.fixture
-def child(directory: Path) -> Iterator[Callable[[], Child]]:
-    """Starts processes that share the shard's directory, and ends them."""
-    children: list[Child] = []
-
-    def start() -> Child:
-        children.append(Child(directory))
-        return children[-1]
-
-    yield start
-    for one in children:
-        one.kill()
+def child(directory: Path, child_in: StartChild) -> Callable[[], Child]:
+    """Starts processes that share the shard's directory."""
+    return partial(child_in, directory)
 
 
 @pytest.fixture

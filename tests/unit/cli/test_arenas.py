@@ -19,7 +19,8 @@ from tests.far import ROOT
 from tests.forks import Done, RunKvray
 from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_shard import open_arena
-from tests.unit.store.conftest import Child
+from tests.unit.conftest import StartChild
+from tests.unit.store.child import Child
 from tests.unit.store.small_arena import SLOT, chain, make_arena, num_here, overwrite, spec, store
 
 Sweep = Callable[..., dict[str, Any]]
@@ -49,15 +50,14 @@ def dead(parent: Path) -> Path:
 
 
 @pytest.fixture
-def attached(parent: Path) -> Iterator[Child]:
+def attached(parent: Path, child_in: StartChild) -> Child:
     """An engine that has outlived its shard."""
     directory = parent / "kvray-attached"
     directory.mkdir()
     make_arena(directory).close()
-    engine = Child(directory)
+    engine = child_in(directory)
     engine.say("arena.join('engine-1')")
-    yield engine
-    engine.kill()
+    return engine
 
 
 def outcomes(found: dict[str, Any]) -> dict[str, str]:
@@ -95,7 +95,7 @@ def test_an_arena_with_an_engine_and_no_owner_is_kept_until_the_engine_ends(
 ):
     arena = sweep()["kvray-attached"]
     assert arena["outcome"] == "attached"
-    assert arena["holders"] == [{"label": "engine-1", "pid": attached.process.pid}]
+    assert arena["holders"] == [{"label": "engine-1", "pid": attached.pid}]
     assert attached.say("arena.retired") == "False"
     attached.kill()
     assert outcomes(sweep()) == {"kvray-attached": "removed"}
@@ -182,7 +182,7 @@ def test_the_table_tells_who_has_what(dead, attached, parent, run_kvray):
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.strip()]
     lines = {row[0]: " ".join(row) for row in rows}
-    assert f"engine-1 ({attached.process.pid}) kept: a shard may" in lines["kvray-attached"]
+    assert f"engine-1 ({attached.pid}) kept: a shard may" in lines["kvray-attached"]
     assert "none none would be removed" in lines["kvray-dead"]
     pid = shard.process.pid
     assert f"kvray-shard-0 ({pid}) test ({pid}) kept: its" in lines["kvray-owned"]

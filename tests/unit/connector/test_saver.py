@@ -31,7 +31,6 @@ from kvray.store.arena.layout import READY
 from tests.examples import examples
 from tests.kit.connector import BLOCK, HIT, Pair, Request
 from tests.unit.connector.conftest import MakePair
-from tests.unit.store.conftest import Child
 from tests.waiting import HANG_S, wait_for
 
 BLOCK_BYTES = 64
@@ -378,31 +377,28 @@ def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(sav
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
 def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
-    link, arena, monkeypatch, place
+    link, arena, child_in, monkeypatch, place
 ):
-    saver, other = new_saver(link), Child(link.directory)
+    saver, other = new_saver(link), child_in(link.directory)
     gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 60.0)
     job = job_of(rows_of(2), keys_of(92, 2))
-    try:
-        if place == "is about to commit":
-            saver.submit(job)
-            assert gate.reached.wait(HANG_S)
-        assert other.say("arena._lock.acquire(60)") == "True"
-        if place == "waits for the lock":
-            saver.submit(job)
-            wait_for(lambda: arena.tables.waiting[0])
-        saver.close(0.01)
-        link.detach()
-        assert saver._thread.is_alive()
-        other.say("arena._lock.release()")
-        gate.open.set()
-        saver._thread.join(HANG_S)
-        assert totals(saver)["dropped_blocks_error"] == 2
-        assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
-        assert other.say("arena._lock.acquire(0)") == "True"
-    finally:
-        other.kill()
+    if place == "is about to commit":
+        saver.submit(job)
+        assert gate.reached.wait(HANG_S)
+    assert other.say("arena._lock.acquire(60)") == "True"
+    if place == "waits for the lock":
+        saver.submit(job)
+        wait_for(lambda: arena.tables.waiting[0])
+    saver.close(0.01)
+    link.detach()
+    assert saver._thread.is_alive()
+    other.say("arena._lock.release()")
+    gate.open.set()
+    saver._thread.join(HANG_S)
+    assert totals(saver)["dropped_blocks_error"] == 2
+    assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
+    assert other.say("arena._lock.acquire(0)") == "True"
 
 
 def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(link, saver, monkeypatch):

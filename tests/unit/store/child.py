@@ -1,22 +1,57 @@
-"""A process of a test: evaluates the lines on its standard input and answers each with its repr.
+"""A process of a test: evaluates expressions and answers each with its repr.
 
-Run as `python -m tests.unit.store.child DIRECTORY`; `arena` is the arena there.
+It is a fork of `fork_server`, which calls `run`; `Child` is the side of the test.
 """
 
 import os
 import signal
-import sys
 import time
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from kvray.store import Arena, ArenaOwner
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import SideFile
 from tests.unit.store import small_arena
+from tests.unit.store.fork_server import Workers
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])
+class Child:
+    """A process that evaluates what it is told; `arena` is the arena in `directory`, if any."""
+
+    def __init__(self, server: Workers, directory: Path) -> None:
+        self._server = server
+        with Listener() as listener:
+            self.pid = server.start(listener.address, directory)
+            self._pipe = listener.accept()
+
+    def say(self, line: str) -> str:
+        """Have `line` evaluated; return the answer's repr."""
+        self._pipe.send(line)
+        answer: str = self._pipe.recv()
+        return answer
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9 and reap; twice is fine."""
+        if not self._pipe.closed:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait_until_killed()
+
+    def wait_until_killed(self) -> None:
+        """Wait for somebody's kill -9, and reap."""
+        self._pipe.close()
+        assert self._server.wait(self.pid) == -signal.SIGKILL
+
+
+def run(args: list[str]) -> None:
+    """Evaluate what comes from the address until there is no more: address, directory."""
+    address, directory = args[0], Path(args[1])
     scope = {
         "ArenaLock": ArenaLock,
         "ArenaOwner": ArenaOwner,
@@ -30,14 +65,11 @@ def main() -> None:
     }
     if (directory / "arena").exists():
         scope["arena"] = Arena(directory, lock_wait_s=small_arena.PATIENT_S)
-    print("started", flush=True)
-    for line in sys.stdin:
+    pipe = Client(address)
+    while True:
+        line = pipe.recv()
         try:
             answer = repr(eval(line, scope))
         except Exception as error:  # noqa: BLE001 - the test wants to see it
             answer = repr(error)
-        print(answer, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        pipe.send(answer)

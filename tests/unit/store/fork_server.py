@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 from types import ModuleType
 
-from tests.unit.store.conftest import ROOT
+ROOT = Path(__file__).parents[3]
 
 
 class Workers:

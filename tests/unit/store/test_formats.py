@@ -8,7 +8,7 @@ import xxhash
 from kvray.store import ArenaSpec
 from kvray.store.arena import layout
 from kvray.store.nvme import record, recovery
-from tests.unit.store.conftest import ROOT
+from tests.unit.store.fork_server import ROOT
 from tests.unit.store.nvme.small_store import demote, open_store
 from tests.unit.store.small_arena import SLOT, chain, content, store
 

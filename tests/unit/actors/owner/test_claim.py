@@ -110,9 +110,9 @@ def test_a_note_alone_makes_nobody_an_earlier_self(start_shard, directory, child
     directory.mkdir(mode=0o700)
     process = child()
     process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
-    note = {"shard": "a", "pid": process.process.pid, "since": time.time()}
+    note = {"shard": "a", "pid": process.pid, "since": time.time()}
     (directory / NOTE_FILE).write_text(json.dumps(note))
-    assert f"Shard a (process {process.process.pid}, since" in failed_with(start_shard())
+    assert f"Shard a (process {process.pid}, since" in failed_with(start_shard())
     assert process.say("1 + 1") == "2"
 
 
@@ -123,7 +123,7 @@ def test_the_name_alone_makes_nobody_an_owner(start_shard, directory, child, has
         f"(kept := SideFile.at(directory / 'owner')).try_lock({Claim(directory, 'a')._name_byte})"
     )
     owner.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
-    assert f"Process {owner.process.pid} owns" in failed_with(start_shard())
+    assert f"Process {owner.pid} owns" in failed_with(start_shard())
     assert (named.say("1 + 1"), owner.say("1 + 1")) == ("2", "2")
 
 

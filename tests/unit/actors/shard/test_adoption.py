@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,9 @@ from kvray.store.machine import lockers
 from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import failed_with
-from tests.unit.store.conftest import Child
+from tests.unit.store.child import Child
 from tests.unit.store.small_arena import chain, fetch, spec, store
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import wait_for
 
 Damage = Callable[[Path], None]
 
@@ -237,17 +236,17 @@ def look(directory: Path, locker: Child) -> Callable[[float], StoppedHolder]:
 
 
 def stop(process: Child) -> None:
-    process.process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: lockers.state_of(process.process.pid) == "T")
+    process.stop()
+    wait_for(lambda: lockers.state_of(process.pid) == "T")
 
 
 def test_stopped_holder_is_named_and_ended_after_the_limit(directory, locker, look):
     stop(locker)
-    assert look(41.0).found["pid"] == locker.process.pid
+    assert look(41.0).found["pid"] == locker.pid
     look(70.0)
-    assert locker.process.poll() is None
+    assert lockers.state_of(locker.pid) == "T"
     look(72.0)
-    assert locker.process.wait(HANG_S) == -signal.SIGKILL
+    locker.wait_until_killed()
     assert not SideFile.at(directory / "lock.test").is_locked(ARENA_BYTE)
     assert look(73.0).found is None
 
@@ -256,7 +255,7 @@ def test_holder_that_goes_on_just_before_its_end_is_left_alone(locker, look, mon
     end = lockers.end
 
     def end_late(pid: int, is_meant: Callable[[], bool]) -> bool:
-        locker.process.send_signal(signal.SIGCONT)
+        locker.go_on()
         wait_for(lambda: lockers.state_of(pid) != "T")
         return end(pid, is_meant)
 

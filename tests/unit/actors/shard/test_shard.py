@@ -3,7 +3,6 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import socket
 import stat
 import threading
@@ -33,7 +32,7 @@ from tests.unit.actors.small_shard import (
     settings_for,
     wait_until_serving,
 )
-from tests.unit.store.conftest import Child
+from tests.unit.store.child import Child
 from tests.unit.store.small_arena import chain, spec, store
 from tests.waiting import HANG_S, wait_for
 
@@ -210,14 +209,13 @@ def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_t
 ):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
     other = child()
-    pid = other.process.pid
     assert other.say("arena._lock.acquire(10)") == "True"
-    other.process.send_signal(signal.SIGSTOP)
+    other.stop()
     if stopped_s > 1:
-        wait_for(lambda: shard.status().get("stopped_with_lock", {}).get("pid") == pid)
-        other.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: shard.status().get("stopped_with_lock", {}).get("pid") == other.pid)
+        other.go_on()
     else:
-        assert other.process.wait(WAIT_S) == -signal.SIGKILL
+        other.wait_until_killed()
     wait_for(lambda: "stopped_with_lock" not in shard.status())
 
 

@@ -22,7 +22,6 @@ from kvray.store.machine.capacity import read_mount
 from kvray.wire import SOCKET_FILE
 from tests.far import Far
 from tests.unit.actors.shard_process import shard_process
-from tests.unit.store.conftest import Child
 
 DEFAULTS = load_config(environ={})
 
@@ -262,25 +261,23 @@ def test_shard_that_is_still_preparing_is_waited_for(config):
     assert "prepares" in only_fault(config).says
 
 
-def test_arena_that_stays_locked_names_what_to_look_for(shard, config):
-    child = Child(config.node_dir)
-    try:
-        assert child.say("ArenaLock(arena.side_file).acquire(1)") == "True"
-        found = only_fault(config)
-    finally:
-        child.kill()
+def test_arena_that_stays_locked_names_what_to_look_for(shard, config, child_in):
+    child = child_in(config.node_dir)
+    assert child.say("ArenaLock(arena.side_file).acquire(1)") == "True"
+    found = only_fault(config)
+    child.kill()
     assert found.check == "lock"
-    assert f"process {child.process.pid} (" in found.says
+    assert f"process {child.pid} (" in found.says
     assert "lslocks" in found.fix
 
 
-def test_arena_whose_places_are_all_taken_names_the_setting(shard, config):
-    with contextlib.ExitStack() as children:
-        for _ in range(7):  # of 8; the shard process has one
-            child = Child(config.node_dir)
-            children.callback(child.kill)
-            child.say("arena.join('engine')")
-        found = only_fault(config)
+def test_arena_whose_places_are_all_taken_names_the_setting(shard, config, child_in):
+    children = [child_in(config.node_dir) for _ in range(7)]  # of 8; the shard process has one
+    for child in children:
+        child.say("arena.join('engine')")
+    found = only_fault(config)
+    for child in children:
+        child.kill()
     assert found.check == "holders"
     assert "arena.holders_max" in found.fix
 

@@ -19,7 +19,7 @@ from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
-from tests.unit.store.conftest import Child
+from tests.unit.store.child import Child
 from tests.unit.store.small_arena import chain, num_here, store
 from tests.waiting import HANG_S
 
@@ -85,9 +85,9 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory):
 def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert takes(other, HOLDER_BYTES)
-    assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
-    other.process.send_signal(signal.SIGSTOP)
-    assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
+    assert side_file.holder_of(HOLDER_BYTES) == other.pid
+    other.stop()
+    assert side_file.holder_of(HOLDER_BYTES) == other.pid
     other.kill()
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert side_file.try_lock(HOLDER_BYTES)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.store.conftest import ROOT
+from tests.unit.store.fork_server import ROOT
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme import crashing
 from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss
