@@ -254,17 +254,7 @@ class Demoter:
         tables = self._arena.tables
         before = int(tables.parents(path[:1])[0])
         self._make_room(path if before < 0 else np.append(path, before))
-        return self._store.reserve(
-            tables.slot_key[path],
-            path,
-            parent=None if before < 0 else tables.slot_key[before : before + 1],
-            depth=int(tables.slot_depth[path[0]]),
-            part=int(tables.slot_part[path[0]]),
-            block_bytes=int(tables.block_bytes(path[:1])[0]),
-            namespace=int(tables.slot_namespace[path[0]]),
-            priority=tables.slot_priority[path],
-            head=int(tables.slot_head[path[0]]),
-        )
+        return self._store.reserve(tables, path)
 
     def _make_room(self, wanted: Array) -> None:
         size = int(self._arena.tables.block_bytes(wanted[:1])[0])

@@ -273,15 +273,12 @@ class _Bench:
 
     def _demote(self, index: int) -> Duration:
         """Demote the arena's blocks, for good."""
-        packed = key_index.pack_keys(self._keys)
-        slots = key_index.find(self._arena.tables, packed, 0)
+        slots = key_index.find(self._arena.tables, key_index.pack_keys(self._keys), 0)
         stored = np.zeros(0, dtype=bool)
 
         def work() -> None:
             nonlocal stored
-            demotion = self._tier.reserve(
-                packed, slots, parent=None, depth=0, part=0, block_bytes=self._block_bytes
-            )
+            demotion = self._tier.reserve(self._arena.tables, slots)
             (stored,) = self._tier.write([demotion], self._arena.tables)
             self._tier.flush()
 

@@ -24,7 +24,7 @@ import numpy as np
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable, TierError
 from kvray.store.arena import key_index, lease, slots
 from kvray.store.arena.eviction import keep_evictable
-from kvray.store.arena.layout import DEFAULT_PRIORITY, READY, Array
+from kvray.store.arena.layout import READY, Array
 from kvray.store.arena.tables import Tables
 from kvray.store.machine.access import Access
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
@@ -134,31 +134,22 @@ class NvmeStore:
         is_here = (found >= 0) & (tables.slot_state[found] == READY)
         return found, np.where(is_here, tables.block_bytes(found), 0)
 
-    def reserve(
-        self,
-        keys: Array,
-        arena_slots: Array,
-        *,
-        parent: Array | None,
-        depth: int,
-        part: int,
-        block_bytes: int,
-        namespace: int = 0,
-        priority: int | Array = DEFAULT_PRIORITY,
-        head: int = 0,
-    ) -> Demotion:
-        """Reserve a slot for each key of a chain that is not here, evicting others if need be.
+    def reserve(self, arena: Tables, path: Array) -> Demotion:
+        """Reserve a slot for each block of a chain in an arena that is not here.
 
-        Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
-        [1, 4]; `arena_slots` have the blocks. The parent must be here or under way. Returns leading
-        missing blocks, for `write` or `abort`. CapacityError: a segment holds no block of that
-        size.
+        Others are evicted if need be. `path` are the chain's slots of `arena`, in prefix order; the
+        block before them there must be here or under way. Returns leading missing blocks, for
+        `write` or `abort`. CapacityError: a segment holds no block of that size.
         """
+        keys, first = arena.slot_key[path], int(path[0])
+        block_bytes, part = int(arena.block_bytes(path[:1])[0]), int(arena.slot_part[first])
         if self.geometry.stride(block_bytes) > self.geometry.slab_bytes:
             raise CapacityError(
                 f"A block of {block_bytes} bytes does not fit into a segment of"
                 f" {self.geometry.slab_bytes}; raise nvme.segment."
             )
+        before = int(arena.parents(path[:1])[0])
+        parent = None if before < 0 else arena.slot_key[before : before + 1]
         candidates = slots.find_candidates(
             self.tables, keys, parent=parent, part=part, block_bytes=block_bytes
         )
@@ -167,14 +158,14 @@ class NvmeStore:
                 self.tables,
                 keys,
                 parent=parent,
-                depth=depth,
+                depth=int(arena.slot_depth[first]),
                 part=part,
                 block_bytes=block_bytes,
                 holder=0,
                 candidates=candidates,
-                namespace=namespace,
-                priority=priority,
-                head=head,
+                namespace=int(arena.slot_namespace[first]),
+                priority=arena.slot_priority[path],
+                head=int(arena.slot_head[first]),
             )
             assert made is not None, "the last try always has an answer"
             # The records of the candidates that it has evicted are written as empty.
@@ -182,7 +173,7 @@ class NvmeStore:
             self._book.bury(gone[self.tables.slot_state[gone] != READY])
         above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
         rows = made.rows
-        return Demotion(reservation=made, parents=above[rows], arena_slots=arena_slots[rows])
+        return Demotion(reservation=made, parents=above[rows], arena_slots=path[rows])
 
     def abort(self, demotion: Demotion) -> None:
         """Give back reserved slots that will not be written."""

@@ -74,10 +74,9 @@ def chain_for(
     **kind: Any,
 ) -> Demotion:
     """Put `keys` into an arena, and reserve slots of the store for those that it lacks."""
-    here = put_in_arena(arena, keys, depth=depth, **kind)
-    above = None if parent is None else key_index.pack_keys([parent])
-    kind = {"part": 0, "block_bytes": SLOT, **kind}
-    return store.reserve(key_index.pack_keys(keys), here, parent=above, depth=depth, **kind)
+    if parent is not None:
+        put_in_arena(arena, [parent], depth=depth - 1, **kind)
+    return store.reserve(arena, put_in_arena(arena, keys, parent=parent, depth=depth, **kind))
 
 
 def demote(store: NvmeStore, keys: list[BlockKey], **place: Any) -> Array:
