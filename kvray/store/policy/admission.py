@@ -4,8 +4,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kvray.store.arena.layout import Array
 from kvray.store.policy.gittins import Gittins
-from kvray.store.policy.policy import Array, Policy, Use
+from kvray.store.policy.policy import Policy, Use
 
 _LIKELY = 0.05
 """The least chance of another use for which a block is worth its write."""

@@ -7,7 +7,8 @@ it by age and class of cached objects.
 
 import numpy as np
 
-from kvray.store.policy.policy import Array, Policy, Use
+from kvray.store.arena.layout import Array
+from kvray.store.policy.policy import Policy, Use
 from kvray.store.policy.prompts import Prompts, low
 
 _ROOT, _FOUND, _STORED, _LAST = range(4)

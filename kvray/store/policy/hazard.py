@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvray.store.policy.policy import Array
+from kvray.store.arena.layout import Array
 
 NUM_AGES = 18
 _FIRST_S = 4.0

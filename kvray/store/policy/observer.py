@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvray.store.arena import key_index
-from kvray.store.arena.layout import NO_SLOTS, READY
+from kvray.store.arena.layout import NO_SLOTS, READY, Array
 from kvray.store.arena.tables import EventReader, Tables
 from kvray.store.policy.admission import Admission
-from kvray.store.policy.policy import Array, Policy, Use
+from kvray.store.policy.policy import Policy, Use
 
 Section = Callable[[], AbstractContextManager[bool]]
 """Keeps the tables still; False: not now."""

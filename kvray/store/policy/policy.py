@@ -8,9 +8,8 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from kvray.store.arena.layout import Array
 
 
 class Use(NamedTuple):

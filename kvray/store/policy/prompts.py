@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
+from kvray.store.arena.layout import Array
 from kvray.store.policy import hazard
-from kvray.store.policy.policy import Array
 
 TRUNK, OWN, LAST = range(3)
 """Kinds of blocks: shared by several conversations, of one, and the end of its prompt."""
