@@ -227,7 +227,7 @@ def dying() -> Iterator[Workers]:
         yield server
 
 
-@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_death_or_stop_before_a_store_harms_nobody(dying, survivor, directory, name, sent, step):

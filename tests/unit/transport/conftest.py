@@ -16,7 +16,7 @@ from tests.far import Far
 # Before the first agent of this process, which reads it; both processes are on one machine.
 os.environ.setdefault("UCX_TLS", "tcp")
 
-MARGIN_S = 5.0
+MARGIN_S = 1.0
 
 
 class NixlSource:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,22 +26,6 @@ def plan(starts: list[int], offsets: list[int], *, chunk_bytes: int = 10**9):  #
     )
 
 
-def test_neighbours_in_file_and_memory_are_one_transfer_of_one_piece():
-    assert plan([], []) == []
-    (one,) = plan([0, 4096, 8192], [40960, 45056, 49152])
-    assert (one.offset, len(one.buffers), one.rows.tolist()) == (40960, 1, [0, 1, 2])
-
-
-def test_blocks_are_taken_in_the_order_of_the_file():
-    (one,) = plan([0, 4096, 8192], [49152, 40960, 45056])
-    assert one.rows.tolist() == [1, 2, 0]
-    assert [piece.nbytes for piece in one.buffers] == [8192, 4096]
-
-
-def test_gap_in_the_file_ends_a_transfer():
-    assert [one.offset for one in plan([0, 4096], [0, 8192])] == [0, 8192]
-
-
 def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call():
     count = 3 * BUFFERS_MAX
     scattered = [2 * 4096 * at for at in range(2000)]
@@ -51,15 +36,26 @@ def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call():
     assert [len(one.rows) for one in plan([0, 4096], [0, 4096], chunk_bytes=1)] == [1, 1]
 
 
-def test_every_byte_goes_where_it_belongs():
-    chance = np.random.default_rng(3)
-    starts, offsets = (4096 * chance.permutation(500)[:200] for _ in range(2))
-    file = np.zeros(4096 * 500, dtype="u1")
-    for one in plan(starts.tolist(), offsets.tolist(), chunk_bytes=7 * 4096):
+@given(memory=st.permutations(range(12)), file=st.permutations(range(14)), count=st.integers(0, 12))
+def test_every_byte_goes_where_it_belongs_in_as_few_transfers_and_pieces_as_can_be(
+    memory, file, count
+):
+    starts, offsets = ([4096 * at for at in some[:count]] for some in (memory, file))
+    written, made = np.zeros(4096 * 14, dtype="u1"), plan(starts, offsets, chunk_bytes=5 * 4096)
+    for one in made:
         joined = np.concatenate(one.buffers)
-        file[one.offset : one.offset + len(joined)] = joined
+        written[one.offset : one.offset + len(joined)] = joined
+        assert [offsets[row] for row in one.rows] == [
+            one.offset + 4096 * at for at in range(len(one.rows))
+        ]
+        places = [starts[row] for row in one.rows]
+        gaps = sum(b - a != 4096 for a, b in pairwise(places))
+        assert len(one.buffers) == 1 + gaps
     for start, offset in zip(starts, offsets, strict=True):
-        assert (file[offset : offset + 4096] == MEMORY[start : start + 4096]).all()
+        assert (written[offset : offset + 4096] == MEMORY[start : start + 4096]).all()
+    for one, other in pairwise(made):
+        is_full = len(one.rows) == 5
+        assert is_full or other.offset > one.offset + 4096 * len(one.rows)
 
 
 def test_as_many_tasks_are_under_way_as_there_are_threads():
