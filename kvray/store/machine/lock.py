@@ -68,20 +68,6 @@ class ArenaLock:
         description.next = Until(end, description.unlock)
         return cast("AbstractContextManager[bool]", _Section(step.begin, end))
 
-    def acquire(self, wait_s: float) -> bool:
-        """Try for at most `wait_s`, until `release`; False: somebody else has it."""
-        description = self._side_file.of_thread()
-        if description is None or _is_held(description):
-            return False
-        description.next = Until(description)  # without a callback: it does not end by itself
-        return self.take(description, wait_s)
-
-    def release(self) -> None:
-        """Give up what this thread has acquired."""
-        description = self._side_file.of_thread()
-        if description is not None:
-            self.give(description)
-
     def take(self, description: Description, wait_s: float) -> bool:
         """Try for at most `wait_s`; the lock is `description.next`'s, and ends with it."""
         description.held, description.next = description.next, None

@@ -21,7 +21,17 @@ from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_shard import open_arena
 from tests.unit.conftest import StartChild
 from tests.unit.store.child import Child
-from tests.unit.store.small_arena import SLOT, chain, make_arena, num_here, overwrite, spec, store
+from tests.unit.store.small_arena import (
+    SLOT,
+    acquire,
+    chain,
+    make_arena,
+    num_here,
+    overwrite,
+    release,
+    spec,
+    store,
+)
 
 Sweep = Callable[..., dict[str, Any]]
 
@@ -363,10 +373,10 @@ def test_ctrl_c_leaves_no_lease_and_no_holder(parent, make):
     while arena.stats()["holders"] < 2:
         assert time.monotonic() < deadline, "it never joined"
     # Nothing new can be leased while the lock is kept, so it does not end before the signal.
-    assert arena._lock.acquire(WAIT_S)
+    assert acquire(arena._lock, WAIT_S)
     command.send_signal(signal.SIGINT)
     time.sleep(0.1)
-    arena._lock.release()
+    release(arena._lock)
     stdout, stderr = command.communicate(timeout=WAIT_S)
     assert (command.returncode, stdout, stderr) == (130, "", "kvray: interrupted.\n")
     assert not arena.tables.slot_leases.any()

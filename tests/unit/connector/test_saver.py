@@ -31,6 +31,7 @@ from kvray.store.arena.layout import READY
 from tests.examples import examples
 from tests.kit.connector import BLOCK, HIT, Pair, Request
 from tests.unit.connector.conftest import MakePair
+from tests.unit.store.small_arena import acquire, release
 from tests.waiting import HANG_S, wait_for
 
 BLOCK_BYTES = 64
@@ -229,12 +230,12 @@ def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog):
-    assert arena._lock.acquire(1)
+    assert acquire(arena._lock, 1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
     started = time.monotonic()
     saver.fence()
-    arena._lock.release()
+    release(arena._lock)
     assert time.monotonic() - started < 1
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_arena_busy"] == 8
     assert [one for one in caplog.messages if "stayed locked" in one]
@@ -386,19 +387,19 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
     if place == "is about to commit":
         saver.submit(job)
         assert gate.reached.wait(HANG_S)
-    assert other.say("arena._lock.acquire(60)") == "True"
+    assert other.say("small.acquire(arena._lock, 60)") == "True"
     if place == "waits for the lock":
         saver.submit(job)
         wait_for(lambda: arena.tables.waiting[0])
     saver.close(0.01)
     link.detach()
     assert saver._thread.is_alive()
-    other.say("arena._lock.release()")
+    other.say("small.release(arena._lock)")
     gate.open.set()
     saver._thread.join(HANG_S)
     assert totals(saver)["dropped_blocks_error"] == 2
     assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
-    assert other.say("arena._lock.acquire(0)") == "True"
+    assert other.say("small.acquire(arena._lock, 0)") == "True"
 
 
 def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(link, saver, monkeypatch):

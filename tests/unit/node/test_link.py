@@ -24,7 +24,7 @@ from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.actors.conftest import StartShard
 from tests.unit.node.conftest import arena_of, registration
-from tests.unit.store.small_arena import chain, fetch, spec, store
+from tests.unit.store.small_arena import acquire, chain, fetch, release, spec, store
 from tests.waiting import HANG_S, wait_for
 
 
@@ -176,11 +176,11 @@ def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(link, re
     first = arena_of(link)
     leases = lease(first, chain(3))
     replace()
-    assert first._lock.acquire(1)
+    assert acquire(first._lock, 1)
     assert not first.release(*leases)
     link.defer(first, lambda arena: arena.release(*leases))
     time.sleep(0.1)
-    first._lock.release()
+    release(first._lock)
     wait_for(lambda: mapped() == 1, "unmapping")
 
 

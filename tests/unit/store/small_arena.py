@@ -1,7 +1,9 @@
 """What the tests of the arena build: small tables and files, chains of keys, bytes for each key."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +16,7 @@ from kvray.store.arena import key_index, lease, slots
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.layout import Geometry
 from kvray.store.arena.tables import Array, Tables
+from kvray.store.machine.lock import ArenaLock
 
 SLOT = 4096
 PATIENT_S = 5.0
@@ -230,3 +233,24 @@ def served(arena: Arena, keys: list[BlockKey], **size: Any) -> int:
         assert fetch(arena, keys, held, **size)
     assert arena.release(*leases, wait_s=PATIENT_S)
     return sum(held.num_slots for held in leases)
+
+
+_sections: dict[tuple[int, Path], AbstractContextManager[bool]] = {}
+"""Thread and side file -> the section that it keeps open. A thread's own storage is cleared in a
+fork, which would end the section of its parent."""
+
+
+def acquire(lock: ArenaLock, wait_s: float) -> bool:
+    """Keep an arena's lock until `release`; False: somebody else has it."""
+    section = lock.section(wait_s, lambda: True, lambda error: None)
+    if not section.__enter__():
+        return False
+    _sections[threading.get_ident(), lock._side_file.path] = section
+    return True
+
+
+def release(lock: ArenaLock) -> None:
+    """Give up what this thread has acquired, if it has."""
+    section = _sections.pop((threading.get_ident(), lock._side_file.path), None)
+    if section is not None:
+        section.__exit__(None, None, None)

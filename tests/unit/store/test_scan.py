@@ -21,10 +21,12 @@ from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     PATIENT_S,
     SLOT,
+    acquire,
     chain,
     make_arena,
     num_here,
     pool_of,
+    release,
     reserved,
     spec,
     store,
@@ -132,12 +134,12 @@ def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
 
     def keep_locked(done: int, total: int) -> None:
         if not done:
-            assert arena._lock.acquire(1)
+            assert acquire(arena._lock, 1)
 
     start = time.monotonic()
     found = scan(hurried, keep_locked, batch_bytes=SLOT)
     took_s = time.monotonic() - start
-    arena._lock.release()
+    release(arena._lock)
     assert (found.blocks, found.skipped) == (0, 20)
     assert took_s < 20 * 0.1
     hurried.close()

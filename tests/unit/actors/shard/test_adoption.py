@@ -215,7 +215,7 @@ def locker(directory: Path, child: Callable[[], Child]) -> Child:
     """A process that has the lock, and has run for as long as it likes."""
     directory.mkdir()
     process = child()
-    lock = "ArenaLock((kept := SideFile.at(directory / 'lock.test'))).acquire(0)"
+    lock = "small.acquire(ArenaLock((kept := SideFile.at(directory / 'lock.test'))), 0)"
     assert process.say(lock) == "True"
     return process
 

