@@ -26,7 +26,7 @@ class Tier:
             capacity=capacity, slab_bytes=capacity, slot_min=BLOCK_BYTES, holders_max=1
         )
         memory = bytearray(geometry.table_bytes)
-        self.tables = Tables(memory, geometry, has_data=False, has_undo=False)
+        self.tables = Tables(memory, geometry, has_data=False)
         self.policy = policy
 
     def next_to_go(self, count: int, *, protect: Array, now: float) -> Array:

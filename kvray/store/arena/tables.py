@@ -55,8 +55,7 @@ class UndoRecord:
         """Note what is overwritten in `columns`, one-dimensional and the same in every process.
 
         `words` is the header as u64, of which one is the count of entries. A row of `entries` is
-        (column, rows, where its index starts in the log, where its values); no entries: every step
-        counts as torn. `log` has u32 words.
+        (column, rows, where its index starts in the log, where its values). `log` has u32 words.
         """
         self._columns = list(columns.values())
         self._codes = {name: code for code, name in enumerate(columns)}
@@ -206,18 +205,10 @@ class Tables(Columns):
     missing_rows = _word("missing_rows")
     wanted_rows = _word("wanted_rows")
 
-    def __init__(
-        self,
-        buffer: Any,
-        geometry: Geometry,
-        *,
-        has_data: bool = True,
-        has_undo: bool = True,
-    ) -> None:
+    def __init__(self, buffer: Any, geometry: Geometry, *, has_data: bool = True) -> None:
         """Lay views over `buffer`, of `geometry.file_bytes` bytes, or `table_bytes` without data.
 
-        Without `has_data` the slots' bytes lie elsewhere, as in files, and `data` is empty. Without
-        `has_undo` a step cannot be undone: for tables that end with their process.
+        Without `has_data` the slots' bytes lie elsewhere, as in files, and `data` is empty.
         """
         self.geometry = geometry
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
@@ -231,8 +222,7 @@ class Tables(Columns):
         data_bytes, at = (geometry.capacity, offsets["data"]) if has_data else (0, 0)
         self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
-        entries = self.undo_entry if has_undo else self.undo_entry[:0]
-        self.undo = UndoRecord(self.columns, self._words, entries, self.undo_log)
+        self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
 
     @property
     def state(self) -> int:
