@@ -203,7 +203,7 @@ def _free_unsound(tables: Tables) -> None:
 
 def drop_unsound_leases(tables: Tables) -> None:
     """Free the pages that cannot be part of a lease."""
-    pages = np.flatnonzero(tables.page_holder)
+    pages = np.flatnonzero(tables.page_holder != 0)
     slots = tables.page_slots[pages]
     states = tables.slot_state[np.where(slots < tables.num_backed, slots, 0)]
     is_readable = (states == READY) | (states == QUARANTINED)

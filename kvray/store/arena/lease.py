@@ -254,10 +254,10 @@ def release_holder(tables: Tables, holder: int) -> int:
 
 
 def count_leases(tables: Tables) -> Array:
-    """Return the lease count of every slot as the records have it."""
-    return np.bincount(
-        _named(tables, np.flatnonzero(tables.page_holder)), minlength=tables.num_backed
-    )
+    """Return the lease count of every slot as the records have it; needs no lock."""
+    # Compared first: numpy objects to what changes under a search.
+    pages = np.flatnonzero(tables.page_holder != 0)
+    return np.bincount(_named(tables, pages), minlength=tables.num_backed)
 
 
 def long_leases(tables: Tables, *, before: float) -> list[tuple[int, int]]:

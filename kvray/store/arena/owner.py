@@ -382,7 +382,7 @@ class RoomAhead:
         within = slabs.slots_of(tables, block_bytes)
         found = eviction.choose_victims(tables, count, within=within, rank=rank)
         evicted = self._owner.evict_in_batches(found[:short])
-        to_clear = slabs.coldest_first(tables, np.flatnonzero(tables.slab_block_bytes))[:, 0]
+        to_clear = slabs.coldest_first(tables, slabs.serving(tables))[:, 0]
         with self._owner.section() as entered:
             if entered:
                 victims.put(tables, block_bytes, found[short:], tick=tick)

@@ -57,6 +57,12 @@ def block_sizes(tables: Tables) -> list[int]:
     return found
 
 
+def serving(tables: Tables) -> Array:
+    """Return the slabs that serve a block size, ascending; needs no lock."""
+    # Compared first: numpy objects to what changes under a search.
+    return np.flatnonzero(tables.slab_block_bytes != 0)
+
+
 def serve(tables: Tables, slabs: Array, block_bytes: "int | Array") -> None:
     """Have `slabs` serve a block size; 0: make them spare."""
     check = np.asarray(block_bytes, dtype=np.uint64) * np.array([SIZE_FACTOR], dtype=np.uint64)

@@ -31,6 +31,10 @@ class Child:
         answer: str = self._pipe.recv()
         return answer
 
+    def tell(self, line: str) -> None:
+        """Have `line` evaluated, and wait for nothing: only a kill ends it if it has no end."""
+        self._pipe.send(line)
+
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 

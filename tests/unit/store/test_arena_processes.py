@@ -10,8 +10,9 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard, sweep
 from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import holders, lease, slabs
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.store.child import Child
@@ -34,6 +36,7 @@ from tests.unit.store.small_arena import (
     make_arena,
     num_here,
     served,
+    spec,
     store,
 )
 from tests.unit.store.stress_worker import (
@@ -250,6 +253,27 @@ def test_death_or_stop_before_a_store_harms_nobody(dying, survivor, directory, n
         survivor.restore()
     assert count >= (2 if step == 1 else 1)
     assert survivor.waited_s < LOCK_WAIT_S + SLACK_S
+
+
+@pytest.mark.parametrize(
+    ("column", "look"),
+    [
+        ("page_holder", lease.count_leases),
+        ("slab_block_bytes", slabs.serving),
+        ("holder_live", lambda tables: holders.dead_rows(tables, SimpleNamespace(is_locked=bool))),
+    ],
+)
+def test_a_look_without_the_lock_at_what_others_write_raises_nothing(
+    directory, child, column, look
+):
+    with closing(make_arena(directory, asked=spec(num_slabs=2048))) as arena:
+        table, writer = getattr(arena.tables, column), child()
+        writer.tell(f"any(arena.tables.{column}.fill(n) for _ in iter(int, 1) for n in (0, 1))")
+        wait_for(table.any, "the first write")
+        for _ in range(300):
+            look(arena.tables)
+        writer.kill()
+        table[:] = 0
 
 
 # -- at random moments ----------------------------------------------------------------------------
