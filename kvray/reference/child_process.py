@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -138,17 +139,25 @@ def spawn_child(
 def join_parent() -> Pipe:
     """Return the child's end of the pipe, and have the child die with its parent.
 
-    A parent that spawned it from a thread cannot use the death signal, so the child must also end
-    when the pipe ends.
+    A parent that spawned it from a thread cannot use the death signal; a thread here waits for its
+    end in place of the kernel.
     """
     read_fd, write_fd, parent_pid, use_signal = map(int, sys.argv[1:5])
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if use_signal:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:
         sys.exit(1)
     return Pipe(read_fd, write_fd)
+
+
+def _end_with(parent_pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        _wait(os.pidfd_open(parent_pid), select.POLLIN, None)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(fd: int, event: int, deadline: float | None) -> None:

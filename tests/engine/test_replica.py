@@ -121,6 +121,31 @@ kept[0].generate([1], max_tokens=10**6)
     wait_for(lambda: not psutil.pid_exists(pid))
 
 
+@pytest.mark.parametrize("is_thread", [False, True], ids=["main", "thread"])
+def test_a_child_that_looks_at_no_pipe_ends_with_its_parent(tmp_path, is_thread):
+    (tmp_path / "hanging.py").write_text(
+        "import time; from kvray.reference.child_process import join_parent\n"
+        "pipe = join_parent(); pipe.send(1, timeout_s=60); time.sleep(3600)"
+    )
+    code = f"""
+import sys, threading, time
+from kvray.reference.child_process import spawn_child
+def start():
+    process, pipe = spawn_child("hanging", output=2, env={{"PYTHONPATH": {str(tmp_path)!r}}})
+    pipe.receive(timeout_s=60)
+    print(process.pid, flush=True)
+    time.sleep(3600)
+threading.Thread(target=start).start() if {is_thread} else start()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait(DEADLINE_S)
+    wait_for(lambda: not psutil.pid_exists(pid))
+
+
 def test_pipe_bounds_time_and_length(monkeypatch):
     near_read, far_write = os.pipe()
     far_read, near_write = os.pipe()
