@@ -205,11 +205,16 @@ def test_prompts_without_a_trace_make_no_span(sdk, far_prompt):
 )
 def test_a_silent_actor_is_told_as_an_error(sdk, far_prompt, silent, name):
     far_prompt.nodes.frozen.add(silent)
-    with spans.under(TRACEPARENT):
-        far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
-    wait_for(lambda: sdk.num_open == 0, "the end of what is late")
-    wait_for(lambda: bool(sdk.named(name)), "the span")
-    assert sdk.one(name).status.status_code is StatusCode.ERROR
+
+    def is_told() -> bool:
+        """Ask once more: on a starved machine what comes before may be late as well."""
+        with spans.under(TRACEPARENT):
+            far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
+        wait_for(lambda: sdk.num_open == 0, "the end of what is late")
+        return bool(sdk.named(name))
+
+    wait_for(is_told, "the span")
+    assert {one.status.status_code for one in sdk.named(name)} == {StatusCode.ERROR}
 
 
 def test_what_another_shard_promotes_is_told_there(sdk, tier):
