@@ -10,6 +10,7 @@ from unittest import mock
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
+from kvray.engine import saver
 from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.waiting import wait_for
 
@@ -20,14 +21,18 @@ def tier_environment(**settings: str) -> Iterator[dict[str, str]]:
     directory = tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-")
     settings = {
         "ARENA__DIR": directory,
-        # Longer than engines try, so that a busy machine makes no miss.
         "ARENA__LOCK_WAIT_S": "1",
         "CONNECTOR__MODEL_KEY": "tiny",
         "CONNECTOR__ATTACH_RETRY_S": "0.02",
         **settings,
     }
     variables = {f"KVRAY_{name}": value for name, value in settings.items()}
-    with mock.patch.dict(os.environ, variables):
+    # Engines wait for longer than they do: a busy machine makes no miss, and drops no save.
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(saver, "_STALL_S", 30.0),
+        mock.patch.object(saver, "_RESERVE_WAIT_S", 30.0),
+    ):
         yield variables
     shutil.rmtree(directory)
 

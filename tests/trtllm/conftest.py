@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.engine import saver
 from tests.kit.devices import HostDevice
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
@@ -30,14 +29,6 @@ def version(request: pytest.FixtureRequest) -> Iterator[Version]:
         yield one
 
 
-@pytest.fixture
-def patient_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines wait for longer than they do: a busy machine drops no save, misses no block."""
-    monkeypatch.setattr(saver, "_STALL_S", 30.0)
-    monkeypatch.setattr(saver, "_RESERVE_WAIT_S", 30.0)
-    monkeypatch.setenv("KVRAY_ARENA__LOCK_WAIT_S", "1")
-
-
 @pytest.fixture(params=["host", "device"])
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pools copied by the code for either kind of memory."""
@@ -48,7 +39,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def make_engine(
-    version: Version, shard: Shard, patient_saves: None, monkeypatch: pytest.MonkeyPatch
+    version: Version, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeEngine]:
     """Make engines. Whatever they did: no row was wrong, nothing failed, no lease is left."""
     engines: list[Engine] = []

@@ -20,7 +20,6 @@ __all__ = ["nodes", "running_nodes"]
 def engine_on(
     version: Version,
     nodes: TwoNodes,
-    patient_saves: None,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[Callable[..., Engine]]:

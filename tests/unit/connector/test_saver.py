@@ -229,7 +229,8 @@ def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
     assert len([one for one in caplog.messages if "too many saves" in one]) == 1
 
 
-def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog):
+def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog, monkeypatch):
+    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 0.05)
     assert acquire(arena._lock, 1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
