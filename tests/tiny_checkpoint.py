@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from kvray.reference.checkpoint import save_checkpoint
-from kvray.reference.model import TINY_CONFIG, make_tiny_weights
+from kvray.reference.model import TINY_CONFIG, make_random_weights
 
 
 def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    save_checkpoint(TINY_CONFIG, make_tiny_weights(seed), directory)
+    save_checkpoint(TINY_CONFIG, make_random_weights(seed), directory)
     return directory

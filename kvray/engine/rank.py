@@ -67,7 +67,10 @@ class RankWorker:
             for other in other_sizes(args, layout)
         }
         self.pool = open_pool(
-            layout, list(chain(*parts.values())), has_hooks=not shared.args.is_compiled
+            layout,
+            list(chain(*parts.values())),
+            has_hooks=not shared.args.is_compiled,
+            totals=shared.figures.totals,
         )
         self.saver = Saver(
             shared.link,

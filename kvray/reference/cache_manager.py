@@ -1,6 +1,6 @@
 """The paged KV pool, with the interface and the order of calls of TensorRT-LLM's `KVCacheManager`.
 
-The pool is one contiguous fp32 tensor [num_blocks, num_layers, 2, kv_heads * tokens_per_block *
+The pool is one contiguous tensor [num_blocks, num_layers, 2, kv_heads * tokens_per_block *
 head_dim]: keys then values, and inside each heads x tokens x dim. A block id is a row.
 
 A block is in use (its reference count is above zero), or kept (unreferenced, but its tokens can
@@ -53,7 +53,8 @@ class KVCacheManager:
         self._blocks = BlockPool(options.num_blocks, tokens_per_block=size, events=self._events)
         shape = (options.num_blocks, geometry.num_layers, 2, geometry.block_size(size))
         # Zeros make every page real before the first request; NaN does it too.
-        self._pool = torch.full(shape, float("nan") if options.poison else 0.0)
+        fill = float("nan") if options.poison else 0.0
+        self._pool = torch.full(shape, fill, dtype=geometry.dtype, device=geometry.device)
         self._sequences: dict[int, list[int]] = {}
         self._pinned: dict[int, list[int]] = {}
         self._next_dummy_id = _FIRST_DUMMY_ID

@@ -15,7 +15,14 @@ import torch
 
 from kvray import config as kvray_config
 from kvray.errors import ConfigError
-from kvray.reference.model import TINY_CONFIG, BlockModel, Config, Weights, make_tiny_weights
+from kvray.reference.model import (
+    LLAMA_3_8B_CONFIG,
+    TINY_CONFIG,
+    BlockModel,
+    Config,
+    Weights,
+    make_random_weights,
+)
 from kvray.reference.ranks import Ranks
 from kvray.reference.tokenizer import (
     ByteTokenizer,
@@ -28,6 +35,8 @@ from kvray.reference.weights import find_weights, make_once
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"
+RANDOM = {TINY: TINY_CONFIG, "llama-3-8b": LLAMA_3_8B_CONFIG}
+"""Models whose weights are made in memory."""
 SMOLLM2_DIRECTORY = "SmolLM2-135M-Instruct-fp32"
 
 
@@ -61,7 +70,7 @@ def split_weights(config: Config, weights: Weights, ranks: Ranks) -> Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model ready to run; `name` is its path, or `tiny:SEED` for weights made in memory."""
+    """A model ready to run; `name` is its path, or that of `RANDOM` and a seed, as in `tiny:7`."""
 
     name: str
     model: BlockModel
@@ -71,21 +80,23 @@ class Checkpoint:
 def load_checkpoint(
     model: str | Path,
     *,
-    tokens_per_block: int,
+    tokens_per_step: int,
     split_over: Ranks | None = None,
+    device: str = "cpu",
 ) -> Checkpoint:
-    """Load `smollm2`, `tiny`, `tiny:SEED` or the checkpoint at a path.
+    """Load `smollm2`, a name of `RANDOM` with or without a seed, or the checkpoint at a path.
 
     With `split_over` the model has this rank's share of the weights only. A ConfigError says that
     there is no such model, or that the ranks cannot share it.
     """
     name, _, seed = str(model).partition(":")
     tokenizer: Tokenizer
-    if name == TINY:
+    if name in RANDOM:
         if seed and not seed.isdecimal():
-            raise ConfigError(f"The seed of {model!r} is no number; write tiny:7, for example.")
-        name = f"{TINY}:{int(seed or 0)}"
-        config, weights = TINY_CONFIG, make_tiny_weights(int(seed or 0))
+            raise ConfigError(f"The seed of {model!r} is no number; write {name}:7, for example.")
+        config = RANDOM[name]
+        weights = make_random_weights(int(seed or 0), config, device=device)
+        name = f"{name}:{int(seed or 0)}"
         tokenizer = ByteTokenizer()
     else:
         path = find_smollm2() if name == SMOLLM2 else Path(model).expanduser()
@@ -96,10 +107,11 @@ def load_checkpoint(
             )
         name = str(path.resolve())
         config, weights = _read_checkpoint(path)
+        weights = {key: tensor.to(device) for key, tensor in weights.items()}
         tokenizer = load_tokenizer(path)
     if split_over is not None:
         weights = split_weights(config, weights, split_over)
-    block_model = BlockModel(config, weights, tokens_per_block=tokens_per_block, ranks=split_over)
+    block_model = BlockModel(config, weights, tokens_per_step=tokens_per_step, ranks=split_over)
     return Checkpoint(name=name, model=block_model, tokenizer=tokenizer)
 
 

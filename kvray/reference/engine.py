@@ -133,6 +133,10 @@ class ReferenceEngine:
             raise ConfigError("The weights of ranks with enable_attention_dp cannot be replaced.")
         self._intake.update_weights(str(model)).result(timeout_s)
 
+    def reset_prefix_cache(self, *, timeout_s: float = 600.0) -> None:
+        """Forget the blocks of earlier requests, once all requests have ended; see above."""
+        self._intake.update_weights("").result(timeout_s)
+
     def close(self) -> None:
         """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""
         self._intake.stop()

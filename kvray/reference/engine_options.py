@@ -13,6 +13,7 @@ RUNTIMES = ("1.2", "main")
 COLLECTIVE_TIMEOUT_MIN_S = 2.0
 _AT_LEAST_ONE = (
     "tokens_per_block",
+    "blocks_per_step",
     "num_blocks",
     "max_batch_size",
     "num_threads",
@@ -34,8 +35,12 @@ class EngineOptions:
     """The options of `ReferenceEngine`; ConfigError if one is out of range."""
 
     model: str | Path = "smollm2"
-    """Or `tiny`, `tiny:SEED`, the path of a Llama-family checkpoint: a directory, a .gguf file."""
-    tokens_per_block: int = 32  # and rows in every step of the model
+    """Or random weights, `tiny`, `llama-3-8b`, `tiny:SEED`; or the path of a Llama-family
+    checkpoint: a directory, a .gguf file."""
+    device: str = "cpu"  # or `cuda`, `cuda:1`: where weights and pool are
+    tokens_per_block: int = 32
+    blocks_per_step: int = 1
+    """Blocks whose rows the model always computes together: more make long prompts faster."""
     num_blocks: int = 128
     connector: KvConnectorConfig | Any | None = None
     """An object with the three fields of `KvConnectorConfig`."""
@@ -81,6 +86,11 @@ class EngineOptions:
         if self.tensor_parallel_size not in (1, 2, 4):
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; it must be 1, 2 or 4."
+            )
+        if self.device != "cpu" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and device is"
+                f" {self.device!r}; ranks share a model on the CPU only."
             )
         if self.event_buffer_max_size and self.enable_attention_dp:
             raise ConfigError(

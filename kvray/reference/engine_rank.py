@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,11 @@ import torch
 
 from kvray.errors import ConfigError
 from kvray.reference.cache_manager import KVCacheManager
-from kvray.reference.checkpoint import load_checkpoint
+from kvray.reference.checkpoint import Checkpoint, load_checkpoint
 from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import Executor
 from kvray.reference.intake import Intake
-from kvray.reference.model import BlockModel
 from kvray.reference.model_engine import ModelEngine
 from kvray.reference.output import Output
 from kvray.reference.ranks import Ranks
@@ -40,11 +40,9 @@ class EngineRank:
 
     def __init__(self, options: EngineOptions, ranks: Ranks) -> None:
         torch.set_num_threads(options.num_threads)
-        checkpoint = load_checkpoint(
-            options.model,
-            tokens_per_block=options.tokens_per_block,
-            split_over=ranks if options.is_split else None,
-        )
+        self._options = options
+        self._split_over = ranks if options.is_split else None
+        checkpoint = self._load(options.model)
         self.tokenizer = checkpoint.tokenizer
         self.model = checkpoint.model
         self.llm_args = _llm_args(options, ranks, checkpoint.name)
@@ -60,14 +58,13 @@ class EngineRank:
             self.shut_down()
             raise
         self.intake = Intake(ranks, self._output_of, is_dealt=options.enable_attention_dp)
-        split_over = ranks if options.is_split else None
-
-        def load_model(model: str) -> BlockModel:
-            size = options.tokens_per_block
-            return load_checkpoint(model, tokens_per_block=size, split_over=split_over).model
-
         self.executor = Executor(
-            model_engine, self.cache, self.intake, options, self.connector, load_model
+            model_engine,
+            self.cache,
+            self.intake,
+            options,
+            self.connector,
+            lambda model: self._load(model).model,
         )
 
     def shut_down(self) -> None:
@@ -75,6 +72,15 @@ class EngineRank:
         connector, self.connector = self.connector, None
         if connector is not None:
             _shut_down_parts((connector.worker, connector.scheduler))
+
+    def _load(self, model: str | Path) -> Checkpoint:
+        options = self._options
+        return load_checkpoint(
+            model,
+            tokens_per_step=options.blocks_per_step * options.tokens_per_block,
+            split_over=self._split_over,
+            device=options.device,
+        )
 
     def _output_of(self, request: LlmRequest) -> Output:
         """Describe a request that has ended."""

@@ -86,7 +86,7 @@ class Executor:
         self._follows_main = options.runtime == "main"
         self._load_model = load_model
         self._new_model: str | None = None
-        """The checkpoint whose weights come once all active requests have ended."""
+        """The checkpoint whose weights come once all active requests have ended, see `Orders`."""
         self._waiting: list[LlmRequest] = []  # behind new weights
         self.active: list[LlmRequest] = []
         """What was submitted and has not ended, in order of arrival."""
@@ -129,7 +129,8 @@ class Executor:
                 continue
             orders = self._intake.take(has_work=has_work)
             (self.active if self._new_model is None else self._waiting).extend(orders.submitted)
-            self._new_model = orders.model or self._new_model
+            if orders.model is not None:
+                self._new_model = orders.model
             self._cancelled |= orders.cancelled
             self._is_dummy_due = orders.is_dummy_due
             if orders.is_stop:
@@ -139,8 +140,9 @@ class Executor:
 
     def _update_weights(self, model: str) -> None:
         """Source: `WorkerExtension.update_weights`, which is called when nothing is active."""
-        assert self._load_model is not None, "who asks for new weights has said how to load them"
-        self._model_engine.model = self._load_model(model)
+        if model:
+            assert self._load_model is not None, "who asks for weights has said how to load them"
+            self._model_engine.model = self._load_model(model)
         self._cache.reset_reuse_state()
         self._new_model = None
         self._intake.updated()
@@ -203,9 +205,9 @@ class Executor:
             self._cache.prepare_resources(batch)
             if self._connector is not None:
                 self._connector.handle_metadata()
-                self._connector.worker.start_load_kv(None)
+                self._connector.worker.start_load_kv(self._model_engine.stream)
         elif self._connector is not None and self._follows_main:
-            self._connector.worker.start_load_kv(None)
+            self._connector.worker.start_load_kv(self._model_engine.stream)
         return batch
 
     def _add_drafts(self, batch: ScheduledRequests) -> None:
@@ -219,7 +221,7 @@ class Executor:
         try:
             sampled = self._model_engine.forward(batch, pending)
             if self._connector is not None:
-                self._connector.worker.wait_for_save(None)
+                self._connector.worker.wait_for_save(self._model_engine.stream)
         except Exception as error:  # TensorRT-LLM survives any error of a pass
             if self._options.is_split:
                 raise

@@ -25,7 +25,8 @@ class Orders:
     cancelled: frozenset[int] = frozenset()
     is_stop: bool = False
     model: str | None = None
-    """The checkpoint whose weights the engine gets when its active requests have ended."""
+    """The checkpoint whose weights the engine gets when its active requests have ended; empty: it
+    keeps its own, and only its prefix cache is emptied."""
     is_dummy_due: bool = False
     """Whether others have work and this rank has none: it runs a dummy beside them."""
 
@@ -81,7 +82,7 @@ class Intake:
                 self._condition.notify()
 
     def update_weights(self, model: str) -> Future[None]:
-        """Have the engine take the weights of `model`; one call at a time."""
+        """Have the engine take the weights of `model`, see `Orders`; one call at a time."""
         with self._condition:
             if self._is_closed:
                 raise self._closed_error()
@@ -156,7 +157,8 @@ class Intake:
     def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
         with self._condition:
             self._condition.wait_for(
-                lambda: has_work or self._submitted or self._model or self._is_closed, timeout_s
+                lambda: has_work or self._submitted or self._model is not None or self._is_closed,
+                timeout_s,
             )
             model, self._model = self._model, None
             submitted, self._submitted = self._submitted, []

@@ -1,8 +1,8 @@
-"""A Llama model as a pure function of fixed shape: one block's tokens at their positions.
+"""A Llama model as a pure function of fixed shape: one step's tokens at their positions.
 
-A step always runs `tokens_per_block` rows at the positions of block b, attending to the KV of
-blocks 0..b-1 and causally to itself; rows without a token hold token 0, come last, and are hidden
-by the mask. So the shapes of all arithmetic depend on b alone, never on caches, batches or
+A step always runs `tokens_per_step` rows, from position s times as many on, attending to the KV of
+steps 0..s-1 and causally to itself; rows without a token hold token 0, come last, and are hidden
+by the mask. So the shapes of all arithmetic depend on s alone, never on caches, batches or
 chunks, and the KV of a generated token equals bit for bit that of the same token in a prompt.
 
 The arithmetic is written out here, because importing transformers' own costs seconds a process.
@@ -22,8 +22,9 @@ from kvray.reference.ranks import Leader, Ranks
 Config: TypeAlias = Mapping[str, Any]
 """What a checkpoint's `config.json` says; a missing field has the default of transformers."""
 Weights: TypeAlias = dict[str, torch.Tensor]
-"""Tensors by their names in a checkpoint, in fp32."""
+"""Tensors by their names in a checkpoint, on one device."""
 
+CPU = torch.device("cpu")
 TINY_CONFIG: Config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -35,6 +36,21 @@ TINY_CONFIG: Config = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
+LLAMA_3_8B_CONFIG: Config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "dtype": "bfloat16",
+    "initializer_range": 0.02,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,8 @@ class KVGeometry:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
     def block_size(self, tokens_per_block: int) -> int:
         """Return the elements of one block in one layer, of the keys or of the values alone."""
@@ -52,9 +70,12 @@ class KVGeometry:
 
 @dataclass(slots=True)
 class Step:
-    """One block on its way through the layers; `hidden` is [1, tokens_per_block, hidden_size]."""
+    """Some tokens on their way through the layers; `hidden` is [1, tokens_per_step, hidden_size].
 
-    block_index: int
+    `mask` says which tokens each row sees, once for each head that shares a key.
+    """
+
+    index: int
     num_tokens: int
     hidden: torch.Tensor
     mask: torch.Tensor
@@ -62,10 +83,11 @@ class Step:
 
 
 class BlockModel:
-    """A model of the Llama family, run layer by layer over blocks, in fp32 on the CPU.
+    """A model of the Llama family, run layer by layer over steps of one or more blocks.
 
-    With `ranks` the weights are this rank's share (`split_weights`). Its steps sum over the ranks
-    behind the attention and behind the MLP of every layer.
+    It computes where its weights are, and in their type. With `ranks` the weights are this rank's
+    share (`split_weights`). Its steps sum over the ranks behind the attention and behind the MLP of
+    every layer.
     """
 
     def __init__(
@@ -73,10 +95,10 @@ class BlockModel:
         config: Config,
         weights: Weights,
         *,
-        tokens_per_block: int,
+        tokens_per_step: int,
         ranks: Ranks | None = None,
     ) -> None:
-        self.tokens_per_block = tokens_per_block
+        self.tokens_per_step = tokens_per_step
         self.vocab_size: int = config["vocab_size"]
         self.max_tokens: int = config.get("max_position_embeddings", 2048)
         self.weights = weights
@@ -87,28 +109,32 @@ class BlockModel:
         self._rotary = _make_rotary(config)
         is_tied = config.get("tie_word_embeddings", False)
         self._head = "model.embed_tokens" if is_tied else "lm_head"
-        num_keys = weights["model.layers.0.self_attn.k_proj.weight"].shape[0]
+        keys, queries = (weights[f"model.layers.0.self_attn.{one}_proj.weight"] for one in "kq")
+        self._share = len(queries) // len(keys)  # query heads of each KV head
         self.geometry = KVGeometry(
             num_layers=config["num_hidden_layers"],
-            num_kv_heads=num_keys // self._head_dim,
+            num_kv_heads=len(keys) // self._head_dim,
             head_dim=self._head_dim,
+            dtype=keys.dtype,
+            device=keys.device,
         )
 
     @torch.inference_mode()
-    def begin(self, tokens: Sequence[int], block_index: int) -> Step:
-        """Return the step of the given tokens of a block: at least one, at most the block's."""
-        size = self.tokens_per_block
-        first = block_index * size
-        assert 0 < len(tokens) <= size, "a step has the tokens of one block"
+    def begin(self, tokens: Sequence[int], index: int) -> Step:
+        """Return a step with its first tokens: at least one, at most `tokens_per_step`."""
+        size, device, dtype = self.tokens_per_step, self.geometry.device, self.geometry.dtype
+        first = index * size
+        assert 0 < len(tokens) <= size, "a step has the tokens of its own places"
         ids = torch.zeros(1, size, dtype=torch.long)
         ids[0, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.long)
-        mask = torch.ones(size, first + size, dtype=torch.bool).tril_(diagonal=first)
+        mask = torch.ones(size, first + size, dtype=torch.bool, device=device).tril_(diagonal=first)
+        cosines, sines = self._rotary(torch.arange(first, first + size))
         return Step(
-            block_index=block_index,
+            index=index,
             num_tokens=len(tokens),
-            hidden=functional.embedding(ids, self.weights["model.embed_tokens.weight"]),
-            mask=mask[None, None],
-            rotary=self._rotary(torch.arange(first, first + size)),
+            hidden=functional.embedding(ids.to(device), self.weights["model.embed_tokens.weight"]),
+            mask=mask.repeat(self._share, 1),
+            rotary=(cosines.to(device, dtype), sines.to(device, dtype)),
         )
 
     @torch.inference_mode()
@@ -120,26 +146,29 @@ class BlockModel:
         Args:
             layer_index: the layer.
             step: what `begin` returned, after all layers before this one.
-            past: keys and values of the blocks before, each contiguous and shaped
-                [1, num_kv_heads, block_index * tokens_per_block, head_dim].
+            past: keys and values of the steps before, each contiguous and shaped
+                [1, num_kv_heads, index * tokens_per_step, head_dim].
 
         Returns:
-            Keys and values as in `past` with those of this block appended: the next block's
+            Keys and values as in `past` with those of this step appended: the next step's
             past. Rows from `num_tokens` on belong to no token.
         """
         name = f"model.layers.{layer_index}"
         hidden = self._norm(step.hidden, f"{name}.input_layernorm")
         queries, keys, values = (
             self._linear(hidden, f"{name}.self_attn.{kind}_proj")
-            .view(1, self.tokens_per_block, -1, self._head_dim)
+            .view(1, self.tokens_per_step, -1, self._head_dim)
             .transpose(1, 2)
             for kind in "qkv"
         )
         keys = torch.cat((past[0], _rotate(keys, step.rotary)), dim=2)
         values = torch.cat((past[1], values), dim=2)
+        # The queries of all heads that share a key, one after the other: it is read once.
+        queries = _rotate(queries, step.rotary).unflatten(1, (-1, self._share)).flatten(2, 3)
         attended = functional.scaled_dot_product_attention(
-            _rotate(queries, step.rotary), keys, values, attn_mask=step.mask, enable_gqa=True
+            queries, keys, values, attn_mask=step.mask
         )
+        attended = attended.unflatten(2, (self._share, -1)).flatten(1, 2)
         heads = attended.transpose(1, 2).flatten(2)
         step.hidden = step.hidden + self._summed_linear(heads, f"{name}.self_attn.o_proj")
         hidden = self._norm(step.hidden, f"{name}.post_attention_layernorm")
@@ -169,14 +198,20 @@ class BlockModel:
         return total if bias is None else total + bias
 
 
+def dtype_of(config: Config) -> torch.dtype:
+    """Return the type that random weights have."""
+    dtype: torch.dtype = getattr(torch, config.get("dtype", "float32"))
+    return dtype
+
+
 def head_dim(config: Config) -> int:
     """Return the elements of one attention head."""
     size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return size
 
 
-def make_tiny_weights(seed: int = 0, config: Config = TINY_CONFIG) -> Weights:
-    """Return random weights for a small model, which depend on the seed alone."""
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights, without biases."""
     width, dim = config["hidden_size"], head_dim(config)
     queries = config["num_attention_heads"] * dim
     keys, columns = config["num_key_value_heads"] * dim, config["intermediate_size"]
@@ -195,12 +230,21 @@ def make_tiny_weights(seed: int = 0, config: Config = TINY_CONFIG) -> Weights:
             "mlp.down_proj": (width, columns),
         }
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    generator = torch.Generator().manual_seed(seed)
+    return shapes
+
+
+def make_random_weights(
+    seed: int = 0, config: Config = TINY_CONFIG, *, device: str = "cpu"
+) -> Weights:
+    """Return random weights for a model, which depend on the seed and the kind of device alone."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = dtype_of(config)
+    spread: float = config.get("initializer_range", 0.2)
     return {
-        f"{name}.weight": torch.ones(shape)
+        f"{name}.weight": torch.ones(shape, dtype=dtype, device=device)
         if "norm" in name
-        else torch.randn(shape, generator=generator) * 0.2
-        for name, shape in sorted(shapes.items())
+        else torch.randn(shape, dtype=dtype, device=device, generator=generator) * spread
+        for name, shape in sorted(weight_shapes(config).items())
     }
 
 

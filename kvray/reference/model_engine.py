@@ -1,4 +1,4 @@
-"""The forward pass of a batch: blocks of requests through the layers, KV into the pool."""
+"""The forward pass of a batch: steps of requests through the layers, KV into the pool."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from kvray.reference.request import LlmRequest, ScheduledRequests
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of one request in one pass; rows before `first_token` are in the pool.
+    """Consecutive steps of one request in one pass; rows before `first_token` are in the pool.
 
     The pass samples after the newest token of the request, at `newest_token`, and its drafts.
     """
 
     request: LlmRequest
-    block_ids: list[int]
     first_token: int
     newest_token: int
     steps: list[Step]
+    earlier: torch.Tensor  # ids of the blocks of all steps before
+    blocks: torch.Tensor  # of each new row, the id of its block
+    rows: torch.Tensor  # and its place there
     is_sampled: bool
 
 
 class ModelEngine:
-    """Runs each layer over all blocks of the batch before the next, as a GPU engine does.
+    """Runs each layer over all steps of the batch before the next, as a GPU engine does.
 
-    So the connector's hooks fire once per layer and pass. Each block is a step of its own and
-    shares no arithmetic with others.
+    So the connector's hooks fire once per layer and pass. Steps share no arithmetic.
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class ModelEngine:
         self._forward_callable = forward_callable
         self.hooks: Any = None
         """The connector's worker, called around every layer once it is set."""
+        device = model.geometry.device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        """What the passes run on, as the connector's calls are told; None on the host."""
 
     def warm_up(self) -> None:
         """Run dummies before there is a pool for the connector: only the callable fires."""
@@ -69,18 +73,18 @@ class ModelEngine:
         runs = [self._run(request, pending) for request in batch.all_requests()]
         for layer_index in range(self.model.geometry.num_layers):
             if self.hooks is not None:
-                self.hooks.wait_for_layer_load(layer_index, None)
+                self.hooks.wait_for_layer_load(layer_index, self.stream)
             for run in runs:
                 self._run_layer(layer_index, run)
             if self.hooks is not None:
-                self.hooks.save_kv_layer(layer_index, None)
+                self.hooks.save_kv_layer(layer_index, self.stream)
         sampled = {run.request.request_id: self._sample(run) for run in runs if run.is_sampled}
         if self._forward_callable is not None:
             self._forward_callable()
         return sampled
 
     def _run(self, request: LlmRequest, pending: Mapping[int, int]) -> _Run:
-        size = self._cache.tokens_per_block
+        size, per_block = self.model.tokens_per_step, self._cache.tokens_per_block
         tokens = request.get_tokens(0)
         if request.request_id in pending:
             tokens.append(pending[request.request_id])
@@ -90,9 +94,14 @@ class ModelEngine:
         assert newest < len(tokens), "a pass computes known tokens and drafts"
         tokens += request.py_draft_tokens
         end = newest + 1 + len(request.py_draft_tokens)
+        block_ids = torch.tensor(self._cache.get_cache_indices(request))
+        places = torch.arange(start, end)
+        device = self.model.geometry.device
         return _Run(
             request=request,
-            block_ids=self._cache.get_cache_indices(request),
+            earlier=block_ids[: start // size * size // per_block].to(device),
+            blocks=block_ids[places // per_block].to(device),
+            rows=(places % per_block).to(device),
             first_token=start,
             newest_token=newest,
             steps=[
@@ -105,20 +114,16 @@ class ModelEngine:
     def _run_layer(self, layer_index: int, run: _Run) -> None:
         """Take one layer's earlier blocks out of the pool, and put each new row into it.
 
-        Only full blocks are read. A row is written once, except after a rejected draft: a block
-        that was announced or shared never changes afterwards.
+        Only blocks of full steps are read. A row is written once, except after a rejected draft: a
+        block that was announced or shared never changes afterwards.
         """
-        size = self._cache.tokens_per_block
         buffers = self._cache.get_buffers(layer_index)
-        past = _gather(buffers, run.block_ids[: run.steps[0].block_index])
+        past = _gather(buffers, run.earlier)
         for step in run.steps:
             past = self.model.layer(layer_index, step, past)
-            first = step.block_index * size
-            low, high = max(run.first_token - first, 0), step.num_tokens
-            for kind, values in enumerate(past):
-                buffers[run.block_ids[step.block_index], kind, :, low:high] = values[
-                    0, :, first + low : first + high
-                ]
+        new = slice(run.first_token, run.first_token + len(run.rows))
+        for kind, values in enumerate(past):
+            buffers[run.blocks, kind, :, run.rows] = values[0, :, new].transpose(0, 1)
 
     def _sample(self, run: _Run) -> int:
         """Accept the drafts that greedy sampling repeats; return the token after them."""
@@ -131,14 +136,14 @@ class ModelEngine:
         return token
 
     def _token_after(self, run: _Run, position: int) -> int:
-        block_index, row = divmod(position, self._cache.tokens_per_block)
-        step = run.steps[block_index - run.steps[0].block_index]
+        index, row = divmod(position, self.model.tokens_per_step)
+        step = run.steps[index - run.steps[0].index]
         return int(self.model.logits(step, row).argmax())
 
 
-def _gather(buffers: torch.Tensor, block_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(buffers: torch.Tensor, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of the blocks, each contiguous [1, heads, tokens, head_dim]."""
-    blocks = buffers[torch.tensor(block_ids, dtype=torch.long)]
+    blocks = buffers[block_ids]
     heads, size, dim = buffers.shape[2:]
     keys, values = (
         blocks[:, kind].transpose(0, 1).reshape(1, heads, len(block_ids) * size, dim)

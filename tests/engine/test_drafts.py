@@ -15,7 +15,7 @@ from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import find_drafts, schedule
-from kvray.reference.model import TINY_CONFIG, KVGeometry, make_tiny_weights
+from kvray.reference.model import TINY_CONFIG, KVGeometry, make_random_weights
 from kvray.reference.output import Output
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine import fake_connector
@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def write_weak_model(directory: Path, seed: int) -> Path:
-    weights = make_tiny_weights(seed)
+    weights = make_random_weights(seed)
     for name, weight in weights.items():
         if "o_proj" in name:
             weight.mul_(0.03)

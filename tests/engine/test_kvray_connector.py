@@ -10,7 +10,7 @@ import torch
 
 from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
-from kvray.reference.model import TINY_CONFIG, make_tiny_weights
+from kvray.reference.model import TINY_CONFIG, make_random_weights
 from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.test_tensor_parallel import start
 from tests.kit.tier import tier_environment
@@ -144,7 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of which 4 ranks have a KV head each."""
     config = {**TINY_CONFIG, "num_key_value_heads": HEADS}
     directory = tmp_path_factory.mktemp("model")
-    save_checkpoint(config, make_tiny_weights(1, config), directory)
+    save_checkpoint(config, make_random_weights(1, config), directory)
     return directory
 
 

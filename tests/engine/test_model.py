@@ -16,7 +16,7 @@ import torch
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.checkpoint import load_checkpoint, split_weights
 from kvray.reference.child_process import Pipe
-from kvray.reference.model import TINY_CONFIG, BlockModel, make_tiny_weights
+from kvray.reference.model import TINY_CONFIG, BlockModel, make_random_weights
 from kvray.reference.ranks import CollectiveError, Follower, Leader, Other
 from kvray.reference.tokenizer import import_transformers, read
 from tests.engine.conftest import BLOCK, make_prompt
@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    return BlockModel(TINY_CONFIG, make_tiny_weights(), tokens_per_block=BLOCK)
+    return BlockModel(TINY_CONFIG, make_random_weights(), tokens_per_step=BLOCK)
 
 
 def forward_block(
@@ -113,20 +113,20 @@ def test_steps_agree_with_transformers_run_at_once(tmp_path, config):
     causal_lm.save_pretrained(tmp_path)
     with torch.inference_mode():
         reference = causal_lm(torch.tensor([TOKENS]), use_cache=False).logits[0, -1]
-    model = load_checkpoint(tmp_path, tokens_per_block=BLOCK).model
+    model = load_checkpoint(tmp_path, tokens_per_step=BLOCK).model
     torch.testing.assert_close(prefill(model, TOKENS)[0], reference, rtol=1e-4, atol=1e-4)
 
 
 def test_seeds_make_different_models_and_equal_seeds_equal_ones():
-    first, same, other = (make_tiny_weights(seed)["lm_head.weight"] for seed in (1, 1, 2))
+    first, same, other = (make_random_weights(seed)["lm_head.weight"] for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
 
 def test_checkpoint_on_disk_is_the_model_in_memory(tmp_path):
     path = write_tiny_checkpoint(tmp_path / "tiny", seed=4)
-    on_disk = load_checkpoint(path, tokens_per_block=BLOCK)
-    in_memory = load_checkpoint("tiny:4", tokens_per_block=BLOCK)
+    on_disk = load_checkpoint(path, tokens_per_step=BLOCK)
+    in_memory = load_checkpoint("tiny:4", tokens_per_step=BLOCK)
     assert on_disk.name == str(path)
     assert torch.equal(prefill(on_disk.model, TOKENS)[0], prefill(in_memory.model, TOKENS)[0])
     text = "Grüße, 世界\n"
@@ -139,7 +139,7 @@ def test_checkpoint_on_disk_is_the_model_in_memory(tmp_path):
 )
 def test_unknown_models_are_named_in_one_sentence(name, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        load_checkpoint(name or tmp_path, tokens_per_block=BLOCK)
+        load_checkpoint(name or tmp_path, tokens_per_step=BLOCK)
 
 
 def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(tmp_path, monkeypatch, capfd):
@@ -272,12 +272,12 @@ def test_rank_that_does_nothing_fails_the_others_in_time(idle):
 def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(size):
     """Two KV heads: with four ranks, two hold the same one."""
     tokens = make_prompt(BLOCK)
-    one = BlockModel(TINY_CONFIG, make_tiny_weights(), tokens_per_block=BLOCK)
+    one = BlockModel(TINY_CONFIG, make_random_weights(), tokens_per_step=BLOCK)
     whole, kvs = forward_block(one, None, tokens, 0)
 
     def act(ranks: Any) -> Any:
-        weights = split_weights(TINY_CONFIG, make_tiny_weights(), ranks)
-        model = BlockModel(TINY_CONFIG, weights, tokens_per_block=BLOCK, ranks=ranks)
+        weights = split_weights(TINY_CONFIG, make_random_weights(), ranks)
+        model = BlockModel(TINY_CONFIG, weights, tokens_per_step=BLOCK, ranks=ranks)
         assert model.geometry.num_kv_heads == 1
         return forward_block(model, None, tokens, 0)
 
@@ -294,4 +294,4 @@ def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(size):
 def test_ranks_that_cannot_share_a_model_evenly_are_refused():
     leader: Any = SimpleNamespace(rank=0, size=3)
     with pytest.raises(ConfigError, match="3 ranks cannot share 4 attention heads"):
-        split_weights(TINY_CONFIG, make_tiny_weights(), leader)
+        split_weights(TINY_CONFIG, make_random_weights(), leader)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvray.console.interrupts import Interrupts
-from kvray.lab.bench.gpu import GpuScale, Shapes, measure_gpu
+from kvray.engine.device.cuda_device import BATCHED, GATHERED, SINGLE
+from kvray.lab.bench.gpu import GpuScale, measure_gpu
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
 
@@ -16,21 +17,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-SMALL = Shapes(
-    num_layers=4,
-    hidden=512,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp=1024,
-    vocabulary=1000,
-    tokens_per_block=32,
-    dtype=torch.bfloat16,
-)
-
 
 def test_a_small_run_gives_every_figure():
-    scale = GpuScale(shapes=SMALL, lengths=(64, 1024), num_blocks=16, pairs=2, prefill_pairs=2)
+    scale = GpuScale(model="tiny", lengths=(512, 1024), num_blocks=16, pairs=2, prefill_pairs=2)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
         with running(Interrupts()) as runner:
             device = GpuDevice("cuda:0")
@@ -40,5 +29,7 @@ def test_a_small_run_gives_every_figure():
     assert figures["gpu_h2d_ratio_4mib"] > 0.1
     assert figures["gpu_d2h_ratio_128kib_busy"] > 0.1
     assert figures["ttft_loaded_ms_1k"] > 0
-    assert set(figures["copied_bytes"]) <= {"batched", "single"}
+    assert figures["gpu_resliced_over_plain"] > 0
+    assert figures["wrong_answers"] == 0
+    assert set(figures["copied_bytes"]) <= {BATCHED, SINGLE, GATHERED}
     assert figures["gpu"] == torch.cuda.get_device_name(0)

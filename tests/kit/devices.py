@@ -105,6 +105,9 @@ class HostDevice:
             ctypes.memmove(target, source, size)
         return SINGLE
 
+    def calibrate(self) -> dict[str, int]:
+        return {}
+
     def register(self, memory: Array) -> bool:
         return True
 
@@ -159,6 +162,9 @@ class SimulatedDevice:
     def launch(self, stream: "SimulatedStream", work: Callable[[], None]) -> None:
         """Give `stream` a kernel."""
         stream.queue.append(work)
+
+    def calibrate(self) -> dict[str, int]:
+        return {}
 
     def register(self, memory: Array) -> bool:
         return True

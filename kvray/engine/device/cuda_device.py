@@ -12,19 +12,25 @@ Source: cuda.h of CUDA 12.8 and 13.5.
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kvray.engine.device.stages import Pieces
 from kvray.errors import TierError
 from kvray.store.arena.tables import Array
 
+if TYPE_CHECKING:
+    from kvray.engine.device.gather import Below
+
 _SUCCESS = 0
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: sources are read behind the stream's earlier work, or as soon as now."""
+_USES_HOST_POINTERS = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
 _BESIDE_KERNELS = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
@@ -61,6 +67,10 @@ class CudaDriver:
             error = self._cuda.cuDevicePrimaryCtxRetain(byref(self._context), device)
         if error:
             raise OSError(error, self.name_of(error))
+        answer = c_int()
+        error = self._cuda.cuDeviceGetAttribute(byref(answer), _USES_HOST_POINTERS, device)
+        self.sees_host_addresses = not error and answer.value == 1
+        """Whether kernels may use the host's own addresses of registered memory."""
 
     def copy_batch(self, pieces: Pieces, stream: int, *, is_stable: bool) -> int:
         """Have `stream` make copies in any order; return 0, or the error.
@@ -106,6 +116,7 @@ def _load() -> ctypes.CDLL:
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuDeviceGet.argtypes = (POINTER(c_int), c_int)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
+    cuda.cuDeviceGetAttribute.argtypes = (POINTER(c_int), c_int, c_int)
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
     cuda.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
     cuda.cuMemcpyAsync.argtypes = (c_uint64, c_uint64, c_size_t, c_void_p)
@@ -126,8 +137,14 @@ def _load() -> ctypes.CDLL:
 
 _log = logging.getLogger("kvray.connector")
 
-BATCHED, SINGLE, PAGEABLE = "batched", "single", "pageable"
-"""How copies were made: many in one call, one in a call, or from memory that is not registered."""
+KINDS = BATCHED, SINGLE, PAGEABLE, GATHERED = (
+    "copied_bytes_batched",
+    "copied_bytes_single",
+    "copied_bytes_pageable",
+    "copied_bytes_gathered",
+)
+"""Bytes by how they were copied: many copies in one call, one in a call, from or to memory that is
+not registered, or by a kernel."""
 
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered: by another pool of this process, which will undo it."""
@@ -143,6 +160,8 @@ class CudaDevice:
         self._device = device
         self._opened: CudaDriver | None = None
         self._batches = True
+        self._below: Below | None = None  # what a kernel copies; None: not known, or nothing
+        self._is_calibrated = False
         self._others: set[int] = set()
         """Addresses of memory that somebody else has registered."""
 
@@ -172,6 +191,14 @@ class CudaDevice:
 
         `is_load`: to the device, and the arena's bytes do not change. TierError: it refuses them.
         """
+        if is_registered and self._is_for_kernel(pieces, is_load=is_load):
+            self._copy_by_kernel(pieces, stream)
+            return GATHERED
+        return self._copy_by_engines(pieces, stream, is_load=is_load, is_registered=is_registered)
+
+    def _copy_by_engines(
+        self, pieces: Pieces, stream: torch.cuda.Stream, *, is_load: bool, is_registered: bool
+    ) -> str:
         driver, handle = self._driver(), stream.cuda_stream
         if is_registered and self._batches and len(pieces.sizes) > 1:
             error = driver.copy_batch(pieces, handle, is_stable=is_load)
@@ -192,6 +219,18 @@ class CudaDevice:
                 " restart the engine if it goes on."
             )
         return SINGLE if is_registered else PAGEABLE
+
+    def calibrate(self) -> dict[str, int]:
+        """Find out which pieces a kernel copies faster, once; return that, for people to see."""
+        if not self._is_calibrated:
+            self._is_calibrated = True
+            try:
+                self._below = self._measure()
+            except Exception as error:  # noqa: BLE001 - no Triton, no memory, no compiler
+                _log.info("kvray: %s copies small pieces without a kernel: %s", self._device, error)
+        if self._below is None:
+            return {}
+        return {f"kernel_{kind}_max_bytes": size for kind, size in self._below._asdict().items()}
 
     def register(self, memory: Array) -> bool:
         """Make host memory fast to copy from and to; False if it cannot be, which is logged."""
@@ -214,6 +253,52 @@ class CudaDevice:
         else:
             torch.cuda.cudart().cudaHostUnregister(address)
 
+    def _is_for_kernel(self, pieces: Pieces, *, is_load: bool) -> bool:
+        if self._below is None:
+            return False
+        from kvray.engine.device.gather import is_even
+
+        most = self._below.load if is_load else self._below.save
+        return pieces.num_bytes <= most * len(pieces.sizes) and is_even(pieces)
+
+    def _copy_by_kernel(self, pieces: Pieces, stream: torch.cuda.Stream) -> None:
+        from kvray.engine.device.gather import gather
+
+        with _mapped(), torch.cuda.stream(stream):
+            gather(pieces, self._device)
+
+    def _measure(self) -> "Below | None":
+        from kvray.engine.device.gather import calibrate, memory_bytes
+
+        if not self._driver().sees_host_addresses:
+            return None
+        host = np.zeros(memory_bytes(), dtype=np.uint8)
+        if not self.register(host):
+            return None
+        try:
+            scratch = torch.empty(len(host), dtype=torch.uint8, device=self._device)
+            stream = self.make_stream()
+
+            def by_engines(pieces: Pieces, is_load: bool) -> float:
+                def copy() -> None:
+                    self._copy_by_engines(pieces, stream, is_load=is_load, is_registered=True)
+
+                return _time(stream, copy)
+
+            def by_kernel(pieces: Pieces, _: bool) -> float:
+                return _time(stream, lambda: self._copy_by_kernel(pieces, stream))
+
+            found = calibrate(host.ctypes.data, scratch.data_ptr(), by_engines, by_kernel)
+        finally:
+            torch.cuda.synchronize(self._device)
+            self.unregister(host)
+        _log.info(
+            "kvray: %s copies pieces of up to %d bytes to it, and of up to %d from it, by a kernel",
+            self._device,
+            *found,
+        )
+        return found
+
     def _driver(self) -> CudaDriver:
         """Return the driver, loaded at the first copy; TierError: it cannot be."""
         if self._opened is None:
@@ -233,6 +318,16 @@ class CudaDevice:
             why,
         )
         return False
+
+
+def _time(stream: torch.cuda.Stream, work: Callable[[], None]) -> float:
+    """Return the seconds that `stream` takes for what `work` gives it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return 1e-3 * float(begin.elapsed_time(end))
 
 
 class Event:

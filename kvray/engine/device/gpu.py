@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvray.engine.device.cuda_device import CudaDevice, Event
+from kvray.engine.device.cuda_device import KINDS, CudaDevice, Event
 from kvray.engine.device.pool import HostPool, Load, PinnedArena, Ticket
 from kvray.engine.device.stages import (
     BEFORE_ALL,
@@ -64,9 +64,11 @@ class DevicePool:
         num_layers: int,
         has_hooks: bool,
         device: CudaDevice | None = None,
+        totals: Counter[str] | None = None,
     ) -> None:
-        self.copied_bytes: Counter[str] = Counter()
-        """Bytes by how they were copied, see `cuda_device`."""
+        """`totals`: where copies are counted."""
+        self.totals: Counter[str] = Counter() if totals is None else totals
+        """Has `copied_bytes`, and which pieces a kernel copies."""
         self._device = device or CudaDevice(parts[0].regions[0].pages.device)
         self._stages = {
             dealt_to: Stages(
@@ -87,6 +89,11 @@ class DevicePool:
         self._unwaited: set[int] = set()
         """Layers of this pass with loaded bytes that nobody has waited for yet."""
 
+    @property
+    def copied_bytes(self) -> Counter[str]:
+        """Bytes by how they were copied, see `cuda_device`."""
+        return Counter({kind: self.totals[kind] for kind in KINDS if self.totals[kind]})
+
     def attend(self, arena: Arena) -> None:
         """Register the memory of `arena` in the background, and let go of arenas that are over.
 
@@ -100,7 +107,7 @@ class DevicePool:
             self._leaving = [pinned for pinned in self._leaving if not pinned.has_left]
             address = arena.tables.data.ctypes.data
             if address not in self._pins:
-                self._pins[address] = PinnedArena(arena, self._device, self._settle)
+                self._pins[address] = PinnedArena(arena, self._device, self._settle, self.totals)
 
     def registered_bytes(self, arena: Arena) -> int:
         """Return how many bytes of the arena's data are registered."""
@@ -273,7 +280,7 @@ class DevicePool:
             # Whoever owns slots and pages gives them to others when it hears of this.
             self._device.record(side).synchronize()
             raise
-        self.copied_bytes[how] += joined.num_bytes
+        self.totals[how] += joined.num_bytes
 
     def _stream(self, name: str) -> Any:
         if name not in self._streams:
@@ -293,9 +300,15 @@ Pool: TypeAlias = HostPool | DevicePool
 """The engine's pages; the saver's thread calls `save`, and the executor's everything else."""
 
 
-def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:
+def open_pool(
+    layout: CacheLayout,
+    parts: Sequence[Part],
+    *,
+    has_hooks: bool,
+    totals: Counter[str] | None = None,
+) -> Pool:
     """Return the pool of `layout`; `has_hooks`: the engine calls before each layer runs."""
     if layout.is_host:
         return HostPool(parts)
     num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
-    return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks)
+    return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks, totals=totals)

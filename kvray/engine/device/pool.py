@@ -4,6 +4,7 @@ An arena's memory is registered with a device chunk by chunk, while the arena is
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -164,8 +165,17 @@ _LOOK_S = 1.0
 class PinnedArena:
     """One arena in one process; its thread keeps the mapping alive until it is unregistered."""
 
-    def __init__(self, arena: Arena, device: CudaDevice, settle: Callable[[], None]) -> None:
-        """Begin to register; `settle` returns when copies asked for before have ended."""
+    def __init__(
+        self,
+        arena: Arena,
+        device: CudaDevice,
+        settle: Callable[[], None],
+        totals: Counter[str],
+    ) -> None:
+        """Begin to register, and then to calibrate the device, which `totals` tells of.
+
+        `settle` returns when copies asked for before have ended.
+        """
         tables = arena.tables
         self._data: Array | None = tables.data
         slab = tables.geometry.slab_bytes
@@ -174,6 +184,7 @@ class PinnedArena:
         self._arena = arena
         self._device = device
         self._settle = settle
+        self._totals = totals
         self._registered_bytes = 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-pin", daemon=True)
@@ -217,6 +228,9 @@ class PinnedArena:
                     break
                 chunks.append(chunk)
                 self._registered_bytes = at + len(chunk)
+            if not self._leaving.is_set():
+                for name, value in self._device.calibrate().items():
+                    self._totals[name] = value
         while not self._leaving.wait(_LOOK_S):
             if self.is_over:
                 self._leaving.set()

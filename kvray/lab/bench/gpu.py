@@ -1,24 +1,29 @@
-"""`kvray bench gpu`: loads and saves of a GPU's KV cache, and prompts loaded or computed.
+"""`kvray bench gpu`: copies of blocks between a GPU and an arena, and prompts loaded or computed.
 
-A prompt is loaded from an arena but for its last block. A decoder like Llama's with random weights
-makes prefills of real cost.
+Prompts are those of two reference engines with the same random weights, one of them with kvray's
+connector and a shard of its own, without Ray. Each answer is compared token for token.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as nn
+import yaml
 from numpy.random import default_rng
 
+from kvray.actors.lookup.lookup import Lookup
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import format_size, load_config
-from kvray.engine.device.pool import Load
 from kvray.errors import KVRayError
-from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.gpu_copies import BlockCopies, GpuDevice, open_pool
+from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice
 from kvray.lab.bench.report import Row, bench_report
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
@@ -29,76 +34,44 @@ from kvray.lab.bench.runner import (
     measure,
     median_s,
     require_room,
-    reserve_all,
     speed_ratio,
+    time_ratio,
 )
 from kvray.lab.report import Report
-from kvray.store import Arena, ArenaSpec
+from kvray.reference import KvConnectorConfig, ReferenceEngine
+from kvray.reference.checkpoint import RANDOM
+from kvray.reference.model import Config, dtype_of, head_dim, weight_shapes
 
-_TABLES_BYTES = 128 * 2**20
 _SPARE_BYTES = 2**30
 """Of the GPU's memory for its libraries."""
-_SEED = request_seed(b"kvray bench gpu prefill")
-_ROPE_BASE = 500_000.0
-_NORM_EPSILON = 1e-5
-_WEIGHT_SCALE = 0.02
-_POISON = 0xFF
-"""A float of such bytes is NaN, which shows that a page was read before it was loaded."""
-_LIKENESS = 0.98
-"""Cosine of both ways' logits at least: the two sum in different orders."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """The sizes of a model and of its pages."""
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp: int
-    vocabulary: int
-    tokens_per_block: int
-    dtype: torch.dtype
-
-    @property
-    def page_shape(self) -> tuple[int, ...]:
-        """Of a page: layers, keys and values, heads, tokens, elements, as in TensorRT-LLM."""
-        return (self.num_layers, 2, self.num_kv_heads, self.tokens_per_block, self.head_dim)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a page."""
-        return torch.Size(self.page_shape).numel() * self.dtype.itemsize
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        kv, heads = self.num_kv_heads * self.head_dim, self.num_heads * self.head_dim
-        layer = self.hidden * (2 * heads + 2 * kv + 3 * self.mlp)
-        return (self.num_layers * layer + 2 * self.vocabulary * self.hidden) * self.dtype.itemsize
-
-
-LLAMA_3_8B = Shapes(
-    num_layers=32,
-    hidden=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp=14336,
-    vocabulary=128_256,
-    tokens_per_block=32,
-    dtype=torch.bfloat16,
-)
+_TABLES_BYTES = 128 * 2**20
+_TOKENS_PER_BLOCK = 32
+_BLOCKS_PER_STEP = 8
+"""Rows enough for a GPU to compute near its full speed."""
+_CHUNK_TOKENS = 2048
+_ANSWER_TOKENS = 4
+_WAIT_S = 120.0
+KINDS = ("copies", "prompts")
+_TARGETS = {
+    "gpu_h2d_ratio_4mib": 0.95,
+    "gpu_d2h_ratio_4mib": 0.95,
+    "gpu_h2d_ratio_128kib": 0.9,
+    "gpu_d2h_ratio_128kib": 0.9,
+    "gpu_h2d_ratio_resliced": 0.5,
+    "gpu_resliced_over_plain": 1.3,
+    "prefill_beside_saves_8k": 1.03,
+    "ttft_ratio_8k": 5.0,
+}
+"""What is wanted; at most so much of the times over other times, at least so much of the rest."""
+_AT_MOST = {"gpu_resliced_over_plain", "prefill_beside_saves_8k"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuScale:
     """How much a run measures."""
 
-    shapes: Shapes = LLAMA_3_8B
-    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    model: str = "llama-3-8b"
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     """Prompts, in tokens; each a multiple of a block's."""
     num_blocks: int = 256
     block_sizes: tuple[int, ...] = (LARGE_BYTES, SMALL_BYTES)
@@ -109,28 +82,39 @@ class GpuScale:
     def fit(cls, *, repeat: int | None, quick: bool) -> "GpuScale":
         """Return the counts of a run with `repeat` pairs of each kind."""
         if quick:
-            few = (64, 1024, 8192)
+            few = (512, 1024, 8192)
             return cls(lengths=few, pairs=repeat or 3, prefill_pairs=repeat or 1)
         return cls(pairs=repeat or 15, prefill_pairs=repeat or 5)
 
-    def spec(self) -> ArenaSpec:
-        """Return an arena with room for the largest measurement."""
-        prompt = self.lengths[-1] // self.shapes.tokens_per_block * self.shapes.block_bytes
-        copies = self.num_blocks * max(self.block_sizes)
-        return bench_spec(max(prompt, copies) + _TABLES_BYTES)
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of the KV of the longest prompt and its answer."""
+        return self.num_pages * block_bytes(RANDOM[self.model])
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks of the longest prompt and its answer."""
+        return -(-(self.lengths[-1] + _ANSWER_TOKENS) // _TOKENS_PER_BLOCK)
 
     def check_memory(self, free_bytes: int) -> None:
-        """Make sure that the model and its pages fit into the GPU's free memory.
+        """Make sure that two models and their pages fit into the GPU's free memory.
 
         Raises:
             CapacityError: they do not.
         """
-        shapes, num_tokens = self.shapes, self.lengths[-1]
-        pages = num_tokens // shapes.tokens_per_block * shapes.block_bytes
-        activations = num_tokens * 6 * shapes.mlp * shapes.dtype.itemsize  # at most, in its MLP
-        needed = shapes.weight_bytes + pages + activations + _SPARE_BYTES
+        config = RANDOM[self.model]
+        weights = sum(map(prod, weight_shapes(config).values())) * dtype_of(config).itemsize
+        # What a pass computes with, at most: of all its tokens in one layer.
+        rows = min(_CHUNK_TOKENS, self.lengths[-1]) * config["intermediate_size"] * 8
+        needed = 2 * (weights + self.prompt_bytes + rows) + _SPARE_BYTES
         hint = "end other programs there, or give --quick"
         require_room(needed, free_bytes, "the GPU's memory", hint)
+
+
+def block_bytes(config: Config) -> int:
+    """Return the bytes of a block of a model of random weights."""
+    tokens = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim(config)
+    return int(tokens * _TOKENS_PER_BLOCK * dtype_of(config).itemsize)
 
 
 def run(runner: Runner, *, config: Path | None, repeat: int | None, quick: bool) -> Report:
@@ -140,60 +124,108 @@ def run(runner: Runner, *, config: Path | None, repeat: int | None, quick: bool)
     return measure_gpu(scale, device, arena_dir=settings.arena.dir, runner=runner)
 
 
-def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: Runner) -> Report:
-    """Take all measurements.
+def measure_gpu(
+    scale: GpuScale,
+    device: GpuDevice,
+    *,
+    arena_dir: Path,
+    runner: Runner,
+    kinds: Collection[str] = KINDS,
+) -> Report:
+    """Take the measurements of `kinds`.
 
     Raises:
         KVRayError: there is no room, or a step failed.
     """
     if device.is_gpu:
         scale.check_memory(int(torch.cuda.mem_get_info(device.device)[0]))
-    runner.show("Starting", total=8 * len(scale.block_sizes) + len(scale.lengths))
-    rows: list[Row] = []
-    copied: Counter[str] = Counter()
-    arena = runner.make_arena(runner.make_directory(arena_dir), scale.spec())
-    arena.join("bench")
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        runner.show(f"Measured {row.title}")
-        runner.advance()
-
-    # One pool is open at a time, as memory is registered once; it is closed before the arena is.
-    for block_bytes in scale.block_sizes:
+    num_rows = {"copies": 8 * len(scale.block_sizes) + 2, "prompts": 2 * len(scale.lengths)}
+    runner.show("Starting", total=sum(num_rows[kind] for kind in kinds))
+    directory = runner.make_directory(arena_dir)
+    rows, tally = list[Row](), Tally()
+    measures = {"copies": _measure_copies, "prompts": _measure_prompts}
+    for kind in kinds:
         with runner.scope() as scope:
-            copies = BlockCopies(
-                device, arena, num_blocks=scale.num_blocks, block_bytes=block_bytes
-            )
-            scope.stack.callback(copies.close)
-            for row in copies.take(scale.pairs):
-                add(row)
-            copied += copies.pool.copied_bytes
-    with runner.scope() as scope:
-        prefill = Prefill(device, arena, scale.shapes, tokens_max=scale.lengths[-1])
-        scope.stack.callback(prefill.pool.close)
-        for num_tokens in scale.lengths:
-            add(prefill.take(num_tokens, scale.prefill_pairs))
-        copied += prefill.pool.copied_bytes
-    lengths = zip(scale.lengths, rows[-len(scale.lengths) :], strict=True)
-    first = crossover({length: row.ratio or 0.0 for length, row in lengths})
+            for row in measures[kind](scale, device, directory, scope, tally):
+                rows.append(row)
+                runner.show(f"Measured {row.title}")
+                runner.advance()
+    return _report(scale, device, rows, tally)
+
+
+class Tally:
+    """What is counted beside the measurements."""
+
+    def __init__(self) -> None:
+        self.copied: Counter[str] = Counter()
+        self.num_wrong = 0
+        """Answers that differ from those of the engine without kvray."""
+
+
+def _measure_copies(
+    scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
+) -> Iterator[Row]:
+    largest = max(scale.block_sizes)
+    arena = scope.make_arena(directory, bench_spec(2 * scale.num_blocks * largest + _TABLES_BYTES))
+    arena.join("bench")
+    takes = [(size, BlockCopies.take) for size in scale.block_sizes]
+    # One pool is open at a time, as memory is registered once.
+    for size, take in [*takes, (largest // RANKS, BlockCopies.take_resliced)]:
+        with scope.scope() as inner:
+            copies = BlockCopies(device, arena, num_blocks=scale.num_blocks, block_bytes=size)
+            inner.stack.callback(copies.close)
+            yield from take(copies, scale.pairs)
+            tally.copied += copies.copied_bytes
+
+
+def _measure_prompts(
+    scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
+) -> Iterator[Row]:
+    prompts = scope.stack.enter_context(_prompts(scale, device, directory, tally))
+    for num_tokens in scale.lengths:
+        yield from prompts.take(num_tokens, scale.prefill_pairs)
+
+
+def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -> Report:
+    figures = {name: value for row in rows for name, value in row.figures.items()}
+    names = {length: f"ttft_ratio_{name_of(length)}" for length in scale.lengths}
+    ratios = {length: figures[name] for length, name in names.items() if name in figures}
+    first = crossover(ratios)
     facts = {
         "gpu": torch.cuda.get_device_name(device.device) if device.is_gpu else "cpu",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    how = ", ".join(f"{format_size(size)} {name}" for name, size in copied.items())
+    targets = {
+        name: {"wanted": wanted, "found": figures[name], "is_met": _is_met(name, figures[name])}
+        for name, wanted in _TARGETS.items()
+        if name in figures
+    }
+    missed = [
+        f"{name} is {one['found']:.3g}, wanted {one['wanted']}"
+        for name, one in targets.items()
+        if not one["is_met"]
+    ]
+    how = ", ".join(
+        f"{format_size(size)} {name.removeprefix('copied_bytes_')}"
+        for name, size in tally.copied.items()
+    )
     faster = f"Loading is the faster way from {first:,} tokens on." if first else ""
     return bench_report(
         rows,
         note=f"{scale.num_blocks} blocks between an arena and a paged pool on {facts['gpu']} (torch"
         f" {facts['torch']}, CUDA {facts['cuda']}), bare work: one copy of as much pinned memory."
-        " A prompt is loaded but for its last block, bare work: all of it is computed. Ratios are"
-        f" medians over pairs of kvray's speed over that of the bare work.\nCopied: {how}.\n"
-        + (faster or "Computing was the faster way at every length."),
+        " A prompt is loaded but for its last block, bare work: an engine without kvray computes"
+        " all of it. Ratios are medians over pairs of kvray's speed over that of the bare work."
+        f"\nCopied: {how or 'by the host'}.\n"
+        + (faster or ("Computing was the faster way at every length." if ratios else ""))
+        + (f"\n{tally.num_wrong} answers were WRONG: report this." if tally.num_wrong else "")
+        + (f"\nTargets that were missed: {'; '.join(missed)}." if missed else ""),
         facts={
             "crossover_tokens": first,
-            "copied_bytes": dict(copied),
+            "wrong_answers": tally.num_wrong,
+            "targets": targets,
+            "copied_bytes": dict(tally.copied),
             "blocks": scale.num_blocks,
             "pairs": scale.pairs,
             "prefill_pairs": scale.prefill_pairs,
@@ -202,234 +234,145 @@ def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: 
     )
 
 
-class Model:
-    """Random weights on a device, the same in every run; all norms' weights are 1."""
+def _is_met(name: str, found: float) -> bool:
+    return found <= _TARGETS[name] if name in _AT_MOST else found >= _TARGETS[name]
 
-    def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        self.shapes = shapes
-        generator = torch.Generator(device).manual_seed(0)
 
-        def weight(rows: int, columns: int) -> torch.Tensor:
-            made = torch.empty(rows, columns, dtype=shapes.dtype, device=device)
-            return made.normal_(std=_WEIGHT_SCALE, generator=generator)
+@contextmanager
+def _prompts(
+    scale: GpuScale, device: GpuDevice, directory: Path, tally: Tally
+) -> Iterator["Prompts"]:
+    """Start a shard, an engine with a connector and one without; end them."""
+    path = directory / "kvray.yaml"
+    arena = {"dir": str(directory), "capacity": 2 * scale.prompt_bytes + _TABLES_BYTES}
+    path.write_text(yaml.safe_dump({"arena": arena, "connector": {"model_key": "bench"}}))
+    lookup = Lookup()
+    shard = Shard(
+        "bench",
+        ShardSettings.of(load_config(path)),
+        [lambda announcement: lookup.announce(announcement, time.monotonic())],
+    )
+    shard.start()
+    try:
+        _wait(lambda: shard.status()["state"] in ("serving", "failed"), "The shard's start")
+        status = shard.status()
+        if status["state"] == "failed":
+            raise KVRayError(f"The bench's shard did not start: {status['message']}")
+        connector = KvConnectorConfig(
+            connector_module="kvray.connector",
+            connector_scheduler_class=f"KvRayScheduler@{path}",
+            connector_worker_class=f"KvRayWorker@{path}",
+        )
+        make = partial(
+            ReferenceEngine,
+            scale.model,
+            device=str(device.device),
+            tokens_per_block=_TOKENS_PER_BLOCK,
+            blocks_per_step=_BLOCKS_PER_STEP,
+            num_blocks=scale.num_pages + 1,
+            enable_chunked_prefill=True,
+            chunk_tokens=_CHUNK_TOKENS,
+        )
+        with make(enable_block_reuse=False) as bare, make(connector=connector, poison=True) as ours:
+            yield Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
+    finally:
+        shard.stop(retire=True, timeout_s=_WAIT_S)
 
-        heads = shapes.num_heads * shapes.head_dim
-        all_heads = heads + 2 * shapes.num_kv_heads * shapes.head_dim
-        self._embedding = weight(shapes.vocabulary, shapes.hidden)
-        self._head = weight(shapes.vocabulary, shapes.hidden)
-        self._layers = [
-            (
-                weight(all_heads, shapes.hidden),
-                weight(shapes.hidden, heads),
-                weight(2 * shapes.mlp, shapes.hidden),
-                weight(shapes.hidden, shapes.mlp),
-            )
-            for _ in range(shapes.num_layers)
-        ]
 
-    @torch.inference_mode()
-    def prefill(
+class Prompts:
+    """Prompts of an engine with kvray and of one without, each of which computes them first."""
+
+    def __init__(
         self,
-        tokens: torch.Tensor,
-        start: int,
-        pool: torch.Tensor,
-        pages: torch.Tensor,
-        before_layer: Callable[[int], None] = lambda layer: None,
-    ) -> torch.Tensor:
-        """Compute a prompt from `start` on; the KV of earlier tokens is in the pool.
+        bare: ReferenceEngine,
+        ours: ReferenceEngine,
+        num_stored: Callable[[], int],
+        tally: Tally,
+    ) -> None:
+        self._taken = tally
+        self._bare = bare
+        self._ours = ours
+        self._num_stored = num_stored
+        self._random = default_rng(0)
 
-        Args:
-            tokens: the whole prompt, i64 [num_tokens].
-            start: first token to compute.
-            pool: pages, [num_pages, *page_shape]; those of the computed tokens are written.
-            pages: the prompt's pages in order, i64 [num_blocks].
-            before_layer: called with each layer before that layer reads its pages.
-
-        Returns:
-            The logits after the last token, [vocabulary].
-        """
-        places = torch.arange(start, len(tokens), device=tokens.device)
-        angles = self._angles(places)
-        sees = torch.arange(len(tokens), device=tokens.device) <= places[:, None] if start else None
-        where = pages[places // self.shapes.tokens_per_block], places % self.shapes.tokens_per_block
-        hidden = self._embedding[tokens[start:]]
-        for layer, (in_heads, out_heads, up, down) in enumerate(self._layers):
-            before_layer(layer)
-            query, key, value = self._split(_norm(hidden) @ in_heads.T, angles)
-            cache = pool[:, layer]
-            cache[where[0], 0, :, where[1]] = key
-            cache[where[0], 1, :, where[1]] = value
-            if start:  # all keys and values of the prompt, [num_tokens, heads, head_dim] each
-                key, value = cache[pages].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : len(tokens)]
-            hidden = hidden + _attend(query, key, value, sees).flatten(1) @ out_heads.T
-            gate, rest = (_norm(hidden) @ up.T).chunk(2, dim=-1)
-            hidden = hidden + (nn.silu(gate) * rest) @ down.T
-        return self._head @ _norm(hidden[-1])
-
-    def _split(
-        self, projected: torch.Tensor, angles: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and keys, rotated, and values, [num_tokens, heads, head_dim] each."""
-        shapes = self.shapes
-        heads = [shapes.num_heads, shapes.num_kv_heads, shapes.num_kv_heads]
-        query, key, value = projected.view(len(projected), -1, shapes.head_dim).split(heads, dim=1)
-        return _rotate(query, angles), _rotate(key, angles), value
-
-    def _angles(self, places: torch.Tensor) -> torch.Tensor:
-        """Return cosines and sines of the rotation of each token, [2, num_tokens, 1, half]."""
-        half = self.shapes.head_dim // 2
-        steps = torch.arange(half, device=places.device, dtype=torch.float32) / half
-        turned = places[:, None] * _ROPE_BASE**-steps
-        return torch.stack((turned.cos(), turned.sin())).to(self.shapes.dtype)[:, :, None]
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor | None
-) -> torch.Tensor:
-    """Return attention, [num_queries, heads, head_dim], as `query` is; keys have [num_tokens, ...].
-
-    `sees` says which tokens each query sees, [num_queries, num_tokens]; None: those up to its own.
-    """
-    attend, share = nn.scaled_dot_product_attention, query.shape[1] // key.shape[1]
-    query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))
-    if sees is None:
-        attended = attend(query, key, value, is_causal=True, enable_gqa=True)
-    else:
-        # The queries of all heads that share a key, one after the other: it is read once.
-        query = query.unflatten(1, (-1, share)).flatten(2, 3)
-        attended = attend(query, key, value, attn_mask=sees.repeat(share, 1))
-        attended = attended.unflatten(2, (share, -1)).flatten(1, 2)
-    return attended[0].transpose(0, 1)
-
-
-def _norm(hidden: torch.Tensor) -> torch.Tensor:
-    return nn.rms_norm(hidden, hidden.shape[-1:], eps=_NORM_EPSILON)
-
-
-def _rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    cos, sin = angles
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Prefill:
-    """A model, its pool, and the KV of one long prompt in an arena.
-
-    The prompt has `tokens_max` tokens, a multiple of a block's, and is computed and stored first.
-
-    Raises:
-        KVRayError: the arena has no room.
-    """
-
-    def __init__(self, device: GpuDevice, arena: Arena, shapes: Shapes, *, tokens_max: int) -> None:
-        self._device = device
-        self._arena = arena
-        self._share = shapes.tokens_per_block
-        num_blocks = tokens_max // self._share
-        rng = default_rng(0)
-        self._tokens: list[int] = rng.integers(0, shapes.vocabulary, tokens_max).tolist()
-        self._on_device = torch.tensor(self._tokens, device=device.device)
-        self._page_ids = rng.permutation(num_blocks)
-        self._pages = torch.from_numpy(self._page_ids).to(device.device)
-        with device.on(device.stream):
-            self._model = Model(shapes, device.device)
-            self._cache = torch.zeros(
-                (num_blocks, *shapes.page_shape), dtype=shapes.dtype, device=device.device
-            )
-        self._bytes = self._cache.view(torch.uint8).reshape(num_blocks, -1)
-        self.pool, self._part = open_pool(self._bytes, arena, shapes.num_layers)
-        self._store()
-
-    def take(self, num_tokens: int, pairs: int) -> Row:
-        """Measure one length of prompt.
+    def take(self, num_tokens: int, count: int) -> list[Row]:
+        """Measure prompts of one length: loaded, and computed with their saves behind the passes.
 
         Raises:
-            KVRayError: loaded blocks give other logits than computed ones.
+            KVRayError: a prompt was not stored, or not loaded.
         """
-        self._check(num_tokens)
-        measured = measure(
-            pairs,
-            ours=lambda _: self._time(num_tokens, is_loaded=True),
-            floor=lambda _: self._time(num_tokens, is_loaded=False),
-        )
-        loaded = 1000 * median_s([pair.ours for pair in measured])
-        cold = 1000 * median_s([pair.floor for pair in measured])
-        ratio, name = speed_ratio(measured), name_of(num_tokens)
-        return Row(
-            title=f"first token of {num_tokens:,} tokens, loaded or computed",
-            unit="ms",
-            ours=loaded,
-            floor=cold,
-            ratio=ratio,
-            figures={
-                f"ttft_loaded_ms_{name}": loaded,
-                f"ttft_cold_ms_{name}": cold,
-                f"ttft_ratio_{name}": ratio,
-            },
-        )
+        self._compare(num_tokens, 1)  # the first one sets things up
+        cold, loaded = self._compare(num_tokens, count)
+        name = name_of(num_tokens)
+        ours, bare = (1000 * median_s([getattr(one, side) for one in loaded]) for side in _SIDES)
+        saving = 1000 * median_s([pair.ours for pair in cold])
+        return [
+            Row(
+                title=f"first token of {num_tokens:,} tokens, loaded or computed",
+                unit="ms",
+                ours=ours,
+                floor=bare,
+                ratio=speed_ratio(loaded),
+                figures={
+                    f"ttft_loaded_ms_{name}": ours,
+                    f"ttft_cold_ms_{name}": bare,
+                    f"ttft_ratio_{name}": speed_ratio(loaded),
+                },
+            ),
+            Row(
+                title="    computed, and saved behind its passes",
+                unit="ms",
+                ours=saving,
+                floor=bare,
+                ratio=time_ratio(cold),
+                figures={
+                    f"ttft_saving_ms_{name}": saving,
+                    f"prefill_beside_saves_{name}": time_ratio(cold),
+                },
+            ),
+        ]
 
-    def _time(self, num_tokens: int, *, is_loaded: bool) -> Duration:
-        self._poison()
-        run = self._loaded if is_loaded else self._computed
-        with self._device.on(self._device.stream):
-            return self._device.time(lambda: run(num_tokens).argmax().item())
+    def _compare(self, num_tokens: int, count: int) -> tuple[list[Any], list[Any]]:
+        """Return pairs of computing, and of loading beside computing, in the same order."""
+        size = self._bare.model.vocab_size
+        prompts = [self._random.integers(0, size, num_tokens).tolist() for _ in range(count)]
+        answers: dict[int, tuple[int, ...]] = {}
 
-    def _computed(self, num_tokens: int) -> torch.Tensor:
-        return self._model.prefill(self._on_device[:num_tokens], 0, self._cache, self._pages)
+        def answer(engine: ReferenceEngine, index: int) -> Duration:
+            before = self._num_stored()
+            output = engine.generate(prompts[index], max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
+            self._taken.num_wrong += answers.setdefault(index, output.token_ids) != output.token_ids
+            if engine is self._ours:
+                full = num_tokens // _TOKENS_PER_BLOCK
+                _wait(lambda: self._num_stored() >= before + full, "Storing a prompt")
+            return Duration(output.ttft_s)
 
-    def _loaded(self, num_tokens: int) -> torch.Tensor:
-        """Return the logits after a prompt, of which all blocks but the last are loaded."""
-        pool, stream, arena = self.pool, self._device.stream, self._arena
-        keys = chain_keys(self._tokens[: num_tokens - 1], tokens_per_block=self._share, seed=_SEED)
-        leases = arena.lease(keys)
-        if not leases or leases[0].num_slots < len(keys):
-            raise KVRayError("A prompt of the bench is not in its arena; run it again.")
-        slots = arena.leased_slots(leases[0]).astype(np.int64)
-        pool.fence(stream)
-        loads = [Load(self._part, slots, self._page_ids[: len(keys)])]
-        ticket = pool.load(arena, loads, stream)
-        logits = self._model.prefill(
-            self._on_device[:num_tokens],
-            len(keys) * self._share,
-            self._cache,
-            self._pages[: -(-num_tokens // self._share)],
-            before_layer=lambda layer: pool.wait_for_layer(layer, stream),
-        )
-        pool.mark(stream)
-        ticket.wait()
-        arena.release(*leases)
-        return logits
-
-    def _store(self) -> None:
-        """Compute the whole prompt and save its blocks."""
-        arena, pool, num_tokens = self._arena, self.pool, len(self._tokens)
-        keys = chain_keys(self._tokens, tokens_per_block=self._share, seed=_SEED)
-        made = reserve_all(arena, keys, block_bytes=self._part.block_bytes)
-        with self._device.on(self._device.stream):
-            self._computed(num_tokens)
-        mark = pool.mark(self._device.stream)
-        slots = made.slots.astype(np.int64)
-        pool.save(arena, self._part, self._page_ids[made.rows], slots, mark).wait()
-        arena.commit(made, arena.sums(made))
-
-    def _poison(self) -> None:
-        """Overwrite every page, so that a page that is not loaded or computed shows."""
-        self.pool.fence(self._device.stream)
-        with self._device.on(self._device.stream):
-            self._bytes.fill_(_POISON)
-
-    def _check(self, num_tokens: int) -> None:
-        with self._device.on(self._device.stream):
-            self._poison()
-            computed = self._computed(num_tokens).float()
-            self._poison()
-            loaded = self._loaded(num_tokens).float()
-            likeness = torch.cosine_similarity(computed, loaded, dim=0).item()
-        if not likeness >= _LIKENESS:  # also if it is NaN
-            raise KVRayError(
-                f"{num_tokens} tokens that were loaded give other logits than computed ones"
-                f" (cosine {likeness:.3f}); report this."
+        cold = measure(count, ours=partial(answer, self._ours), floor=partial(answer, self._bare))
+        loaded = []
+        for index, pair in enumerate(cold):
+            self._ours.reset_prefix_cache()
+            output = self._ours.generate(
+                prompts[index], max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S
             )
+            if output.hit_tokens < num_tokens - _TOKENS_PER_BLOCK:
+                raise KVRayError(
+                    f"Of {num_tokens} tokens that were stored only {output.hit_tokens} were loaded;"
+                    " report this."
+                )
+            self._taken.num_wrong += answers[index] != output.token_ids
+            loaded.append(pair._replace(ours=Duration(output.ttft_s)))
+        return cold, loaded
+
+
+_SIDES = ("ours", "floor")
+
+
+def _wait(until: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not until():
+        if time.monotonic() > deadline:
+            raise KVRayError(f"{what} took more than {_WAIT_S:.0f} s.")
+        time.sleep(0.002)
 
 
 def name_of(num_tokens: int) -> str:

@@ -1,12 +1,11 @@
-"""Copies of blocks between an arena and a device's pool, beside one copy of pinned memory.
-
-Tests use the host's memory as the device.
-"""
+"""Copies of blocks between an arena and a device's pool, beside one copy of pinned memory."""
 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,32 @@ import torch
 from numpy.random import default_rng
 
 from kvray.config import format_size
-from kvray.engine.device.gpu import DevicePool
-from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.device.gpu import DevicePool, open_pool
+from kvray.engine.device.pool import HostPool, Load, Ticket
+from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
+from kvray.engine.model.reslicing import resliced_parts
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, copy_row
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Duration, Pair, measure, reserve_all, timed
-from kvray.store import Arena
+from kvray.lab.bench.runner import (
+    TOKENS_PER_BLOCK,
+    Duration,
+    Pair,
+    measure,
+    median_s,
+    reserve_all,
+    time_ratio,
+    timed,
+)
+from kvray.store import Arena, Reservation
+from kvray.store.arena.payload import offsets
 from kvray.store.arena.tables import Array
 
 _PRODUCT_SIZE = 8192
 _PRODUCTS_MAX = 1000
 _WARM_UP = 8
 NUM_LAYERS = 32
+RANKS = 4
 _SLOWEST_BYTES_S = 10e9
 """The device is kept busy for as long as copies of this speed would take."""
 _GROWTH_S = 5.0
@@ -102,34 +113,27 @@ _KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
 """Whether the device is busy, whether pages are a run, whether blocks are loaded."""
 
 
-def open_pool(pages: torch.Tensor, arena: Arena, num_layers: int) -> tuple[DevicePool, Part]:
-    """Return a pool of pages, and its part, once the arena's memory is registered if it can be.
-
-    Args:
-        pages: bytes [num_pages, block_bytes], in which layers lie one after the other.
-        arena: copies go to it and come from it.
-        num_layers: layers of each page.
-    """
-    share = pages.shape[1] // num_layers
-    steps = tuple(LayerRange((one,), one * share, (one + 1) * share) for one in range(num_layers))
-    region = Region(pages=pages, steps=steps)
-    part = Part(
-        index=0, num_ranks=1, group=0, regions=(region,), window_blocks=None, is_stored_here=True
-    )
-    pool = DevicePool([part], num_layers=num_layers, has_hooks=True)
+def _open_pool(layout: CacheLayout, parts: Sequence[Part], arena: Arena) -> DevicePool | HostPool:
+    """Return the pool of `layout`, once the arena's memory is registered if it can be."""
+    pool = open_pool(layout, parts, has_hooks=True)
     pool.attend(arena)
     before, grown = -1, time.monotonic()
-    while (now := pool.registered_bytes(arena)) < len(arena.tables.data):
+    while isinstance(pool, DevicePool):
+        now = pool.registered_bytes(arena)
         if now != before:
             before, grown = now, time.monotonic()
-        elif time.monotonic() - grown > _GROWTH_S:
-            break  # copies are slower then, and the report says so
+        # Without all of it copies are slower, and the report says so.
+        if now == len(arena.tables.data) or time.monotonic() - grown > _GROWTH_S:
+            break
         time.sleep(0.01)
-    return pool, part
+    return pool
 
 
 class BlockCopies:
     """Blocks of one size, in an arena and in a pool of twice as many pages.
+
+    The pool is that of a rank that reads its own blocks and, of four ranks, those of one that had
+    all heads, in which a quarter of each plane is its own.
 
     Raises:
         KVRayError: the arena has no room.
@@ -140,15 +144,33 @@ class BlockCopies:
     ) -> None:
         self._device = device
         self._arena = arena
+        self._num_blocks = num_blocks
         self._num_bytes = num_blocks * block_bytes
-        tokens, seed = np.arange(num_blocks * TOKENS_PER_BLOCK), request_seed(b"kvray bench gpu")
-        keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=seed)
-        self._reservation = reserve_all(arena, keys, block_bytes=block_bytes)
-        self._slots: Array = self._reservation.slots.astype(np.int64)
         self._pages = torch.zeros(
             2 * num_blocks, block_bytes, dtype=torch.uint8, device=device.device
         )
-        self.pool, self._part = open_pool(self._pages, arena, NUM_LAYERS)
+        share = block_bytes // NUM_LAYERS
+        steps = tuple(
+            LayerRange((one,), one * share, (one + 1) * share) for one in range(NUM_LAYERS)
+        )
+        layout = CacheLayout(
+            groups=(
+                Group(
+                    layers=tuple(range(NUM_LAYERS)),
+                    window=None,
+                    own=(Region(pages=self._pages, steps=steps, num_planes=2 * NUM_LAYERS),),
+                ),
+            ),
+            dtype="bfloat16",
+            kv_factor=2,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            is_flat=True,
+        )
+        (self._part,) = layout.parts(0, RANKS, TOKENS_PER_BLOCK)
+        (self._resliced,) = resliced_parts(layout, 0, RANKS, 1, TOKENS_PER_BLOCK)
+        self._reservations: list[Reservation] = []
+        self._slots = self._reserve(b"own", block_bytes)
+        self.pool = _open_pool(layout, [self._part, self._resliced], arena)
         # The bare copy: torch's pinned memory, which copies fastest, and as much on the device.
         self._pinned = torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=device.is_gpu)
         self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device.device)
@@ -156,15 +178,21 @@ class BlockCopies:
         self._in_order: Array = np.arange(num_blocks)
         self._scattered: Array = default_rng(0).permutation(2 * num_blocks)[:num_blocks]
 
+    @property
+    def copied_bytes(self) -> Counter[str]:
+        """Bytes by how the device copied them."""
+        return self.pool.copied_bytes if isinstance(self.pool, DevicePool) else Counter()
+
     def close(self) -> None:
         """Close the pool, and give the slots back."""
         self.pool.close()
-        self._arena.abort(self._reservation)
+        for one in self._reservations:
+            self._arena.abort(one)
 
     def take(self, count: int) -> Iterator[Row]:
         """Measure loads and saves, of scattered pages and of a run, the device idle and busy."""
         self._check()
-        size = format_size(self._num_bytes // len(self._slots))
+        size = format_size(self._num_bytes // self._num_blocks)
         for is_busy, is_run, is_load in _KINDS:
             title = f"{'load' if is_load else 'save'}, {size} blocks"
             title += ", pages in a row" if is_run else ""
@@ -172,15 +200,61 @@ class BlockCopies:
             name = f"gpu_{'h2d' if is_load else 'd2h'}_{{}}_{size.lower()}"
             name += ("_run" if is_run else "") + ("_busy" if is_busy else "")
             pages = self._in_order if is_run else self._scattered
-            pairs = self._pairs(count, pages, is_load=is_load, is_busy=is_busy)
+            work = partial(self._load if is_load else self._save, pages)
+            pairs = self._pairs(
+                count, work, partial(self._copy_whole, is_load=is_load), is_busy=is_busy
+            )
             yield copy_row(title, name, pairs, num_bytes=self._num_bytes)
 
-    def _pairs(self, count: int, pages: Array, *, is_load: bool, is_busy: bool) -> list[Pair]:
+    def take_resliced(self, count: int) -> Iterator[Row]:
+        """Measure loads of this rank's heads out of blocks with those of four ranks.
+
+        They are compared with one copy of pinned memory, and with loads of the rank's own blocks.
+        """
+        block_bytes = RANKS * self._part.block_bytes
+        slots = self._reserve(b"whole", block_bytes)
+        self._check_resliced(slots)
+        piece = format_size(self._part.block_bytes // (2 * NUM_LAYERS))
+        resliced = partial(self._load, self._scattered, part=self._resliced, slots=slots)
+        plain = partial(self._load, self._scattered)
+        title = f"load, {format_size(block_bytes)} blocks of one rank for one of four"
+        pairs = self._pairs(count, resliced, partial(self._copy_whole, is_load=True))
+        name = "gpu_h2d_{}_resliced"
+        yield copy_row(f"{title}, {piece} pieces", name, pairs, num_bytes=self._num_bytes)
+        pairs = self._pairs(count, resliced, plain)
+        times = [1000 * median_s([getattr(one, side) for one in pairs]) for side in Pair._fields]
+        ratio = time_ratio(pairs)
+        yield Row(
+            title="    beside loads of its own blocks",
+            unit="ms",
+            ours=times[0],
+            floor=times[1],
+            ratio=ratio,
+            figures={"gpu_resliced_over_plain": ratio, "gpu_resliced_ms": times[0]},
+        )
+
+    def _reserve(self, name: bytes, block_bytes: int) -> Array:
+        tokens = np.arange(self._num_blocks * TOKENS_PER_BLOCK)
+        seed = request_seed(b"kvray bench gpu " + name)
+        keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=seed)
+        made = reserve_all(self._arena, keys, block_bytes=block_bytes)
+        self._reservations.append(made)
+        slots: Array = made.slots.astype(np.int64)
+        return slots
+
+    def _pairs(
+        self,
+        count: int,
+        work: Callable[[], None],
+        bare: Callable[[], None],
+        *,
+        is_busy: bool = False,
+    ) -> list[Pair]:
         def ours(_: int) -> Duration:
-            return self._time(lambda: self._copy_blocks(pages, is_load=is_load), is_busy=is_busy)
+            return self._time(work, is_busy=is_busy)
 
         def floor(_: int) -> Duration:
-            return self._time(lambda: self._copy_whole(is_load=is_load), is_busy=is_busy)
+            return self._time(bare, is_busy=is_busy)
 
         measure(2, ours=ours, floor=floor)  # the first ones set things up
         return measure(count, ours=ours, floor=floor)
@@ -191,16 +265,17 @@ class BlockCopies:
         with self._device.multiplying(self._num_bytes / _SLOWEST_BYTES_S):
             return timed(work)
 
-    def _copy_blocks(self, pages: Array, *, is_load: bool) -> None:
+    def _load(self, pages: Array, *, part: Part | None = None, slots: Array | None = None) -> None:
+        pool, stream = self.pool, self._device.stream
+        load = Load(part or self._part, self._slots if slots is None else slots, pages)
+        pool.fence(stream)
+        _spin(pool.load(self._arena, [load], stream))
+
+    def _save(self, pages: Array) -> None:
         pool, stream = self.pool, self._device.stream
         pool.fence(stream)
-        if is_load:
-            ticket = pool.load(self._arena, [Load(self._part, self._slots, pages)], stream)
-        else:
-            mark = pool.mark(stream)
-            ticket = pool.save(self._arena, self._part, pages, self._slots, mark)
-        while not ticket.done():
-            pass  # as torch waits for the other copy: it does not sleep
+        mark: Any = pool.mark(stream)
+        _spin(pool.save(self._arena, self._part, pages, self._slots, mark))
 
     def _copy_whole(self, *, is_load: bool) -> None:
         source, target = self._pinned, self._whole
@@ -221,9 +296,34 @@ class BlockCopies:
         self._pages.random_(0, 255)
         expected = self._pages[pages].cpu()
         self._device.finish()
-        self._copy_blocks(self._scattered, is_load=False)
+        self._save(self._scattered)
         self._pages.zero_()
         self._device.finish()
-        self._copy_blocks(self._scattered, is_load=True)
-        if not torch.equal(self._pages[pages].cpu(), expected):
-            raise KVRayError("Blocks came back from the arena with other bytes; report this.")
+        self._load(self._scattered)
+        _expect(torch.equal(self._pages[pages].cpu(), expected))
+
+    def _check_resliced(self, slots: Array) -> None:
+        """Load once; raises as `_check`."""
+        arena = self._arena
+        at = offsets(arena.tables, slots, RANKS * self._part.block_bytes)
+        own, piece = self._part.block_bytes, self._part.block_bytes // (2 * NUM_LAYERS)
+        rows = [arena.tables.data[start : start + RANKS * own] for start in at.tolist()]
+        rng = default_rng(0)
+        for row in rows:
+            row[:] = rng.integers(0, 256, len(row), dtype=np.uint8)
+        self._load(self._scattered, part=self._resliced, slots=slots)
+        found = self._pages.cpu().numpy()[self._scattered]
+        for row, page in zip(rows, found, strict=True):
+            expected = row.reshape(2 * NUM_LAYERS, RANKS, piece)[:, 0].ravel()
+            _expect(bool((page == expected).all()))
+
+
+def _spin(ticket: Ticket) -> None:
+    """Wait as torch does for the other copy: it does not sleep."""
+    while not ticket.done():
+        pass
+
+
+def _expect(is_right: bool) -> None:
+    if not is_right:
+        raise KVRayError("Blocks came back from the arena with other bytes; report this.")

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from kvray.engine.device import cuda_device
-from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice, CudaDriver
+from kvray.engine.device.cuda_device import (
+    BATCHED,
+    GATHERED,
+    PAGEABLE,
+    SINGLE,
+    CudaDevice,
+    CudaDriver,
+)
+from kvray.engine.device.gather import Below
 from kvray.engine.device.stages import Pieces
 from kvray.errors import TierError
 
@@ -40,12 +48,13 @@ class Driver:
     def __init__(self) -> None:
         self.batch_error = self.single_error = 0
         self.calls: list[tuple[Any, ...]] = []
-        self.has_batches = True
+        self.has_batches = self.sees_host_addresses = True
 
     def library(self) -> SimpleNamespace:
         library = SimpleNamespace(
             cuDeviceGet=self._c(c_int, POINTER(c_int), c_int)(self._device_get),
             cuDevicePrimaryCtxRetain=self._c(c_int, POINTER(c_void_p), c_int)(self._retain),
+            cuDeviceGetAttribute=self._c(c_int, POINTER(c_int), c_int, c_int)(self._attribute),
             cuCtxSetCurrent=self._c(c_int, c_void_p)(self._set_current),
             cuGetErrorString=self._c(c_int, c_int, POINTER(c_char_p))(self._error_string),
             cuMemcpyAsync=self._c(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy),
@@ -74,6 +83,11 @@ class Driver:
     def _retain(self, context: Any, device: int) -> int:
         self.calls.append(("retain", device))
         context[0] = CONTEXT
+        return 0
+
+    def _attribute(self, answer: Any, attribute: int, device: int) -> int:
+        assert (attribute, device // 10) == (91, 1)
+        answer[0] = self.sees_host_addresses
         return 0
 
     def _set_current(self, context: int) -> int:
@@ -219,3 +233,55 @@ def test_a_missing_driver_is_an_error_that_names_it(monkeypatch, copies):
     monkeypatch.setattr(cuda_device.ctypes, "CDLL", refuse)
     with pytest.raises(TierError, match="CUDA driver"):
         copy(cuda(), copies[2])
+
+
+# -- the kernel for small pieces ------------------------------------------------------------------
+
+
+def gathering(monkeypatch: pytest.MonkeyPatch, *, load: int, save: int) -> CudaDevice:
+    """Return a device for which a kernel was found to be faster; it copies nothing."""
+    device = cuda()
+    monkeypatch.setattr(device, "_measure", lambda: Below(load, save))
+    monkeypatch.setattr(device, "_copy_by_kernel", lambda *_: None)
+    assert device.calibrate() == {"kernel_load_max_bytes": load, "kernel_save_max_bytes": save}
+    return device
+
+
+@pytest.mark.parametrize(
+    ("most", "is_registered", "expected"),
+    [(12, True, GATHERED), (11, True, BATCHED), (12, False, PAGEABLE)],
+    ids=["small", "larger", "not registered"],
+)
+def test_pieces_that_are_small_on_average_are_for_the_kernel(
+    driver, copies, monkeypatch, most, is_registered, expected
+):
+    device = gathering(monkeypatch, load=most, save=0)
+    assert copy(device, copies[2], is_registered=is_registered) == expected
+
+
+def test_loads_and_saves_have_limits_of_their_own(driver, copies, monkeypatch):
+    assert copy(gathering(monkeypatch, load=0, save=1024), copies[2]) == BATCHED
+
+
+def test_pieces_that_are_no_whole_words_are_not_for_the_kernel(driver, copies, monkeypatch):
+    _target, _source, pieces = copies
+    odd = pieces._replace(sizes=pieces.sizes - np.uint64(1))
+    assert copy(gathering(monkeypatch, load=1024, save=0), odd) == BATCHED
+
+
+def test_a_kernel_that_cannot_be_had_is_not_asked_for_again(driver, copies, monkeypatch):
+    device, asked = cuda(), []
+
+    def fail() -> None:
+        asked.append(1)
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(device, "_measure", fail)
+    assert device.calibrate() == device.calibrate() == {}
+    assert asked == [1]
+    assert copy(device, copies[2]) == BATCHED
+
+
+def test_a_card_whose_kernels_have_other_addresses_has_no_kernel(driver, copies):
+    driver.sees_host_addresses = False
+    assert cuda().calibrate() == {}

@@ -1,58 +1,29 @@
 """`kvray bench gpu` on the host's memory with a tiny model: all of it but the calls to CUDA."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rich.progress import Progress
 
 from kvray.console.interrupts import Interrupts
+from kvray.engine.device.pool import HostPool
 from kvray.errors import CapacityError, KVRayError
-from kvray.lab.bench.gpu import (
-    LLAMA_3_8B,
-    GpuScale,
-    Model,
-    Prefill,
-    Shapes,
-    crossover,
-    measure_gpu,
-    name_of,
-)
+from kvray.lab.bench import gpu
+from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu, name_of
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
-from tests.kit.devices import HostDevice, open_arena
+from kvray.reference import ReferenceEngine
+from kvray.reference.checkpoint import RANDOM
 
-TINY = Shapes(
-    num_layers=2,
-    hidden=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    vocabulary=50,
-    tokens_per_block=4,
-    dtype=torch.float32,
-)
 SCALE = GpuScale(
-    shapes=TINY,
-    lengths=(8, 16, 64),
+    model="tiny",
+    lengths=(64, 1024),
     num_blocks=3,
     block_sizes=(4 * 2**20, 128 * 2**10),
     pairs=2,
-    prefill_pairs=1,
+    prefill_pairs=2,
 )
-
-
-@pytest.fixture(autouse=True)
-def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
-
-
-@pytest.fixture
-def model() -> Model:
-    return Model(TINY, torch.device("cpu"))
-
-
-def pages(num_pages: int) -> torch.Tensor:
-    return torch.full((num_pages, *TINY.page_shape), torch.nan)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be measured")
@@ -73,17 +44,22 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(tmp_path, capsys):
         for size in ("4mib", "128kib"):
             for suffix in ("", "_run", "_busy", "_run_busy"):
                 assert figures[f"gpu_{way}_ratio_{size}{suffix}"] > 0
-    for length in (8, 16, 64):
+    assert figures["gpu_resliced_over_plain"] > 0
+    for length in ("64", "1k"):
         assert figures[f"ttft_cold_ms_{length}"] > 0
         assert figures[f"ttft_loaded_ms_{length}"] > 0
+        assert figures[f"prefill_beside_saves_{length}"] > 0
+    assert figures["wrong_answers"] == 0
     assert figures["gpu"] == "cpu"
     assert figures["torch"] == torch.__version__
-    assert sum(figures["copied_bytes"].values()) > 0
-    assert figures["crossover_tokens"] in (None, 8, 16, 64)
+    assert figures["crossover_tokens"] in (None, 64, 1024)
+    target = figures["targets"]["gpu_h2d_ratio_4mib"]
+    assert target["is_met"] == (target["found"] >= target["wanted"])
     report.show(as_json=False)
     text = capsys.readouterr().out
     assert "load, 4MiB blocks, pages in a row, beside matrix products" in text
-    assert "first token of 64 tokens, loaded or computed" in text
+    assert "first token of 1,024 tokens, loaded or computed" in text
+    assert "16KiB pieces" in text
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -96,58 +72,45 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prompt_computed_in_two_steps_gives_what_it_gives_in_one(model):
-    tokens, order = torch.arange(10), torch.tensor([2, 0, 1])
-    whole, split = pages(3), pages(3)
-    expected = model.prefill(tokens, 0, whole, order)
-    model.prefill(tokens[:8], 0, split, order)
-    found = model.prefill(tokens, 8, split, order)
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert torch.allclose(whole, split, atol=1e-5, equal_nan=True)
-    assert whole[1, :, :, :, 2:].isnan().all(), "the last block holds two tokens"
+def _prompts(tmp_path, monkeypatch, loads):  # type: ignore[no-untyped-def]
+    """Measure prompts whose pages are loaded by `loads(load, pool, arena, loads, stream)`."""
+    load = HostPool.load
+    monkeypatch.setattr(HostPool, "load", lambda *args: loads(load, *args))
+    tally = gpu.Tally()
+    with gpu._prompts(SCALE, GpuDevice("cpu"), tmp_path, tally) as prompts:
+        prompts.take(1024, 1)
+    return tally
 
 
-def test_layers_are_announced_before_they_read_their_pages(model):
-    tokens, order = torch.arange(8), torch.tensor([1, 0])
-    full, late = pages(2), pages(2)
-    expected = model.prefill(tokens, 4, _computed(model, tokens, full, order), order)
-
-    def land(layer: int) -> None:
-        late[1, layer] = full[1, layer]
-
-    assert torch.allclose(model.prefill(tokens, 4, late, order, before_layer=land), expected)
-
-
-def _computed(
-    model: Model, tokens: torch.Tensor, pool: torch.Tensor, order: torch.Tensor
-) -> torch.Tensor:
-    model.prefill(tokens, 0, pool, order)
-    return pool
+def test_answers_after_blocks_that_are_wrong_are_counted(tmp_path, monkeypatch):
+    tally = _prompts(
+        tmp_path,
+        monkeypatch,
+        lambda load, pool, arena, loads, stream: load(pool, arena, [], stream),
+    )
+    assert tally.num_wrong == 2
+    report = gpu._report(SCALE, GpuDevice("cpu"), [], tally)
+    assert "2 answers were WRONG" in str(report.parts)
 
 
-def test_loaded_bytes_that_are_wrong_end_the_run(monkeypatch):
-    with open_arena(capacity=2**22, slab=2**20) as arena:
-        prefill = Prefill(GpuDevice("cpu"), arena, TINY, tokens_max=16)
-        monkeypatch.setattr(prefill.pool, "load", _load_nothing(prefill))
-        with pytest.raises(KVRayError, match="other logits"):
-            prefill.take(16, 1)
-        prefill.pool.close()
-
-
-def _load_nothing(prefill: Prefill):  # type: ignore[no-untyped-def]
-    load = prefill.pool.load
-    return lambda arena, loads, stream: load(arena, [], stream)
+def test_a_prompt_that_is_not_loaded_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ReferenceEngine, "reset_prefix_cache", lambda _: None)
+    with pytest.raises(KVRayError, match="only 0 were loaded"):
+        _prompts(tmp_path, monkeypatch, lambda load, *args: load(*args))
 
 
 def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b():
-    assert LLAMA_3_8B.block_bytes == 4 * 2**20
-    assert LLAMA_3_8B.weight_bytes == pytest.approx(16.06e9, rel=0.01)
+    assert block_bytes(RANDOM["llama-3-8b"]) == 4 * 2**20
 
 
-def test_a_gpu_without_room_for_the_model_is_refused_with_the_sizes():
-    with pytest.raises(CapacityError, match=r"GiB of the GPU's memory and 8GiB are free"):
-        GpuScale.fit(repeat=None, quick=False).check_memory(8 * 2**30)
+def test_a_gpu_without_room_for_the_models_is_refused_with_the_sizes():
+    scale = GpuScale.fit(repeat=None, quick=False)
+    with pytest.raises(
+        CapacityError, match=r"takes 39.36GiB of the GPU's memory and 8GiB are free"
+    ):
+        scale.check_memory(8 * 2**30)
     GpuScale.fit(repeat=None, quick=True).check_memory(80 * 2**30)
+    replace(scale, model="tiny").check_memory(2 * 2**30)
 
 
 def test_counts_follow_the_options():

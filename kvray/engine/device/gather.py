@@ -1,0 +1,113 @@
+"""Copies of small pieces by a kernel, where the GPU's copy engines spend their time on starting.
+
+A kernel reads and writes registered host memory by itself. It takes cores of the GPU from the
+passes beside it, so it has few programs: as many as fill the bus. From which size of pieces on the
+copy engines are faster differs from card to card, so it is measured, see `calibrate`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvray.engine.device.stages import Pieces
+
+_PROGRAMS = 64
+_WORDS = 1024
+"""Words of 8 bytes that a program has under way."""
+
+_SIZES = tuple(kib * 1024 for kib in (4, 8, 16, 24, 32, 48, 64))
+_ROUND_BYTES = 8 * 2**20
+_ROUNDS = 3
+_GAIN = 1.1
+"""How much faster the kernel must be to be worth the cores that it takes."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy(targets, sources, sizes, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    for piece in range(tl.program_id(0), count, tl.num_programs(0)):
+        source = tl.load(sources + piece).to(tl.pointer_type(tl.int64))
+        target = tl.load(targets + piece).to(tl.pointer_type(tl.int64))
+        words = tl.load(sizes + piece) // 8
+        for start in range(0, words, WORDS):
+            at = start + tl.arange(0, WORDS)
+            found = tl.load(source + at, mask=at < words)
+            tl.store(target + at, found, mask=at < words)
+
+
+def is_even(pieces: Pieces) -> bool:
+    """Whether all addresses and sizes are whole words, as the kernel needs them."""
+    return not any((column & np.uint64(7)).any() for column in pieces)
+
+
+def gather(pieces: Pieces, device: torch.device) -> None:
+    """Have the current stream of `device` make copies, in any order.
+
+    Host memory is registered with the device, and the pieces are `is_even`. The host does not wait.
+    """
+    columns = torch.from_numpy(np.stack(pieces).astype(np.int64))
+    if device.type == "cuda":
+        columns = columns.pin_memory().to(device, non_blocking=True)
+    count = len(pieces.sizes)
+    _copy[(min(count, _PROGRAMS),)](*columns, count, WORDS=_WORDS)
+
+
+class Below(NamedTuple):
+    """Pieces of at most so many bytes on average are for the kernel; 0: none are."""
+
+    load: int
+    save: int
+
+
+def calibrate(
+    host: int,
+    device: int,
+    by_engines: Callable[[Pieces, bool], float],
+    by_kernel: Callable[[Pieces, bool], float],
+) -> Below:
+    """Compare both for pieces of growing sizes, which takes some 50 ms, and return what was found.
+
+    `host` and `device` are addresses of `memory_bytes()` each. The two make copies, which are loads
+    if they are told so, and return the seconds that these took.
+    """
+    best = []
+    for is_load in (True, False):
+        times = []
+        for size in _SIZES:
+            pieces = _spread(host, device, size, is_load=is_load)
+            rounds = [
+                (by_engines(pieces, is_load), by_kernel(pieces, is_load)) for _ in range(_ROUNDS)
+            ]
+            engines, kernel = map(min, zip(*rounds, strict=True))
+            times.append((size, engines, kernel))
+        best.append(largest(times))
+    return Below(*best)
+
+
+def largest(times: Sequence[tuple[int, float, float]]) -> int:
+    """Return the size up to which the kernel is the faster one by `_GAIN`; 0: it never is.
+
+    `times` has growing sizes, each with the time of the copy engines and of the kernel.
+    """
+    found = 0
+    for size, engines, kernel in times:
+        if kernel * _GAIN > engines:
+            break
+        found = size
+    return found
+
+
+def memory_bytes() -> int:
+    """Return the bytes that `calibrate` needs on either side."""
+    return 2 * _ROUND_BYTES
+
+
+def _spread(host: int, device: int, size: int, *, is_load: bool) -> Pieces:
+    """Return copies of every other piece of `size`, so that no two can be made one."""
+    at = np.arange(_ROUND_BYTES // size, dtype=np.uint64) * np.uint64(2 * size)
+    ends = at + np.uint64(device), at + np.uint64(host)
+    targets, sources = ends if is_load else ends[::-1]
+    return Pieces(targets, sources, np.full(len(at), size, dtype=np.uint64))
