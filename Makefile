@@ -11,13 +11,15 @@ unexport PYTHONPATH
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tests test-long test-vllm screenshots docs lint style types format clean venv
+.PHONY: help demo test tests test-long test-vllm gpu gpu-wheels screenshots docs lint style types format clean venv
 
 help:
 	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
 	@echo "make test       every check, then every test that takes seconds"
 	@echo "make test-long  the tests that take minutes, and every example of the property tests"
 	@echo "make test-vllm  vLLM on the CPU as a witness, in an environment of its own (3.5 GB)"
+	@echo "make gpu        all that a GPU shows: tests, copies, first tokens; needs no network, nor .venv"
+	@echo "make gpu-wheels  fetch into build/ what \`make gpu\` needs where there is no network"
 	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards, and the demo"
 	@echo "make docs       the pages of docs/ as a site, in build/docs"
 	@echo "make lint       the checks alone: format, ruff, mypy, layers"
@@ -68,6 +70,22 @@ test-vllm: .venv-vllm/.installed
 	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_PY) -m pip install -q -e ".[test-vllm]"
 	touch $@
+
+# On a machine with torch for its GPU. GPU="--only copies" runs one step, GPU=--cpu all of them without a card.
+GPU_PYTHON ?= python3
+GPU ?=
+gpu:
+	"$(GPU_PYTHON)" tests/gpu/proof.py $(if $(OUT),--out "$(OUT)") $(GPU)
+
+# What kvray needs beside torch, transformers, numpy, msgpack, xxhash, psutil, pyyaml, rich, typer, pytest and hypothesis.
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels: venv
+	rm -rf build/gpu-wheels
+	$(PY) -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d build/gpu-wheels \
+		annotated-types execnet opentelemetry-api pydantic pydantic-core pydantic-settings pytest-timeout pytest-xdist \
+		python-dotenv pyzmq typing-extensions typing-inspection
+	@du -sh build/gpu-wheels
 
 screenshots: venv
 	mkdir -p docs/images

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.engine.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
+from kvray.engine.device.cuda_device import BATCHED, GATHERED, PAGEABLE, SINGLE, CudaDevice
+from kvray.engine.device.gather import Below
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
@@ -47,8 +48,14 @@ def make_pool(arena: Arena) -> Iterator[Callable[..., DevicePool]]:
     """Make pools that end with the test; by default their arena is registered."""
     pools: list[DevicePool] = []
 
-    def make(*parts: Part, is_registered: bool = True, has_batches: bool = True) -> DevicePool:
+    def make(
+        *parts: Part,
+        is_registered: bool = True,
+        has_batches: bool = True,
+        kernel_max_bytes: int = 0,
+    ) -> DevicePool:
         device = CudaDevice(parts[0].regions[0].pages.device)
+        device._below, device._is_calibrated = Below(kernel_max_bytes, kernel_max_bytes), True
         if not has_batches:
             device._driver()
             device._batches = False
@@ -76,6 +83,7 @@ def random_bytes(pages: torch.Tensor) -> None:
 WAYS = {
     BATCHED: {},
     SINGLE: {"has_batches": False},
+    GATHERED: {"kernel_max_bytes": LARGE},
     PAGEABLE: {"is_registered": False},
 }
 
@@ -274,6 +282,7 @@ def test_making_a_pool_makes_no_call_to_cuda():
     code = """
 import torch
 from kvray.engine.device.cuda_device import CudaDevice
+from kvray.engine.device.gather import Below
 from kvray.engine.device.gpu import DevicePool
 from tests.kit.devices import even_steps, part_of, region
 part, device = part_of(region(1, even_steps(1, 8))), CudaDevice(torch.device("cuda:0"))
@@ -283,10 +292,21 @@ assert not torch.cuda.is_initialized()
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_card_finds_out_which_pieces_a_kernel_copies_faster():
+    device = CudaDevice(torch.device("cuda:0"))
+    with device.current():
+        found = device.calibrate()
+    print(found)
+    assert set(found) == {"kernel_load_max_bytes", "kernel_save_max_bytes"}
+
+
+@pytest.mark.parametrize("kernel_max_bytes", [0, LARGE])
 @pytest.mark.parametrize(
     ("rank", "size", "stored_by"), [(1, 2, 1), (0, 1, 2), (3, 4, 1), (0, 1, 4)]
 )
-def test_heads_are_gathered_from_blocks_of_other_sizes(arena, make_pool, rank, size, stored_by):
+def test_heads_are_gathered_from_blocks_of_other_sizes(
+    arena, make_pool, rank, size, stored_by, kernel_max_bytes
+):
     planes, heads, head_bytes = 2 * NUM_LAYERS, 8, 8192
     whole = np.random.default_rng(5).integers(0, 256, (4, planes, heads, head_bytes), np.uint8)
 
@@ -307,7 +327,8 @@ def test_heads_are_gathered_from_blocks_of_other_sizes(arena, make_pool, rank, s
         is_flat=True,
     )
     parts = resliced_parts(layout, rank, size, stored_by, 32)
-    pool, loads, pages = make_pool(*parts), [], np.array([7, 2, 3, 19])
+    pool = make_pool(*parts, kernel_max_bytes=kernel_max_bytes)
+    loads, pages = [], np.array([7, 2, 3, 19])
     for part in parts:
         slots = reserve(arena, 4, part.block_bytes, seed=f"{part.index}", part=part.index)
         for view, block in zip(
