@@ -102,8 +102,8 @@ def gpu(
 ) -> None:
     """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
 
-    It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
-    own under arena.dir, of some 4 GiB, and removes it again.
+    It needs an NVIDIA GPU with 40 GiB and torch, and neither Ray nor a running tier: it makes an
+    arena of its own under arena.dir, of some 9 GiB (2 with --quick), and removes it again.
     """
 
 

@@ -156,6 +156,7 @@ OWNERS = {"tensor_parallel_size": 2, "enable_attention_dp": True}
         ({"runtime": "0.9"}, "give one of 1.2, main"),
         ({"tensor_parallel_size": 3}, "1, 2 or 4"),
         ({"tensor_parallel_size": 2, "collective_timeout_s": 1}, "at least 2"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "on the CPU only"),
         ({"tensor_parallel_size": 2, "rank_env": [{}, {}]}, "rank_env has variables for 2 ranks"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({**OWNERS, "event_buffer_max_size": 8}, "are not gathered"),

@@ -56,7 +56,7 @@ def test_old_weights_never_answer(tier, trained, truth, options):
     assert answers(engine) == (truth["tiny:1"], [0] * len(PROMPTS))
     tier.wait_for_stored(before + NUM_BLOCKS)
 
-    engine.update_weights("tiny:1")
+    engine.reset_prefix_cache()
     said, hits = answers(engine)
     assert said == truth["tiny:1"]
     assert min(hits) > 0
