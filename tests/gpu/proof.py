@@ -124,7 +124,7 @@ def measure(kind: str, out: Path, *, is_cpu: bool) -> None:
     from kvray.lab.bench.gpu_copies import GpuDevice
     from kvray.lab.bench.runner import running
 
-    scale = GpuScale.fit(repeat=None, quick=False)
+    scale = GpuScale(pairs=15, prefill_pairs=3)
     if is_cpu:
         scale = GpuScale(model="tiny", lengths=(512, 1024), num_blocks=4, pairs=2, prefill_pairs=1)
     device = GpuDevice("cpu" if is_cpu else "cuda:0")
