@@ -26,7 +26,7 @@ _GAIN = 1.1
 """How much faster the kernel must be to be worth the cores that it takes."""
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _copy(targets, sources, sizes, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     for piece in range(tl.program_id(0), count, tl.num_programs(0)):
         source = tl.load(sources + piece).to(tl.pointer_type(tl.int64))
@@ -48,10 +48,13 @@ def gather(pieces: Pieces, device: torch.device) -> None:
 
     Host memory is registered with the device, and the pieces are `is_even`. The host does not wait.
     """
-    columns = torch.from_numpy(np.stack(pieces).astype(np.int64))
-    if device.type == "cuda":
-        columns = columns.pin_memory().to(device, non_blocking=True)
     count = len(pieces.sizes)
+    # Rows of an even length: Triton compiles once more for arguments at odd addresses.
+    columns = torch.empty(
+        (3, count + count % 2), dtype=torch.int64, pin_memory=device.type == "cuda"
+    )
+    columns[:, :count] = torch.from_numpy(np.stack(pieces).astype(np.int64))
+    columns = columns.to(device, non_blocking=True)
     _copy[(min(count, _PROGRAMS),)](*columns, count, WORDS=_WORDS)
 
 
