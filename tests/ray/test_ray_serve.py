@@ -159,17 +159,24 @@ def test_a_client_that_goes_away_ends_its_request(served):
     assert served.stored() - stored < 4 * LONG_TOKENS // BLOCK // 2
 
 
-def test_a_request_too_many_is_told_to_come_later(served):
+def ask_too_many(served: Served) -> BaseException | None:
+    """Ask more than fits beside long answers; return why the first that ended was refused."""
     with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as stack:
         streams = hold_all(served, stack)
         asked = [threads.submit(served.ask, max_tokens=1) for _ in range(3)]
-        (refused,), queued = wait(asked, DEADLINE_S, FIRST_COMPLETED)
-        error = refused.exception()
-        assert isinstance(error, openai.RateLimitError)
-        assert error.code == "overloaded"
+        (first,), queued = wait(asked, DEADLINE_S, FIRST_COMPLETED)
         streams[0].close()
         for one in queued:
             assert one.result(DEADLINE_S).choices[0].finish_reason == "length"
+        return first.exception()
+
+
+def test_a_request_too_many_is_told_to_come_later(served):
+    error = None
+    for _ in range(5):  # a starved machine may ask when the long answers are over
+        error = error or ask_too_many(served)
+    assert isinstance(error, openai.RateLimitError)
+    assert error.code == "overloaded"
 
 
 @pytest.mark.long

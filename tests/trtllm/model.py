@@ -31,6 +31,7 @@ class Model:
         self._has_hooks = has_hooks
         self._has_groups = has_groups
         self._layers = sorted(layer for group in memories[0].shape.groups for layer in group.layers)
+        self.stream = None
         self._computed: dict[LlmRequest, int] = {}
         """How many tokens of each request the pass has left behind, until its end."""
 

@@ -1,6 +1,9 @@
 """`kvray bench gpu` on the host's memory with a tiny model: all of it but the calls to CUDA."""
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,13 @@ SCALE = GpuScale(
 )
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory with a short path, as a shard's socket needs it."""
+    with tempfile.TemporaryDirectory(prefix="kvray-") as made:
+        yield Path(made)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be measured")
 def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
     done = run_kvray("bench", "gpu")
@@ -35,10 +45,10 @@ def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_run_gives_every_figure_and_leaves_nothing_behind(tmp_path, capsys):
+def test_a_run_gives_every_figure_and_leaves_nothing_behind(directory, capsys):
     with running(Interrupts()) as runner:
-        report = measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=tmp_path, runner=runner)
-    assert list(tmp_path.iterdir()) == []
+        report = measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=directory, runner=runner)
+    assert list(directory.iterdir()) == []
     figures = report.facts
     for way in ("h2d", "d2h"):
         for size in ("4mib", "128kib"):
@@ -62,29 +72,29 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(tmp_path, capsys):
     assert "16KiB pieces" in text
 
 
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_nothing_behind(directory, monkeypatch):
     def interrupt(self: Progress, *args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "advance", interrupt)
     with pytest.raises(KeyboardInterrupt), running(Interrupts()) as runner:
-        measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=tmp_path, runner=runner)
-    assert list(tmp_path.iterdir()) == []
+        measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=directory, runner=runner)
+    assert list(directory.iterdir()) == []
 
 
-def _prompts(tmp_path, monkeypatch, loads):  # type: ignore[no-untyped-def]
+def _prompts(directory, monkeypatch, loads):  # type: ignore[no-untyped-def]
     """Measure prompts whose pages are loaded by `loads(load, pool, arena, loads, stream)`."""
     load = HostPool.load
     monkeypatch.setattr(HostPool, "load", lambda *args: loads(load, *args))
     tally = gpu.Tally()
-    with gpu._prompts(SCALE, GpuDevice("cpu"), tmp_path, tally) as prompts:
+    with gpu._prompts(SCALE, GpuDevice("cpu"), directory, tally) as prompts:
         prompts.take(1024, 1)
     return tally
 
 
-def test_answers_after_blocks_that_are_wrong_are_counted(tmp_path, monkeypatch):
+def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch):
     tally = _prompts(
-        tmp_path,
+        directory,
         monkeypatch,
         lambda load, pool, arena, loads, stream: load(pool, arena, [], stream),
     )
@@ -93,10 +103,10 @@ def test_answers_after_blocks_that_are_wrong_are_counted(tmp_path, monkeypatch):
     assert "2 answers were WRONG" in str(report.parts)
 
 
-def test_a_prompt_that_is_not_loaded_ends_the_run(tmp_path, monkeypatch):
+def test_a_prompt_that_is_not_loaded_ends_the_run(directory, monkeypatch):
     monkeypatch.setattr(ReferenceEngine, "reset_prefix_cache", lambda _: None)
     with pytest.raises(KVRayError, match="only 0 were loaded"):
-        _prompts(tmp_path, monkeypatch, lambda load, *args: load(*args))
+        _prompts(directory, monkeypatch, lambda load, *args: load(*args))
 
 
 def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b():
