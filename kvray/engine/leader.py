@@ -252,7 +252,7 @@ class Leader:
         """
         pool = self.shared.pool
         pool.complete_namespace()
-        before, self._weights_of = self._weights_of, (pool, pool.changes)
+        before, self._weights_of = self._weights_of, (pool, pool.identity.weights[0])
         if before == self._weights_of:
             return
         for request_id, state in list(self.states.items()):
@@ -269,7 +269,7 @@ class Leader:
         if asked is None:
             self._record(request_id, partial(record_bypassed, shared, request_id))
             return 0
-        if not shared.pool.namespace_digest:
+        if not shared.pool.identity.digest:
             unnamed = shared.pool.unnamed
             self._record(request_id, partial(record_answer, shared, asked=asked, reason=unnamed))
             return 0
@@ -297,7 +297,7 @@ class Leader:
 
     def _remember(self, asked: AskedRequest) -> RequestState:
         shared, identity = self.shared, asked.identity
-        size, seed = shared.args.tokens_per_block, shared.pool.namespace_digest
+        size, seed = shared.args.tokens_per_block, shared.pool.identity.digest
         state = RequestState(
             request_id=asked.request_id,
             namespace=seed,
@@ -306,7 +306,7 @@ class Leader:
             media=identity.media,
             tenant_id=identity.tenant_id,
             block_tokens=shared.figures.block_tokens if identity.is_plain else None,
-            windowed=shared.pool.windowed,
+            windowed=shared.pool.identity.windowed,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
         self.states[asked.request_id] = state
@@ -337,7 +337,7 @@ class Leader:
             # A corrupt block, and what follows it, is saved again once it is computed. So is what
             # is loaded from an engine with another number of ranks.
             state.num_found = state.num_saved = matched.end
-        if shared.pool.others:
+        if shared.pool.identity.others:
             matched, reason = self.finder.find_resliced(shared, query, asked, matched, reason)
         if matched is None:
             return reason

@@ -43,7 +43,7 @@ class PassPlanner:
         try:
             self._extend(state, report, is_new=is_new)
             taken, is_sure = promise.taken(
-                report.computed_position, tokens_per_block, is_exact=shared.pool.is_flat
+                report.computed_position, tokens_per_block, is_exact=shared.pool.identity.is_flat
             )
             if taken:
                 promise = self._narrow(state, promise, taken)
@@ -78,7 +78,7 @@ class PassPlanner:
     def finish(self) -> ConnectorMeta:
         """Return the metadata of the pass."""
         shared = self._shared
-        is_fenced = bool(self._unfenced - self._scheduled) or shared.pool.has_windows
+        is_fenced = bool(self._unfenced - self._scheduled) or shared.pool.identity.has_windows
         if is_fenced:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in self._saves)
@@ -86,7 +86,7 @@ class PassPlanner:
         shared.to_release.clear()
         name = shared.pool.model_name
         return ConnectorMeta(
-            namespace=shared.pool.identity,
+            namespace=shared.pool.identity.common,
             loads=tuple(self._loads),
             saves=tuple(self._saves),
             releases=releases,
@@ -105,7 +105,7 @@ class PassPlanner:
     def _narrow(self, state: RequestState, promise: Promise, taken: int) -> Promise:
         """Return a promise whose leases have what the first `taken` blocks of the offer need."""
         end = promise.first + taken
-        if end == promise.lease.num_blocks or not self._shared.pool.has_windows:
+        if end == promise.lease.num_blocks or not self._shared.pool.identity.has_windows:
             return promise
         prefix = self._finder.narrow(self._shared, promise.lease, state.keys_until(end))
         if prefix is None:

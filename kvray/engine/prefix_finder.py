@@ -27,8 +27,8 @@ from pathlib import Path
 from time import monotonic, perf_counter_ns
 from typing import Any, NamedTuple
 
+from kvray.engine.engine_identity import Reading
 from kvray.engine.meta import PrefixLease
-from kvray.engine.registered_pool import Reading
 from kvray.engine.request import AskedRequest
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
@@ -186,7 +186,7 @@ def _sound_run(
             sound = arena.sound(one, places, slots_known=slots)
             if 0 in sound.tobytes():
                 end = block - first + int(sound.argmin())
-                run = 0 if shared.pool.has_windows else min(run, end)
+                run = 0 if shared.pool.identity.has_windows else min(run, end)
     return run
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvray.engine.device.gpu import Pool, open_pool
+from kvray.engine.engine_identity import other_sizes
 from kvray.engine.loader import Loader
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.engine.model.reslicing import resliced_parts
-from kvray.engine.registered_pool import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch
@@ -116,7 +116,7 @@ class RankWorker:
         shared.pool.follow(meta.replica)
         self._attend()
         loader.load(meta.loads, stream)
-        if meta.saves and shared.pool.identity:
+        if meta.saves and shared.pool.identity.common:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))
                 return

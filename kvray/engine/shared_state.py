@@ -80,7 +80,7 @@ class SharedState:
     def verifies_loads(self) -> bool:
         """Whether loaded blocks are checked: always, never, or because the pool is on the host."""
         mode = self.config.connector.verify_on_load
-        return mode == "always" or (mode == "auto" and self.pool.is_host)
+        return mode == "always" or (mode == "auto" and self.pool.identity.is_host)
 
     def release_leases(self, arena: Arena, *leases: Lease) -> None:
         """End `leases` now, or from the link's thread if the arena is busy."""
@@ -109,7 +109,7 @@ class SharedState:
 
         Pages in host memory are read by the end of their pass.
         """
-        return not self.pool.is_host and request_id in self.pending_reads
+        return not self.pool.identity.is_host and request_id in self.pending_reads
 
     def close(self) -> None:
         """Give the link back: one half has ended, which leaves the other nothing to do."""

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvray.engine.engine_identity import EngineIdentity
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.registered_pool import PoolFacts
 from kvray.vllm.holds import HeldLoad, Hold
 
 
@@ -31,7 +31,7 @@ class PassMetadata(KVConnectorMetadata):
 class PoolMetadata(KVConnectorHandshakeMetadata):
     """What a rank has registered, for the scheduler; sent once, when vLLM starts."""
 
-    facts: PoolFacts
+    identity: EngineIdentity
     hold_blocks: int
     """How many blocks each rank can hold at a time."""
 

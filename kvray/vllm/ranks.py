@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from kvray.engine.engine_identity import EngineIdentity
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
 from kvray.vllm.held import HeldBlocks
@@ -44,8 +44,8 @@ class RankHalf:
             )
         num_blocks = min(room, int(self._kv_cache_config.num_blocks))
         self._held = HeldBlocks(shared, pool, part, num_blocks=num_blocks)
-        facts = PoolFacts.of(args, layout)
-        self._registered = PoolMetadata(facts=facts, hold_blocks=num_blocks)
+        identity = EngineIdentity.of(args, layout)
+        self._registered = PoolMetadata(identity=identity, hold_blocks=num_blocks)
 
     def registered(self) -> PoolMetadata:
         """Return what the scheduler must know of the registered pool."""

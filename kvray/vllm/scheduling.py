@@ -63,7 +63,7 @@ class SchedulingHalf:
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
         shared = self._leader.shared
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
-        shared.pool.lead(metadata.facts)
+        shared.pool.lead(metadata.identity)
 
     def ask(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
@@ -108,7 +108,9 @@ class SchedulingHalf:
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
         names: dict[int, str] = {}
-        if not self._leader.shared.pool.is_host:  # else they are read by the end of the pass
+        if (
+            not self._leader.shared.pool.identity.is_host
+        ):  # else they are read by the end of the pass
             for plan in meta.saves:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
@@ -145,8 +147,8 @@ class SchedulingHalf:
         """Let go of what is held of the weights before, but for what vLLM has taken already."""
         pool = self._leader.shared.pool
         pool.complete_namespace()
-        if self._changes != pool.changes:
-            self._changes = pool.changes
+        if self._changes != pool.identity.weights[0]:
+            self._changes = pool.identity.weights[0]
             for known in self._known.values():
                 if not known.num_external:
                     self._drop(known)

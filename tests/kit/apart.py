@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvray.config import load_config
+from kvray.engine.engine_identity import EngineIdentity
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
 from kvray.engine.model.checkpoint import CheckpointConfig
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.request import AskedRequest, Identity, PassReport
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.store import Arena
@@ -66,8 +66,9 @@ class Apart:
             groups=(group,), dtype="float32", kv_factor=2, tokens_per_block=BLOCK, is_flat=True
         )
         self.rank.register(layout)
-        self.facts = pickle.loads(pickle.dumps(PoolFacts.of(self.args, layout)))  # noqa: S301 - ours
-        self.leader.shared.pool.lead(self.facts)
+        identity = pickle.dumps(EngineIdentity.of(self.args, layout))
+        self.identity: EngineIdentity = pickle.loads(identity)  # noqa: S301 - ours
+        self.leader.shared.pool.lead(self.identity)
         self._blocks = itertools.cycle(range(NUM_BLOCKS))
         self._numbers = itertools.count(1)
 

@@ -53,19 +53,20 @@ class MappedArena:
         """
         self.directory = directory
         self.lock_wait_s = lock_wait_s
-        self._tables: Tables | None = arena_file.map_file(directory / ARENA_FILE)
+        self.tables: Tables = arena_file.map_file(directory / ARENA_FILE)
+        """Changed under the lock only; ShardUnavailable: the arena was closed."""
         self.arena_id = self._text("arena_id")
         self.cluster_name = self._text("cluster_name")
         try:
             # Not created here: a retired arena's lock file must not come back.
             self.side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
         except OSError as error:
-            self._tables = None  # a kept error must not keep the arena mapped
+            del self.tables  # a kept error must not keep the arena mapped
             raise ShardUnavailable(
                 f"The arena in {directory} has no lock file that can be opened"
                 f" ({error.strerror}); it is being replaced, or restart the tier."
             ) from None
-        self._lock = ArenaLock(self.side_file, self._tables.waiting)
+        self._lock = ArenaLock(self.side_file, self.tables.waiting)
         self._holder: int | None = None
         self._joined_as: Membership | None = None
         if self.retired:
@@ -103,17 +104,15 @@ class MappedArena:
 
     def close(self) -> None:
         """Leave and unmap; views that others still have keep the mapping alive. Twice is fine."""
-        if self._tables is not None:
+        if "tables" in vars(self):
             self.leave()
             self._unmap()
 
-    @property
-    def tables(self) -> Tables:
-        """The tables, changed under the lock only; ShardUnavailable: the arena was closed."""
-        tables = self._tables
-        if tables is None:
+    def __getattr__(self, name: str) -> Any:
+        """Say what it means that the tables are not there any more."""
+        if name == "tables":
             raise ShardUnavailable(f"This process has closed the arena in {self.directory}.")
-        return tables
+        raise AttributeError(name)
 
     @property
     def retired(self) -> bool:
@@ -320,7 +319,7 @@ class MappedArena:
         return text.decode(errors="replace")
 
     def _unmap(self) -> None:
-        self._tables = None
+        vars(self).pop("tables", None)
         self._lock = ArenaLock(self.side_file)  # the old one has a word of the mapping
 
 

@@ -104,7 +104,7 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
         chain_keys(
             list(named.tokens),
             tokens_per_block=engine.args.tokens_per_block,
-            seed=request_seed(engine.pool.namespace_digest, salt=identity.salt, lora=identity.lora),
+            seed=request_seed(engine.pool.identity.digest, salt=identity.salt, lora=identity.lora),
             media=identity.media,
         ),
     )

@@ -149,12 +149,12 @@ def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fau
         run_pass(warm, fault)
     with pytest.raises(LeaseExpired):
         warm.worker.get_finished([], [])
-    warm.worker.bind_connector_meta(ConnectorMeta(namespace=warm.engine.pool.namespace_digest))
+    warm.worker.bind_connector_meta(ConnectorMeta(namespace=warm.engine.pool.identity.digest))
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
     warm.flush()
     assert warm.totals["stored_blocks"] == before, "what was computed from it may be wrong"
-    if not warm.engine.pool.is_host:
+    if not warm.engine.pool.identity.is_host:
         assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
 
 

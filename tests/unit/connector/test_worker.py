@@ -149,7 +149,7 @@ def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm):
 def test_blocks_of_a_request_are_free_once_they_were_read(warm):
     reads = warm.engine.pending_reads
     reads.begin(7)
-    is_host = warm.engine.pool.is_host
+    is_host = warm.engine.pool.identity.is_host
     assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
     assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
     assert warm.worker.get_finished([], []) == ([], [])

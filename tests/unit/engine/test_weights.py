@@ -186,7 +186,7 @@ def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(shard, told):
     _, reader = shard._parts.first_reader(replica)
     assert reader.namespace.weights == "2"
     assert told.serve(PROMPT) == 0
-    assert reader.namespace.digest() == told.leader.shared.pool.namespace_digest
+    assert reader.namespace.digest() == told.leader.shared.pool.identity.digest
 
 
 def test_prompts_have_no_keys_while_the_weights_have_no_version(shard, told):

@@ -95,7 +95,7 @@ class Fate:
         self._sent = sent
         self._memory = memoryview(tables.data.base)[: tables.geometry.offsets()["data"]]
         self._before = bytearray(self._memory)
-        arena._tables = WatchedTables(tables.data.base, tables.geometry, self._stored)
+        arena.tables = WatchedTables(tables.data.base, tables.geometry, self._stored)
 
     def _stored(self, stores: list[Write]) -> None:
         if self._left <= len(stores):

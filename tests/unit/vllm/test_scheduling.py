@@ -58,7 +58,7 @@ def half(shard: Shard, scheduling: Any) -> Iterator["SchedulingHalf"]:
     made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
     try:
         stored.serve(PROMPT)
-        made.lead(PoolMetadata(facts=stored.facts, hold_blocks=ROOM))
+        made.lead(PoolMetadata(identity=stored.identity, hold_blocks=ROOM))
         yield made
     finally:
         made.close()
@@ -268,7 +268,8 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
 
 
 def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
-    half._leader.shared.pool.is_host = False
+    pool = half._leader.shared.pool
+    pool.identity = replace(pool.identity, is_host=False)
     names = []
     for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
         request = asked(name)

@@ -115,7 +115,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
     pair.serve(Request(1, PROMPT))
     after = figures()
     assert "fingerprint_bytes" not in after["counters"]
-    assert after["namespace"] == pair.engine.pool.namespace_digest.hex()[:8]
+    assert after["namespace"] == pair.engine.pool.identity.digest.hex()[:8]
     assert after["namespace"] != before["namespace"]
 
 
@@ -262,7 +262,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     wait_for_name(rank)
     promised(leader, rank, Request(4, PROMPT))
     rank.worker.start_load_kv(None)
-    assert rank.engine.pool.namespace_digest == leader.engine.pool.namespace_digest
+    assert rank.engine.pool.identity.digest == leader.engine.pool.identity.digest
 
 
 def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):

@@ -308,10 +308,10 @@ def test_closed_arena_has_no_section_and_keeps_no_lock(arena, other):
 
 
 def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
-    tables = arena._tables
+    tables = arena.tables
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         _read_closed(arena)
-    arena._tables = tables
+    arena.tables = tables
     assert other.say("arena.note_use([], 0)") == "True"
 
 
@@ -361,7 +361,7 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypat
 
 
 def _read_closed(arena: Arena) -> None:
-    arena._tables = None
+    del arena.tables
     arena.stats()
 
 
