@@ -22,7 +22,7 @@ from typing import Any, cast
 from kvray.connector.media import MEDIA_FIELDS, media_items
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
 from kvray.engine.model.checkpoint import MediaTokens
-from kvray.engine.request import AskedRequest, Identity, Tenancy
+from kvray.engine.request import Identity, Prompt, Tenancy
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
 
@@ -236,7 +236,7 @@ class RequestIdentifier:
         self._media_tokens = media_tokens
         self._regularity = Regularity()
 
-    def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
+    def read(self, request: Any, num_computed: Any) -> Prompt | None:
         """Return what the engine asks about; None: it cannot be told, or is not what it should be.
 
         `request` may lack what Python knows of it. ConfigError: as `identify`.
@@ -257,7 +257,7 @@ class RequestIdentifier:
             return None
         if identity is None:
             return None
-        return AskedRequest(
+        return Prompt(
             request_id=request.request_id,
             tokens=tokens,
             prompt_len=end,

@@ -12,7 +12,7 @@ from kvray.connector.request import NO_REQUEST, RequestIdentifier, id_of, only_g
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.request import AskedRequest, RequestState
+from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.identity.keys import request_seed
@@ -109,9 +109,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def _shared(self) -> SharedState:
         return self._leader.shared
 
-    def _read(
-        self, request: Any, num_computed_tokens: int, shared: SharedState
-    ) -> AskedRequest | None:
+    def _read(self, request: Any, num_computed_tokens: int, shared: SharedState) -> Prompt | None:
         return self._identifier_of(shared).read(request, num_computed_tokens)
 
     def _identifier_of(self, shared: SharedState) -> RequestIdentifier:

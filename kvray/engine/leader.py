@@ -2,69 +2,25 @@
 
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
 `lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
-
-`PrefillRate` is how fast this engine computes prompts, measured from its passes. Staging is worth
-while only if it is faster than computing. The leader hears of a pass when it is planned, never when
-it ends, so a pass is taken to last until the next is planned, if the engine goes straight on: if
-the next pass has a request of this one. An engine that overlaps plans the next pass while this one
-still runs, and the time shows one pass later; so the longer of the two that follow counts.
 """
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvray.engine.meta import ConnectorMeta, Honoured, Promise
 from kvray.engine.outcome import record_answer, record_bypassed
 from kvray.engine.pass_plan import PassPlanner
-from kvray.engine.prefix_finder import AskAgain, PrefixFinder, PromptQuery
+from kvray.engine.prefix_finder import AskAgain, PrefixFinder
 from kvray.engine.promises import Promises
-from kvray.engine.request import AskedRequest, RequestState
+from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState, registered_state
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
 from kvray.trace.reasons import DropReason, MissReason
-
-_TOKENS_MIN = 128
-"""Passes of fewer tokens tell more of what a pass costs than of what a token costs."""
-_KEEP = 0.8
-"""What is left of the sums after each further measurement."""
-
-
-class PrefillRate:
-    """Tokens per second, the latest passes and the largest counting most."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._requests: set[int] = set()
-        self._planned_at = 0.0
-        self._pending: tuple[int, float] | None = None
-        """Tokens of the pass before the last, and how long it was until the last was planned."""
-        self._last_tokens = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The rate; 0 while it is unknown."""
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    def plan(self, requests: Collection[int], num_tokens: int, now: float) -> None:
-        """Note a pass of `requests` that computes `num_tokens` in all, planned at `now`."""
-        goes_on = not self._requests.isdisjoint(requests)
-        seconds = now - self._planned_at
-        if goes_on and self._pending is not None:
-            tokens, before = self._pending
-            longer = max(before, seconds)
-            if longer > 0:
-                self._tokens = _KEEP * self._tokens + tokens
-                self._seconds = _KEEP * self._seconds + longer
-        big = goes_on and self._last_tokens >= _TOKENS_MIN
-        self._pending = (self._last_tokens, seconds) if big else None
-        self._requests, self._last_tokens, self._planned_at = set(requests), num_tokens, now
-
 
 _log = logging.getLogger("kvray.connector")
 
@@ -89,7 +45,6 @@ class Leader:
         self.promises = Promises()
         self.finder = PrefixFinder()
         self._planner = PassPlanner(self.finder)
-        self._prefill = PrefillRate()
         self._asks_in_vain = asks_in_vain
         self._uncounted: dict[int, partial[None]] = {}
         """Requests that were answered -> what counts the answer."""
@@ -102,7 +57,7 @@ class Leader:
     def ask(
         self,
         request_id: int,
-        read: Callable[[SharedState], AskedRequest | None],
+        read: Callable[[SharedState], Prompt | None],
         honoured: Honoured | None = None,
     ) -> int | None:
         """Promise what can be loaded of a request; return how many tokens after the engine's own.
@@ -262,7 +217,7 @@ class Leader:
                 state.is_unsaved = True
 
     def _match(
-        self, request_id: int, asked: AskedRequest | None, honoured: Honoured | None
+        self, request_id: int, asked: Prompt | None, honoured: Honoured | None
     ) -> int | None:
         """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
         shared = self.shared
@@ -295,7 +250,7 @@ class Leader:
         else:
             count()
 
-    def _remember(self, asked: AskedRequest) -> RequestState:
+    def _remember(self, asked: Prompt) -> RequestState:
         shared, identity = self.shared, asked.identity
         size, seed = shared.args.tokens_per_block, shared.pool.identity.digest
         state = RequestState(
@@ -319,7 +274,7 @@ class Leader:
         state: RequestState,
         honoured: Honoured | None,
         keys: list[BlockKey],
-        asked: AskedRequest,
+        asked: Prompt,
     ) -> MissReason:
         """Promise what of `keys` is here after the engine's own tokens; return why not more."""
         shared = self.shared
@@ -329,28 +284,17 @@ class Leader:
         if rest:
             self._warn_unaligned(asked.num_computed)
             return "unaligned"
-        query = PromptQuery(
-            state.request_id, shared.pool.own, keys, first, self._prefill.tokens_per_s
-        )
-        matched, reason = self.finder.find(shared, query)
-        if matched is not None:
-            # A corrupt block, and what follows it, is saved again once it is computed. So is what
-            # is loaded from an engine with another number of ranks.
-            state.num_found = state.num_saved = matched.end
-        if shared.pool.identity.others:
-            matched, reason = self.finder.find_resliced(shared, query, asked, matched, reason)
-        if matched is None:
+        lease, reason, state.num_found = self.finder.find(shared, asked, keys)
+        # A corrupt block, and what follows it, is saved again once it is computed. So is what is
+        # loaded from an engine with another number of ranks.
+        state.num_saved = state.num_found
+        if lease is None:
             return reason
-        state.arrivals = matched.arrivals
-        if matched.end <= first:
-            shared.release_prefix(matched)
+        state.arrivals = lease.arrivals
+        if lease.end <= first:
+            shared.release_prefix(lease)
             return reason
-        promise = Promise(
-            lease=matched,
-            first=first,
-            end=matched.end,
-            honoured=honoured,
-        )
+        promise = Promise(lease=lease, first=first, end=lease.end, honoured=honoured)
         self.promises.keep(state, promise)
         return reason
 
@@ -360,7 +304,7 @@ class Leader:
             with self.shared.boundary.around("the speed of prefill"):
                 num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
                 requests = {report.request_id for report, _ in reports}
-                self._prefill.plan(requests, num_tokens, time.monotonic())
+                self.finder.rate.plan(requests, num_tokens, time.monotonic())
 
     def _drop_oldest(self) -> None:
         """Forget the request unseen for longest that the engine does not wait for."""

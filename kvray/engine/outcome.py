@@ -5,7 +5,7 @@ It runs on the engine's executor thread, after the answer, and takes microsecond
 
 import time
 
-from kvray.engine.request import AskedRequest, RequestState
+from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.trace.arrival import Arrivals, runs_between
@@ -16,7 +16,7 @@ from kvray.trace.request_note import RequestNote, sampled
 def record_answer(
     shared: SharedState,
     *,
-    asked: AskedRequest,
+    asked: Prompt,
     reason: MissReason,
     state: RequestState | None = None,
     keys: list[BlockKey] | None = None,

@@ -13,13 +13,19 @@ has every other node lease the same blocks in its ranks' names: the leader canno
 `LateStages` is for engines that take "ask again" for an answer and schedule others. Each call has a
 deadline, and a thread of its own out of a few; with all of them busy a call waits for its turn,
 which counts as part of its time.
+
+`PrefillRate` is how fast this engine computes prompts, measured from its passes. Staging is worth
+while only if it is faster than computing. The leader hears of a pass when it is planned, never when
+it ends, so a pass is taken to last until the next is planned, if the engine goes straight on: if
+the next pass has a request of this one. An engine that overlaps plans the next pass while this one
+still runs, and the time shows one pass later; so the longer of the two that follow counts.
 """
 
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,7 +35,7 @@ from typing import Any, NamedTuple
 
 from kvray.engine.engine_identity import Reading
 from kvray.engine.meta import PrefixLease
-from kvray.engine.request import AskedRequest
+from kvray.engine.request import Prompt
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
@@ -190,6 +196,44 @@ def _sound_run(
     return run
 
 
+_TOKENS_MIN = 128
+"""Passes of fewer tokens tell more of what a pass costs than of what a token costs."""
+_KEEP = 0.8
+"""What is left of the sums after each further measurement."""
+
+
+class PrefillRate:
+    """Tokens per second, the latest passes and the largest counting most."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._requests: set[int] = set()
+        self._planned_at = 0.0
+        self._pending: tuple[int, float] | None = None
+        """Tokens of the pass before the last, and how long it was until the last was planned."""
+        self._last_tokens = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate; 0 while it is unknown."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def plan(self, requests: Collection[int], num_tokens: int, now: float) -> None:
+        """Note a pass of `requests` that computes `num_tokens` in all, planned at `now`."""
+        goes_on = not self._requests.isdisjoint(requests)
+        seconds = now - self._planned_at
+        if goes_on and self._pending is not None:
+            tokens, before = self._pending
+            longer = max(before, seconds)
+            if longer > 0:
+                self._tokens = _KEEP * self._tokens + tokens
+                self._seconds = _KEEP * self._seconds + longer
+        big = goes_on and self._last_tokens >= _TOKENS_MIN
+        self._pending = (self._last_tokens, seconds) if big else None
+        self._requests, self._last_tokens, self._planned_at = set(requests), num_tokens, now
+
+
 _log = logging.getLogger("kvray.connector")
 
 _ABSENT_S = 1.0
@@ -206,14 +250,21 @@ Answer = tuple[PrefixLease | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
 
 
-class PromptQuery(NamedTuple):
-    """A prompt that the leader may promise."""
+class Found(NamedTuple):
+    """What of a prompt can be promised."""
+
+    lease: PrefixLease | None  # which the caller must release
+    reason: MissReason  # why what follows it is missing
+    num_stored: int  # leading blocks that are here as the engine itself stores them
+
+
+class _Query(NamedTuple):
+    """A prompt in one namespace."""
 
     request_id: int
     reading: Reading  # whose blocks are asked for
     keys: list[BlockKey]  # of its blocks there, as far as they may be promised
     first: int  # blocks that the engine has itself
-    tokens_per_s: float  # the engine's own speed; 0: not known
 
 
 class AskAgain(Exception):
@@ -224,6 +275,8 @@ class PrefixFinder:
     """Of one leader; used by the engine's executor thread."""
 
     def __init__(self) -> None:
+        self.rate = PrefillRate()
+        """Of the engine, which its leader measures."""
         self._calls: StageCalls | None = None
         self._late: LateStages | None = None
         self._asked: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
@@ -235,11 +288,22 @@ class PrefixFinder:
         """Whether the shard's answer for a request is under way."""
         return self._late is not None and self._late.is_pending(request_id)
 
-    def find(self, shared: SharedState, query: PromptQuery) -> Answer:
-        """Lease the prefix that is here, or can be staged in time, for every rank.
+    def find(self, shared: SharedState, asked: Prompt, keys: list[BlockKey]) -> Found:
+        """Lease the longest prefix of `keys` that is here, or comes in time, for every rank.
 
-        AskAgain: to an engine that does so.
+        `keys` are those of the blocks of `asked` that may be promised. AskAgain: to an engine that
+        does so.
         """
+        first = asked.num_computed // shared.args.tokens_per_block
+        query = _Query(asked.request_id, shared.pool.own, keys, first)
+        lease, reason = self._find(shared, query)
+        num_stored = lease.end if lease else 0
+        if shared.pool.identity.others:
+            lease, reason = self._find_resliced(shared, query, asked, lease, reason)
+        return Found(lease, reason, num_stored)
+
+    def _find(self, shared: SharedState, query: _Query) -> Answer:
+        """Do so in one namespace."""
         if not shared.args.block_reuse:
             return None, "reuse_disabled"
         if shared.link.arena is None:
@@ -253,11 +317,11 @@ class PrefixFinder:
             matched = replace(matched, arrivals=arrivals)
         return matched, reason
 
-    def find_resliced(
+    def _find_resliced(
         self,
         shared: SharedState,
-        query: PromptQuery,
-        asked: AskedRequest,
+        query: _Query,
+        asked: Prompt,
         matched: PrefixLease | None,
         reason: MissReason,
     ) -> Answer:
@@ -275,7 +339,7 @@ class PrefixFinder:
                 if have >= len(query.keys):
                     break
                 keys = _keys_in(shared, reading, query, asked)
-                found, why = self.find(shared, query._replace(reading=reading, keys=keys))
+                found, why = self._find(shared, query._replace(reading=reading, keys=keys))
                 if found is None or found.end <= have:
                     shared.release_prefix(found)
                     continue
@@ -317,7 +381,7 @@ class PrefixFinder:
         if self._late is not None:
             self._late.close()
 
-    def _find_here(self, shared: SharedState, query: PromptQuery) -> Answer:
+    def _find_here(self, shared: SharedState, query: _Query) -> Answer:
         """Lease what this node has, or can be staged here, for ranks that are all here."""
         keys, first, reading = query.keys, query.first, query.reading
         is_own = shared.pool.is_own(reading)
@@ -351,7 +415,7 @@ class PrefixFinder:
     def _after(
         self,
         shared: SharedState,
-        query: PromptQuery,
+        query: _Query,
         late: LateReply,
         matched: PrefixLease | None,
         reason: MissReason,
@@ -364,7 +428,7 @@ class PrefixFinder:
         shared.figures.totals["staged_tokens"] += max(0, gained) * shared.args.tokens_per_block
         return matched, _reason(reason, reply)
 
-    def _find_across(self, shared: SharedState, query: PromptQuery) -> Answer:
+    def _find_across(self, shared: SharedState, query: _Query) -> Answer:
         """Lease what all ranks have on their nodes, which only the shard can find out."""
         if not shared.may_stage:
             return None, "store_down"
@@ -389,7 +453,7 @@ class PrefixFinder:
         shared.release_prefix(matched)
         return None, "store_down"
 
-    def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
+    def _ask(self, shared: SharedState, query: _Query, have: int) -> StageReply:
         """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
         began, key = time.monotonic(), query.keys[have]
         waited_s, _ = self._asked.get(query.request_id, (0.0, ()))
@@ -407,7 +471,7 @@ class PrefixFinder:
             query.reading,
             query.keys,
             until=began + left_s,
-            tokens_per_s=query.tokens_per_s,
+            tokens_per_s=self.rate.tokens_per_s,
             verify_from=verify_from,
         )
         if shared.args.asks_again and not shared.spans_nodes:
@@ -421,7 +485,7 @@ class PrefixFinder:
         return self._heard(shared, query, have, stage(calls), began)
 
     def _heard(
-        self, shared: SharedState, query: PromptQuery, have: int, reply: StageReply, began: float
+        self, shared: SharedState, query: _Query, have: int, reply: StageReply, began: float
     ) -> StageReply:
         """Note what the shard has answered to a call for what follows `have` blocks."""
         took_s, key = time.monotonic() - began, query.keys[have]
@@ -442,9 +506,7 @@ class PrefixFinder:
         return self._calls
 
 
-def _keys_in(
-    shared: SharedState, reading: Reading, query: PromptQuery, asked: AskedRequest
-) -> list[BlockKey]:
+def _keys_in(shared: SharedState, reading: Reading, query: _Query, asked: Prompt) -> list[BlockKey]:
     """Return the keys that what `query` asks about has in another namespace."""
     size, identity = shared.args.tokens_per_block, asked.identity
     seed = request_seed(reading.digest, salt=identity.salt, lora=identity.lora)

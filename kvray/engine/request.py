@@ -39,7 +39,7 @@ class Identity:
         return self.salt is None and self.lora is None and not self.media
 
 
-class AskedRequest(NamedTuple):
+class Prompt(NamedTuple):
     """A prompt that has keys, or would have them if its model had a name."""
 
     request_id: int

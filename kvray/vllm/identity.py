@@ -8,7 +8,7 @@ bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_k
 from typing import Any
 
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
-from kvray.engine.request import AskedRequest, Identity, Tenancy
+from kvray.engine.request import Identity, Prompt, Tenancy
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem
@@ -21,7 +21,7 @@ class RequestReader:
         self._adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
         self._tenancy = Tenancy(shared.tenants, shared.figures.totals)
 
-    def read(self, request: Any, number: int, num_computed: int) -> AskedRequest | None:
+    def read(self, request: Any, number: int, num_computed: int) -> Prompt | None:
         """Return a request as the leader knows it; None: it bypasses the cache.
 
         ConfigError: its adapter cannot be read.
@@ -30,7 +30,7 @@ class RequestReader:
         if identity is None:
             return None
         tokens = list(request.all_token_ids)  # one that was preempted has generated some
-        return AskedRequest(
+        return Prompt(
             request_id=number,
             tokens=tokens,
             prompt_len=len(tokens),

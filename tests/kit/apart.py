@@ -16,7 +16,7 @@ from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Regi
 from kvray.engine.model.checkpoint import CheckpointConfig
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
-from kvray.engine.request import AskedRequest, Identity, PassReport
+from kvray.engine.request import Identity, PassReport, Prompt
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.store import Arena
 
@@ -75,8 +75,8 @@ class Apart:
     def ask(self, number: int, tokens: list[int], computed: int = 0) -> int | None:
         """Ask for a promise; None: ask again."""
 
-        def read(_: SharedState) -> AskedRequest:
-            return AskedRequest(number, list(tokens), len(tokens), computed, Identity())
+        def read(_: SharedState) -> Prompt:
+            return Prompt(number, list(tokens), len(tokens), computed, Identity())
 
         return self.leader.ask(number, read)
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.engine.figures import TimeHistogram
-from kvray.engine.leader import PrefillRate
 from kvray.engine.meta import Promise, RankLeases
+from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.promises import Promises
-from kvray.engine.request import AskedRequest, Identity
+from kvray.engine.request import Identity, Prompt
 from kvray.errors import LeaseExpired
 from kvray.store.arena.layout import READY
 from tests.kit.apart import BLOCK, Apart
@@ -75,7 +75,7 @@ def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
 
 def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
-    asked = AskedRequest(7, tokens, len(tokens), 0, Identity(), is_unread=True)
+    asked = Prompt(7, tokens, len(tokens), 0, Identity(), is_unread=True)
     assert holding.leader.ask(7, lambda _: asked) == 0
     (save,) = holding.plan((7, tokens, holding.new_blocks(tokens), 0)).saves
     assert save.pages[0].num_blocks == len(tokens) // BLOCK

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.connector.request import AskedRequest, Identity
+from kvray.connector.request import Identity, Prompt
 from kvray.engine.request import RequestState
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
@@ -132,7 +132,7 @@ def test_a_replay_starts_with_its_own_pages():
 def test_at_least_one_token_is_left_to_compute():
     identity = Identity(salt=None, lora=None, media=())
     prompts = [
-        AskedRequest(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
+        Prompt(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
         for n in (0, 1, 4, 5, 8, 9)
     ]
     assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 0, 1, 1, 2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.engine.request import AskedRequest
+from kvray.engine.request import Prompt
 from kvray.errors import ConfigError
 from kvray.vllm.identity import RequestReader
 from kvray.vllm.layout import read_layout
@@ -47,7 +47,7 @@ def reader() -> RequestReader:
     return RequestReader(SimpleNamespace(args=args, figures=figures, tenants=None))
 
 
-def read(reader: RequestReader, **changes: Any) -> AskedRequest:
+def read(reader: RequestReader, **changes: Any) -> Prompt:
     found = reader.read(request(**changes), 7, 0)
     assert found is not None
     return found
