@@ -38,7 +38,7 @@ def arena(directory: Path) -> Iterator[Arena]:
     made.join("test")
     yield made
     try:
-        if made._tables is not None:  # the test has closed it
+        if "tables" in vars(made):  # the test has not closed it
             check_invariants(made.tables)
     finally:
         made.close()
