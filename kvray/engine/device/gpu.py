@@ -114,6 +114,11 @@ class DevicePool:
         pinned = self._pins.get(arena.tables.data.ctypes.data)
         return pinned.registered_bytes if pinned else 0
 
+    def is_ready(self, arena: Arena) -> bool:
+        """Whether copies from and to the arena are as fast as they will be."""
+        pinned = self._pins.get(arena.tables.data.ctypes.data)
+        return pinned is not None and pinned.is_ready
+
     def close(self) -> None:
         """Wait for all copies and unregister every arena; nothing may follow. Twice is fine.
 

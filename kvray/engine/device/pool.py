@@ -186,6 +186,8 @@ class PinnedArena:
         self._settle = settle
         self._totals = totals
         self._registered_bytes = 0
+        self.is_ready = False
+        """Whether all is registered that can be, and the device is calibrated."""
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-pin", daemon=True)
         self._thread.start()
@@ -231,6 +233,7 @@ class PinnedArena:
             if not self._leaving.is_set():
                 for name, value in self._device.calibrate().items():
                     self._totals[name] = value
+        self.is_ready = True
         while not self._leaving.wait(_LOOK_S):
             if self.is_over:
                 self._leaving.set()

@@ -23,7 +23,7 @@ from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import format_size, load_config
 from kvray.errors import KVRayError
-from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice
+from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice, wait_until_ready
 from kvray.lab.bench.report import Row, bench_report
 from kvray.lab.bench.runner import (
     LARGE_BYTES,
@@ -274,6 +274,8 @@ def _prompts(
             chunk_tokens=_CHUNK_TOKENS,
         )
         with make(enable_block_reuse=False) as bare, make(connector=connector, poison=True) as ours:
+            worker: Any = ours.connector and ours.connector.worker
+            wait_until_ready(worker._rank.pool, worker._rank.shared.link.arena)
             yield Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
     finally:
         shard.stop(retire=True, timeout_s=_WAIT_S)
@@ -289,7 +291,7 @@ class Prompts:
         num_stored: Callable[[], int],
         tally: Tally,
     ) -> None:
-        self._taken = tally
+        self._tally = tally
         self._bare = bare
         self._ours = ours
         self._num_stored = num_stored
@@ -341,7 +343,7 @@ class Prompts:
         def answer(engine: ReferenceEngine, index: int) -> Duration:
             before = self._num_stored()
             output = engine.generate(prompts[index], max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
-            self._taken.num_wrong += answers.setdefault(index, output.token_ids) != output.token_ids
+            self._tally.num_wrong += answers.setdefault(index, output.token_ids) != output.token_ids
             if engine is self._ours:
                 full = num_tokens // _TOKENS_PER_BLOCK
                 _wait(lambda: self._num_stored() >= before + full, "Storing a prompt")
@@ -359,7 +361,7 @@ class Prompts:
                     f"Of {num_tokens} tokens that were stored only {output.hit_tokens} were loaded;"
                     " report this."
                 )
-            self._taken.num_wrong += answers[index] != output.token_ids
+            self._tally.num_wrong += answers[index] != output.token_ids
             loaded.append(pair._replace(ours=Duration(output.ttft_s)))
         return cold, loaded
 

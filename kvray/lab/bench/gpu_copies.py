@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.random import default_rng
 
 from kvray.config import format_size
 from kvray.engine.device.gpu import DevicePool, open_pool
-from kvray.engine.device.pool import HostPool, Load, Ticket
+from kvray.engine.device.pool import Load, Ticket
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
 from kvray.engine.model.reslicing import resliced_parts
 from kvray.errors import ConfigError, KVRayError
@@ -41,8 +41,7 @@ NUM_LAYERS = 32
 RANKS = 4
 _SLOWEST_BYTES_S = 10e9
 """The device is kept busy for as long as copies of this speed would take."""
-_GROWTH_S = 5.0
-"""How long to wait for more of the arena to be registered."""
+_READY_S = 60.0
 
 
 class GpuDevice:
@@ -113,20 +112,13 @@ _KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
 """Whether the device is busy, whether pages are a run, whether blocks are loaded."""
 
 
-def _open_pool(layout: CacheLayout, parts: Sequence[Part], arena: Arena) -> DevicePool | HostPool:
-    """Return the pool of `layout`, once the arena's memory is registered if it can be."""
-    pool = open_pool(layout, parts, has_hooks=True)
-    pool.attend(arena)
-    before, grown = -1, time.monotonic()
-    while isinstance(pool, DevicePool):
-        now = pool.registered_bytes(arena)
-        if now != before:
-            before, grown = now, time.monotonic()
-        # Without all of it copies are slower, and the report says so.
-        if now == len(arena.tables.data) or time.monotonic() - grown > _GROWTH_S:
-            break
+def wait_until_ready(pool: object, arena: Arena) -> None:
+    """Return once copies of `pool` are as fast as they will be; KVRayError: they never are."""
+    deadline = time.monotonic() + _READY_S
+    while isinstance(pool, DevicePool) and not pool.is_ready(arena):
+        if time.monotonic() > deadline:
+            raise KVRayError(f"The arena was not registered with the GPU within {_READY_S:.0f} s.")
         time.sleep(0.01)
-    return pool
 
 
 class BlockCopies:
@@ -170,7 +162,9 @@ class BlockCopies:
         (self._resliced,) = resliced_parts(layout, 0, RANKS, 1, TOKENS_PER_BLOCK)
         self._reservations: list[Reservation] = []
         self._slots = self._reserve(b"own", block_bytes)
-        self.pool = _open_pool(layout, [self._part, self._resliced], arena)
+        self.pool = open_pool(layout, [self._part, self._resliced], has_hooks=True)
+        self.pool.attend(arena)
+        wait_until_ready(self.pool, arena)
         # The bare copy: torch's pinned memory, which copies fastest, and as much on the device.
         self._pinned = torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=device.is_gpu)
         self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device.device)
