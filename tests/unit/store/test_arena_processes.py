@@ -404,9 +404,8 @@ def check_what_is_left(node_dir: Path, shard: Shard, line: Line) -> dict[str, An
         check_invariants(arena.tables)
         check_bytes(arena.tables)
         check_contents(arena.tables)
-    for number in range(NUM_CHAINS):
-        here = num_here(arena, keys_of(number))
-        wait_for(lambda n=number, here=here: line.matched(keys_of(n)) == here, "the announcements")
+    for keys in map(keys_of, range(NUM_CHAINS)):
+        wait_for(lambda keys=keys: line.matched(keys) == num_here(arena, keys), "the announcements")
     shard.clear(PATIENT_S)
     assert not states.any(), "a slot is lost"
     assert arena.stats()["spare_slabs"] == arena.tables.geometry.num_slabs
