@@ -263,6 +263,38 @@ def test_a_thread_that_never_used_the_gpu_saves(arena, make_pool):
     assert pool.copied_bytes.total() == 4 * SMALL
 
 
+def test_what_other_threads_copy_ends_no_capture_of_a_graph(arena, make_pool):
+    part = part_of(pages_of(SMALL))
+    pool, slots = make_pool(part), reserve(arena, 4, SMALL)
+    mark, is_over = pool.mark(torch.cuda.current_stream()), threading.Event()
+    num_saves, numbers = 0, torch.ones(1024, device="cuda")
+
+    def save() -> None:
+        nonlocal num_saves
+        while not is_over.is_set():
+            pool.save(arena, part, np.arange(4), slots, mark).wait()
+            with pool._device.current():
+                room = np.empty(2**20, dtype=np.uint8)
+                assert pool._device.register(room)
+                pool._device.unregister(room)
+            num_saves += 1
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        for _ in range(20):
+            before, graph = num_saves, torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                doubled = numbers * 2
+                wait_for(lambda before=before: num_saves > before)
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            assert (doubled == 2).all()
+    finally:
+        is_over.set()
+        thread.join()
+
+
 # -- the arena's memory -------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ Source: cuda.h of CUDA 12.8 and 13.5.
 
 import contextlib
 import ctypes
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -31,6 +32,8 @@ _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: sources are read behind the stream's earlier work, or as soon as now."""
 _USES_HOST_POINTERS = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 _BESIDE_KERNELS = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
@@ -118,6 +121,7 @@ def _load() -> ctypes.CDLL:
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
     cuda.cuDeviceGetAttribute.argtypes = (POINTER(c_int), c_int, c_int)
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
+    cuda.cuThreadExchangeStreamCaptureMode.argtypes = (POINTER(c_int),)
     cuda.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
     cuda.cuMemcpyAsync.argtypes = (c_uint64, c_uint64, c_size_t, c_void_p)
     if hasattr(cuda, "cuMemcpyBatchAsync"):
@@ -153,7 +157,8 @@ _ALREADY_REGISTERED = 712
 class CudaDevice:
     """The GPU of a pool's tensors. Until it is used, no call to CUDA is made.
 
-    Calls are made inside `current`, from any thread.
+    Calls are made inside `current`, from any thread. An engine may capture CUDA graphs meanwhile,
+    in torch's mode, in which most calls of other threads end the capture: see `_beside_captures`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,9 +170,11 @@ class CudaDevice:
         self._others: set[int] = set()
         """Addresses of memory that somebody else has registered."""
 
-    def current(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
         """Make it the calling thread's device."""
-        return torch.cuda.device(self._device)
+        with torch.cuda.device(self._device), _beside_captures():
+            yield
 
     def make_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
@@ -275,9 +282,9 @@ class CudaDevice:
         host = np.zeros(memory_bytes(), dtype=np.uint8)
         if not self.register(host):
             return None
+        stream = self.make_stream()
         try:
             scratch = torch.empty(len(host), dtype=torch.uint8, device=self._device)
-            stream = self.make_stream()
 
             def by_engines(pieces: Pieces, is_load: bool) -> float:
                 def copy() -> None:
@@ -290,7 +297,7 @@ class CudaDevice:
 
             found = calibrate(host.ctypes.data, scratch.data_ptr(), by_engines, by_kernel)
         finally:
-            torch.cuda.synchronize(self._device)
+            stream.synchronize()  # of the whole device it would end a capture
             self.unregister(host)
         _log.info(
             "kvray: %s copies pieces of up to %d bytes to it, and of up to %d from it, by a kernel",
@@ -347,10 +354,28 @@ class Event:
             self.event.synchronize()
 
 
+_library = functools.cache(_load)
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Have this thread's calls disturb no capture of another thread's.
+
+    Source: `cuThreadExchangeStreamCaptureMode`; the mode is the thread's, and is put back.
+    """
+    mode = c_int(_THREAD_LOCAL)
+    _library().cuThreadExchangeStreamCaptureMode(byref(mode))
+    try:
+        yield
+    finally:
+        _library().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
 @contextlib.contextmanager
 def _mapped() -> Iterator[None]:
     try:
-        yield
+        with _beside_captures():
+            yield
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]
         raise TierError(f"The GPU failed ({cause}); restart the engine.") from error

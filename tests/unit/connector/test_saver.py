@@ -230,14 +230,14 @@ def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog, monkeypatch):
-    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 0.05)
+    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 1.0)
     assert acquire(arena._lock, 1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
     started = time.monotonic()
     saver.fence()
     release(arena._lock)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 3.5, "each of the four waits"
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_arena_busy"] == 8
     assert [one for one in caplog.messages if "stayed locked" in one]
 

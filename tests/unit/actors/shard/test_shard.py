@@ -98,13 +98,13 @@ def _no_memory(*_pieces: object, **_options: object) -> bool:
 
 
 def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(shard, holder, line):
-    line.hang_s = 2.0
+    line.hang_s = 4.0
     time.sleep(0.2)
     holder.say("arena.reserve(small.chain(4), parent=None, depth=0, part=0, block_bytes=4096)")
     holder.kill()
     began = time.monotonic()
     wait_for(lambda: shard.status()["arena"]["holders"] == 0, "burying")
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3.5
     line.hang_s = 0.0
 
 

@@ -49,6 +49,7 @@ class Driver:
         self.batch_error = self.single_error = 0
         self.calls: list[tuple[Any, ...]] = []
         self.has_batches = self.sees_host_addresses = True
+        self.capture_mode = 0  # of the only thread
 
     def library(self) -> SimpleNamespace:
         library = SimpleNamespace(
@@ -56,6 +57,7 @@ class Driver:
             cuDevicePrimaryCtxRetain=self._c(c_int, POINTER(c_void_p), c_int)(self._retain),
             cuDeviceGetAttribute=self._c(c_int, POINTER(c_int), c_int, c_int)(self._attribute),
             cuCtxSetCurrent=self._c(c_int, c_void_p)(self._set_current),
+            cuThreadExchangeStreamCaptureMode=self._c(c_int, POINTER(c_int))(self._exchange),
             cuGetErrorString=self._c(c_int, c_int, POINTER(c_char_p))(self._error_string),
             cuMemcpyAsync=self._c(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy),
         )
@@ -88,6 +90,10 @@ class Driver:
     def _attribute(self, answer: Any, attribute: int, device: int) -> int:
         assert (attribute, device // 10) == (91, 1)
         answer[0] = self.sees_host_addresses
+        return 0
+
+    def _exchange(self, mode: Any) -> int:
+        self.capture_mode, mode[0] = mode[0], self.capture_mode
         return 0
 
     def _set_current(self, context: int) -> int:
@@ -133,6 +139,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return made.library()
 
     monkeypatch.setattr(cuda_device.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda_device, "_library", made.library)
     return made
 
 
@@ -233,6 +240,20 @@ def test_a_missing_driver_is_an_error_that_names_it(monkeypatch, copies):
     monkeypatch.setattr(cuda_device.ctypes, "CDLL", refuse)
     with pytest.raises(TierError, match="CUDA driver"):
         copy(cuda(), copies[2])
+
+
+def test_a_thread_disturbs_no_capture_and_has_its_own_mode_again_afterwards(driver):
+    def fail() -> None:
+        assert driver.capture_mode == 1
+        raise RuntimeError("a device that failed")
+
+    with pytest.raises(TierError), cuda_device._mapped():
+        fail()
+    assert driver.capture_mode == 0
+    driver.capture_mode = 2
+    with cuda_device._beside_captures():
+        assert driver.capture_mode == 1
+    assert driver.capture_mode == 2
 
 
 # -- the kernel for small pieces ------------------------------------------------------------------
