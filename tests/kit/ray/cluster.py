@@ -100,7 +100,7 @@ class TwoNodes:
     def say(self, *args: str) -> str:
         """Run a command as somebody on the head; return what it printed."""
         done = self.machine.run(*args, "-c", str(self.config_path), timeout_s=300)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return str(done.stdout)
 
     def status(self) -> dict[str, Any]:

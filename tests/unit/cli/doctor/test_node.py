@@ -282,7 +282,8 @@ def test_arena_whose_places_are_all_taken_names_the_setting(shard, config, child
     assert "arena.holders_max" in found.fix
 
 
-def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config):
+def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config, monkeypatch):
+    monkeypatch.setattr(node, "_ANSWER_S", 0.5)
     with frozen(shard):
         found = only_fault(config)
     assert found.check == "socket"
@@ -291,7 +292,8 @@ def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config):
     assert only_fault(config).check == "socket"
 
 
-def test_stranger_behind_the_socket_does_not_pass_for_a_shard(shard, config):
+def test_stranger_behind_the_socket_does_not_pass_for_a_shard(shard, config, monkeypatch):
+    monkeypatch.setattr(node, "_ANSWER_S", 0.5)
     path = config.node_dir / SOCKET_FILE
     with frozen(shard), socket.socket(socket.AF_UNIX) as stranger:  # it would bind its own again
         path.unlink()
