@@ -205,14 +205,18 @@ class ArenaOwner:
             if cleared == before:
                 return cleared
 
-    def evict_in_batches(self, found: Array, *, beyond_quota: bool = False) -> int:
-        """Evict what of `found` still can go, until the arena is busy; return how many went."""
+    def evict_in_batches(self, found: Array, *, tick: int, beyond_quota: bool = False) -> int:
+        """Evict what of `found` still can go, until the arena is busy; return how many went.
+
+        They were chosen when the arena's logical time was `tick`: one used since stays, and so does
+        one that was stored since in the place of one that was chosen.
+        """
         evicted = 0
         # Each can go if all before it have. The lock is kept for a batch at a time.
         for start in range(0, len(found), EVICT_BATCH):
             batch = found[start : start + EVICT_BATCH]
             causes = np.full(len(batch), gone.QUOTA) if beyond_quota else self._ahead(batch)
-            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
+            went = self._evict_found(batch, causes, tick=tick, wait_s=self.arena.lock_wait_s)
             if went is None:
                 break
             evicted += went
@@ -253,20 +257,26 @@ class ArenaOwner:
         if not excess(tables):
             self._within_at = changes
             return 0
+        tick = tables.tick
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
-        return self.evict_in_batches(found, beyond_quota=True)
+        return self.evict_in_batches(found, tick=tick, beyond_quota=True)
 
     def _ahead(self, going: Array) -> Array:
         """Return why each of `going` goes ahead of need."""
         given_up = self._tables.slot_tick[going] == 0
         return np.where(given_up, gone.GIVEN_UP, gone.AHEAD)
 
-    def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
+    def _evict_found(
+        self, found: Array, causes: Array, *, wait_s: float, tick: int | None = None
+    ) -> int | None:
         """Evict what of `found` still can go, each for its cause; None if the arena was busy."""
         tables = self._tables
         with self.section(wait_s) as entered:
             if not entered:
                 return None
+            if tick is not None:
+                as_chosen = tables.slot_tick.take(found) <= tick
+                found, causes = found[as_chosen], causes[as_chosen]
             going = eviction.keep_evictable(tables, found)
             order = np.argsort(found)
             self._let_go(going, causes[order[np.searchsorted(found, going, sorter=order)]])
@@ -336,13 +346,13 @@ class RoomAhead:
         for _ in range(_SLABS_MAX):
             next_victim = victims.head(tables, block_bytes)
             among = victims.next_slabs(tables, block_bytes)[:1]
-            last = slabs.coldest_first(tables, among)
+            tick, last = tables.tick, slabs.coldest_first(tables, among)
             if not len(last):
                 break
             if next_victim is not None and last[0, 1] >= slabs.use_order(tables, next_victim)[0]:
                 break
             found = slabs.choose_to_clear(tables, 1, among=among, protect=NO_SLOTS)
-            went = self._owner.evict_in_batches(found) if len(found) else 0
+            went = self._owner.evict_in_batches(found, tick=tick) if len(found) else 0
             with self._owner.section() as entered:
                 if entered:
                     victims.pass_slabs(tables, at_least=1)
@@ -381,7 +391,7 @@ class RoomAhead:
         count = short + victims.most(tables, block_bytes)
         within = slabs.slots_of(tables, block_bytes)
         found = eviction.choose_victims(tables, count, within=within, rank=rank)
-        evicted = self._owner.evict_in_batches(found[:short])
+        evicted = self._owner.evict_in_batches(found[:short], tick=tick)
         to_clear = slabs.coldest_first(tables, slabs.serving(tables))[:, 0]
         with self._owner.section() as entered:
             if entered:

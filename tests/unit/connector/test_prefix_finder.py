@@ -198,10 +198,10 @@ def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
 
 
 def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(server, make_pair, monkeypatch):
-    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.1")
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "1")
 
     def hang(_request: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.2)
+        time.sleep(1.5)
         return {"num_blocks": 9, "reason": "none"}
 
     server.answer = hang

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
-from kvray.store.arena import key_index, lease, quotas, slots
+from kvray.store.arena import eviction, key_index, lease, quotas, slots
 from kvray.store.arena.eviction import choose_victims, keep_evictable
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
@@ -307,3 +307,23 @@ class Plain:
         if not tables.slot_tick[slot]:
             own = (-1, 0, rank)
         return max([own, *(self.place(child) for child in self.children(slot))])
+
+
+def test_what_was_stored_while_the_owner_chose_is_not_evicted_in_the_place_of_what_it_chose(
+    arena, monkeypatch
+):
+    old, new = chain(64), chain(16, seed="new")
+    store(arena, old)
+    choose = eviction.choose_victims
+
+    def choose_slowly(tables: Tables, count: int, **options: Any) -> Array:
+        found = choose(tables, count, **options)
+        assert store(arena, new).dropped == 0  # in the slots of the oldest blocks
+        return found
+
+    monkeypatch.setattr(eviction, "choose_victims", choose_slowly)
+    ArenaOwner(arena).evict_ahead(0.5)
+    assert served(arena, new) == 16
+    monkeypatch.undo()
+    assert ArenaOwner(arena).evict_ahead(0.5) > 0
+    assert served(arena, new) == 16
