@@ -58,7 +58,8 @@ def unpack_missing(packages: Path) -> None:
 
 def run_all(names: list[str], out: Path, packages: str, *, is_cpu: bool) -> int:
     """Run steps, and keep what each has found; return 1 if one has failed."""
-    found: dict[str, Any] = {"python": platform.python_version(), **card()}
+    versions = {"python": platform.python_version(), "torch": metadata.version("torch")}
+    found: dict[str, Any] = {**versions, **card()}
     (out / "gpu.txt").write_text(f"{json.dumps(found, indent=1)}\n")
     for name in names:
         found[name] = run(name, out, packages, is_cpu=is_cpu)
