@@ -116,7 +116,8 @@ def tally_in(log: Path) -> Tally:
     lines = log.read_text(errors="replace").splitlines()
     told = [line.removeprefix(_LINE) for line in lines if line.startswith(_LINE)]
     assert told, "\n".join(lines[-60:])
-    return Tally(**json.loads(told[-1]))
+    # Another thread's log may stand behind it in the same line.
+    return Tally(**json.JSONDecoder().raw_decode(told[-1])[0])
 
 
 def _engine(life: Life) -> Any:
