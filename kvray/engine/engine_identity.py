@@ -52,7 +52,6 @@ class EngineIdentity:
     others: tuple[Reading, ...] = ()
     """What is read of the blocks of engines with other numbers of ranks."""
     windowed: tuple[bool, ...] = (False,)  # for each layer group, whether it has a window
-    part_bytes: int = 0  # bytes of the first part of a block
     is_host: bool = True
     is_flat: bool = True
     """Whether it came as one tensor: such engines take all of an offer or nothing."""
@@ -65,12 +64,10 @@ class EngineIdentity:
     @classmethod
     def of(cls, args: EngineArgs, layout: CacheLayout) -> "EngineIdentity":
         """Return that of the pool that `layout` describes; the model has no name."""
-        first, *_ = layout.parts(args.part_rank, args.num_parts_ranks, args.tokens_per_block)
         return cls(
             own=_reading(args, layout, args.num_parts_ranks),
             others=_other_readings(args, layout),
             windowed=tuple(group.window is not None for group in layout.groups),
-            part_bytes=first.block_bytes,
             is_host=layout.is_host,
             is_flat=layout.is_flat,
         )

@@ -135,7 +135,7 @@ class ReferenceEngine:
 
     def reset_prefix_cache(self, *, timeout_s: float = 600.0) -> None:
         """Forget the blocks of earlier requests, once all requests have ended; see above."""
-        self._intake.update_weights("").result(timeout_s)
+        self.update_weights("", timeout_s=timeout_s)
 
     def close(self) -> None:
         """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""

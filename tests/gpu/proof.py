@@ -5,6 +5,7 @@ It needs no network and installs nothing: what is missing lies in `build/gpu-whe
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "build" / "gpu-wheels"
+_LAST_S = 10.0
+"""For what a step has said last; whatever else still has its output is not waited for."""
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 # Name -> seconds that it may take, and what Python is told to run; nothing: measurements.
 STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -105,10 +108,14 @@ def run(name: str, out: Path, packages: str, *, is_cpu: bool) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         status = f"not done after {seconds} s"
     finally:
-        if step.poll() is None:
-            os.killpg(step.pid, signal.SIGKILL)
-            step.wait()
-        tee.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(step.pid, signal.SIGKILL)  # also what it has left, which would keep `tee`
+        step.wait()
+        try:
+            tee.communicate(timeout=_LAST_S)
+        except subprocess.TimeoutExpired:
+            tee.kill()
+            tee.wait()
     return {
         "has_passed": status in (0, 5),  # 5: on a CPU no test is left
         "status": status,

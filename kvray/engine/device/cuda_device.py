@@ -199,8 +199,17 @@ class CudaDevice:
         `is_load`: to the device, and the arena's bytes do not change. TierError: it refuses them.
         """
         if is_registered and self._is_for_kernel(pieces, is_load=is_load):
-            self._copy_by_kernel(pieces, stream)
-            return GATHERED
+            try:
+                self._copy_by_kernel(pieces, stream)
+                return GATHERED
+            except Exception as error:  # noqa: BLE001 - it needs memory of the device, engines none
+                # What it has begun is done again: it is the same bytes.
+                self._below = None
+                _log.warning(
+                    "kvray: %s copies small pieces without a kernel from now on: %s (said once)",
+                    self._device,
+                    error,
+                )
         return self._copy_by_engines(pieces, stream, is_load=is_load, is_registered=is_registered)
 
     def _copy_by_engines(

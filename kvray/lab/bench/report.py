@@ -67,6 +67,16 @@ def copy_row(
     return Row(title=title, unit="GB/s", ours=ours, floor=floor, ratio=ratio, figures=figures)
 
 
+def time_row(
+    title: str, names: tuple[str, str, str], pairs: Sequence[Pair], *, ratio: float
+) -> Row:
+    """Return the row of times; `names` are those of kvray's, the bare one and `ratio`."""
+    ours = 1000 * median_s([pair.ours for pair in pairs])
+    floor = 1000 * median_s([pair.floor for pair in pairs])
+    figures = dict(zip(names, (ours, floor, ratio), strict=True))
+    return Row(title=title, unit="ms", ours=ours, floor=floor, ratio=ratio, figures=figures)
+
+
 def cpu_row(title: str, names: tuple[str, str], pairs: Sequence[Pair], *, num_bytes: int) -> Row:
     """Return the row of the CPU seconds for each GB; `names` are kvray's and the bare work's."""
     ours = statistics.median(pair.ours.cpu_s for pair in pairs) / (num_bytes / GB)

@@ -303,6 +303,23 @@ def test_a_kernel_that_cannot_be_had_is_not_asked_for_again(driver, copies, monk
     assert copy(device, copies[2]) == BATCHED
 
 
+def test_copies_that_the_kernel_cannot_make_are_made_by_engines_from_then_on(
+    driver, copies, monkeypatch, caplog
+):
+    target, source, pieces = copies
+    device, asked = gathering(monkeypatch, load=1024, save=0), []
+
+    def fail(*_: object) -> None:
+        asked.append(1)
+        raise torch.OutOfMemoryError("no memory for the addresses")
+
+    monkeypatch.setattr(device, "_copy_by_kernel", fail)
+    assert [copy(device, pieces) for _ in range(2)] == [BATCHED] * 2
+    assert asked == [1]
+    assert is_copied(target, source)
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+
+
 def test_a_card_whose_kernels_have_other_addresses_has_no_kernel(driver, copies):
     driver.sees_host_addresses = False
     assert cuda().calibrate() == {}
