@@ -16,7 +16,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import compress, repeat
-from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
@@ -178,14 +177,14 @@ def _has_strangers(request: Any) -> bool:
         own = vars(request)
     except TypeError:  # it has its class's fields only
         own = {}
-    kind = cast(Hashable, type(request))
-    names = {*_family_of(kind), *filter(_is_stranger, own)}
-    return any(attrgetter(name)(request) is not None for name in names)
+    names = _strangers(cast(Hashable, type(request)), tuple(own))
+    return bool(names) and any(getattr(request, name) is not None for name in names)
 
 
-@functools.cache
-def _family_of(kind: Hashable) -> tuple[str, ...]:
-    return tuple(filter(_is_stranger, dir(kind)))
+@functools.lru_cache(256)
+def _strangers(kind: Hashable, own: tuple[str, ...]) -> frozenset[str]:
+    """Return the fields of that kind, of a class and of an object, that say what is not known."""
+    return frozenset(filter(_is_stranger, (*dir(kind), *own)))
 
 
 def _is_stranger(name: str) -> bool:

@@ -9,6 +9,7 @@ those of engines of the same model with more or fewer ranks (`model.reslicing`).
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvray.engine.model.cache_layout import CacheLayout
 from kvray.engine.model.engine_args import EngineArgs
@@ -17,7 +18,7 @@ from kvray.identity.block import UNNAMED, Namespace, namespace_id
 from kvray.store import PartRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
     """Of blocks whose bytes are dealt to `stored_by` ranks; small and picklable."""
 
@@ -28,7 +29,7 @@ class Reading:
     digest: bytes = b""
     """Of the namespace; empty while the model or its weights have no name."""
 
-    @property
+    @cached_property
     def number(self) -> int:
         """What arenas know the namespace by."""
         return namespace_id(self.digest)
@@ -40,7 +41,7 @@ class Reading:
         return replace(self, namespace=namespace, digest=b"" if is_unnamed else namespace.digest())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineIdentity:
     """What an engine's blocks go by, and how they lie in its pool; small and picklable.
 
@@ -72,12 +73,12 @@ class EngineIdentity:
             is_flat=layout.is_flat,
         )
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Digest of the namespace; empty while there is none, or it is not complete."""
         return b"" if self.own is None else self.own.digest
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Whether some layers look back over a window only."""
         return any(self.windowed)

@@ -14,7 +14,7 @@ from typing import Any
 from kvray.engine.meta import ConnectorMeta, Honoured, Promise
 from kvray.engine.outcome import record_answer, record_bypassed
 from kvray.engine.pass_plan import PassPlanner
-from kvray.engine.prefix_finder import AskAgain, PrefixFinder
+from kvray.engine.prefix_finder import AskAgain, Found, PrefixFinder
 from kvray.engine.promises import Promises
 from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState, registered_state
@@ -225,23 +225,32 @@ class Leader:
             self._record(request_id, partial(record_bypassed, shared, request_id))
             return 0
         if not shared.pool.identity.digest:
-            unnamed = shared.pool.unnamed
-            self._record(request_id, partial(record_answer, shared, asked=asked, reason=unnamed))
+            unnamed = Found(reason=shared.pool.unnamed)
+            self._record(request_id, partial(record_answer, shared, asked=asked, found=unnamed))
             return 0
         state = self._remember(asked)
-        keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
+        num_askable = asked.num_askable(state.tokens_per_block)
+        keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.asked = len(asked.tokens), len(keys), first
-        began, waited_s = time.monotonic(), self.finder.waited_s(request_id)
         try:
-            reason = self._promise(state, honoured, keys, asked)
+            found = self._find(asked, keys)
         except AskAgain:
             self.forget(request_id)
             return None
-        stage_s = self.finder.waited_s(request_id)
-        lease_s = time.monotonic() - began - (stage_s - waited_s)
-        count = partial(record_answer, shared, asked=asked, reason=reason, state=state, keys=keys)
-        self._record(request_id, partial(count, stage_s=stage_s, lease_s=lease_s))
+        lease = found.lease
+        # A corrupt block, and what follows it, is saved again once it is computed. So is what is
+        # loaded from an engine with another number of ranks.
+        state.num_found = state.num_saved = found.num_stored
+        if lease is not None:
+            state.arrivals = lease.arrivals
+            if lease.end > first:
+                promise = Promise(lease=lease, first=first, end=lease.end, honoured=honoured)
+                self.promises.keep(state, promise)
+            else:
+                shared.release_prefix(lease)
+        count = partial(record_answer, shared, asked=asked, found=found, state=state)
+        self._record(request_id, count)
         return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
 
     def _record(self, request_id: int, count: partial[None]) -> None:
@@ -269,34 +278,14 @@ class Leader:
             self._drop_oldest()
         return state
 
-    def _promise(
-        self,
-        state: RequestState,
-        honoured: Honoured | None,
-        keys: list[BlockKey],
-        asked: Prompt,
-    ) -> MissReason:
-        """Promise what of `keys` is here after the engine's own tokens; return why not more."""
-        shared = self.shared
-        first, rest = divmod(asked.num_computed, state.tokens_per_block)
+    def _find(self, asked: Prompt, keys: list[BlockKey]) -> Found:
+        """Lease what of `keys` is here, if the engine could use it; raises as `find`."""
         if asked.is_unread:
-            return "skipped"
-        if rest:
+            return Found(reason="skipped")
+        if asked.num_computed % self.shared.args.tokens_per_block:
             self._warn_unaligned(asked.num_computed)
-            return "unaligned"
-        lease, reason, state.num_found = self.finder.find(shared, asked, keys)
-        # A corrupt block, and what follows it, is saved again once it is computed. So is what is
-        # loaded from an engine with another number of ranks.
-        state.num_saved = state.num_found
-        if lease is None:
-            return reason
-        state.arrivals = lease.arrivals
-        if lease.end <= first:
-            shared.release_prefix(lease)
-            return reason
-        promise = Promise(lease=lease, first=first, end=lease.end, honoured=honoured)
-        self.promises.keep(state, promise)
-        return reason
+            return Found(reason="unaligned")
+        return self.finder.find(self.shared, asked, keys)
 
     def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Keep the engine's speed up to date, where it decides anything."""

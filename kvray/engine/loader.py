@@ -21,9 +21,11 @@ from kvray.store import Arena, Lease, Membership
 from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
 
+_Planned = tuple[LoadPlan, Lease]
+"""What is to be loaded, and this rank's lease of it."""
+
 
 class _Begun(NamedTuple):
-    plan: LoadPlan
     arena: Arena
     lease: Lease
     holder: Membership  # who had the lease before the first copy
@@ -52,9 +54,10 @@ class Loader:
 
     def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
         """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
-        alike: dict[tuple[str, int], list[LoadPlan]] = {}
+        rank, alike = self._shared.args.part_rank, dict[tuple[str, int], list[_Planned]]()
         for plan in plans:
-            alike.setdefault((self._place(plan)[0], plan.stored_by), []).append(plan)
+            arena_id, lease = plan.leased.of(rank)
+            alike.setdefault((arena_id, plan.stored_by), []).append((plan, lease))
         for (arena_id, _), some in alike.items():
             self._load(arena_id, some, stream)
         if all(one.ticket.done() for one in self._begun):
@@ -65,11 +68,12 @@ class Loader:
 
         A pass waits for its copies itself, so this is hardly ever waited for.
         """
+        verify = self._pool.is_host and self._shared.verifies_loads
         while self._begun:
             one = self._begun.pop()
             try:
                 one.ticket.wait()
-                self._check(one)
+                one.arena.check(one.lease, one.slots, verify=verify, holder=one.holder)
             except Exception as error:  # noqa: BLE001 - a failed check is a failed load
                 self._failed.append(error)
             finally:
@@ -81,7 +85,7 @@ class Loader:
             self._shared.release_leases(one.arena, one.lease)
         self._begun = []
 
-    def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
+    def _load(self, arena_id: str, plans: Sequence[_Planned], stream: Any) -> None:
         arena = self._shared.link.arena_named(arena_id)
         if arena is None:
             setting = self._shared.args.spread_setting
@@ -92,43 +96,32 @@ class Loader:
             )
             self._failed.append(error)
             return
-        ready = list[tuple[LoadPlan, Membership, list[Load]]]()
-        for plan in plans:
+        ready = list[tuple[LoadPlan, Lease, Membership, list[Load]]]()
+        for plan, lease in plans:
             try:
-                holder = arena.holder_of(self._place(plan)[1])
-                ready.append((plan, holder, list(self._loads_of(arena, plan))))
+                holder, slots = arena.held_by(lease)
+                ready.append((plan, lease, holder, list(self._loads_of(plan, slots))))
             except Exception as error:  # noqa: BLE001 - the others may be loaded all the same
-                self._fail(arena, plan, error)
+                self._fail(arena, lease, error)
         if not ready:
             return
         try:
             ticket = self._pool.load(arena, [load for *_, each in ready for load in each], stream)
         except Exception as error:  # noqa: BLE001 - pages of any of them may have been written
-            for plan, *_ in ready:
-                self._fail(arena, plan, error)
+            for _, lease, *_ in ready:
+                self._fail(arena, lease, error)
             return
-        for plan, holder, each in ready:
-            lease = self._place(plan)[1]
-            self._begun.append(_Begun(plan, arena, lease, holder, _slots_of(each), ticket))
+        for plan, lease, holder, each in ready:
+            slots = np.concatenate([load.slots for load in each])
+            self._begun.append(_Begun(arena, lease, holder, slots, ticket))
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
-    def _fail(self, arena: Arena, plan: LoadPlan, error: Exception) -> None:
+    def _fail(self, arena: Arena, lease: Lease, error: Exception) -> None:
         self._failed.append(error)
-        self._shared.release_leases(arena, self._place(plan)[1])
+        self._shared.release_leases(arena, lease)
 
-    def _check(self, one: _Begun) -> None:
-        """Check the bytes that were copied; CorruptBlock, LeaseExpired: they may be wrong."""
-        if one.arena.holder_of(one.lease) != one.holder:
-            raise LeaseExpired(
-                f"The holder of lease {one.lease.lease_id} changed while its blocks were copied for"
-                f" request {one.plan.request_id}; they may be wrong, so the engine must not go on."
-            )
-        verify = self._pool.is_host and self._shared.verifies_loads
-        one.arena.check(one.lease, one.slots, verify=verify)
-
-    def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
-        """Yield what to copy of each part; blocks behind a window have no page."""
-        slots = arena.leased_slots(self._place(plan)[1])
+    def _loads_of(self, plan: LoadPlan, slots: Array) -> Iterator[Load]:
+        """Yield what to copy of each part of the leased `slots`; behind a window is no page."""
         num_blocks = plan.leased_blocks
         parts, requests = self._parts[plan.stored_by]
         found = places(requests, num_blocks, first=plan.first, stop=num_blocks)
@@ -136,10 +129,3 @@ class Loader:
             pages = plan.pages[part.group].ids()[block - plan.first :]
             here = pages >= 0
             yield Load(part, slots[at][: len(pages)][here], pages[here])
-
-    def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
-        return plan.leased.of(self._shared.args.part_rank)
-
-
-def _slots_of(loads: Sequence[Load]) -> Array:
-    return np.concatenate([load.slots for load in loads])

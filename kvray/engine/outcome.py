@@ -5,6 +5,7 @@ It runs on the engine's executor thread, after the answer, and takes microsecond
 
 import time
 
+from kvray.engine.prefix_finder import Found
 from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
@@ -17,29 +18,28 @@ def record_answer(
     shared: SharedState,
     *,
     asked: Prompt,
-    reason: MissReason,
+    found: Found,
     state: RequestState | None = None,
-    keys: list[BlockKey] | None = None,
-    stage_s: float = 0.0,
-    lease_s: float = 0.0,
+    reason: MissReason | None = None,
 ) -> None:
-    """Record a request that was just answered.
+    """Record a request that was just answered with what was `found`.
 
-    `keys` are of the blocks that could be promised, `reason` says why not more was. The request has
-    waited `stage_s` for the shard, and the rest of its answer took `lease_s`. One that came before
-    its model had a name has no state and no keys: nothing was looked up.
+    `reason` says why it has no more after all. A request that came before its model had a name has
+    no state: nothing was looked up.
     """
+    reason = reason or found.reason
     totals, size = shared.figures.totals, shared.args.tokens_per_block
     first, wanted = asked.num_computed // size, asked.num_askable(size)
     end, hit = min(first, wanted), 0
     arrivals: Arrivals = ()
     step = 1
     missing: tuple[BlockKey, ...] = ()
-    if state is not None and state.promise is not None:
-        end, hit = state.promise.end, state.promise.num_blocks * size
-        if not shared.pool.is_own(state.promise.lease):
+    promise = None if state is None else state.promise
+    if state is not None and promise is not None:
+        end, hit = promise.end, (promise.end - promise.first) * size
+        if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
-        for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):
+        for start, stop, way, _ in runs_between(state.arrivals, promise.first, end):
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size
     missed = wanted * size - asked.num_computed - hit
     totals["requests"] += 1
@@ -48,9 +48,9 @@ def record_answer(
     totals["hit_tokens"] += hit
     if missed > 0:
         totals[f"miss_tokens_{reason}"] += missed
-    if state is not None and keys:
+    if state is not None and wanted:
         arrivals = state.arrivals
-        step, missing = sampled(keys, end)
+        step, missing = sampled(state.keys[:wanted], end)
     shared.figures.request_notes.note(
         RequestNote(
             request_id=asked.request_id,
@@ -62,8 +62,8 @@ def record_answer(
             wanted=wanted,
             reason=reason if end < wanted else "none",
             arrivals=arrivals,
-            stage_s=stage_s,
-            lease_s=lease_s,
+            stage_s=found.stage_s,
+            lease_s=found.lease_s,
             step=step,
             keys=missing,
         )

@@ -113,6 +113,7 @@ class LateStages:
         return stage(calls)
 
 
+_NONE_AWAY: Mapping[int, tuple[str, Lease]] = {}
 _COUNTED_ON_S = 1.0
 """Longest try for the lock where the alternative is the engine's end."""
 
@@ -123,19 +124,20 @@ def match(
     keys: list[BlockKey],
     first: int,
     *,
+    arena: Arena | None,
     sound: int = 0,
-    away: Mapping[int, tuple[str, Lease]] | None = None,
+    away: Mapping[int, tuple[str, Lease]] = _NONE_AWAY,
 ) -> tuple[PrefixLease | None, MissReason]:
     """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
 
     Blocks before `first` are the engine's own, those before `sound` in another lease that is still
     held; neither are checked. `away` has the leases of ranks on other nodes.
     """
-    arena = shared.link.arena
     if arena is None:
         return None, "store_down"
-    away = away or {}
-    readers = [parts for rank, parts in enumerate(reading.part_requests) if rank not in away]
+    readers: Sequence[Sequence[PartRequest]] = reading.part_requests
+    if away:
+        readers = [parts for rank, parts in enumerate(readers) if rank not in away]
     began_ns = perf_counter_ns()
     held = arena.lease_for(keys, readers)
     shared.figures.lease_times.observe(perf_counter_ns() - began_ns)
@@ -246,6 +248,8 @@ _HOPELESS = ("arena_busy", "none", "reuse_disabled")
 """Reasons for which blocks of other namespaces are of no use either. What the shard could not bring
 of the engine's own, for whatever reason, may be here in another."""
 
+_NOTHING: tuple[float, Arrivals] = (0.0, ())
+
 Answer = tuple[PrefixLease | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
 
@@ -253,9 +257,11 @@ Answer = tuple[PrefixLease | None, MissReason]
 class Found(NamedTuple):
     """What of a prompt can be promised."""
 
-    lease: PrefixLease | None  # which the caller must release
-    reason: MissReason  # why what follows it is missing
-    num_stored: int  # leading blocks that are here as the engine itself stores them
+    lease: PrefixLease | None = None  # which the caller must release
+    reason: MissReason = "none"  # why what follows it is missing
+    num_stored: int = 0  # leading blocks that are here as the engine itself stores them
+    stage_s: float = 0.0  # how long the request has waited for the shard, now and before
+    lease_s: float = 0.0  # how long all else took
 
 
 class _Query(NamedTuple):
@@ -265,6 +271,7 @@ class _Query(NamedTuple):
     reading: Reading  # whose blocks are asked for
     keys: list[BlockKey]  # of its blocks there, as far as they may be promised
     first: int  # blocks that the engine has itself
+    is_own: bool = True  # whether the engine itself stores such blocks
 
 
 class AskAgain(Exception):
@@ -296,23 +303,27 @@ class PrefixFinder:
         """
         first = asked.num_computed // shared.args.tokens_per_block
         query = _Query(asked.request_id, shared.pool.own, keys, first)
+        began, (waited_s, _) = time.monotonic(), self._asked.get(asked.request_id, _NOTHING)
         lease, reason = self._find(shared, query)
         num_stored = lease.end if lease else 0
         if shared.pool.identity.others:
             lease, reason = self._find_resliced(shared, query, asked, lease, reason)
-        return Found(lease, reason, num_stored)
+        stage_s, _ = self._asked.get(asked.request_id, _NOTHING)
+        lease_s = time.monotonic() - began - (stage_s - waited_s)
+        return Found(lease, reason, num_stored, stage_s, lease_s)
 
     def _find(self, shared: SharedState, query: _Query) -> Answer:
         """Do so in one namespace."""
         if not shared.args.block_reuse:
             return None, "reuse_disabled"
-        if shared.link.arena is None:
+        arena = shared.link.arena
+        if arena is None:
             return None, "store_down"
         if len(query.keys) <= query.first:
             return None, "none"
         find = self._find_across if shared.spans_nodes else self._find_here
-        matched, reason = find(shared, query)
-        _, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        matched, reason = find(shared, query, arena)
+        _, arrivals = self._asked.get(query.request_id, _NOTHING)
         if matched is not None and arrivals:
             matched = replace(matched, arrivals=arrivals)
         return matched, reason
@@ -339,7 +350,8 @@ class PrefixFinder:
                 if have >= len(query.keys):
                     break
                 keys = _keys_in(shared, reading, query, asked)
-                found, why = self._find(shared, query._replace(reading=reading, keys=keys))
+                other = query._replace(reading=reading, keys=keys, is_own=False)
+                found, why = self._find(shared, other)
                 if found is None or found.end <= have:
                     shared.release_prefix(found)
                     continue
@@ -364,10 +376,6 @@ class PrefixFinder:
         matched, _ = _lease_along(shared, own, keys, len(keys), reply)
         return matched
 
-    def waited_s(self, request_id: int) -> float:
-        """Return how long a request has waited for the shard."""
-        return self._asked.get(request_id, (0.0, ()))[0]
-
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._asked.pop(request_id, None)
@@ -381,26 +389,26 @@ class PrefixFinder:
         if self._late is not None:
             self._late.close()
 
-    def _find_here(self, shared: SharedState, query: _Query) -> Answer:
+    def _find_here(self, shared: SharedState, query: _Query, arena: Arena) -> Answer:
         """Lease what this node has, or can be staged here, for ranks that are all here."""
-        keys, first, reading = query.keys, query.first, query.reading
-        is_own = shared.pool.is_own(reading)
+        keys, first, reading, is_own = query.keys, query.first, query.reading, query.is_own
         late = self._late.take(query.request_id) if self._late is not None and is_own else None
-        matched, reason = match(shared, reading, keys, first)
+        matched, reason = match(shared, reading, keys, first, arena=arena)
         have = matched.end if matched else 0
         if late is not None:
             return self._after(shared, query, late, matched, reason)
-        # An engine that asks again has one call for each of its requests.
-        may_stage = shared.may_stage and (is_own or not shared.args.asks_again)
-        if reason not in _MISSING or not may_stage or len(keys) <= max(have, first):
+        if len(keys) <= max(have, first) or reason not in _MISSING or not shared.may_stage:
             return matched, reason
+        if shared.args.asks_again and not is_own:
+            return matched, reason  # it has one call for each of its requests
         try:
             reply = self._ask(shared, query, have)
             if reply.leases:
                 return self._note_spread(shared, matched, reply)
             if reply.num_blocks <= max(have, first):
                 return matched, _reason(reason, reply)
-            more, reason = match(shared, reading, keys, first, sound=have)
+            # The arena may have been replaced meanwhile.
+            more, reason = match(shared, reading, keys, first, arena=shared.link.arena, sound=have)
         except BaseException:
             shared.release_prefix(matched)
             raise
@@ -428,7 +436,7 @@ class PrefixFinder:
         shared.figures.totals["staged_tokens"] += max(0, gained) * shared.args.tokens_per_block
         return matched, _reason(reason, reply)
 
-    def _find_across(self, shared: SharedState, query: _Query) -> Answer:
+    def _find_across(self, shared: SharedState, query: _Query, _arena: Arena) -> Answer:
         """Lease what all ranks have on their nodes, which only the shard can find out."""
         if not shared.may_stage:
             return None, "store_down"
@@ -443,7 +451,7 @@ class PrefixFinder:
         self, shared: SharedState, matched: PrefixLease | None, reply: StageReply
     ) -> Answer:
         """Promise nothing this time: ranks of the engine turn out to be on other nodes."""
-        shared.has_ranks_away = True
+        shared.spans_nodes = True
         _log.warning(
             "kvray: ranks of this engine are on several nodes, but it does not say so; set"
             " %s to how many of them a node has.",
@@ -456,7 +464,7 @@ class PrefixFinder:
     def _ask(self, shared: SharedState, query: _Query, have: int) -> StageReply:
         """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
         began, key = time.monotonic(), query.keys[have]
-        waited_s, _ = self._asked.get(query.request_id, (0.0, ()))
+        waited_s, _ = self._asked.get(query.request_id, _NOTHING)
         wait_s = shared.config.connector.stage_wait_s
         left_s = wait_s - waited_s
         if began < self._absent.get(key, 0.0):
@@ -492,7 +500,7 @@ class PrefixFinder:
         shared.figures.totals["stage_calls"] += 1
         shared.figures.totals["stage_wait_us"] += int(1e6 * took_s)
         shared.figures.stage_times.observe(int(1e9 * took_s))
-        waited_s, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        waited_s, arrivals = self._asked.get(query.request_id, _NOTHING)
         if reply.arrivals:
             arrivals = joined(arrivals, reply.arrivals)
         _remember(self._asked, query.request_id, (waited_s + took_s, arrivals))
@@ -546,7 +554,8 @@ def _lease_along(
 ) -> Answer:
     """Lease here exactly `keys`, which ranks on other nodes have leased; all of them or none."""
     try:
-        matched, reason = match(shared, reading, keys, first, away=reply.leases)
+        arena = shared.link.arena
+        matched, reason = match(shared, reading, keys, first, arena=arena, away=reply.leases)
     except BaseException:
         shared.release_away(reply.leases)
         raise

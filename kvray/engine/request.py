@@ -274,17 +274,19 @@ class RequestState:
         return self.keys[:end]
 
     def _extend_keys(self) -> None:
-        first = len(self.keys)
+        first, media = len(self.keys), self.media
         start, packed = first * self.tokens_per_block, pack(self._tail)
+        if media and start:
+            media = tuple(
+                MediaItem(position=item.position - start, digest=item.digest)
+                for item in media
+                if item.position >= start
+            )
         self.keys += chain_packed(
             packed,
             tokens_per_block=self.tokens_per_block,
             seed=self.keys[-1] if self.keys else self.seed,
-            media=[
-                MediaItem(position=item.position - start, digest=item.digest)
-                for item in self.media
-                if item.position >= start
-            ],
+            media=media,
         )
         if self.block_tokens is not None:
             self.block_tokens.note(self.keys, first, packed)

@@ -56,15 +56,10 @@ class SharedState:
             tenants_check=None if tenants is None else tenants.check,
         )
         self.pending_reads = PendingReads()
-        self.has_ranks_away = False
-        """Whether the shard has found ranks of this engine on other nodes."""
+        self.spans_nodes = args.is_spread
+        """Whether ranks that each hold a share of a request's KV are on several nodes."""
         self.to_release: list[Release] = []
         """Leases of ranks on other nodes; the next pass tells those ranks to end them."""
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether ranks that each hold a share of a request's KV are on several nodes."""
-        return self.has_ranks_away or self.args.is_spread
 
     @property
     def may_stage(self) -> bool:

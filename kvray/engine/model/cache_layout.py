@@ -7,6 +7,7 @@ rank, or all ranks alike, hold of one group's page; it takes one slot of the are
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class Group:
     shared: tuple[Region, ...] = ()  # what is the same on all ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """What this rank copies of one group's pages from or to one slot each."""
 
@@ -65,12 +66,12 @@ class Part:
     window_blocks: int | None
     is_stored_here: bool  # whether this rank stores it; every rank that has it reads it
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one slot."""
         return sum(region.size for region in self.regions)
 
-    @property
+    @cached_property
     def request(self) -> PartRequest:
         """What a lease must have of it."""
         return PartRequest(self.index, self.window_blocks, self.block_bytes)

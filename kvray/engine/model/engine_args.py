@@ -4,11 +4,12 @@ Each connector reads them from its own engine, which names them in its own way.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvray.engine.model.checkpoint import CheckpointConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """The engine's settings that decide what its blocks are and which of them may be shared."""
 
@@ -47,17 +48,17 @@ class EngineArgs:
     takes_offers_later: bool
     """The engine may come back for an offer after passes, until it cancels it."""
 
-    @property
+    @cached_property
     def num_parts_ranks(self) -> int:
         """Ranks that each hold a share of every request's KV; with attention DP there is one."""
         return 1 if self.attention_dp else self.num_ranks
 
-    @property
+    @cached_property
     def part_rank(self) -> int:
         """This rank among them."""
         return 0 if self.attention_dp else self.rank
 
-    @property
+    @cached_property
     def is_spread(self) -> bool:
         """Whether, by `ranks_per_node`, ranks that share a request are on several nodes."""
         return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks

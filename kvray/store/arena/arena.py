@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,15 +91,15 @@ class Arena(MappedArena):
         given.
         """
         packed = key_index.pack_keys(keys)
-        own = self.holder if member is None else None
+        holder = self.holder if member is None else member.row
         with self.section(self.lock_wait_s) as entered:
-            if not entered or (own is not None and self._holder != own):
+            if not entered or (member is None and self._holder != holder):
                 return None
-            if self.retired and not is_counted_on:
+            if not is_counted_on and self.retired:
                 return None
             if member is not None and not holders.is_member(self.tables, member):
                 return Held(num_blocks=0, leases=())
-            requests = dict.fromkeys(one for reader in readers for one in reader)
+            requests = dict.fromkeys(chain.from_iterable(readers))
             run, found = lease.match(self.tables, packed, requests)
             if not run:
                 return Held(num_blocks=0, leases=())
@@ -107,7 +108,7 @@ class Arena(MappedArena):
             taken = lease.take(
                 self.tables,
                 chosen,
-                holder=self.holder if member is None else member.row,
+                holder=holder,
                 now=time.monotonic(),
                 asked=[lease.joined(words, reader) for reader in readers],
                 lease_id=lease_id,
@@ -193,7 +194,7 @@ class Arena(MappedArena):
             LeaseExpired: the lease was released, perhaps during the copy.
         """
         chosen = self.leased_slots(held)[first : first + len(block_ids)]
-        with self.making_sense():
+        with self.making_sense:
             sound = payload.read(
                 self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
             )
@@ -208,32 +209,34 @@ class Arena(MappedArena):
         Raises:
             CorruptBlock, LeaseExpired, LayoutMismatch: as `read`; no copy is to be used.
         """
-        holder, chosen = self.holder_of(held), self.leased_slots(held)[places]
-        with self.making_sense():
+        holder, chosen = self.held_by(held)
+        chosen = chosen[places]
+        with self.making_sense:
             copied = payload.read(
                 self.tables, chosen, pool, block_ids, verify=True, copier=self._copier
             )
-        if self.holder_of(held) != holder:
-            raise LeaseExpired(
-                f"The holder of lease {held.lease_id} changed while its blocks were copied."
-            )
-        sound = self._is_sound(held, chosen, copied)
+        sound = self._is_sound(held, chosen, copied, holder)
         if 0 in sound.tobytes():
             self.quarantine(chosen[~sound])
         return sound
 
     def read_slots(self, reads: Sequence[PartRead]) -> None:
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
-        with self.making_sense():
+        with self.making_sense:
             for one in reads:
                 areas = payload.areas(self.tables, one.slots, one.pages, one.block_bytes)
                 payload.scatter(areas, one.strips, one.pages)
 
-    def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
-        """Accept the copy of the leased slots `chosen`, or raise as `read` does."""
-        with self.making_sense():
+    def check(
+        self, held: Lease, chosen: Array, *, verify: bool, holder: Membership | None = None
+    ) -> None:
+        """Accept the copy of the leased slots `chosen`, or raise as `read` does.
+
+        `holder` had the lease before the copy; it must have it still.
+        """
+        with self.making_sense:
             sound = payload.verify(self.tables, chosen) if verify else None
-        self._refuse_unsound(held, chosen, sound)
+        self._refuse_unsound(held, chosen, sound, holder)
 
     def sound(
         self, held: Lease, places: Array | slice, *, slots_known: Array | None = None
@@ -244,7 +247,7 @@ class Arena(MappedArena):
         checked afterwards in any case.
         """
         chosen = (self.leased_slots(held) if slots_known is None else slots_known)[places]
-        with self.making_sense():
+        with self.making_sense:
             summed = payload.verify(self.tables, chosen)
         sound = self._is_sound(held, chosen, summed)
         if 0 in sound.tobytes():  # told from bytes at a tenth of the price
@@ -257,8 +260,10 @@ class Arena(MappedArena):
             if entered:
                 slots.quarantine(self.tables, chosen)
 
-    def _refuse_unsound(self, held: Lease, chosen: Array, sound: Array | None) -> None:
-        bad = chosen[~self._is_sound(held, chosen, sound)]
+    def _refuse_unsound(
+        self, held: Lease, chosen: Array, sound: Array | None, holder: Membership | None = None
+    ) -> None:
+        bad = chosen[~self._is_sound(held, chosen, sound, holder)]
         if len(bad):
             self.quarantine(bad)
             raise CorruptBlock(
@@ -266,8 +271,15 @@ class Arena(MappedArena):
                 " is quarantined."
             )
 
-    def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
-        self.holder_of(held)  # raises if what was read is void
+    def _is_sound(
+        self, held: Lease, chosen: Array, sound: Array | None, holder: Membership | None = None
+    ) -> Array:
+        found, _ = self.held_by(held)  # raises if what was read is void
+        if holder is not None and found != holder:
+            raise LeaseExpired(
+                f"The holder of lease {held.lease_id} changed while its blocks were copied; they"
+                " may be wrong."
+            )
         ready: Array = self.tables.slot_state[chosen] == READY
         return ready if sound is None else ready & sound
 
@@ -341,7 +353,7 @@ class Arena(MappedArena):
                 )
             if made is not None:
                 return made
-            with self.making_sense():
+            with self.making_sense:
                 candidates = slots.find_candidates(
                     self.tables, packed, parent=before, part=part, block_bytes=block_bytes
                 )
@@ -353,12 +365,12 @@ class Arena(MappedArena):
 
     def write_slots(self, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
         """Copy pages that consist of `regions` into reserved slots; otherwise as `write`."""
-        with self.making_sense():
+        with self.making_sense:
             return payload.write(self.tables, slots, regions, pages, copier=self._copier)
 
     def sums(self, reservation: Reservation) -> Array:
         """Return the checksums of reserved slots that something else has written, for `commit`."""
-        with self.making_sense():
+        with self.making_sense:
             return payload.sum_slots(self.tables, reservation.slots)
 
     def slot_bytes(self, slot: int) -> Array:

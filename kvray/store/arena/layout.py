@@ -230,7 +230,7 @@ class Geometry:
 
     def stride(self, block_bytes: int) -> int:
         """Return the bytes from one slot of `block_bytes` to the next."""
-        return align(max(block_bytes, self.slot_min))
+        return -(-max(block_bytes, self.slot_min) // ALIGNMENT) * ALIGNMENT
 
     @property
     def undo_words(self) -> int:

@@ -175,9 +175,9 @@ def take(
     if asked is None:
         asked = [key_index.words_in(tables, slots) for slots in readers]
     for slots, words, count in zip(readers, asked, counts, strict=True):
-        if lease_id is None:
-            tables.next_lease += 1
-        known_by = tables.next_lease if lease_id is None else lease_id
+        known_by = lease_id
+        if known_by is None:
+            known_by = tables.next_lease = tables.next_lease + 1
         _record(tables, slots, pages[at : at + count], known_by, now)
         leases.append(
             Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=_check(words))

@@ -69,6 +69,7 @@ class MappedArena:
         self._lock = ArenaLock(self.side_file, self.tables.waiting)
         self._holder: int | None = None
         self._joined_as: Membership | None = None
+        self.making_sense = _MakingSense(self)
         if self.retired:
             message = self.no_entry()
             self._unmap()
@@ -117,7 +118,7 @@ class MappedArena:
     @property
     def retired(self) -> bool:
         """Whether the owner has given this arena up; detach and look for its successor."""
-        return self.tables.state != LIVE
+        return self.tables.state[0] != LIVE
 
     @property
     def is_superseded(self) -> bool:
@@ -214,8 +215,8 @@ class MappedArena:
             )
         return found
 
-    def holder_of(self, held: Lease) -> Membership:
-        """Return the process that has the lease.
+    def held_by(self, held: Lease) -> tuple[Membership, Array]:
+        """Return the process that has the lease, and its slots as `leased_slots` does.
 
         Read without the lock: a record does not change while it is held. An ended lease stays
         ended, because no lease id and no generation of a row is given twice. So a process that has
@@ -223,9 +224,10 @@ class MappedArena:
         evicted nor written. Leases of one name are alike (`lease.id_of`); their generations differ.
 
         Raises:
+            CorruptBlock: as `leased_slots`.
             LeaseExpired: it has ended, or its holder has; nothing keeps its blocks.
         """
-        self.leased_slots(held)
+        slots = self.leased_slots(held)
         row = int(self.tables.page_holder[held.page]) - 1
         if not 0 <= row < self.tables.geometry.holders_max:
             row = -1  # it ended just now, or a table is damaged
@@ -236,7 +238,7 @@ class MappedArena:
                 f"The holder of lease {held.lease_id} has lost its place in the arena in"
                 f" {self.directory}; the blocks of the lease cannot be read."
             )
-        return found
+        return found, slots
 
     def _is_open(self, holder: int) -> bool:
         """Whether `holder` may take something new: another thread may have left or retired."""
@@ -268,7 +270,7 @@ class MappedArena:
             if not undo.begin():
                 return True
             # A writer died in its step. Only the owner rebuilds what cannot be undone.
-            with self.making_sense():
+            with self.making_sense:
                 if not undo.roll_back():
                     if not may_rebuild:
                         return False
@@ -277,21 +279,13 @@ class MappedArena:
             return True
 
         def closed(error: BaseException | None) -> None:
-            undo.end(error is None)
-            self.check_sense(error)
+            if error is None:
+                undo.settle()
+            else:
+                undo.roll_back()
+                self.check_sense(error)
 
         return self._lock.section(wait_s, opened, closed)
-
-    def making_sense(self) -> AbstractContextManager[None]:
-        """Treat an error that damaged tables cause as a missing arena.
-
-        Bounds are checked where a table's value becomes an index. This covers all other values: a
-        flipped bit must not end a process.
-
-        Raises:
-            ShardUnavailable: the tables make no sense.
-        """
-        return _MakingSense(self)
 
     def no_entry(self) -> str:
         """Return a sentence that says why a section was not entered."""
@@ -306,9 +300,9 @@ class MappedArena:
             )
         return f"The arena in {self.directory} stays locked; try again."
 
-    def check_sense(self, error: BaseException | None) -> None:
+    def check_sense(self, error: BaseException) -> None:
         """Raise ShardUnavailable if damaged tables have caused `error`."""
-        if error is not None and _is_senseless(error):
+        if _is_senseless(error):
             raise ShardUnavailable(
                 f"The tables of the arena in {self.directory} make no sense ({error!r}); its shard"
                 " repairs them."
@@ -324,7 +318,11 @@ class MappedArena:
 
 
 class _MakingSense:
-    """A third of the price of a context manager that is a generator; each hit enters one."""
+    """Treats an error that damaged tables cause as a missing arena, by ShardUnavailable.
+
+    Bounds are checked where a table's value becomes an index. This covers all other values: a
+    flipped bit must not end a process. Each hit enters it, so it is no generator.
+    """
 
     __slots__ = ("_arena",)
 
@@ -335,7 +333,8 @@ class _MakingSense:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._arena.check_sense(error)
+        if error is not None:
+            self._arena.check_sense(error)
 
 
 def is_damage(error: BaseException) -> bool:

@@ -233,7 +233,7 @@ class ArenaOwner:
 
     def retire(self) -> None:
         """End the arena: its holders detach; the file and its side file are unlinked."""
-        self._tables.state = RETIRED
+        self._tables.state[0] = RETIRED
         path = self.arena.directory / ARENA_FILE
         # The name may be the successor's already.
         if arena_file.holds_arena(path, self.arena.arena_id):

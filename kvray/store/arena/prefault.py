@@ -116,7 +116,7 @@ class Populator:
     def _run(self, tables: Tables) -> None:
         with contextlib.suppress(OSError):  # what cannot be mapped now is mapped at first use
             for chunk in _cut(pieces_of(tables), _QUIET_CHUNK_BYTES):
-                is_wanted = not self._stopping.is_set() and tables.state == LIVE
+                is_wanted = not self._stopping.is_set() and tables.state[0] == LIVE
                 if not is_wanted or not _populate(chunk):
                     return
 

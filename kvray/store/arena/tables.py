@@ -76,19 +76,14 @@ class UndoRecord:
         self._count = self._used = 0
         return bool(self._words[_COUNT])
 
-    def end(self, is_well: bool) -> None:
-        """End a section: settle its step, or undo it."""
-        if is_well:
-            self.settle()
-        else:
-            self.roll_back()
-
     def note(self, index: Array, names: Collection[str]) -> None:
         """Note the rows `index`, counted from the table's start, of the columns `names`."""
         rows, start = len(index), self._used
         if not rows or self._count == TORN:
             return
-        if not self._has_room(rows, len(names)):
+        num_words = rows + len(names) * (2 * rows + 1)
+        has_entries = self._count + len(names) <= len(self._entries)
+        if not has_entries or start + num_words > len(self._log):
             self.tear()
             return
         at = start + rows
@@ -129,11 +124,6 @@ class UndoRecord:
             column[self._log[start : start + rows]] = self._values(column, at, rows)
         self._words[_COUNT] = 0
         return True
-
-    def _has_room(self, rows: int, num_columns: int) -> bool:
-        words = rows + num_columns * (2 * rows + 1)
-        has_entries = self._count + num_columns <= len(self._entries)
-        return has_entries and self._used + words <= len(self._log)
 
     def _values(self, column: Array, at: int, rows: int) -> Array:
         end = at + -(-rows * column.itemsize // _WORD)
@@ -214,7 +204,8 @@ class Tables(Columns):
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
         self.header: Array = np.ndarray((), HEADER, buffer)
         self._words = memoryview(buffer)[: HEADER.itemsize].cast("Q")
-        self._state = memoryview(buffer)[_STATE : _STATE + 4].cast("I")
+        self.state = memoryview(buffer)[_STATE : _STATE + 4].cast("I")
+        """LIVE or RETIRED, one item; may be read without the lock, and is never undone."""
         self.waiting = memoryview(buffer)[_WAITING : _WAITING + 8].cast("Q")
         offsets = geometry.offsets()
         for name, dtype, shape in geometry.tables():
@@ -223,15 +214,6 @@ class Tables(Columns):
         self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
         self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
-
-    @property
-    def state(self) -> int:
-        """LIVE or RETIRED; may be read without the lock, and is never undone."""
-        return self._state[0]
-
-    @state.setter
-    def state(self, state: int) -> None:
-        self._state[0] = state
 
     def put(self, index: Array, **values: Any) -> None:
         """Write the rows `index`, each at most once in it, of the columns that `values` names."""

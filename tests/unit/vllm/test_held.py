@@ -137,7 +137,8 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monk
 def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(engine, held, monkeypatch):
     hold = leased(engine)
     holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
-    monkeypatch.setattr(Arena, "holder_of", lambda *_: next(holders))
+    slots = Arena.leased_slots
+    monkeypatch.setattr(Arena, "held_by", lambda *one: (next(holders), slots(*one)))
     assert answer(held, hold) == 0
 
 

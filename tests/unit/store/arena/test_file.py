@@ -73,7 +73,7 @@ def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory):
     arena = make_arena(directory)
     ArenaOwner(arena).retire()
     made = make_arena(directory)
-    made.tables.state = RETIRED
+    made.tables.state[0] = RETIRED
     arena.close()
     made.close()
     with pytest.raises(ShardUnavailable) as kept:
