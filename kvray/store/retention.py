@@ -152,7 +152,7 @@ class _Below:
         ranks[unknown] = _UNKNOWN
         ticks = self.store.tables.slot_tick[slots[unknown]]
         # In their own order, which is lost beside numbers that large.
-        ranks[unknown] *= 1.0 - ticks / (2.0 * max(1, int(self.store.tables.tick)))
+        ranks[unknown] *= 1.0 - ticks / (2.0 * max(1, int(self.store.tables.counts.tick)))
         return ranks
 
 

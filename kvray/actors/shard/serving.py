@@ -242,7 +242,7 @@ class Serving:
             ended, self._round = self._round, None
             ended.result()  # raises what the round raised
         tables = self.owner.arena.tables
-        at = tables.tick, tables.changes
+        at = tables.counts.tick, tables.counts.changes
         if at != self._round_at:
             self._quiet_at = time.monotonic() + _QUIET_AFTER_S
         if at != self._round_at or is_heartbeat:

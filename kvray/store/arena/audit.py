@@ -181,8 +181,8 @@ def rebuild(tables: Tables, *, now: float) -> int:
     _give_up(tables, used[lost], now)
     slabs.recount(tables)
     # Nobody knows which changes the dead process had not noted: all slots are looked at.
-    tables.events += len(tables.event_slot) + 1
-    tables.changes += 1
+    tables.counts.events += len(tables.event_slot) + 1
+    tables.counts.changes += 1
     tables.undo.settle()
     return int(np.count_nonzero(lost))
 

@@ -256,7 +256,7 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
         if spec.interleave:
             spread(memory)
         if _page_bytes(path) == ALIGNMENT:  # a huge page holds rows of both kinds
-            tables.missing_rows = geometry.num_slots - geometry.first_rows
+            tables.counts.missing_rows = geometry.num_slots - geometry.first_rows
         # A full mount must be an error here, not a SIGBUS in some copy.
         _give_memory(fd, memory, pieces_of(tables), progress)
     except OSError as error:

@@ -177,7 +177,7 @@ def take(
     for slots, words, count in zip(readers, asked, counts, strict=True):
         known_by = lease_id
         if known_by is None:
-            known_by = tables.next_lease = tables.next_lease + 1
+            known_by = tables.counts.next_lease = tables.counts.next_lease + 1
         _record(tables, slots, pages[at : at + count], known_by, now)
         leases.append(
             Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=_check(words))
@@ -301,14 +301,14 @@ def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: 
 
 def _free_pages(tables: Tables, count: int) -> list[int] | None:
     # Where the last search ended pages are mostly free; all are looked at only if they are not.
-    start, end = tables.next_page, tables.next_page + count
+    start, end = tables.counts.next_page, tables.counts.next_page + count
     if end <= len(tables.page_holder) and not any(tables.page_holder[start:end].tolist()):
         pages = list(range(start, end))
     else:
         pages = (tables.page_holder == 0).nonzero()[0][:count].tolist()
     if len(pages) < count:
         return None
-    tables.next_page = pages[-1] + 1
+    tables.counts.next_page = pages[-1] + 1
     return pages
 
 

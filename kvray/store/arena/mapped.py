@@ -275,7 +275,7 @@ class MappedArena:
                     if not may_rebuild:
                         return False
                     audit.rebuild(self.tables, now=time.monotonic())
-                self.tables.repairs += 1
+                self.tables.counts.repairs += 1
             return True
 
         def closed(error: BaseException | None) -> None:

@@ -81,8 +81,8 @@ class ArenaOwner:
         with self.section() as entered:
             if entered:
                 set_quotas(self._tables, self._quotas)
-                self._tables.shard_epoch += 1
-                return int(self._tables.shard_epoch)
+                self._tables.counts.shard_epoch += 1
+                return int(self._tables.counts.shard_epoch)
         raise ShardUnavailable(self.arena.no_entry())
 
     @property
@@ -153,7 +153,7 @@ class ArenaOwner:
         that needs them are not stored. CapacityError: there is no memory for them.
         """
         tables, num_rows = self._tables, self._tables.num_backed
-        wanted = min(tables.wanted_rows, tables.geometry.num_slots)
+        wanted = min(tables.counts.wanted_rows, tables.geometry.num_slots)
         wanted -= wanted % tables.geometry.rows_for(1)
         if wanted <= num_rows:
             return 0
@@ -161,7 +161,7 @@ class ArenaOwner:
         arena_file.give_rows_memory(path, tables, range(num_rows, wanted))
         with self.section() as entered:
             if entered:
-                tables.missing_rows = tables.geometry.num_slots - wanted
+                tables.counts.missing_rows = tables.geometry.num_slots - wanted
         return wanted - num_rows if entered else 0
 
     def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
@@ -247,17 +247,17 @@ class ArenaOwner:
     def _rebuild(self) -> None:
         audit.rebuild(self._tables, now=time.monotonic())
         set_quotas(self._tables, self._quotas)
-        self._tables.repairs += 1
+        self._tables.counts.repairs += 1
 
     def _evict_beyond_quotas(self, rank: Rank | None) -> int:
         tables = self._tables
-        changes = tables.changes
+        changes = tables.counts.changes
         if changes == self._within_at:
             return 0
         if not excess(tables):
             self._within_at = changes
             return 0
-        tick = tables.tick
+        tick = tables.counts.tick
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
         return self.evict_in_batches(found, tick=tick, beyond_quota=True)
 
@@ -286,7 +286,7 @@ class ArenaOwner:
         """Evict `going`, each for its cause; the lock is held."""
         tables = self._tables
         slots.evict(tables, going)
-        tables.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
+        tables.counts.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
         # In the same section, so that nobody finds them gone before the history says why.
         self.history.note(tables.slot_key[going, 0], gone.HOST, causes, now=time.time())
 
@@ -346,7 +346,7 @@ class RoomAhead:
         for _ in range(_SLABS_MAX):
             next_victim = victims.head(tables, block_bytes)
             among = victims.next_slabs(tables, block_bytes)[:1]
-            tick, last = tables.tick, slabs.coldest_first(tables, among)
+            tick, last = tables.counts.tick, slabs.coldest_first(tables, among)
             if not len(last):
                 break
             if next_victim is not None and last[0, 1] >= slabs.use_order(tables, next_victim)[0]:
@@ -382,12 +382,12 @@ class RoomAhead:
         most = victims.most(tables, block_bytes)
         is_near = slabs.num_available(tables, block_bytes) <= most
         is_low = 2 * victims.num_left(tables, block_bytes) < most
-        return is_short or (is_near and is_low and tables.changes != size.changes)
+        return is_short or (is_near and is_low and tables.counts.changes != size.changes)
 
     def _search(self, block_bytes: int, size: _Size, short: int, rank: Rank | None) -> int:
         """Choose the blocks of a size that go next, and evict the first `short` of them."""
         tables, began = self._owner.arena.tables, time.monotonic()
-        tick, size.changes = tables.tick, tables.changes
+        tick, size.changes = tables.counts.tick, tables.counts.changes
         count = short + victims.most(tables, block_bytes)
         within = slabs.slots_of(tables, block_bytes)
         found = eviction.choose_victims(tables, count, within=within, rank=rank)

@@ -46,7 +46,7 @@ def has_rows(tables: Tables, block_bytes: int) -> bool:
     """
     rows = tables.geometry.rows_for(usable(tables, block_bytes))
     if rows > tables.num_backed:
-        tables.wanted_rows = max(rows, tables.wanted_rows)
+        tables.counts.wanted_rows = max(rows, tables.counts.wanted_rows)
     return rows <= tables.num_backed
 
 

@@ -107,7 +107,7 @@ def find_candidates(
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0 or not slabs.has_rows(tables, block_bytes):
         return Candidates()
-    tick = tables.tick
+    tick = tables.counts.tick
     before, chain = _find(tables, keys, parent, part)
     protect = chain[chain >= 0]
     if before >= 0:
@@ -163,7 +163,7 @@ def reserve(
     """
     before, chain = _find(tables, keys, parent, part)
     if parent is not None and before < 0 and needs_parent:
-        tables.dropped += len(keys)
+        tables.counts.dropped += len(keys)
         none = NO_SLOTS.astype("<u8")
         return Reservation(rows=NO_SLOTS, slots=NO_SLOTS, words=none, existing=0, dropped=len(keys))
     if before >= 0:
@@ -204,7 +204,7 @@ def reserve(
         free(tables, taken[cut:])
         rows, taken = rows[:cut], taken[:cut]
     dropped = len(wanted) - len(rows)
-    tables.dropped += dropped
+    tables.counts.dropped += dropped
     return Reservation(
         rows=rows,
         slots=taken,
@@ -231,7 +231,7 @@ def _fill(
     tables.slot_depth[slots] = depth
     tables.slot_parent[slots] = -1
     tables.slot_holder[slots] = holder + 1
-    tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
+    tables.slot_tick[slots] = tables.slot_number[slots] = tables.counts.tick
 
 
 def _chain(tables: Tables, slots: Array, before: int) -> None:
@@ -274,7 +274,7 @@ def commit(tables: Tables, reservation: Reservation, checksums: Array) -> int:
     tables.slot_checksum[slots] = checksums
     tables.put(slots, slot_state=READY)
     tables.changed(slots)
-    tables.stored += len(slots)
+    tables.counts.stored += len(slots)
     return len(slots)
 
 
@@ -291,7 +291,7 @@ def abort_holder(tables: Tables, holder: int) -> None:
 def evict(tables: Tables, chosen: Array) -> None:
     """Evict `chosen`, which `eviction` found fit to go, as a step of its own."""
     free(tables, chosen)
-    tables.evicted += len(chosen)
+    tables.counts.evicted += len(chosen)
     tables.undo.settle()
 
 
@@ -312,7 +312,7 @@ def quarantine(tables: Tables, slots: Array) -> None:
     tables.put(bad, slot_state=QUARANTINED)
     unlink(tables, bad)
     tables.changed(bad)
-    tables.corrupt += len(bad)
+    tables.counts.corrupt += len(bad)
 
 
 def strand(tables: Tables, holder: int, *, now: float) -> int:

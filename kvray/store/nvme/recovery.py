@@ -116,8 +116,8 @@ def _fill(tables: Tables, slots: Array, records: Array) -> Array:
     tables.slot_state[slots[~full]] = READY
     tables.changed(slots[~full])
     # Numbers and times go on where they were, so that what comes is younger than all that was.
-    tables.tick = int(
-        max(records["sequence"].max(initial=0), records["used"].max(initial=0), tables.tick)
+    tables.counts.tick = int(
+        max(records["sequence"].max(initial=0), records["used"].max(initial=0), tables.counts.tick)
     )
     return full
 

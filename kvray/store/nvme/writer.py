@@ -108,7 +108,7 @@ class Writer:
         with self._section():
             mine = homeless[self._tables.slot_state[homeless] == RESERVED]
             slots.free(self._tables, mine)
-            self._tables.dropped += len(mine)
+            self._tables.counts.dropped += len(mine)
             closed = close_spare(self._tables, self._files.mask())
         if len(closed):
             _log.warning("%s The NVMe tier goes on with the segments that it has.", error)

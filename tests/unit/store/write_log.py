@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.arena.layout import Geometry
-from kvray.store.arena.tables import Array, Tables, UndoRecord
+from kvray.store.arena.tables import Array, Counts, Tables, UndoRecord
 
 Write = tuple[int, bytes]
 """(byte of the buffer, what was stored there)."""
@@ -29,9 +29,9 @@ class WatchedTables(Tables):
             view = getattr(self, name).view(_Watched)
             view.recorder = recorder
             setattr(self, name, view)
-        self._words: Any = _WatchedWords(self._words, recorder)
+        self.counts = _WatchedCounts(self.counts, recorder)
         self.columns = {name: getattr(self, name).reshape(-1) for name in self.columns}
-        self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
+        self.undo = UndoRecord(self.columns, self.counts, self.undo_entry, self.undo_log)
 
 
 class _Recorder:
@@ -96,20 +96,20 @@ class _Watched(np.ndarray):
         return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
 
-class _WatchedWords:
-    """The words of the header."""
+class _WatchedCounts:
+    """The counts of the header."""
 
-    def __init__(self, words: Any, recorder: _Recorder) -> None:
-        self._words = words
-        self._array = np.frombuffer(words, dtype="<u8")
-        self._recorder = recorder
+    def __init__(self, counts: Counts, recorder: _Recorder) -> None:
+        words: Any = np.frombuffer(counts, dtype="<u8")  # type: ignore[call-overload]
+        vars(self).update(counts=counts, recorder=recorder, words=words)
 
-    def __getitem__(self, at: int) -> int:
-        return int(self._words[at])
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["counts"], name)
 
-    def __setitem__(self, at: int, value: int) -> None:
-        self._words[at] = value
-        self._recorder.stored(self._array, slice(at, at + 1))
+    def __setattr__(self, name: str, value: int) -> None:
+        setattr(self.counts, name, value)
+        at = getattr(Counts, name).offset // 8
+        self.recorder.stored(self.words, slice(at, at + 1))
 
 
 def copy_of(tables: Tables) -> Tables:

@@ -58,7 +58,7 @@ class Copies:
             return
         self._due_at = now + max(_LOOK_S, num_shards / _LOOKS_PER_S)
         tables = self._owner.arena.tables
-        at = tables.tick, tables.changes
+        at = tables.counts.tick, tables.counts.changes
         if at != self._looked_at:
             self._looked_at, self._rests_at = at, now + _REST_S
         if now < self._rests_at:

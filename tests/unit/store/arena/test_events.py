@@ -57,7 +57,7 @@ def test_a_damaged_ring_names_no_slot_that_is_not_there(tables):
     put(tables, chain(2))
     tables.event_slot[:] = 2**32 - 1
     assert len(reader.take(tables)) == 0
-    tables.events = 1  # it cannot have gone back
+    tables.counts.events = 1  # it cannot have gone back
     assert len(reader.take(tables)) == tables.geometry.num_slots
 
 

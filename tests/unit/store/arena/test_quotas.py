@@ -159,10 +159,10 @@ def test_the_next_owner_has_its_own_quotas(arena):
 
 
 def test_quotas_that_cannot_be_kept_end_the_adoption(arena):
-    epoch = arena.tables.shard_epoch
+    epoch = arena.tables.counts.shard_epoch
     with pytest.raises(ConfigError):
         ArenaOwner(arena, {"model": 1}).adopt()
-    assert arena.tables.shard_epoch == epoch
+    assert arena.tables.counts.shard_epoch == epoch
 
 
 def test_figures_say_what_namespaces_have_and_may_have(arena):

@@ -177,7 +177,7 @@ def memory(arena: Arena) -> int:
 
 def test_an_arena_of_few_rows_has_memory_for_all(arena):
     tables = arena.tables
-    assert (tables.missing_rows, tables.num_backed) == (0, tables.geometry.num_slots)
+    assert (tables.counts.missing_rows, tables.num_backed) == (0, tables.geometry.num_slots)
     assert memory(arena) == tables.geometry.file_bytes
 
 
@@ -206,7 +206,7 @@ def test_smaller_blocks_are_dropped_until_the_owner_has_added_their_rows(thrifty
     made = store(thrifty, KEYS[50:], block_bytes=SLOT)
     assert (len(made.slots), made.dropped) == (0, 50)
     assert owner.add_rows() == 3 * RUN_SLOTS * 40
-    assert (tables.missing_rows, owner.add_rows()) == (0, 0)
+    assert (tables.counts.missing_rows, owner.add_rows()) == (0, 0)
     assert memory(thrifty) == tables.geometry.file_bytes
     assert len(store(thrifty, KEYS[50:], block_bytes=SLOT).slots) == 50
     for keys, size in ((KEYS[:50], 4 * SLOT), (KEYS[50:], SLOT)):

@@ -35,7 +35,7 @@ def room(arena: Arena, block_bytes: int = SLOT) -> int:
 
 
 def queue(tables: Tables, chosen: Array) -> None:
-    victims.put(tables, SLOT, chosen, tick=tables.tick)
+    victims.put(tables, SLOT, chosen, tick=tables.counts.tick)
 
 
 def test_victims_are_taken_in_their_order(tables):
