@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import compress, repeat
+from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
@@ -178,7 +179,7 @@ def _has_strangers(request: Any) -> bool:
     except TypeError:  # it has its class's fields only
         own = {}
     names = _strangers(cast(Hashable, type(request)), tuple(own))
-    return bool(names) and any(getattr(request, name) is not None for name in names)
+    return bool(names) and any(attrgetter(name)(request) is not None for name in names)
 
 
 @functools.lru_cache(256)

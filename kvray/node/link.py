@@ -139,8 +139,9 @@ class NodeLink:
     def arena(self) -> Arena | None:
         """The arena to use now; None: the tier is not there (or this is a forked child)."""
         arena = self._arena
-        usable = arena is not None and not arena.retired and not self._forked
-        return arena if usable else None
+        if arena is None or arena.retired or os.getpid() != self._pid:
+            return None
+        return arena
 
     def arena_named(self, arena_id: str) -> Arena | None:
         """Return the arena of that id: the present one, or an earlier one with leases.

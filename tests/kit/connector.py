@@ -15,6 +15,7 @@ from kvray.connector.engine_args import EngineArgs, read_engine_args
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.shared_state import SharedState
 from kvray.store import Arena
+from kvray.store.arena.payload import slot_bytes
 from tests.waiting import wait_for
 
 BLOCK = 4
@@ -64,8 +65,7 @@ def checkpoint(directory: Path, config: dict[str, Any], **files: Any) -> str:
 def flip_a_byte(arena: Arena, *, depth: int) -> None:
     tables = arena.tables
     (victim,) = ((tables.slot_depth == depth) & (tables.slot_state == 2)).nonzero()[0]
-    slab, row = tables.geometry.place_of(int(victim))
-    tables.rows(slab)[row, 3] ^= 1
+    slot_bytes(tables, int(victim))[3] ^= 1
 
 
 @dataclass

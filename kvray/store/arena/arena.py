@@ -104,19 +104,22 @@ class Arena(MappedArena):
             if not run:
                 return Held(num_blocks=0, leases=())
             words = lease.asked_of(packed, run, found)
-            chosen = tuple(lease.joined(found, reader) for reader in readers)
+            chosen, asked = list[Array](), list[Array]()
+            for reader in readers:
+                chosen.append(lease.joined(found, reader))
+                asked.append(lease.joined(words, reader))
             taken = lease.take(
                 self.tables,
                 chosen,
                 holder=holder,
                 now=time.monotonic(),
-                asked=[lease.joined(words, reader) for reader in readers],
+                asked=asked,
                 lease_id=lease_id,
                 is_use=is_use,
             )
             if taken is None:
                 return None
-            return Held(num_blocks=run, leases=tuple(taken), slots=chosen)
+            return Held(num_blocks=run, leases=tuple(taken), slots=tuple(chosen))
 
     def lease_slots(self, chosen: Array) -> Lease | None:
         """Lease the READY ones of `chosen`, without counting it as their use; None if busy."""

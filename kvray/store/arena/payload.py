@@ -264,7 +264,10 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
             slot = int(slots[start])
             slab, row = geometry.place_of(slot)
             end = min(stop, start + each - slot % each)
-            area = tables.rows(slab)[row : row + end - start, : tables.size_of(slab)]
+            block_bytes, count = tables.size_of(slab), end - start
+            stride = geometry.stride(block_bytes)
+            at = slab * geometry.slab_bytes + row * stride
+            area = tables.data[at : at + count * stride].reshape(count, stride)[:, :block_bytes]
             checksums[start:end] = sum_blocks(area, seeds[start:end])
             start = end
     return checksums

@@ -287,14 +287,6 @@ class Tables(Columns):
         """Return a slot's key as people see it: its first 8 hex digits."""
         return bytes(self.slot_key[slot].tobytes()).hex()[:8]
 
-    def rows(self, slab: int) -> Array:
-        """Return a slab's slots as bytes, shape [slots, stride]."""
-        geometry = self.geometry
-        stride = geometry.stride(self.size_of(slab))
-        count = geometry.slab_bytes // stride
-        start = slab * geometry.slab_bytes
-        return self.data[start : start + count * stride].reshape(count, stride)
-
 
 _PIECE = 32_768
 """Slots that one look goes through of those that it has to look at without a note."""

@@ -15,6 +15,7 @@ import pytest
 
 from kvray.cli.explain import age_text
 from kvray.store import Arena
+from kvray.store.arena.payload import slot_bytes
 from tests.far import ROOT
 from tests.forks import Done, RunKvray
 from tests.unit.actors.shard_process import shard_process
@@ -252,8 +253,7 @@ def make(parent: Path) -> Iterator[MakeArena]:
 
 def spoil(arena: Arena, slot: int) -> str:
     """Change one byte of a block; return the name of its key."""
-    slab, row = arena.tables.geometry.place_of(slot)
-    arena.tables.rows(slab)[row, 17] ^= 1
+    slot_bytes(arena.tables, slot)[17] ^= 1
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, lease, payload
 from kvray.store.arena.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.arena.payload import slot_bytes
 from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import content
 
@@ -29,11 +30,10 @@ def check_bytes(tables: Tables) -> None:
 def check_contents(tables: Tables) -> None:
     """Fail if a READY slot holds anything but the content of its key, checksum or not."""
     for slot in np.flatnonzero(tables.slot_state == READY).tolist():
-        slab, row = tables.geometry.place_of(slot)
-        size = int(tables.slab_block_bytes[slab])
+        size = int(tables.slab_block_bytes[tables.geometry.slab_of(slot)])
         key = BlockKey(tables.slot_key[slot].tobytes())
         expected = content(key, int(tables.slot_part[slot]), block_bytes=size)
-        assert (tables.rows(slab)[row, :size] == expected).all(), "another block's bytes"
+        assert (slot_bytes(tables, slot)[:size] == expected).all(), "another block's bytes"
 
 
 def _check_states(tables: Tables) -> None:

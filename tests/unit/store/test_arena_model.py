@@ -23,6 +23,7 @@ from kvray.errors import CorruptBlock
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, Reservation
 from kvray.store.arena.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.arena.payload import slot_bytes
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.examples import examples
 from tests.unit.store.invariants import check_contents, check_invariants
@@ -222,8 +223,7 @@ class ArenaLife(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.ready)))
         slot = self.ready.pop(key)
         arena = self.arenas[holder]
-        slab, row = arena.tables.geometry.place_of(slot)
-        arena.tables.rows(slab)[row, 5] ^= 1
+        slot_bytes(arena.tables, slot)[5] ^= 1
         arena.quarantine(np.array([slot]))
         self.bad.add(slot)
 

@@ -15,6 +15,7 @@ from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, PartRequest
 from kvray.store.arena.layout import QUARANTINED, READY, header_offset
 from kvray.store.arena.lease import Lease
+from kvray.store.arena.payload import slot_bytes
 from kvray.store.arena.tables import Array
 from kvray.store.scan import scan
 from tests.unit.store.invariants import check_invariants
@@ -41,8 +42,7 @@ def quiet(done: int, total: int) -> None:
 
 def spoil(arena: Arena, slot: int) -> str:
     """Change one byte of a block; return the name of its key."""
-    slab, row = arena.tables.geometry.place_of(slot)
-    arena.tables.rows(slab)[row, 17] ^= 1
+    slot_bytes(arena.tables, slot)[17] ^= 1
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 
 

@@ -19,6 +19,7 @@ from kvray.config import KVRayConfig
 from kvray.node import StageCalls
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
+from kvray.store.arena.payload import slot_bytes
 from kvray.tensor_cache import TensorCache
 from kvray.tensor_cache.cache import StoreQueue
 from tests.unit.tensor_cache.conftest import MakeCache, start_shard
@@ -289,8 +290,7 @@ def damage(cache: TensorCache, block: int) -> None:
     tables = arena.tables
     ready = tables.slot_state == READY
     (slot,) = np.flatnonzero(ready & (tables.slot_depth == block))
-    slab, row = tables.geometry.place_of(int(slot))
-    tables.rows(slab)[row, METADATA.block_bytes // 2] ^= 1
+    slot_bytes(tables, int(slot))[METADATA.block_bytes // 2] ^= 1
 
 
 @pytest.mark.parametrize("block", [0, 3, 5])

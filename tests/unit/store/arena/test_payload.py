@@ -15,7 +15,7 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
 from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
-from kvray.store.arena.payload import Copier, Copy, Strip, copy_run
+from kvray.store.arena.payload import Copier, Copy, Strip, copy_run, slot_bytes
 from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import (
     SLOT,
@@ -113,8 +113,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
         arena.read(held, back, np.arange(len(keys)), verify=verify)
         assert np.array_equal(back, pool)
     assert sound_run(arena, held) == len(keys)
-    slab, row = arena.tables.geometry.place_of(int(made.slots[-1]))
-    arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
+    slot_bytes(arena.tables, int(made.slots[-1]))[block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
         arena.read(held, back, np.arange(len(keys)), verify=True)
     arena.close()
@@ -124,7 +123,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
 def test_flipped_byte_is_found_and_the_block_never_served_again(arena, verify):
     made = store(arena, KEYS)
     held = leased(arena, KEYS)
-    arena.tables.rows(1)[3, 77] ^= 1
+    slot_bytes(arena.tables, 11)[77] ^= 1
     bad = int(np.flatnonzero(made.slots == 11)[0])
     with pytest.raises(CorruptBlock, match=KEYS[bad].hex()[:8]):
         fetch(arena, KEYS, held)
@@ -145,7 +144,7 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena):
     store(arena, KEYS)
     held = leased(arena, KEYS)
     assert sound_run(arena, held) == 20
-    arena.tables.rows(1)[3, 77] ^= 1
+    slot_bytes(arena.tables, 11)[77] ^= 1
     assert sound_run(arena, held, first=15) == 5
     assert sound_run(arena, held) == 11
     assert sound_run(arena, held) == 11
