@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from kvray.connector.refusals import refuse_unsupported
-from kvray.engine.fields import canonical_text, field_of, number_of, text_of, to_text
-from kvray.engine.model.adapters import fingerprints_dir
 from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
-from kvray.engine.model.engine_args import EngineArgs
+from kvray.engine.model.engine_args import (
+    EngineArgs,
+    canonical_text,
+    field_of,
+    number_of,
+    text_of,
+    to_text,
+)
+from kvray.engine.model.model_name import fingerprints_dir
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
 

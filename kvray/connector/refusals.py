@@ -9,8 +9,8 @@ cleanly on each.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvray.engine.fields import field_of, number_of, text_of
 from kvray.engine.model.checkpoint import CheckpointConfig
+from kvray.engine.model.engine_args import field_of, number_of, text_of
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
-from kvray.engine.model.adapters import Adapters, fingerprints_dir
 from kvray.engine.model.checkpoint import MediaTokens
+from kvray.engine.model.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt, Tenancy
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts

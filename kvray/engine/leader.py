@@ -2,6 +2,8 @@
 
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
 `lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
+
+`record_answer` counts the outcome of a request, and notes it for `kvray explain`.
 """
 
 import logging
@@ -12,15 +14,15 @@ from functools import partial
 from typing import Any
 
 from kvray.engine.meta import ConnectorMeta, Honoured, Promise
-from kvray.engine.outcome import record_answer, record_bypassed
-from kvray.engine.pass_plan import PassPlanner
+from kvray.engine.pass_plan import PassPlanner, Promises
 from kvray.engine.prefix_finder import AskAgain, Found, PrefixFinder
-from kvray.engine.promises import Promises
 from kvray.engine.request import Prompt, RequestState
 from kvray.engine.shared_state import SharedState, registered_state
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
+from kvray.trace.arrival import Arrivals, runs_between
 from kvray.trace.reasons import DropReason, MissReason
+from kvray.trace.request_note import RequestNote, sampled
 
 _log = logging.getLogger("kvray.connector")
 
@@ -313,3 +315,68 @@ class Leader:
                 num_computed_tokens,
                 self._unaligned_advice,
             )
+
+
+def record_answer(
+    shared: SharedState,
+    *,
+    asked: Prompt,
+    found: Found,
+    state: RequestState | None = None,
+    reason: MissReason | None = None,
+) -> None:
+    """Record a request that was just answered with what was `found`.
+
+    `reason` says why it has no more after all. A request that came before its model had a name has
+    no state: nothing was looked up.
+    """
+    reason = reason or found.reason
+    totals, size = shared.figures.totals, shared.args.tokens_per_block
+    first, wanted = asked.num_computed // size, asked.num_askable(size)
+    end, hit = min(first, wanted), 0
+    arrivals: Arrivals = ()
+    step = 1
+    missing: tuple[BlockKey, ...] = ()
+    promise = None if state is None else state.promise
+    if state is not None and promise is not None:
+        end, hit = promise.end, (promise.end - promise.first) * size
+        if promise.lease.stored_by != shared.args.num_parts_ranks:
+            totals["resliced_tokens"] += hit
+        for start, stop, way, _ in runs_between(state.arrivals, promise.first, end):
+            totals[f"hit_tokens_from_{way}"] += (stop - start) * size
+    missed = wanted * size - asked.num_computed - hit
+    totals["requests"] += 1
+    totals["prompt_tokens"] += len(asked.tokens)
+    totals["local_tokens"] += asked.num_computed
+    totals["hit_tokens"] += hit
+    if missed > 0:
+        totals[f"miss_tokens_{reason}"] += missed
+    if state is not None and wanted:
+        arrivals = state.arrivals
+        step, missing = sampled(state.keys[:wanted], end)
+    shared.figures.request_notes.note(
+        RequestNote(
+            request_id=asked.request_id,
+            at=time.time(),
+            num_tokens=len(asked.tokens),
+            tokens_per_block=size,
+            first=first,
+            end=end,
+            wanted=wanted,
+            reason=reason if end < wanted else "none",
+            arrivals=arrivals,
+            stage_s=found.stage_s,
+            lease_s=found.lease_s,
+            step=step,
+            keys=missing,
+        )
+    )
+
+
+def record_bypassed(shared: SharedState, request_id: int) -> None:
+    """Record a request that has no keys, and so nothing to find."""
+    shared.figures.totals["bypassed_requests"] += 1
+    size = shared.args.tokens_per_block
+    shared.figures.request_notes.note(
+        RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed")
+    )

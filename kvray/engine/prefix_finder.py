@@ -33,8 +33,8 @@ from pathlib import Path
 from time import monotonic, perf_counter_ns
 from typing import Any, NamedTuple
 
-from kvray.engine.engine_identity import Reading
 from kvray.engine.meta import PrefixLease
+from kvray.engine.registered_pool import Reading
 from kvray.engine.request import Prompt
 from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey

@@ -2,14 +2,18 @@
 
 Whatever enters the keys and values of a request beside its tokens enters its keys, or makes it
 bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_keys` in
-`vllm/v1/core/kv_cache_utils.py`, of vLLM 0.32.
+`vllm/v1/core/kv_cache_utils.py`, of vLLM 0.32. Set-ups of vLLM that kvray would serve wrongly are
+refused at the start.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.model.engine_args import field_of, number_of
+from kvray.engine.model.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt, Tenancy
 from kvray.engine.shared_state import SharedState
+from kvray.errors import ConfigError
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem
 
@@ -75,3 +79,43 @@ def _media_items(features: list[Any]) -> tuple[MediaItem, ...] | None:
         digest = frame(name.encode(), extent, mask)
         items.append(MediaItem(position=place.offset, digest=digest))
     return tuple(items)
+
+
+_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+"""Those whose blocks are all there is to a block: no scales beside it."""
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise ConfigError for a setting that kvray cannot serve."""
+    for is_so, sentence in _reasons(vllm_config):
+        if is_so:
+            raise ConfigError(sentence)
+
+
+def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in (
+        "nnodes",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        size = number_of(parallel, name, 1)
+        yield size > 1, f"{name} is {size}; kvray serves vLLM with 1."
+    yield (
+        field_of(vllm_config, "speculative_config") is not None,
+        "speculative_config is set; kvray does not serve speculative decoding with vLLM yet, so"
+        " leave it or --kv-transfer-config out.",
+    )
+    dtype = field_of(cache, "cache_dtype")
+    yield (
+        str(dtype) not in _CACHE_DTYPES,
+        f"cache_dtype is {dtype!r}, which has scales beside the blocks; kvray serves"
+        f" {', '.join(sorted(_CACHE_DTYPES))}.",
+    )
+    yield (
+        bool(field_of(cache, "kv_sharing_fast_prefill")),
+        "kv_sharing_fast_prefill is set, which leaves blocks unfilled; switch it off.",
+    )
+    role = field_of(vllm_config.kv_transfer_config, "kv_role")
+    yield role != "kv_both", f"kv_role is {role!r}; kvray loads and saves, so set it to kv_both."

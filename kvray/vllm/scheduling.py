@@ -22,7 +22,7 @@ from kvray.engine.shared_state import SharedState
 from kvray.trace.reasons import MissReason
 from kvray.vllm.holds import Asked, HeldLoad, Holds
 from kvray.vllm.identity import RequestReader
-from kvray.vllm.metadata import HoldAnswers, PassMetadata, PoolMetadata
+from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
 
 _HOLD_WAIT_S = 10.0
 """Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB."""

@@ -13,8 +13,14 @@ from kvray.engine.device.cuda_device import BATCHED, GATHERED, PAGEABLE, SINGLE,
 from kvray.engine.device.gather import Below
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
-from kvray.engine.model.reslicing import resliced_parts
+from kvray.engine.model.cache_layout import (
+    CacheLayout,
+    Group,
+    LayerRange,
+    Part,
+    Region,
+    resliced_parts,
+)
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
 from tests.kit.devices import (

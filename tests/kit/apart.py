@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvray.config import load_config
-from kvray.engine.engine_identity import EngineIdentity
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
 from kvray.engine.model.checkpoint import CheckpointConfig
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
+from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.request import Identity, PassReport, Prompt
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.store import Arena

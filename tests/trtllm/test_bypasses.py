@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvray.engine.model import adapters
+from kvray.engine.model import model_name
 from kvray.errors import ConfigError
 from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
@@ -180,5 +180,5 @@ def adapter(directory: Path, name: str) -> Path:
 
 def serve_settled(engine: Engine, **fields: Any) -> int:
     """Serve a request that waits until its adapter has been read, however long that takes."""
-    with patch.object(adapters, "_WAIT_S", READ_S):
+    with patch.object(model_name, "_WAIT_S", READ_S):
         return engine.serve(PROMPT, **fields).num_hit

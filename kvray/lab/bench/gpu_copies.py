@@ -15,8 +15,14 @@ from numpy.random import default_rng
 from kvray.config import format_size
 from kvray.engine.device.gpu import DevicePool, open_pool
 from kvray.engine.device.pool import Load, Ticket
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Part, Region
-from kvray.engine.model.reslicing import resliced_parts
+from kvray.engine.model.cache_layout import (
+    CacheLayout,
+    Group,
+    LayerRange,
+    Part,
+    Region,
+    resliced_parts,
+)
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, copy_row, time_row

@@ -26,9 +26,9 @@ from kvray.config import load_config
 from kvray.connector import base
 from kvray.connector.read_layout import layout_of_tensor, read_layout
 from kvray.connector.request import identify
-from kvray.engine.model import adapters
-from kvray.engine.model.adapters import Adapters, fingerprints_dir
+from kvray.engine.model import model_name
 from kvray.engine.model.cache_layout import CacheLayout
+from kvray.engine.model.model_name import Adapters, fingerprints_dir
 from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import NodeLink, Registration
@@ -94,7 +94,7 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
     with engine_version(named.engine):
         engine = make_engine(named, root)
         engine.pool.register(make_layout(named))
-    with patch.object(adapters, "_WAIT_S", READ_S):
+    with patch.object(model_name, "_WAIT_S", READ_S):
         known = Adapters(settings=engine.args.adapters, cache_dir=fingerprints_dir())
         identity = identify(make_request(named, root), known.fingerprint)
     if identity is None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvray.engine.figures import TimeHistogram
 from kvray.engine.meta import Promise, RankLeases
+from kvray.engine.pass_plan import Promises
 from kvray.engine.prefix_finder import PrefillRate
-from kvray.engine.promises import Promises
 from kvray.engine.request import Identity, Prompt
 from kvray.errors import LeaseExpired
 from kvray.store.arena.layout import READY
@@ -269,7 +269,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it():
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr("kvray.engine.promises._LOST_MAX", 3)
+    monkeypatch.setattr("kvray.engine.pass_plan._LOST_MAX", 3)
     shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
     promises = Promises()
     for request_id in range(5):

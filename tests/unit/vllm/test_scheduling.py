@@ -52,7 +52,7 @@ def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def half(shard: Shard, scheduling: Any) -> Iterator["SchedulingHalf"]:
     """A scheduler's half beside an engine that has stored the prompt."""
-    from kvray.vllm.metadata import PoolMetadata
+    from kvray.vllm.start import PoolMetadata
 
     stored = Apart()
     made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
@@ -97,7 +97,7 @@ def told(half: "SchedulingHalf") -> Hold:
 
 def answer(half: "SchedulingHalf", hold: Hold, sound: int | None = None) -> None:
     """Have the rank answer."""
-    from kvray.vllm.metadata import HoldAnswers
+    from kvray.vllm.start import HoldAnswers
 
     num_sound = hold.num_blocks if sound is None else sound
     half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_sound}))

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvray.engine.model import adapters
-from kvray.engine.model.adapters import Adapters
+from kvray.engine.model import model_name
+from kvray.engine.model.model_name import Adapters
 from kvray.errors import ConfigError
 from tests.waiting import HANG_S, wait_for
 
@@ -16,7 +16,7 @@ from tests.waiting import HANG_S, wait_for
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer than an engine does, so that a busy machine makes no miss."""
-    monkeypatch.setattr(adapters, "_WAIT_S", 5.0)
+    monkeypatch.setattr(model_name, "_WAIT_S", 5.0)
 
 
 def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
@@ -95,23 +95,23 @@ def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
 ):
     known, path = make(), str(write_adapter(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(adapters, "fingerprint_model", Mock(side_effect=error))
-        for _ in range(adapters._READINGS_MAX + 1):
+        patch.setattr(model_name, "fingerprint_model", Mock(side_effect=error))
+        for _ in range(model_name._READINGS_MAX + 1):
             with pytest.raises(ConfigError, match=said.format(path=path)):
                 known.fingerprint(1, path)
     assert known.fingerprint(1, path) is not None
 
 
 def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypatch):
-    may_read, read = threading.Event(), adapters.fingerprint_model
+    may_read, read = threading.Event(), model_name.fingerprint_model
 
     def read_slowly(path: str, *, cache_dir: Path | None) -> str:
         assert may_read.wait(HANG_S)
         return read(path, cache_dir=cache_dir)
 
-    monkeypatch.setattr(adapters, "fingerprint_model", read_slowly)
-    monkeypatch.setattr(adapters, "_READINGS_MAX", 1)
-    monkeypatch.setattr(adapters, "_WAIT_S", 0.0)
+    monkeypatch.setattr(model_name, "fingerprint_model", read_slowly)
+    monkeypatch.setattr(model_name, "_READINGS_MAX", 1)
+    monkeypatch.setattr(model_name, "_WAIT_S", 0.0)
     known, path = make(), str(write_adapter(tmp_path / "a"))
     assert known.fingerprint(1, path) is None
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
@@ -131,7 +131,7 @@ def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
 
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "_ADAPTERS_MAX", 1)
+    monkeypatch.setattr(model_name, "_ADAPTERS_MAX", 1)
     known, path = make(), str(write_adapter(tmp_path))
     assert known.fingerprint(1, path) is not None
     assert known.fingerprint(2, path) is None

@@ -9,8 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.model.reslicing import layout_among, readable_sizes, resliced_parts
+from kvray.engine.model.cache_layout import (
+    CacheLayout,
+    Group,
+    LayerRange,
+    Region,
+    layout_among,
+    readable_sizes,
+    resliced_parts,
+)
 
 SIZES = [1, 2, 4, 8]
 
