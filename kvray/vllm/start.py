@@ -1,6 +1,4 @@
-"""How both halves of the connector begin, from vLLM's configuration and kvray's, and what vLLM carries
-between them: they may be in two processes.
-"""
+"""How both halves of the connector begin, and what vLLM carries between them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
