@@ -277,7 +277,9 @@ class Tables(Columns):
 
     def size_of(self, slab: int) -> int:
         """Return the block size that one slab with blocks serves, as `sizes_of` does."""
-        return int(self.sizes_of(slice(slab, slab + 1))[0])
+        copied = int(self.slab_check[slab]) * int(_SIZE_OF_CHECK) & 2**64 - 1
+        is_size = 0 < copied <= self.geometry.slab_bytes
+        return copied if is_size else int(self.slab_block_bytes[slab])
 
     def block_bytes(self, slots: Array) -> Array:
         """Return the bytes of the block in each of `slots`, i8."""
