@@ -18,7 +18,7 @@ from typing import Any
 from kvray.errors import TransferError
 from kvray.events.message import AllBlocksCleared, Event
 from kvray.events.native import NativePool
-from kvray.events.outlet import Outlet
+from kvray.events.publisher import ZmqPublisher
 from kvray.events.zmtp import endpoint
 
 _log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class PoolFeed:
         self._drain = drain
         self._pool = NativePool(block_size=block_size)
         # Above the numbers of a publisher that had these ports before.
-        self._outlet = Outlet(self._pool, first=time.time_ns() // 1_000_000)
+        self._publisher = ZmqPublisher(self._pool, first=time.time_ns() // 1_000_000)
         try:
-            live, replay = self._outlet.bind(endpoint(host, 0), endpoint(host, 0))
+            live, replay = self._publisher.bind(endpoint(host, 0), endpoint(host, 0))
         except BaseException:
-            self._outlet.close()
+            self._publisher.close()
             raise
         self.metadata = {
             "endpoint": live,
@@ -71,21 +71,21 @@ class PoolFeed:
 
     def _run(self) -> None:
         try:
-            while not self._is_over.wait(_BUSY_S if self._outlet.is_busy else _POLL_S):
+            while not self._is_over.wait(_BUSY_S if self._publisher.is_busy else _POLL_S):
                 try:
                     self._publish(self._pool.take(self._drained()))
-                    self._outlet.serve(time.monotonic())
+                    self._publisher.serve(time.monotonic())
                 except Exception:  # noqa: BLE001 - a defect must not end what routers hear
                     _log.exception("KV events begin again, after a defect")
                     self._pool.clear()
-                    self._outlet.publish([AllBlocksCleared()])
+                    self._publisher.publish([AllBlocksCleared()])
                     self._is_over.wait(_AGAIN_S)
         finally:
-            self._outlet.close()
+            self._publisher.close()
 
     def _publish(self, events: Sequence[Event]) -> None:
         for start in range(0, len(events), _EVENTS):
-            self._outlet.publish(events[start : start + _EVENTS])
+            self._publisher.publish(events[start : start + _EVENTS])
         if self._pool.num_gaps > self._num_gaps:
             self._num_gaps = self._pool.num_gaps
             _log.warning(

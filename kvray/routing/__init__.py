@@ -1,6 +1,6 @@
 """Which replica gets a request: costs and choices over plain data, without Ray, clock or I/O.
 
-A router feeds it with what shards say of a prompt. `Standings` has the load of each replica and
+A router feeds it with what shards say of a prompt. `ReplicaLoads` has the load of each replica and
 what its pool has, `Decisions` follows each request to its first token.
 """
 
@@ -18,7 +18,7 @@ from kvray.routing.cost import (
     predict,
 )
 from kvray.routing.decisions import Decisions, Outcomes
-from kvray.routing.standings import Load, Lru, Place, PoolMatch, Standings
+from kvray.routing.loads import Load, Lru, Place, PoolMatch, ReplicaLoads
 from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "Ranked",
     "Rates",
     "Reason",
-    "Standings",
+    "ReplicaLoads",
     "Stretch",
     "Survey",
     "choose",

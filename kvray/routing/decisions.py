@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvray.metrics import FIRST_TOKENS
 from kvray.routing.choice import REASONS, Choice, Ranked, Reason
-from kvray.routing.standings import Standings
+from kvray.routing.loads import ReplicaLoads
 from kvray.routing.survey import Survey
 
 SurveyOutcome = Literal["answered", "failed", "skipped"]
@@ -95,9 +95,9 @@ class Decisions:
     tier did not answer or the prompt was not seen, has no `Choice`.
     """
 
-    def __init__(self, standings: Standings, outcomes: Outcomes) -> None:
-        """Keep `standings` and `outcomes` up to date."""
-        self._standings = standings
+    def __init__(self, loads: ReplicaLoads, outcomes: Outcomes) -> None:
+        """Keep `loads` and `outcomes` up to date."""
+        self._loads = loads
         self._outcomes = outcomes
         self._under_way: OrderedDict[str, _Decision] = OrderedDict()
 
@@ -120,7 +120,7 @@ class Decisions:
         self._under_way[request] = made
         if choice is not None and survey is not None:
             # At once: a request that is chosen for before this one is sent must know of it.
-            self._standings.routed(request, choice.cost, survey, now=now, is_told=is_told)
+            self._loads.routed(request, choice.cost, survey, now=now, is_told=is_told)
         if len(self._under_way) > _DECISIONS_MAX:
             self.over(next(iter(self._under_way)), now=now)
 
@@ -140,8 +140,8 @@ class Decisions:
         ranked = decision.choice.ranked if decision.choice else ()
         decision.sent_to = next((one for one in ranked if one.cost.replica == replica), None)
         if decision.sent_to and decision.survey and decision.sent_to is not ranked[0]:
-            self._standings.done(request, now)
-            self._standings.routed(
+            self._loads.done(request, now)
+            self._loads.routed(
                 request,
                 decision.sent_to.cost,
                 decision.survey,
@@ -156,7 +156,7 @@ class Decisions:
         if decision is None or decision.is_answered:
             return
         decision.is_answered = True
-        self._standings.first_token(request, now)
+        self._loads.first_token(request, now)
         sent_to = decision.sent_to
         predicted_s = None if sent_to is None else sent_to.cost.first_token_s
         self._outcomes.first_token(now - decision.at, predicted_s)
@@ -164,7 +164,7 @@ class Decisions:
     def over(self, request: str, *, now: float) -> None:
         """Note that a request has ended, or was given up. Twice is fine."""
         if self._under_way.pop(request, None) is not None:
-            self._standings.done(request, now)
+            self._loads.done(request, now)
 
 
 def _reason(decision: _Decision) -> Reason:

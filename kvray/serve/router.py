@@ -34,7 +34,7 @@ from kvray.routing import (
     Outcomes,
     Place,
     PoolMatch,
-    Standings,
+    ReplicaLoads,
     Survey,
 )
 
@@ -153,10 +153,10 @@ class KvRayRouter(RequestRouter):
         cluster_name = load_config(kvray_config).cluster_name
         outcomes, ask = Outcomes(), ActorCalls()
         self._surveys = Surveys(ask, cluster_name, timeout_s=timeout_s, outcomes=outcomes)
-        self._standings = Standings(
+        self._loads = ReplicaLoads(
             pool_blocks=pool_blocks, prefill_tokens_per_s=prefill_tokens_per_s
         )
-        self._decisions = Decisions(self._standings, outcomes)
+        self._decisions = Decisions(self._loads, outcomes)
         self._pools = Pools()
         # Both end with the process, as Serve does not say when a router ends.
         MetricsThread(lambda _: figures_of(outcomes.totals() | self._pools.totals()), cluster_name)
@@ -164,7 +164,7 @@ class KvRayRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
         super().update_replicas(replicas)
-        self._standings.retain(map(self._name, replicas))
+        self._loads.retain(map(self._name, replicas))
         self._pools.follow({self._name(one): one.routing_stats for one in replicas})
 
     async def choose_replicas(
@@ -233,7 +233,7 @@ class KvRayRouter(RequestRouter):
         if not here:
             return None  # they ended while the shard was asked
         places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
-        return self._standings.choose(places, num_tokens, survey, now=now)
+        return self._loads.choose(places, num_tokens, survey, now=now)
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
         """Return the ids of replicas whose nodes have in memory what there is of a prompt."""

@@ -191,7 +191,7 @@ def ask_shards(method: str, timeout_s: float, *args: Any) -> dict[str, Any]:
     return ask(map(shard_name, shards), method, timeout_s, *args)
 
 
-class Nudge:
+class PeriodicPing:
     """Calls an actor now and then, and does not wait for its answer.
 
     A process that could not become its actor, because of a full disk for example, counts as running
@@ -204,7 +204,7 @@ class Nudge:
         self._due = 0.0
         self._answer: Any = None
 
-    def give(self, now: float) -> None:
+    def send(self, now: float) -> None:
         """Call it if it is time, and it has answered the last one."""
         if now < self._due:
             return

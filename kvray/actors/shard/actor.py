@@ -21,7 +21,7 @@ from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.ray_glue.calls import (
     ActorCalls,
-    Nudge,
+    PeriodicPing,
     create_actor,
     get_actor,
     kill_actor,
@@ -72,7 +72,7 @@ class LookupLine:
 
 
 _STOP_TIMEOUT_S = 20.0
-_NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long
+_PING_S = 5.0  # how often the supervisor is called, which nobody else calls for long
 
 _GROUPS = {
     "health": 1,
@@ -132,7 +132,7 @@ class ShardActor:
         start_sdk(config.tracing.startup_hook)
         self._name = name
         self._config = config
-        self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
+        self._ping = PeriodicPing(SUPERVISOR_NAME, every_s=_PING_S)
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard again that ends by a defect; it then adopts its arena.
         self._shard = Shard(
@@ -207,7 +207,7 @@ class ShardActor:
         threading.Thread(target=end, name="kvray-end", daemon=True).start()
 
     def _look(self, now: float) -> Figures:
-        self._nudge.give(now)  # in this thread: while Ray's head is gone, it may take a minute
+        self._ping.send(now)  # in this thread: while Ray's head is gone, it may take a minute
         return self._figures.of(self._shard.status(), now)
 
     def __repr__(self) -> str:

@@ -174,9 +174,9 @@ class EngineServer:
         opens thousands keeps nobody out, and an engine, heard every few seconds, is not dropped.
         """
         most = self._most()
-        crowds = Counter(one.pid for one in self._clients)
+        num_of = Counter(one.pid for one in self._clients)
         now = time.monotonic()
-        if pid and crowds[pid] >= max(1, most // 2):
+        if pid and num_of[pid] >= max(1, most // 2):
             own = min(
                 (one for one in self._clients if one.pid == pid),
                 key=lambda one: (one.is_known, one.heard_at),
@@ -185,13 +185,13 @@ class EngineServer:
                 return False
             self._drop(own)
         elif len(self._clients) >= most:
-            crowd = max(
+            other = max(
                 self._clients,
-                key=lambda one: (crowds[one.pid], not one.is_known, now - one.heard_at),
+                key=lambda one: (num_of[one.pid], not one.is_known, now - one.heard_at),
             )
-            if crowd.is_known and crowds[crowd.pid] <= crowds[pid] + 1:
+            if other.is_known and num_of[other.pid] <= num_of[pid] + 1:
                 return False
-            self._drop(crowd)
+            self._drop(other)
         return True
 
     def _most(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from kvray.actors.owner.admin import ask_to_be_admitted
 from kvray.actors.ray_glue.calls import tier_named
-from kvray.cli.page.board import CONTENTS, EVERY_S, HOTTEST, REQUESTS, STATUS
+from kvray.cli.page.state import CONTENTS, EVERY_S, HOTTEST, REQUESTS, STATUS
 from kvray.client import Client
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError

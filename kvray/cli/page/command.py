@@ -1,6 +1,6 @@
 """`kvray dashboard serve`: starts the page's server, and ends it at Ctrl-C.
 
-A process that asks the tier feeds its board.
+A process that asks the tier feeds its page.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvray.cli.page.board import STATUS, Board
+from kvray.cli.page.state import STATUS, PageState
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary
@@ -58,20 +58,21 @@ def serve(
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
             bound = listener.getsockname()
             names = (host, "localhost", socket.gethostname())
-            gate, board = Gate(settings, names=names, port=bound[1]), Board(settings.cluster_name)
-            feed = Feed(board, config, address, verbose=verbose)
+            gate = Gate(settings, names=names, port=bound[1])
+            page_state = PageState(settings.cluster_name)
+            feed = Feed(page_state, config, address, verbose=verbose)
             _announce(host, *bound[:2], has_token=settings.security.auth_token_file is not None)
-            asyncio.run(_run(make_app(board, gate, feed.look), feed, listener))
+            asyncio.run(_run(make_app(page_state, gate, feed.look), feed, listener))
 
 
 class Feed:
     """The process that asks, and another one in its place when it ends or hangs."""
 
     def __init__(
-        self, board: Board, config: Path | None, address: str | None, *, verbose: bool
+        self, page_state: PageState, config: Path | None, address: str | None, *, verbose: bool
     ) -> None:
-        """Feed `board` about the tier of a configuration file, in the Ray cluster at `address`."""
-        self._board = board
+        """Feed `page_state` about the tier of a configuration file, in the Ray at `address`."""
+        self._page_state = page_state
         self._command = [sys.executable, "-m", "kvray.cli.page.asker"]
         self._command += [str(config or ""), address or ""]
         self._stderr = None if verbose else DEVNULL
@@ -84,7 +85,7 @@ class Feed:
                 self._process.stdin.write(b"\n")
 
     async def run(self) -> None:
-        """Feed the board until this is cancelled."""
+        """Feed the page until this is cancelled."""
         while True:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -100,7 +101,7 @@ class Feed:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
-            self._board.lose(why, time.time())
+            self._page_state.lose(why, time.time())
             await asyncio.sleep(_PAUSE_S)
 
     async def _read(self, process: Process) -> str:
@@ -117,7 +118,7 @@ class Feed:
             told = json.loads(line)
             if told["part"] == STATUS:
                 heard_at = time.monotonic()
-            self._board.take(told, time.time())
+            self._page_state.take(told, time.time())
         return "The Ray cluster does not answer; it is asked again."
 
 

@@ -1,4 +1,4 @@
-"""The page's server: files of the package, and the state of the board as JSON; it only reads.
+"""The page's server: files of the package, and the state of the page as JSON; it only reads.
 
 Its gate knows who may read the page: by the names it is reached by, and by the tier's token.
 """
@@ -16,7 +16,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 
-from kvray.cli.page.board import Board
+from kvray.cli.page.state import PageState
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import frame
@@ -88,7 +88,7 @@ class Gate:
 _FILES = Path(__file__).parent / "static"
 
 
-def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
+def make_app(page_state: PageState, gate: Gate, look: Callable[[], None]) -> FastAPI:
     """Return the server; it calls `look` whenever somebody looks at the tier."""
     html = (_FILES / "page.html").read_text()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -125,7 +125,7 @@ def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
             says = "This tier has a token; give it as a Bearer in the header Authorization."
             return JSONResponse({"says": says}, _UNAUTHORIZED)
         look()
-        response = JSONResponse(board.state(time.time(), since))
+        response = JSONResponse(page_state.state(time.time(), since))
         gate.remember(response)
         return response
 

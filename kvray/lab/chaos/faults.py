@@ -29,7 +29,7 @@ _FLIPS = 24
 _TRANSFER_MBIT = 8
 _TRANSFER_BYTES_PER_S = 500_000
 """Only a transfer brings so much over a cable of that speed."""
-_VANDAL_TIMEOUT_S = 30.0
+_CORRUPT_TIMEOUT_S = 30.0
 
 
 class Departures:
@@ -215,7 +215,7 @@ class Faults:
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}
         """Fault -> time of the last look at its node's cable, and the bytes received until then."""
-        self._vandals: list[subprocess.Popen[bytes]] = []
+        self._corruptors: list[subprocess.Popen[bytes]] = []
 
     def strike(self, fault: Fault) -> None:
         """Make a fault happen.
@@ -243,16 +243,16 @@ class Faults:
             if not node.ray.is_running:
                 node.kill()  # some of its processes may be left
                 node.ray.begin()
-        self._vandals = [one for one in self._vandals if one.poll() is None]
+        self._corruptors = [one for one in self._corruptors if one.poll() is None]
 
     def close(self) -> None:
         """Undo everything. Twice is fine."""
         while self._undo:
             self._undo.popitem()[1]()
         self._departures.close()
-        for vandal in self._vandals:
-            vandal.kill()
-            vandal.wait()
+        for corruptor in self._corruptors:
+            corruptor.kill()
+            corruptor.wait()
 
     # -- ends and stops ---------------------------------------------------------------------------
 
@@ -389,26 +389,26 @@ class Faults:
         return _fill(self._machine.directory / "junk")
 
     def _fill_arena(self, fault: Fault) -> None:
-        self._vandalise("fill", fault, fault.ends_s - fault.strikes_s)
+        self._corrupt("fill", fault, fault.ends_s - fault.strikes_s)
 
     def _flip_bytes(self, fault: Fault) -> None:
-        self._vandalise("flip", fault, _FLIPS).wait(_VANDAL_TIMEOUT_S)
+        self._corrupt("flip", fault, _FLIPS).wait(_CORRUPT_TIMEOUT_S)
 
-    def _vandalise(self, verb: str, fault: Fault, amount: float) -> "subprocess.Popen[bytes]":
+    def _corrupt(self, verb: str, fault: Fault, amount: float) -> "subprocess.Popen[bytes]":
         node = self._node(fault)
         directory = node.arena_dir / f"kvray-{self._cluster_name}"
         if not (directory / "arena").exists():
             raise NotNow("There is no arena.")
         arguments = [verb, str(directory), str(fault.number), str(amount)]
-        vandal = subprocess.Popen(
-            [sys.executable, "-m", "kvray.lab.chaos.vandal", *arguments],
+        corruptor = subprocess.Popen(
+            [sys.executable, "-m", "kvray.lab.chaos.corruptor", *arguments],
             env=node.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self._vandals.append(vandal)
-        return vandal
+        self._corruptors.append(corruptor)
+        return corruptor
 
 
 def _chosen(parts: Sequence[T], fault: Fault) -> T:

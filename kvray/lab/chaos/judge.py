@@ -77,7 +77,7 @@ def recoveries(
     """Return for each strike how long after its end all replicas found their hits again.
 
     A replica finds them again with the end of the first batch that began after the strike and found
-    half of the usual: the share that batches of its place in a chapter find without faults. Places
+    half of the usual: the share that batches of its place in a phase find without faults. Places
     where that is next to nothing show nothing. If hits were not back by the end of the run, it is
     the time until then. NaN: the fault did not strike; another one did before hits were back; or
     no batch shows anything. Of strikes that overlap, only the last is counted.

@@ -12,7 +12,7 @@ PROMPT_TOKENS_MAX = 1024
 BATCH_SIZE = 12
 """Prompts that a replica gets at once; it computes some, and the others wait in its queue."""
 BATCHES = 12
-"""Batches of a replica until it moves on to the next chapter."""
+"""Batches of a replica until it moves on to the next phase."""
 
 _VOCABULARY = range(3, 259)
 _TURNS = 3
@@ -38,7 +38,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chapter:
+class Phase:
     """The conversations of one stretch of a run; then other documents come."""
 
     shared: tuple[tuple[Conversation, ...], ...]
@@ -58,14 +58,14 @@ class Batch(NamedTuple):
     """The prompts that a replica gets at once."""
 
     place: int
-    """The batch's index in its chapter: the prompts of the first ones are new to all replicas."""
+    """The batch's index in its phase: the prompts of the first ones are new to all replicas."""
     asks: list[Ask]
 
 
 Answers = dict[Ask, Tokens]
 
 
-def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapter]:
+def make_workload(*, seed: int, num_phases: int, num_replicas: int) -> list[Phase]:
     """Return all conversations; no two documents begin with the same block."""
     random_ = random.Random(seed)
     numbers = itertools.count()
@@ -83,17 +83,17 @@ def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapte
         return tuple(found)
 
     return [
-        Chapter(
+        Phase(
             shared=tuple(group(1, _QUESTIONS) for _ in range(_SHARED_DOCUMENTS)),
             private=tuple(group(_PRIVATE, 1) for _ in range(num_replicas)),
         )
-        for _ in range(num_chapters)
+        for _ in range(num_phases)
     ]
 
 
-def conversations_of(book: list[Chapter]) -> dict[int, Conversation]:
+def conversations_of(workload: list[Phase]) -> dict[int, Conversation]:
     """Return every conversation by its number."""
-    groups = [group for chapter in book for group in (*chapter.shared, *chapter.private)]
+    groups = [group for phase in workload for group in (*phase.shared, *phase.private)]
     return {one.number: one for group in groups for one in group}
 
 
@@ -106,39 +106,39 @@ def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> Tokens
 
 
 def batches_of(
-    book: list[Chapter], *, replica: int, num_replicas: int, seed: int
+    workload: list[Phase], *, replica: int, num_replicas: int, seed: int
 ) -> Iterator[Batch]:
     """Yield a replica's batches for ever: a pure function of the arguments.
 
-    Half of the documents reach a replica one chapter after another replica had them, so that it
+    Half of the documents reach a replica one phase after another replica had them, so that it
     can find what the other one computed. Another half does for each replica.
     """
     random_ = random.Random(seed * 1000 + replica)
     for number in itertools.count():
-        chapter, place = divmod(number, BATCHES)
+        phase, place = divmod(number, BATCHES)
         asks = [
             Ask(one.number, min(_TURNS - 1, random_.randrange(place + 1)))
-            for one in _open_conversations(book, chapter, replica, num_replicas)
+            for one in _open_conversations(workload, phase, replica, num_replicas)
         ]
         yield Batch(place, random_.sample(asks, min(BATCH_SIZE, len(asks))))
 
 
-def all_asks(book: list[Chapter]) -> Iterator[list[Ask]]:
+def all_asks(workload: list[Phase]) -> Iterator[list[Ask]]:
     """Yield every prompt once: the prompts of a turn together, after those of the turn before."""
-    for chapter in book:
-        numbers = conversations_of([chapter])
+    for phase in workload:
+        numbers = conversations_of([phase])
         for turn in range(_TURNS):
             yield [Ask(number, turn) for number in numbers]
 
 
 def _open_conversations(
-    book: list[Chapter], at: int, replica: int, num_replicas: int
+    workload: list[Phase], at: int, replica: int, num_replicas: int
 ) -> list[Conversation]:
-    """Return the conversations of stretch `at` of a replica's run; chapters come round again."""
-    found = list(book[at % len(book)].private[replica])
+    """Return the conversations of stretch `at` of a replica's run; phases come round again."""
+    found = list(workload[at % len(workload)].private[replica])
     for index in range(_SHARED_DOCUMENTS):
         lag = (index + replica) % num_replicas
-        found += book[(at - lag) % len(book)].shared[index]
+        found += workload[(at - lag) % len(workload)].shared[index]
     return found
 
 

@@ -18,7 +18,7 @@ from kvray.errors import KVRayError
 from kvray.lab.chaos import load
 from kvray.lab.chaos.faults import Campaign, Faults
 from kvray.lab.chaos.judge import Results, report
-from kvray.lab.chaos.load import Chapter
+from kvray.lab.chaos.load import Phase
 from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
@@ -43,7 +43,7 @@ _MOUNT_BYTES = 96 * 2**20
 _DISK_BYTES = 1024 * 2**20
 _POLL_S = 0.02
 _RESTART_EVERY_S = 0.25
-_CHAPTERS_MAX = 16
+_PHASES_MAX = 16
 _SETTLE_S = 60.0
 """How long nodes may take to be back to normal after the last fault."""
 
@@ -79,9 +79,9 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
     Raises:
         KVRayError: nodes, tier or an engine did not start.
     """
-    book = load.make_book(
+    workload = load.make_workload(
         seed=options.seed,
-        num_chapters=min(_CHAPTERS_MAX, 3 + int(options.duration_s / 30)),
+        num_phases=min(_PHASES_MAX, 3 + int(options.duration_s / 30)),
         num_replicas=options.num_replicas,
     )
     kinds, left_out = _choose_kinds(options)
@@ -93,9 +93,9 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         kinds=kinds,
     )
     with interrupts.closing() as stack, ProgressLine(console) as line:
-        num_asks = sum(map(len, load.all_asks(book)))
+        num_asks = sum(map(len, load.all_asks(workload)))
         with line.during("Computing the answers without kvray", num_asks) as advance:
-            questions = ask_oracle(book, advance)
+            questions = ask_oracle(workload, advance)
         with line.during("Starting Ray on several nodes"):
             machine = Machine(
                 num_nodes=options.num_nodes,
@@ -105,7 +105,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
                 has_nvme=True,
             )
             stack.callback(machine.close)
-        serving = _Serving(options, machine, book, questions, stack)
+        serving = _Serving(options, machine, workload, questions, stack)
         with line.during("Serving without faults", options.calm_s) as advance:
             calm = serving.serve([], options.calm_s, advance)
         with line.during("Serving under fire", options.duration_s) as advance:
@@ -139,13 +139,13 @@ class _Serving:
         self,
         options: Options,
         machine: Machine,
-        book: list[Chapter],
+        workload: list[Phase],
         questions: Questions,
         stack: contextlib.ExitStack,
     ) -> None:
         self._options = options
         self._machine = machine
-        self._book = book
+        self._workload = workload
         self._questions = questions
         self._stack = stack
         self._numbers = itertools.count(1)
@@ -224,7 +224,7 @@ class _Serving:
 
     def _batches(self, replica: int) -> Iterator[tuple[int, list[Question]]]:
         count, seed = self._options.num_replicas, self._options.seed
-        batches = load.batches_of(self._book, replica=replica, num_replicas=count, seed=seed)
+        batches = load.batches_of(self._workload, replica=replica, num_replicas=count, seed=seed)
         for place, asks in batches:
             yield place, [self._questions[ask] for ask in asks]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvray.errors import KVRayError
 from kvray.lab.chaos import load
-from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answers, Ask, Chapter, Tokens
+from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answers, Ask, Phase, Tokens
 from kvray.reference import KvConnectorConfig, Output, Replica
 from kvray.reference.output import count_wrong
 
@@ -101,7 +101,7 @@ class Server:
         self._replica.wait_ready()
 
     def serve(self, batches: Iterator[tuple[int, list[Question]]]) -> None:
-        """Send batch after batch from now on, until `end`; each has its place in a chapter."""
+        """Send batch after batch from now on, until `end`; each has its place in a phase."""
         self._thread = threading.Thread(
             target=self._serve, args=(batches,), name=f"kvray-{self.name}"
         )
@@ -229,12 +229,12 @@ def spawn(
 Questions = dict[Ask, Question]
 
 
-def ask_oracle(book: list[Chapter], advance: Callable[[int], None]) -> Questions:
-    """Answer every prompt of a book; `advance` hears how many more have been."""
-    conversations, truth, questions = load.conversations_of(book), Answers(), Questions()
+def ask_oracle(workload: list[Phase], advance: Callable[[int], None]) -> Questions:
+    """Answer every prompt of a workload; `advance` hears how many more have been."""
+    conversations, truth, questions = load.conversations_of(workload), Answers(), Questions()
     with spawn("oracle") as oracle:
         oracle.wait_ready()
-        for asks in load.all_asks(book):
+        for asks in load.all_asks(workload):
             prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
             outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
             for ask, prompt, output in zip(asks, prompts, outputs, strict=True):

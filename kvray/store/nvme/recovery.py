@@ -15,8 +15,8 @@ import numpy as np
 from kvray.store.arena import key_index, slabs
 from kvray.store.arena.layout import PRIORITY_MAX, READY, Array
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.record import RECORD, heads_of, is_empty, is_sound
+from kvray.store.nvme.record_table import RecordTable
 from kvray.store.nvme.segment_files import SegmentFiles
 
 _NUMBER_MAX = 2**62
@@ -39,7 +39,7 @@ class RecoveryReport:
     """Files that are not this tier's, renamed with the reason behind their name."""
 
 
-def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> RecoveryReport:
+def read_tables(files: SegmentFiles, record_table: RecordTable, tables: Tables) -> RecoveryReport:
     """Fill empty tables with the blocks of existing segments.
 
     CapacityError: a shortened file cannot be made whole again.
@@ -47,7 +47,7 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
     found: list[Array] = []
     counts = {"damaged": 0, "truncated": 0}
     for slab, segment in files.by_slab.items():
-        records = book.table(slab)
+        records = record_table.table(slab)
         num_rows = segment.read_table(records)
         records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
         sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
@@ -59,22 +59,22 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
         counts["truncated"] += int(np.count_nonzero(sound & ~has_payload))
         counts["truncated"] += segment.shape.num_slots - num_rows
         rows = np.flatnonzero(sound & has_payload)
-        _clear_others(book, slab, records, rows)
+        _clear_others(record_table, slab, records, rows)
         segment.file.allocate(segment.shape.file_bytes)
         if len(rows):
             slabs.serve(tables, np.array([slab]), segment.shape.block_bytes)
         found.append(tables.geometry.slots_at(slab, rows))
     slots = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-    records = book.records(slots)
+    records = record_table.records(slots)
     youngest_first = np.argsort(records["sequence"])[::-1]
     is_older = np.zeros(len(records), dtype=bool)
     is_older[youngest_first] = key_index.repeated(
         records["key"][youngest_first], records["part"][youngest_first]
     )
-    book.bury(slots[is_older])
+    record_table.bury(slots[is_older])
     kept, records = slots[~is_older], records[~is_older]
     full = _fill(tables, kept, records)
-    book.bury(kept[full])
+    record_table.bury(kept[full])
     parentless = _link(tables, kept[~full], records[~full])
     slabs.recount(tables)
     tables.undo.settle()
@@ -90,14 +90,14 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
     )
 
 
-def _clear_others(book: RecordBook, slab: int, records: Array, rows: Array) -> None:
+def _clear_others(record_table: RecordTable, slab: int, records: Array, rows: Array) -> None:
     """Have all records but `rows` written as empty, so that each is reported only once."""
     others = ~is_empty(records)
     others[rows] = False
     lost = np.flatnonzero(others)
     if len(lost):
         records["sequence"][lost] = 1  # a torn record may say that there is none
-        book.bury_rows(np.full(len(lost), slab), lost)
+        record_table.bury_rows(np.full(len(lost), slab), lost)
 
 
 def _fill(tables: Tables, slots: Array, records: Array) -> Array:

@@ -29,8 +29,8 @@ from kvray.store.arena.tables import Tables
 from kvray.store.machine.access import Access
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.store.nvme import recovery
-from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.disk import Disk, device_errors, private
+from kvray.store.nvme.record_table import RecordTable
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats
 from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, moves, read_tasks
@@ -81,17 +81,19 @@ class NvmeStore:
         memory = private(self.geometry.table_bytes)
         self.tables = Tables(memory, self.geometry, has_data=False)
         """Changed under the store's lock only; others may read them, and choose victims."""
-        self._book = RecordBook(self.geometry)
+        self._record_table = RecordTable(self.geometry)
         self._owner_file = _own(directory, access)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._owner_file.discard)
             self._disk.check_writable(directory)
             self._files = SegmentFiles(self._disk, directory, spec)
             on_failure.callback(self._files.close)
-            self.report = recovery.read_tables(self._files, self._book, self.tables)
+            self.report = recovery.read_tables(self._files, self._record_table, self.tables)
             on_failure.pop_all()
         self._threads = IoThreads(spec.io_threads)
-        self._writer = Writer(self.tables, self._book, self._files, self._threads, self.section)
+        self._writer = Writer(
+            self.tables, self._record_table, self._files, self._threads, self.section
+        )
         self._idle = threading.Condition()
         self._num_reading = self._num_unreadable = self._read_bytes = 0
         self._takes_reads = True
@@ -170,7 +172,7 @@ class NvmeStore:
             assert made is not None, "the last try always has an answer"
             # The records of the candidates that it has evicted are written as empty.
             gone = np.concatenate((candidates.own, candidates.others))
-            self._book.bury(gone[self.tables.slot_state[gone] != READY])
+            self._record_table.bury(gone[self.tables.slot_state[gone] != READY])
         above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
         rows = made.rows
         return Demotion(reservation=made, parents=above[rows], arena_slots=path[rows])
@@ -190,7 +192,7 @@ class NvmeStore:
         with self.section():
             victims = keep_evictable(self.tables, victims)
             slots.evict(self.tables, victims)
-            self._book.bury(victims)
+            self._record_table.bury(victims)
         return victims
 
     def stats(self) -> NvmeStats:
@@ -310,14 +312,14 @@ class NvmeStore:
                 self.tables.add(held, slot_leases=-1)
 
     def _note_use(self) -> None:
-        """Write into the book when blocks were used."""
+        """Write into the records when blocks were used."""
         with self.section():
             ready = np.flatnonzero(self.tables.slot_state == READY)
-            records = self._book.records(ready)
+            records = self._record_table.records(ready)
             used = self.tables.slot_tick[ready]
             changed = records["used"] != used
             records["used"] = used
-            self._book.put(ready[changed], records[changed])
+            self._record_table.put(ready[changed], records[changed])
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -340,7 +342,7 @@ class NvmeStore:
         with self.section():
             slots.quarantine(tables, bad)
             # The bytes that its record promises are lost, after a restart too.
-            self._book.bury(bad)
+            self._record_table.bury(bad)
             tables.slot_tick[good] = tables.next_tick()
             self._num_unreadable += int(np.count_nonzero(unreadable))
             self._read_bytes += int(tables.block_bytes(good).sum())

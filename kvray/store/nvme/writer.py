@@ -20,8 +20,8 @@ from kvray.errors import CapacityError, TierError
 from kvray.store.arena import slabs, slots
 from kvray.store.arena.layout import FREE, LIMBO, NO_SLOTS, RESERVED, Array, align
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.book import Pages, RecordBook
 from kvray.store.nvme.record import RECORD
+from kvray.store.nvme.record_table import Pages, RecordTable
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
 from kvray.store.nvme.transfers import IoThreads, check_same, chunk_bytes, chunks, moves
@@ -37,14 +37,14 @@ class Writer:
     def __init__(
         self,
         tables: Tables,
-        book: RecordBook,
+        record_table: RecordTable,
         files: SegmentFiles,
         threads: IoThreads,
         section: Callable[[], AbstractContextManager[bool]],
     ) -> None:
-        """`section` is the lock of tables and book, held for moments and never over I/O."""
+        """`section` is the lock of tables and records, held for moments and never over I/O."""
         self.written_bytes = 0
-        self._tables, self._book, self._files = tables, book, files
+        self._tables, self._record_table, self._files = tables, record_table, files
         self._threads, self._section = threads, section
         self._geometry = tables.geometry
         self._unsynced: set[int] = set()
@@ -94,7 +94,7 @@ class Writer:
             if self._files.serves(slab, block_bytes):
                 continue
             with self._section():
-                self._book.forget(slab)
+                self._record_table.forget(slab)
             self._unsynced.discard(slab)
             try:
                 self._files.replace(slab, block_bytes)
@@ -152,7 +152,7 @@ class Writer:
         records["priority"] = tables.slot_priority[targets]
         records["head"] = tables.slot_head[targets].view("u1").reshape(-1, 4)[:, :3]
         with self._section():
-            self._book.put(targets[stored], records[stored])
+            self._record_table.put(targets[stored], records[stored])
 
     def _settle(
         self, demotions: Sequence[Demotion], masks: list[Array], checksums: list[Array]
@@ -165,7 +165,7 @@ class Writer:
 
     def _abandon(self, demotions: Sequence[Demotion], targets: Array) -> None:
         with self._section():
-            self._book.bury(targets)
+            self._record_table.bury(targets)
             for one in demotions:
                 slots.abort(self._tables, one.reservation)
 
@@ -173,7 +173,7 @@ class Writer:
 
     def _write_records(self) -> None:
         with self._section():
-            taken = self._book.take_dirty()
+            taken = self._record_table.take_dirty()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._take_back, taken)
             self._unsynced.update(one.slab for one in taken)
@@ -185,7 +185,7 @@ class Writer:
 
     def _take_back(self, taken: list[Pages]) -> None:
         with self._section():
-            self._book.give_back(taken)
+            self._record_table.give_back(taken)
 
     def _sync(self, numbers: Iterable[int]) -> None:
         try:

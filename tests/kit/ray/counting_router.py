@@ -8,10 +8,10 @@ from contextlib import closing
 from kvray import Client
 from kvray.actors.routers.pools import EVENTS_STAT, Pools
 from kvray.actors.telemetry.metrics_export import MetricsThread
-from kvray.events.outlet import Outlet
+from kvray.events.publisher import ZmqPublisher
 from kvray.routing import Outcomes
 from kvray.serve.router import figures_of
-from tests.unit.events.test_outlet import Held, free_port, stored
+from tests.unit.events.test_publisher import Held, free_port, stored
 
 EVERY_S = 0.2
 
@@ -19,8 +19,12 @@ EVERY_S = 0.2
 def main() -> None:
     outcomes, held = Outcomes(), Held()
     places = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    with Client() as client, closing(Pools()) as pools, closing(Outlet(held, first=1)) as outlet:
-        outlet.bind(*places)
+    with (
+        Client() as client,
+        closing(Pools()) as pools,
+        closing(ZmqPublisher(held, first=1)) as publisher,
+    ):
+        publisher.bind(*places)
         told = {"endpoint": places[0], "replay_endpoint": places[1]}
         pools.follow({"engine": {EVENTS_STAT: told}})
         # The client has joined the tier's Ray, and a process of Ray's exports metrics.
@@ -32,8 +36,8 @@ def main() -> None:
             outcomes.sent("prefix")
             outcomes.first_token(0.3, 0.2)
             held.blocks[len(held.blocks)] = None
-            outlet.publish([stored(len(held.blocks) - 1)])
-            outlet.serve(time.monotonic())
+            publisher.publish([stored(len(held.blocks) - 1)])
+            publisher.serve(time.monotonic())
         thread.stop()
 
 

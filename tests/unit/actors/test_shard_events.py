@@ -31,7 +31,7 @@ from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.events.attacks import attacked
-from tests.unit.events.test_outlet import free_port
+from tests.unit.events.test_publisher import free_port
 from tests.unit.store.small_arena import SLOT, num_here, spec, store
 from tests.waiting import wait_for
 

@@ -28,14 +28,14 @@ from kvray.events import pool_feed as http_drain
 from kvray.events import subscriber as subscriber_module
 from kvray.events.message import pack_sequence, unpack_sequence
 from kvray.events.native import NativePool
-from kvray.events.outlet import Outlet
 from kvray.events.pool_content import PoolContent, chain_digests
 from kvray.events.pool_feed import HttpDrain, PoolFeed
+from kvray.events.publisher import ZmqPublisher
 from kvray.events.subscriber import Source, Subscriber
 from tests.unit.events.attacks import GREETING, READY, attacked, frame
 from tests.unit.events.publisher import Publisher, packed
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
-from tests.unit.events.test_outlet import free_port
+from tests.unit.events.test_publisher import free_port
 from tests.waiting import wait_for
 
 
@@ -199,7 +199,7 @@ def test_a_defect_at_one_publisher_costs_no_other(subscriber, publisher, monkeyp
 
 
 class Held:
-    """A publisher's content, as an outlet asks for it."""
+    """A publisher's content, as a publisher asks for it."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -214,27 +214,27 @@ class Held:
 
 
 def test_our_own_publisher_is_followed_from_its_snapshot_on(subscriber, monkeypatch):
-    monkeypatch.setattr("kvray.events.outlet._START_S", 0.0)
-    monkeypatch.setattr("kvray.events.outlet._BATCHES_MAX", 3)
+    monkeypatch.setattr("kvray.events.publisher._START_S", 0.0)
+    monkeypatch.setattr("kvray.events.publisher._BATCHES_MAX", 3)
     publisher = Publisher(log_max=1, has_snapshot=False)
-    with closing(Outlet(Held(publisher), first=10**12)) as outlet:
+    with closing(ZmqPublisher(Held(publisher), first=10**12)) as ours:
         live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        outlet.bind(live, replay)
+        ours.bind(live, replay)
         for token in range(20):
             publisher.store(None, [token, 1])
-            outlet.publish([publisher.event(token + 1)])
+            ours.publish([publisher.event(token + 1)])
         subscriber.follow({"a": Source(endpoint=live, replay_endpoint=replay)})
 
         def served() -> bool:
-            outlet.serve(time.monotonic())
+            ours.serve(time.monotonic())
             return has(subscriber, "a", publisher)
 
         wait_for(served, "the snapshot")
         publisher.store(1, [6, 6])
-        outlet.publish([publisher.event(21)])
+        ours.publish([publisher.event(21)])
         wait_for(served, "what came then")
         publisher.clear()
-        outlet.publish([AllBlocksCleared()])
+        ours.publish([AllBlocksCleared()])
         wait_for(served, "the end of all")
 
 

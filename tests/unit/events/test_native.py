@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, native, pack
 from kvray.events.native import NativePool
-from kvray.events.outlet import Content
 from kvray.events.pool_content import PoolContent, chain_digests
+from kvray.events.publisher import Content
 from tests.unit.events.publisher import packed
 
 BLOCK = 4

@@ -15,11 +15,11 @@ from kvray.routing import (
     Outcomes,
     Place,
     PoolMatch,
-    Standings,
+    ReplicaLoads,
     Stretch,
     Survey,
 )
-from kvray.routing.standings import RECENT_S, Coming
+from kvray.routing.loads import RECENT_S, Coming
 
 BLOCK = 32
 NAMES = ("a", "b", "c", "d")
@@ -43,8 +43,8 @@ def survey(
     )
 
 
-def standings(**options: float) -> Standings:
-    made = Standings(pool_blocks=1000, prefill_tokens_per_s=options.get("rate", 10_000.0))
+def loads(**options: float) -> ReplicaLoads:
+    made = ReplicaLoads(pool_blocks=1000, prefill_tokens_per_s=options.get("rate", 10_000.0))
     made.retain(NAMES)
     return made
 
@@ -56,32 +56,32 @@ def places(**rates: float) -> list[Place]:
     ]
 
 
-def route(made: Standings, found: Survey, number: int, now: float) -> str:
+def route(made: ReplicaLoads, found: Survey, number: int, now: float) -> str:
     choice = made.choose(places(), len(found.words) * BLOCK, found, now=now)
     made.routed(str(number), choice.cost, found, now=now)
     return choice.replica
 
 
 def test_an_idle_fleet_sends_a_prompt_where_its_blocks_are():
-    assert route(standings(), survey("p", 100, held=99, on="node-c"), 1, 0.0) == "c"
+    assert route(loads(), survey("p", 100, held=99, on="node-c"), 1, 0.0) == "c"
 
 
 def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
-    made = standings()
+    made = loads()
     first = route(made, survey("p", 100), 1, 0.0)
     made.done("1", 1.0)
     assert {route(made, survey("p", 100), 2, 100.0), first} == {first}
 
 
 def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks():
-    made, found = standings(), survey("p", 300, held=299, on="node-a")
+    made, found = loads(), survey("p", 300, held=299, on="node-a")
     for number in range(3):
         route(made, survey(f"other {number}", 3000, held=2999, on="node-a"), number, 0.0)
     assert route(made, found, 10, 0.0) != "a"
 
 
 def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
-    made, now = standings(), 0.0
+    made, now = loads(), 0.0
     counts: Counter[str] = Counter()
     for number in range(400):
         found = survey(f"question {number}", 60, held=50, shared=50)
@@ -91,7 +91,7 @@ def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
 
 
 def test_a_replica_that_is_measured_slow_gets_less():
-    made = standings()
+    made = loads()
     slow = places(a=1_000.0, b=10_000.0, c=10_000.0, d=10_000.0)
     counts: Counter[str] = Counter()
     for number in range(100):
@@ -103,7 +103,7 @@ def test_a_replica_that_is_measured_slow_gets_less():
 
 
 def test_what_is_due_waits_no_longer_and_an_end_is_noted_once():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     choice = made.choose(places(), 3200, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
     assert max(one.cost.queue_s for one in made.choose(places(), 3200, found, now=0.1).ranked) > 0
@@ -115,7 +115,7 @@ def test_what_is_due_waits_no_longer_and_an_end_is_noted_once():
 
 
 def test_answers_under_way_make_a_prompt_longer_there():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}
     slow = [replace(one, **speed) for one in places()]
     first = made.choose(slow, 3200, found, now=0.0)
@@ -133,7 +133,7 @@ def test_answers_under_way_make_a_prompt_longer_there():
 
 
 def test_speeds_that_differ_by_chance_leave_no_replica_idle():
-    made = standings()
+    made = loads()
     speeds = (10_000.0, 9_000.0, 8_500.0, 4_000.0)
     alike = [
         replace(one, prefill_tokens_per_s=speed)
@@ -150,7 +150,7 @@ def test_speeds_that_differ_by_chance_leave_no_replica_idle():
 
 
 def test_a_replica_that_went_takes_its_requests_along():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     replica = route(made, found, 1, 0.0)
     made.retain(set(NAMES) - {replica})
     made.done("1", 0.1)
@@ -159,7 +159,7 @@ def test_a_replica_that_went_takes_its_requests_along():
 
 
 def test_an_idle_replica_that_stays_keeps_what_lately_came():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     replica = route(made, found, 1, 0.0)
     made.done("1", 0.1)
 
@@ -179,19 +179,19 @@ def told(num_tokens: int, *, is_sure: bool = True) -> list[Place]:
     return [replace(one, pool=pools.get(one.replica)) for one in places()]
 
 
-def pool_tokens(made: Standings, at: list[Place], found: Survey) -> dict[str, int]:
+def pool_tokens(made: ReplicaLoads, at: list[Place], found: Survey) -> dict[str, int]:
     choice = made.choose(at, len(found.words) * BLOCK, found, now=0.0)
     return {one.cost.replica: one.cost.pool_tokens for one in choice.ranked}
 
 
 def test_a_pool_that_tells_is_believed():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
     assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
 
 
 def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     choice = made.choose(told(99 * BLOCK), 100 * BLOCK, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
     made.done("1", 1.0)
@@ -201,7 +201,7 @@ def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
 
 
 def test_a_prompt_under_way_counts_before_its_engine_tells_of_it():
-    made, found = standings(), survey("p", 100)
+    made, found = loads(), survey("p", 100)
     choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
     made.routed("1", choice.cost, found, now=0.0)
     assert choice.replica == "c"
@@ -315,17 +315,17 @@ class Router:
     """As kvray's router in Serve uses its decisions."""
 
     def __init__(self) -> None:
-        self.standings = Standings(pool_blocks=1000, prefill_tokens_per_s=1000.0)
-        self.standings.retain(DECISIONS_NAMES)
+        self.loads = ReplicaLoads(pool_blocks=1000, prefill_tokens_per_s=1000.0)
+        self.loads.retain(DECISIONS_NAMES)
         self.outcomes = Outcomes()
-        self.decisions = Decisions(self.standings, self.outcomes)
+        self.decisions = Decisions(self.loads, self.outcomes)
 
     def choice(self, now: float) -> Choice:
         places = [
             Place(replica=name, node=f"node-{number}", prefill_tokens_per_s=1000.0)
             for number, name in enumerate(DECISIONS_NAMES)
         ]
-        return self.standings.choose(places, 1024, SURVEY, now=now)
+        return self.loads.choose(places, 1024, SURVEY, now=now)
 
     def begin(self, request: str, *, now: float = 0.0, is_told: bool = True) -> Choice:
         choice = self.choice(now)
@@ -367,21 +367,21 @@ def test_work_waits_until_its_first_token_if_somebody_tells(router):
     (costs,) = [one.cost for one in waiting.ranked if one.cost.replica == "r0"]
     assert costs.queue_s > 0.0, "what it was to take has passed, and it still runs"
     router.decisions.first_token("told", now=61.0)
-    assert len(router.standings._loads["r0"]) == 0
+    assert len(router.loads._loads["r0"]) == 0
 
 
 def test_work_ends_when_it_is_due_if_nobody_tells(router):
     router.begin("untold", is_told=False)
     router.decisions.sent("untold", "r0", now=0.0)
     router.choice(60.0)
-    assert len(router.standings._loads["r0"]) == 0
+    assert len(router.loads._loads["r0"]) == 0
     router.decisions.over("untold", now=61.0)
 
 
 def test_the_replica_that_took_it_has_the_work_and_the_blocks(router):
     router.begin("one")
     router.decisions.sent("one", "r3", now=0.0)
-    loads = {name: len(load) for name, load in router.standings._loads.items()}
+    loads = {name: len(load) for name, load in router.loads._loads.items()}
     assert (loads["r0"], loads["r3"]) == (0, 1)
     assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
 
@@ -402,7 +402,7 @@ def test_a_choice_that_was_given_back_counts_for_nothing(router):
     router.decisions.sent("one", "r0", now=0.2)
     router.decisions.first_token("one", now=0.3)
     assert router.total("routed_requests_total", "prefix") == 0
-    assert len(router.standings._loads["r0"]) == 0
+    assert len(router.loads._loads["r0"]) == 0
 
 
 def test_of_two_decisions_for_one_request_the_first_counts(router):
@@ -410,9 +410,9 @@ def test_of_two_decisions_for_one_request_the_first_counts(router):
     order = router.decisions.order("one")
     router.begin("one", now=1.0)
     assert router.decisions.order("one") == order
-    assert sum(map(len, router.standings._loads.values())) == 1
+    assert sum(map(len, router.loads._loads.values())) == 1
     router.decisions.over("one", now=2.0)
-    assert all(load.queue_s(2.0) == 0 for load in router.standings._loads.values())
+    assert all(load.queue_s(2.0) == 0 for load in router.loads._loads.values())
 
 
 def test_of_requests_that_never_end_the_oldest_are_forgotten(router):

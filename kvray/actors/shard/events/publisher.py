@@ -1,7 +1,7 @@
 """Publishes KV events of a shard's tiers, in a thread of its own.
 
-Each namespace has one `Outlet`, bound on a pair of ports for each replica of the namespace on this
-node: what a node has counts for all of them. Nobody waits for this thread: it reads the tiers'
+Each namespace has one `ZmqPublisher`, bound on a pair of ports for each replica of the namespace on
+this node: what a node has counts for all of them. Nobody waits for this thread: it reads the tiers'
 tables as the lookup's announcer does, so that what it is late for is one change in the end, and
 beyond a bound the tokens that engines tell are dropped and told again later.
 """
@@ -33,7 +33,7 @@ from kvray.actors.shard.events.described_blocks import (
 from kvray.actors.staging.replicas import Replicas
 from kvray.errors import ConfigError, KVRayError
 from kvray.events import Event
-from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.events.publisher import BATCH_BLOCKS, ZmqPublisher
 from kvray.events.zmtp import endpoint
 from kvray.identity.block import namespace_id
 from kvray.store import ArenaOwner
@@ -150,7 +150,7 @@ class EventPublisher:
         self._terms: dict[int, NamespaceTerms] = {}
         self._store: NvmeStore | None = None
         self._deltas: list[tuple[str, TierDelta]] = []
-        self._outlets: dict[int, Outlet] = {}
+        self._publishers: dict[int, ZmqPublisher] = {}
         self._ports: dict[str, tuple[int, int]] = {}
         """Replica -> its namespace and the first of its ports."""
         self._problem = self._refused = ""
@@ -232,9 +232,9 @@ class EventPublisher:
                 _log.exception("%s", self._problem)
                 remove_events(self._path.parent)
             finally:
-                for outlet in self._outlets.values():
-                    outlet.close()
-                self._outlets, self._ports, self._deltas = {}, {}, []
+                for publisher in self._publishers.values():
+                    publisher.close()
+                self._publishers, self._ports, self._deltas = {}, {}, []
             self._is_over.wait(_AGAIN_S)
 
     def _make_private(self) -> None:
@@ -266,13 +266,13 @@ class EventPublisher:
             if not is_busy:  # else what comes waits: tokens where they are, tiers in their tables
                 is_busy = self._take_told(blocks, now) | self._take_changes(blocks)
             is_busy |= self._tell(blocks)
-            for outlet in self._outlets.values():
-                outlet.serve(now)
-                is_busy |= outlet.is_busy
+            for publisher in self._publishers.values():
+                publisher.serve(now)
+                is_busy |= publisher.is_busy
             selector.select(0 if is_busy else _POLL_S)
 
     def _follow_replicas(self, blocks: DescribedBlocks, selector: selectors.EpollSelector) -> None:
-        """Have an outlet for each namespace, and ports for each replica, that is here."""
+        """Have a publisher for each namespace, and ports for each replica, that is here."""
         self._refused = (
             ""
             if not blocks.is_full
@@ -281,7 +281,7 @@ class EventPublisher:
                 " others are not published."
             )
         )
-        last = max((outlet.last for outlet in self._outlets.values()), default=0)
+        last = max((publisher.last for publisher in self._publishers.values()), default=0)
         if last > blocks.note("last"):
             blocks.set_note("last", last)
         # Those that ended lately keep their ports, as they may come back.
@@ -291,16 +291,16 @@ class EventPublisher:
         }
         terms = {**self._terms, **_terms(self._replicas)}
         here = [one for one in dict.fromkeys(replicas.values()) if one in terms]
-        here.sort(key=lambda one: one not in self._outlets)
+        here.sort(key=lambda one: one not in self._publishers)
         if len(here) > _NAMESPACES_MAX:
             self._refused = f"Only {_NAMESPACES_MAX} of {len(here)} namespaces are published."
         self._terms = {one: terms[one] for one in here[:_NAMESPACES_MAX]}
         blocks.set_terms(self._terms)
-        for namespace in self._terms.keys() - self._outlets.keys():
+        for namespace in self._terms.keys() - self._publishers.keys():
             first = max(int(1000 * time.time()), blocks.note("last") + _JUMP)
-            outlet = Outlet(_Content(blocks, namespace), first=first)
-            self._outlets[namespace] = outlet
-            selector.register(outlet, selectors.EVENT_READ)
+            publisher = ZmqPublisher(_Content(blocks, namespace), first=first)
+            self._publishers[namespace] = publisher
+            selector.register(publisher, selectors.EVENT_READ)
         moved = [
             one
             for one, (its, _) in self._ports.items()
@@ -308,17 +308,17 @@ class EventPublisher:
         ]
         for replica in moved:
             namespace, port = self._ports.pop(replica)
-            self._outlets[namespace].unbind(*_addresses(self._settings.host, port))
-        for namespace in self._outlets.keys() - self._terms.keys():
-            outlet = self._outlets.pop(namespace)
-            selector.unregister(outlet)
-            outlet.close()
+            self._publishers[namespace].unbind(*_addresses(self._settings.host, port))
+        for namespace in self._publishers.keys() - self._terms.keys():
+            publisher = self._publishers.pop(namespace)
+            selector.unregister(publisher)
+            publisher.close()
         for replica in sorted(replicas.keys() - self._ports.keys()):
-            if replicas[replica] in self._outlets:
+            if replicas[replica] in self._publishers:
                 self._bind(blocks, replica, replicas[replica])
         self._figures = {
-            "batches": sum(one.num_batches for one in self._outlets.values()),
-            "replays": sum(one.num_replays for one in self._outlets.values()),
+            "batches": sum(one.num_batches for one in self._publishers.values()),
+            "replays": sum(one.num_replays for one in self._publishers.values()),
         }
 
     def _bind(self, blocks: DescribedBlocks, replica: str, namespace: int) -> None:
@@ -330,7 +330,7 @@ class EventPublisher:
         free.sort(key=lambda port: (port != had.get(replica), port in had.values()))
         for port in free:
             with contextlib.suppress(ConfigError):
-                self._outlets[namespace].bind(*_addresses(self._settings.host, port))
+                self._publishers[namespace].bind(*_addresses(self._settings.host, port))
                 self._ports[replica] = namespace, port
                 left = {other: its for other, its in had.items() if its != port}
                 blocks.set_ports({**left, replica: port})
@@ -388,8 +388,8 @@ class EventPublisher:
             if news is None:
                 return False
             for namespace, events in news.items():
-                if namespace in self._outlets:
-                    self._outlets[namespace].publish(events)
+                if namespace in self._publishers:
+                    self._publishers[namespace].publish(events)
         return True
 
 

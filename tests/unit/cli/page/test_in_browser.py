@@ -1,4 +1,4 @@
-"""The page in a real browser, before a board that a test fills."""
+"""The page in a real browser, before a page that a test fills."""
 
 import re
 import threading
@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
-from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
 from kvray.cli.page.server import Gate, make_app
+from kvray.cli.page.state import CONTENTS, REQUESTS, STATUS, PageState
 from kvray.config import load_config
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
 from tests.unit.cli.answers import MARKUP, contents, requests, silent, status
@@ -30,11 +30,11 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def served(board: Board, token_file: Path | None = None) -> Iterator[str]:
-    """Serve the page of a board; give its address."""
+def served(shown: PageState, token_file: Path | None = None) -> Iterator[str]:
+    """Serve the page of a page; give its address."""
     path = None if token_file is None else str(token_file)
     config = load_config(overrides={"security.auth_token_file": path}, environ={})
-    app = make_app(board, Gate(config, names=["localhost"], port=1), lambda: None)
+    app = make_app(shown, Gate(config, names=["localhost"], port=1), lambda: None)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, loop="asyncio", log_level="error", lifespan="off")
     )
@@ -50,13 +50,13 @@ def served(board: Board, token_file: Path | None = None) -> Iterator[str]:
         thread.join()
 
 
-def fill(board: Board, *, ago: float = 0.0, seconds: int = 20) -> None:
+def fill(shown: PageState, *, ago: float = 0.0, seconds: int = 20) -> None:
     """Have a tier answer each two seconds, the last time `ago`."""
     now = time.time() - ago
     for second in range(0, seconds + 1, 2):
-        board.take({"part": STATUS, "answer": status(second)}, now - seconds + second)
-    board.take({"part": CONTENTS, "answer": contents()}, now)
-    board.take({"part": REQUESTS, "answer": requests(now)}, now)
+        shown.take({"part": STATUS, "answer": status(second)}, now - seconds + second)
+    shown.take({"part": CONTENTS, "answer": contents()}, now)
+    shown.take({"part": REQUESTS, "answer": requests(now)}, now)
 
 
 def shows(page: Page, text: str | re.Pattern[str]) -> None:
@@ -65,9 +65,12 @@ def shows(page: Page, text: str | re.Pattern[str]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(browser, scheme):
-    board = Board("prod")
-    fill(board)
-    with served(board) as address, open_page(browser, viewport=PHONE, color_scheme=scheme) as page:
+    shown = PageState("prod")
+    fill(shown)
+    with (
+        served(shown) as address,
+        open_page(browser, viewport=PHONE, color_scheme=scheme) as page,
+    ):
         complaints = complaints_of(page)
         page.goto(address)
         shows(page, "Tier prod, last 10 s: 200 prompt tokens/s")
@@ -85,9 +88,9 @@ def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(browser,
 
 
 def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
-    board = Board("prod")
-    fill(board)
-    with served(board) as address, open_page(browser) as page:
+    shown = PageState("prod")
+    fill(shown)
+    with served(shown) as address, open_page(browser) as page:
         page.goto(address)
         summary = page.locator("#requests summary").last
         summary.focus()
@@ -95,7 +98,7 @@ def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
         told = requests(time.time())
         newest = {**told["requests"][0], "request_id": 8}
         earlier = requests(time.time())["requests"]
-        board.take(
+        shown.take(
             {"part": REQUESTS, "answer": {**told, "requests": [newest, *earlier]}}, time.time()
         )
         shows(page, "160 of 320 tokens were hits")
@@ -103,28 +106,28 @@ def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
 
 
 def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
-    board = Board("prod")
-    fill(board, ago=30)
-    board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
-    with served(board) as address, open_page(browser) as page:
+    shown = PageState("prod")
+    fill(shown, ago=30)
+    shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
+    with served(shown) as address, open_page(browser) as page:
         page.goto(address)
         shows(
             page, re.compile(r"These figures are 3\d s old\. No tier; start it with `kvray up`\.")
         )
         expect(page.locator("#banner")).to_contain_text("No answer from the tier since")
         assert page.locator("section.old").count() == page.locator("section").count()
-        fill(board)
+        fill(shown)
         expect(page.locator("section.old")).to_have_count(0, timeout=PATIENT_MS)
         expect(page.locator("#banner")).to_be_empty()
 
 
 def test_silent_shard_is_told_from_the_others(browser):
-    board = Board("prod")
-    fill(board)
+    shown = PageState("prod")
+    fill(shown)
     gone = status(22)
     gone["shards"][1] = silent("bb")
-    board.take({"part": STATUS, "answer": gone}, time.time())
-    with served(board) as address, open_page(browser) as page:
+    shown.take({"part": STATUS, "answer": gone}, time.time())
+    with served(shown) as address, open_page(browser) as page:
         page.goto(address)
         shows(page, "shard bb: does not answer")
         card = page.locator(".node.bad")
@@ -134,10 +137,10 @@ def test_silent_shard_is_told_from_the_others(browser):
 
 
 def test_server_that_is_gone_makes_everything_old(browser):
-    board = Board("prod")
-    fill(board)
+    shown = PageState("prod")
+    fill(shown)
     with open_page(browser) as page:
-        with served(board) as address:
+        with served(shown) as address:
             page.goto(address)
             shows(page, "Tier prod")
         shows(page, "this page's own process is gone or cut off")
@@ -145,12 +148,12 @@ def test_server_that_is_gone_makes_everything_old(browser):
 
 
 def test_page_before_the_first_answer_says_what_to_do_and_nothing_else(browser):
-    board = Board("prod")
-    with served(board) as address, open_page(browser, viewport=PHONE) as page:
+    shown = PageState("prod")
+    with served(shown) as address, open_page(browser, viewport=PHONE) as page:
         complaints = complaints_of(page)
         page.goto(address)
         shows(page, "Asking the tier.")
-        board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time())
+        shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time())
         shows(page, "start it with `kvray up`")
         assert page.locator("main").is_hidden()
         assert not is_too_wide(page)
@@ -161,9 +164,9 @@ def test_page_of_a_tier_with_a_token_asks_for_it_once(browser, tmp_path):
     path = tmp_path / "token"
     path.write_text("a token of this very test")
     path.chmod(0o600)
-    board = Board("prod")
-    fill(board)
-    with served(board, path) as address, open_page(browser, viewport=PHONE) as page:
+    shown = PageState("prod")
+    fill(shown)
+    with served(shown, path) as address, open_page(browser, viewport=PHONE) as page:
         page.goto(address)
         field = page.get_by_label("The token of the tier")
         field.fill("quite another token")

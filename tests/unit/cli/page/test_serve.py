@@ -14,9 +14,9 @@ import psutil
 import pytest
 from fastapi.testclient import TestClient
 
-from kvray.cli.page.board import STATUS, Board
 from kvray.cli.page.command import _announce, _listening
 from kvray.cli.page.server import Gate, make_app
+from kvray.cli.page.state import STATUS, PageState
 from kvray.config import load_config
 from tests.unit.cli.answers import NOW, status
 from tests.waiting import HANG_S
@@ -115,10 +115,10 @@ def browse(token_file: Path | None = None, *, base_url: str = "http://localhost"
     """Return a browser before the page of a tier, with a token if there is a file for it."""
     path = None if token_file is None else str(token_file)
     config = load_config(overrides={"security.auth_token_file": path}, environ={})
-    board = Board("prod")
-    board.take({"part": STATUS, "answer": status()}, NOW)
+    page_state = PageState("prod")
+    page_state.take({"part": STATUS, "answer": status()}, NOW)
     gate = Gate(config, names=["localhost", "tier.example"], port=8270)
-    return TestClient(make_app(board, gate, lambda: None), base_url=base_url)
+    return TestClient(make_app(page_state, gate, lambda: None), base_url=base_url)
 
 
 def test_page_and_its_files_come_from_here_and_load_nothing_else():
@@ -140,7 +140,7 @@ def test_server_only_reads(method, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/docs", "/openapi.json", "/static/../board.py", "/static/..%2fboard.py"]
+    "path", ["/docs", "/openapi.json", "/static/../page_state.py", "/static/..%2fboard.py"]
 )
 def test_nothing_else_is_there(path):
     assert browse().get(path).status_code == 404

@@ -28,11 +28,11 @@ from kvray.lab.chaos.load import (
     Answers,
     Ask,
     Batch,
-    Chapter,
+    Phase,
     all_asks,
     batches_of,
     conversations_of,
-    make_book,
+    make_workload,
     prompt_of,
 )
 from kvray.lab.chaos.schedule import KINDS, Fault, make_schedule
@@ -312,31 +312,31 @@ def test_stalls_do_not_count_the_wait_for_a_core():
 REPLICAS = 2
 
 
-def book(seed: int = 1) -> list[Chapter]:
-    return make_book(seed=seed, num_chapters=3, num_replicas=REPLICAS)
+def workload(seed: int = 1) -> list[Phase]:
+    return make_workload(seed=seed, num_phases=3, num_replicas=REPLICAS)
 
 
 def batches(replica: int, count: int, seed: int = 1) -> list[Batch]:
-    made = batches_of(book(), replica=replica, num_replicas=REPLICAS, seed=seed)
+    made = batches_of(workload(), replica=replica, num_replicas=REPLICAS, seed=seed)
     return list(islice(made, count))
 
 
 def shared_and_private() -> tuple[set[int], list[set[int]]]:
-    shared = {one.number for chapter in book() for about in chapter.shared for one in about}
+    shared = {one.number for phase in workload() for about in phase.shared for one in about}
     private = [
-        {one.number for chapter in book() for one in chapter.private[replica]}
+        {one.number for phase in workload() for one in phase.private[replica]}
         for replica in range(REPLICAS)
     ]
     return shared, private
 
 
 def truth() -> Answers:
-    return {ask: (5, 6, 7) for asks in all_asks(book()) for ask in asks}
+    return {ask: (5, 6, 7) for asks in all_asks(workload()) for ask in asks}
 
 
 def test_equal_seeds_ask_the_same():
-    assert book(2) == book(2)
-    assert book(2) != book(3)
+    assert workload(2) == workload(2)
+    assert workload(2) != workload(3)
     assert batches(0, 30) == batches(0, 30)
     assert batches(0, 30) != batches(0, 30, seed=2)
 
@@ -359,7 +359,7 @@ def test_a_batch_asks_nothing_twice():
 def test_the_book_begins_again_after_its_last_chapter():
     read = batches(0, 3 * BATCHES + 1)
     assert read[0].place == read[-1].place == 0
-    shared, private = book()[0].shared[0], book()[0].private[0]
+    shared, private = workload()[0].shared[0], workload()[0].private[0]
     open_ = {one.number for one in (*shared, *private)}
     for batch in (read[0], read[-1]):
         assert open_ & {ask.conversation for ask in batch.asks}
@@ -367,18 +367,18 @@ def test_the_book_begins_again_after_its_last_chapter():
 
 def test_every_prompt_is_answered_in_time_for_the_turns_after_it():
     seen: set[Ask] = set()
-    for asks in all_asks(book()):
+    for asks in all_asks(workload()):
         for ask in asks:
             assert all(Ask(ask.conversation, turn) in seen for turn in range(ask.turn))
         seen |= set(asks)
-    assert len(seen) == 3 * len(conversations_of(book()))
+    assert len(seen) == 3 * len(conversations_of(workload()))
     assert {
         ask for replica in (0, 1) for batch in batches(replica, 200) for ask in batch.asks
     } <= seen
 
 
 def test_a_turn_begins_with_everything_said_before_it():
-    conversations, answers = conversations_of(book()), truth()
+    conversations, answers = conversations_of(workload()), truth()
     for number, conversation in conversations.items():
         first = prompt_of(conversation, 0, answers)
         second = prompt_of(conversation, 1, answers)
@@ -387,7 +387,7 @@ def test_a_turn_begins_with_everything_said_before_it():
 
 
 def test_prompts_fit_and_no_two_documents_begin_with_the_same_block():
-    conversations = conversations_of(book()).values()
+    conversations = conversations_of(workload()).values()
     longest = max(len(prompt_of(one, 2, truth())) for one in conversations)
     assert longest <= PROMPT_TOKENS_MAX
     documents = {one.document for one in conversations}

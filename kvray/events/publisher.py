@@ -109,7 +109,7 @@ class _Page:
     """The latest batch then; later ones are not in it."""
 
 
-class Outlet:
+class ZmqPublisher:
     """Publishes one content on any number of addresses; used by one thread."""
 
     def __init__(self, content: Content, *, first: int) -> None:

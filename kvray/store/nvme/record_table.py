@@ -1,7 +1,7 @@
 """The records of all slots, as they are or soon will be on disk, and the pages to write.
 
-The user of a book holds the store's lock. A page is copied under it and written without it. So the
-lock is never held over I/O, and no record changes while the device reads it.
+The user of a `RecordTable` holds the store's lock. A page is copied under it and written without
+it. So the lock is never held over I/O, and no record changes while the device reads it.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Pages(NamedTuple):
     records: Array  # RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, page-aligned
 
 
-class RecordBook:
+class RecordTable:
     """One record a slot; all zero where there is no block."""
 
     def __init__(self, geometry: Geometry) -> None:

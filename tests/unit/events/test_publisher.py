@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvray.errors import ConfigError
 from kvray.events import BlockRemoved, BlockStored
-from kvray.events import outlet as outlet_module
+from kvray.events import publisher as publisher_module
 from kvray.events.message import pack_sequence
 from kvray.events.native import EventLog
-from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.events.publisher import BATCH_BLOCKS, ZmqPublisher
 from kvray.events.zmtp import parse_endpoint
 from tests.examples import examples
 from tests.kv_subscriber import KvSubscriber
@@ -53,14 +53,14 @@ class Held:
 
 
 class Publisher:
-    """An outlet in a thread of its own, as it is used."""
+    """A publisher in a thread of its own, as it is used."""
 
     def __init__(self, held: Held, *, first: int = FIRST, port: int | None = None) -> None:
         self.held = held
-        self.outlet = Outlet(held, first=first)
+        self.publisher = ZmqPublisher(held, first=first)
         base = "tcp://127.0.0.1"
         self.live, self.replay = f"{base}:{port or free_port()}", f"{base}:{free_port()}"
-        self.outlet.bind(self.live, self.replay)
+        self.publisher.bind(self.live, self.replay)
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -72,23 +72,23 @@ class Publisher:
     def __exit__(self, *error) -> None:
         self._is_over.set()
         self._thread.join()
-        self.outlet.close()
+        self.publisher.close()
 
     def store(self, *blocks: int) -> None:
         with self._lock:
             self.held.blocks |= dict.fromkeys(blocks)
-            self.outlet.publish([stored(block) for block in blocks])
+            self.publisher.publish([stored(block) for block in blocks])
 
     def remove(self, *blocks: int) -> None:
         with self._lock:
             for block in blocks:
                 self.held.blocks.pop(block, None)
-            self.outlet.publish([BlockRemoved(block_hashes=blocks, medium="CPU")])
+            self.publisher.publish([BlockRemoved(block_hashes=blocks, medium="CPU")])
 
     def _run(self) -> None:
         while not self._is_over.wait(0.002):
             with self._lock:
-                self.outlet.serve(time.monotonic())
+                self.publisher.serve(time.monotonic())
 
 
 def free_port() -> int:
@@ -162,7 +162,7 @@ def test_a_replay_of_batches_that_are_kept_is_those_batches():
     with connected() as (publisher, subscriber):
         for block in range(20):
             publisher.store(block)
-        last = publisher.outlet.last
+        last = publisher.publisher.last
 
         assert subscriber.replay(last - 4) == [*range(last - 4, last + 1)]
         assert set(subscriber.content["CPU"]) == {15, 16, 17, 18, 19}
@@ -170,12 +170,12 @@ def test_a_replay_of_batches_that_are_kept_is_those_batches():
 
 
 def test_a_replay_of_batches_that_are_gone_is_a_snapshot_whose_numbers_ascend(monkeypatch):
-    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", 5)
+    monkeypatch.setattr(publisher_module, "_BATCHES_MAX", 5)
     with connected() as (publisher, subscriber):
         for block in range(600):
             publisher.store(block)
         publisher.remove(7)
-        last = publisher.outlet.last
+        last = publisher.publisher.last
 
         numbers = subscriber.replay(last - 50)
 
@@ -186,12 +186,12 @@ def test_a_replay_of_batches_that_are_gone_is_a_snapshot_whose_numbers_ascend(mo
 
 
 def test_a_replay_without_room_for_numbers_is_one_batch(monkeypatch):
-    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", 1)
+    monkeypatch.setattr(publisher_module, "_BATCHES_MAX", 1)
     with published(*range(500)) as publisher:
         publisher.store(500)
         publisher.store(501)
         with KvSubscriber(publisher.live, publisher.replay) as subscriber:
-            last = publisher.outlet.last
+            last = publisher.publisher.last
             numbers = subscriber.replay(last - 1)
 
             assert sum(number <= last for number in numbers) <= 2
@@ -237,7 +237,7 @@ def test_other_requests_are_passed_over(request_frames):
 
 def test_an_address_that_is_taken_is_named():
     with published() as publisher:
-        other = Outlet(Held(), first=1)
+        other = ZmqPublisher(Held(), first=1)
         try:
             with pytest.raises(ConfigError, match=publisher.live):
                 other.bind(publisher.live, f"tcp://127.0.0.1:{free_port()}")
@@ -252,7 +252,7 @@ def test_two_pairs_of_addresses_have_the_same_events():
     with published() as publisher:
         second = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         with publisher._lock:
-            publisher.outlet.bind(*second)
+            publisher.publisher.bind(*second)
         with (
             KvSubscriber(publisher.live, publisher.replay) as one,
             KvSubscriber(*second) as other,
@@ -275,7 +275,7 @@ STEPS = st.lists(
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.integers(1, 6))
 def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, steps, kept):
-    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", kept)
+    monkeypatch.setattr(publisher_module, "_BATCHES_MAX", kept)
     with connected() as (publisher, subscriber):
         for step, number in steps:
             if step == "store":
@@ -293,12 +293,12 @@ def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, s
 
 
 class Still:
-    """An outlet whose time the test says, and clients that are plain sockets."""
+    """A publisher whose time the test says, and clients that are plain sockets."""
 
     def __init__(self, blocks=()) -> None:
         self.held = Held(blocks)
-        self.outlet = Outlet(self.held, first=FIRST)
-        bound = self.outlet.bind("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self.publisher = ZmqPublisher(self.held, first=FIRST)
+        bound = self.publisher.bind("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         self.places = dict(zip(("live", "replay"), map(parse_endpoint, bound), strict=True))
         self.now = 10.0**6
         self.peers = []
@@ -306,7 +306,7 @@ class Still:
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
-        self.outlet.close()
+        self.publisher.close()
 
     def join(self, port: str = "live", says: bytes = GREETING + READY):
         """Return a client that is connected and has been heard."""
@@ -321,7 +321,7 @@ class Still:
         for _ in range(rounds):
             self.now += step_s
             time.sleep(0.001)  # what was sent is there in the next round
-            self.outlet.serve(self.now)
+            self.publisher.serve(self.now)
 
     def drain(self, peer) -> bytes:
         """Return all that a client gets."""
@@ -339,7 +339,7 @@ class Still:
         return found
 
     def is_there(self, peer) -> bool:
-        """Return whether the outlet has not hung up on a client."""
+        """Return whether the publisher has not hung up on a client."""
         with contextlib.suppress(BlockingIOError):
             while peer.recv(2**20):
                 pass
@@ -361,9 +361,9 @@ class Many:
 
 @pytest.fixture
 def still(monkeypatch):
-    monkeypatch.setattr(outlet_module, "_START_S", 0.0)
+    monkeypatch.setattr(publisher_module, "_START_S", 0.0)
     with contextlib.closing(Still(range(1000))) as made:
-        made.outlet._start_until = 0.0
+        made.publisher._start_until = 0.0
         yield made
 
 
@@ -373,13 +373,13 @@ SUBSCRIBED = HELLO + frame(0, b"\x01")
 
 def test_a_hundred_subscriptions_are_greeted_with_one_batch(still):
     peers = [still.join() for _ in range(20)]
-    before = still.outlet.last
+    before = still.publisher.last
     for peer in peers:
         peer.sendall(frame(0, b"\x01") + frame(0, b"\x00") + frame(0, b"\x01"))
     still.serve(1)
     still.serve(1, step_s=1.0)
     pages = -(-1000 // BATCH_BLOCKS)
-    assert still.outlet.last - before <= 3 + pages
+    assert still.publisher.last - before <= 3 + pages
 
 
 def test_who_says_too_much_is_read_later(still):
@@ -389,11 +389,11 @@ def test_who_says_too_much_is_read_later(still):
     with contextlib.suppress(BlockingIOError):
         while sent < 2**20:
             sent += peer.send(ping * 100)
-    (client,) = still.outlet._clients
+    (client,) = still.publisher._clients
     still.serve(200, step_s=0.0)
     still.drain(peer)
     assert client.read_until - still.now <= 5.0, "at most what was saved up"
-    assert client in still.outlet._unread
+    assert client in still.publisher._unread
     assert not client.waits_for
     still.serve(1, step_s=2.0)
     assert client.waits_for, "it is read again"
@@ -405,17 +405,17 @@ def test_of_a_client_that_reads_nothing_nothing_more_is_kept(still):
     peer.sendall((frame(1, b"") + frame(0, bytes(8))) * 20)
     still.join(says=SUBSCRIBED)
     for _ in range(500):
-        still.outlet._log.add(bytes(2**16))
-        still.outlet.serve(still.now)
-    assert sum(client.wire.is_sending for client in still.outlet._clients)
-    for client in still.outlet._clients:
+        still.publisher._log.add(bytes(2**16))
+        still.publisher.serve(still.now)
+    assert sum(client.wire.is_sending for client in still.publisher._clients)
+    for client in still.publisher._clients:
         assert len(client.wire._out) <= 2 * 3, "one message, in pieces"
         assert len(client.wire._received) < 2048
 
 
 @pytest.fixture
 def crowded(still, monkeypatch):
-    still.outlet._places = 3
+    still.publisher._places = 3
     return still
 
 
@@ -441,15 +441,15 @@ def test_a_newcomer_gets_the_place_of_the_one_that_reads_least(crowded):
     stuck = crowded.join(says=SUBSCRIBED)
     crowded.serve()
     big = [stored(block) for block in range(2000)]
-    (client,) = crowded.outlet._clients
+    (client,) = crowded.publisher._clients
     while not client.wire.is_sending:
-        crowded.outlet.publish(big)
+        crowded.publisher.publish(big)
         crowded.serve(1)
     first, second = (crowded.join(says=SUBSCRIBED) for _ in range(2))
     crowded.drain(first), crowded.drain(second)
     third = crowded.join(says=SUBSCRIBED)
     assert [*map(crowded.is_there, (first, second, third))] == [True] * 3
-    assert client not in crowded.outlet._clients
+    assert client not in crowded.publisher._clients
     assert stuck
 
 
@@ -462,10 +462,10 @@ def test_who_has_hung_up_keeps_no_place_though_not_all_it_said_has_been_read(cro
                 peer.send(frame(0, b"no number") * 100)
         crowded.serve(50, step_s=0.0)
         peer.close()
-    assert len(crowded.outlet._unread) == 2
+    assert len(crowded.publisher._unread) == 2
     newcomer = crowded.join("replay")
     assert [*map(crowded.is_there, (waits, newcomer))] == [True, True]
-    assert len(crowded.outlet._clients) == 2
+    assert len(crowded.publisher._clients) == 2
 
 
 def test_clients_of_one_port_take_no_places_of_the_other(crowded):
@@ -486,50 +486,50 @@ END = frame(1, pack_sequence(-1)) + frame(0, b"")
 
 
 def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
-    still.outlet._content = Many()
-    still.outlet.publish([])
+    still.publisher._content = Many()
+    still.publisher.publish([])
     stuck = socket.socket()
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     stuck.connect(still.places["replay"])
     still.peers.append(stuck)
     stuck.sendall(HELLO + ASKS)
-    while not any(one.wire.is_sending for one in still.outlet._replays):
+    while not any(one.wire.is_sending for one in still.publisher._replays):
         still.serve(1)
-    (client,) = still.outlet._replays
+    (client,) = still.publisher._replays
     second = still.join("replay", says=HELLO + ASKS)
     assert still.drain(second).endswith(END)
-    assert client in still.outlet._clients
+    assert client in still.publisher._clients
     still.serve(2, step_s=61.0)
-    assert client not in still.outlet._clients
+    assert client not in still.publisher._clients
 
 
 def test_replays_take_turns_whatever_each_has_got_before(still):
-    still.outlet.publish([])
+    still.publisher.publish([])
     peer = still.join("replay", says=HELLO + ASKS)
-    (old,) = still.outlet._clients
+    (old,) = still.publisher._clients
     for _ in range(20):
         still.drain(peer)
         peer.sendall(ASKS)
     still.drain(peer)
     for _ in range(40):
-        still.outlet.publish([])
+        still.publisher.publish([])
     for _ in range(3):
         still.join("replay")
-    for client in still.outlet._clients - {old}:
-        still.outlet._take_question(client, [b"", bytes(8)])
-    still.outlet._take_question(old, [b"", pack_sequence(still.outlet.last)])
+    for client in still.publisher._clients - {old}:
+        still.publisher._take_question(client, [b"", bytes(8)])
+    still.publisher._take_question(old, [b"", pack_sequence(still.publisher.last)])
     still.serve(1)
     assert old.replay is None, "it has got all of it"
-    assert len(still.outlet._replays) == 3
+    assert len(still.publisher._replays) == 3
 
 
 def test_who_asks_again_before_its_turn_keeps_its_place_in_the_row(still):
-    still.outlet.publish([])
+    still.publisher.publish([])
     for _ in range(2):
         still.join("replay")
-    first, second = still.outlet._clients
+    first, second = still.publisher._clients
     for client in (first, second, first):
-        still.outlet._take_question(client, [b"", bytes(8)])
+        still.publisher._take_question(client, [b"", bytes(8)])
     assert first.turn < second.turn
 
 
@@ -537,13 +537,13 @@ def test_replays_side_by_side_share_what_is_made_for_them(still):
     asked = []
     page = still.held.page
     still.held.page = lambda after, step: asked.append(after) or page(after, step)
-    still.outlet.publish([])
+    still.publisher.publish([])
     asks = HELLO + ASKS
     peers = [still.join("replay", says=asks) for _ in range(5)]
     for peer in peers:
         still.drain(peer)
     assert len(asked) == len(set(asked)) == -(-1000 // BATCH_BLOCKS)
-    still.outlet.publish([])
+    still.publisher.publish([])
     late = still.join("replay", says=asks)
     still.drain(late)
     assert len(asked) > len(set(asked)), "what is older than the last batch is made again"
@@ -551,16 +551,16 @@ def test_replays_side_by_side_share_what_is_made_for_them(still):
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:*", "tcp://nowhere.invalid:1", "ipc://x"])
 def test_an_address_of_nobody_here_is_named(address):
-    outlet = Outlet(Held(), first=1)
+    publisher = ZmqPublisher(Held(), first=1)
     try:
         with pytest.raises(ConfigError, match=r"KV events"):
-            outlet.bind(address, address)
+            publisher.bind(address, address)
     finally:
-        outlet.close()
+        publisher.close()
 
 
 def test_ipv6_addresses_are_told_in_brackets(still):
-    for told in still.outlet.bind("tcp://[::1]:*", "tcp://[::1]:*"):
+    for told in still.publisher.bind("tcp://[::1]:*", "tcp://[::1]:*"):
         assert told.startswith("tcp://[::1]:")
 
 

@@ -85,7 +85,7 @@ class _Part:
     trouble_at: float | None = None
 
 
-class Board:
+class PageState:
     """The state of the page."""
 
     def __init__(self, cluster_name: str) -> None:

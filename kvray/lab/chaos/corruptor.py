@@ -1,7 +1,7 @@
 """Damages an arena, in a process of its own, as another program's defect would.
 
-Run as `python -m kvray.lab.chaos.vandal flip DIRECTORY SEED COUNT`, which flips a byte in that many
-complete blocks, or `... fill DIRECTORY SEED SECONDS`, which stores junk for that time.
+Run as `python -m kvray.lab.chaos.corruptor flip DIRECTORY SEED COUNT`, which flips a byte in that
+many complete blocks, or `... fill DIRECTORY SEED SECONDS`, which stores junk for that time.
 """
 
 import contextlib

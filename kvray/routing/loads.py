@@ -180,7 +180,7 @@ class Place:
     """None: its engine's events are not heard."""
 
 
-class Standings:
+class ReplicaLoads:
     """The load of each replica, as this router has routed to it, and what its pool has.
 
     Where an engine's events are heard, they say it; the prompts that are under way there come on

@@ -10,26 +10,26 @@ import pytest
 
 from kvray.cli.hits import ReplicaRates
 from kvray.cli.page import command
-from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board, Shares
 from kvray.cli.page.command import Feed
+from kvray.cli.page.state import CONTENTS, REQUESTS, STATUS, PageState, Shares
 from tests.unit.cli.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
-def told(board: Board, *, seconds: int = 20) -> Board:
+def told(shown: PageState, *, seconds: int = 20) -> PageState:
     """Have a tier answer each two seconds, and with everything in the last one."""
     for second in range(0, seconds, 2):
-        board.take({"part": STATUS, "answer": status(second)}, NOW + second)
-    board.take({"part": CONTENTS, "answer": contents()}, NOW + seconds - 2)
-    board.take({"part": REQUESTS, "answer": requests(NOW + seconds)}, NOW + seconds - 2)
-    return board
+        shown.take({"part": STATUS, "answer": status(second)}, NOW + second)
+    shown.take({"part": CONTENTS, "answer": contents()}, NOW + seconds - 2)
+    shown.take({"part": REQUESTS, "answer": requests(NOW + seconds)}, NOW + seconds - 2)
+    return shown
 
 
-def state(board: Board, at: float, since: float = 0.0) -> dict[str, Any]:
-    return board.state(NOW + at, since)
+def state(shown: PageState, at: float, since: float = 0.0) -> dict[str, Any]:
+    return shown.state(NOW + at, since)
 
 
 def test_page_has_what_commands_show():
-    found = state(told(Board("prod")), 18)
+    found = state(told(PageState("prod")), 18)
     assert found["headline"].startswith("Tier prod, last 10 s: 200 prompt tokens/s: own pool 0.0%")
     assert found["lookup"] == "the lookup knows 1,234 keys"
     first, _ = found["nodes"]
@@ -49,84 +49,84 @@ def test_page_has_what_commands_show():
 
 
 def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered():
-    board = told(Board("prod"))
-    points = state(board, 18)["shares"]["points"]
+    shown = told(PageState("prod"))
+    points = state(shown, 18)["shares"]["points"]
     assert points[-1]["rates"][""] == [0.0, 120.0, 0.0, 0.0, 80.0]
     assert points[-1]["rates"][f"on-bb {MARKUP}"] == [0.0, 60.0, 0.0, 0.0, 40.0]
-    board.take({"part": STATUS, "trouble": "No answer."}, NOW + 20)
-    assert state(board, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
+    shown.take({"part": STATUS, "trouble": "No answer."}, NOW + 20)
+    assert state(shown, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
 
 
 def test_history_has_a_gap_where_nobody_asked():
-    board = told(Board("prod"))
-    board.take({"part": STATUS, "answer": status(60)}, NOW + 60)
-    points = state(board, 60)["shares"]["points"]
+    shown = told(PageState("prod"))
+    shown.take({"part": STATUS, "answer": status(60)}, NOW + 60)
+    points = state(shown, 60)["shares"]["points"]
     assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
 
 
 def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason():
-    board = told(Board("prod"))
+    shown = told(PageState("prod"))
     for second in (20, 22, 24):
-        board.take({"part": STATUS, "trouble": "No answer."}, NOW + second)
-    found = state(board, 25)
+        shown.take({"part": STATUS, "trouble": "No answer."}, NOW + second)
+    found = state(shown, 25)
     part = found["parts"][STATUS]
     assert (part["age_s"], part["trouble"], part["trouble_s"]) == (7.0, "No answer.", 5.0)
     assert found["nodes"]
-    board.take({"part": STATUS, "answer": status(26)}, NOW + 26)
-    found = state(board, 26)
+    shown.take({"part": STATUS, "answer": status(26)}, NOW + 26)
+    found = state(shown, 26)
     assert found["parts"][STATUS]["trouble"] == ""
     # Rates over the gap would not be those of the present.
     assert found["headline"] == "Tier prod, last 0 s: no requests"
 
 
 def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
-    board = told(Board("prod"))
+    shown = told(PageState("prod"))
     gone = status(20)
     gone["shards"] = [gone["shards"][0], silent("bb")]
-    board.take({"part": STATUS, "answer": gone}, NOW + 20)
-    first, second = state(board, 22)["nodes"]
+    shown.take({"part": STATUS, "answer": gone}, NOW + 20)
+    first, second = state(shown, 22)["nodes"]
     assert (first["old_s"], second["old_s"]) == (None, 4.0)
     assert (second["state"], second["message"]) == ("unreachable", "No answer in 2 s.")
     assert second["meters"][0]["text"] == "1MiB of 4MiB"
     assert not any("/s" in one for one in second["figures"])
-    assert state(board, 22)["without"] == "Without node bb, which does not answer."
-    (fault,) = [one for one in state(board, 23)["findings"] if one["verdict"] == "fault"]
+    assert state(shown, 22)["without"] == "Without node bb, which does not answer."
+    (fault,) = [one for one in state(shown, 23)["findings"] if one["verdict"] == "fault"]
     assert fault["text"].startswith("shard bb: does not answer")
     assert fault["age_s"] == 3.0
 
 
 def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown():
-    board = told(Board("prod"))
+    shown = told(PageState("prod"))
     lookup = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
     for second in (20, 24):
-        board.take({"part": STATUS, "answer": status(second, lookup=lookup)}, NOW + second)
-    found = state(board, 25)
+        shown.take({"part": STATUS, "answer": status(second, lookup=lookup)}, NOW + second)
+    found = state(shown, 25)
     assert found["lookup"] == "the lookup does not answer: No answer in time."
     assert [one["age_s"] for one in found["findings"] if one["verdict"] == "fault"] == [5.0]
     assert all(one["is_healthy"] for one in found["nodes"])
 
 
 def test_tier_without_an_answer_yet_has_no_figures():
-    board = Board("prod")
-    assert "nodes" not in state(board, 0)
-    board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, NOW)
-    board.lose("The process that asks has ended.", NOW + 3)
-    found = state(board, 4)
+    shown = PageState("prod")
+    assert "nodes" not in state(shown, 0)
+    shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, NOW)
+    shown.lose("The process that asks has ended.", NOW + 3)
+    found = state(shown, 4)
     assert "nodes" not in found
     assert found["parts"][STATUS]["trouble"] == "No tier; start it with `kvray up`."
     assert found["parts"][STATUS]["trouble_s"] == 4.0
 
 
 def test_empty_tier_says_that_no_replica_has_registered():
-    board = Board("prod")
+    shown = PageState("prod")
     shards = [
         {**one, "replicas": [], "namespaces": {}, "traffic": {**TRAFFIC, "namespaces": {}}}
         for one in status()["shards"]
     ]
     empty = {"contents": {one["shard"]: {"namespaces": {}} for one in shards}, "prefixes": {}}
-    board.take({"part": STATUS, "answer": status(shards=shards)}, NOW)
-    board.take({"part": CONTENTS, "answer": empty}, NOW)
-    found = state(board, 1)
+    shown.take({"part": STATUS, "answer": status(shards=shards)}, NOW)
+    shown.take({"part": CONTENTS, "answer": empty}, NOW)
+    found = state(shown, 1)
     assert (found["replicas"], found["totals"]) == (None, "")
     assert any("no engine has registered" in one["text"] for one in found["findings"])
     assert found["prefixes"]["namespaces"] is None
@@ -135,9 +135,9 @@ def test_empty_tier_says_that_no_replica_has_registered():
 
 
 def test_replicas_of_a_silent_node_are_not_said_to_be_missing():
-    board = Board("prod")
-    board.take({"part": STATUS, "answer": status(shards=[silent("aa")], movers=[])}, NOW)
-    found = state(board, 1)
+    shown = PageState("prod")
+    shown.take({"part": STATUS, "answer": status(shards=[silent("aa")], movers=[])}, NOW)
+    found = state(shown, 1)
     assert found["replicas"] is None
     assert found["without"]
     assert not any("registered" in one["text"] for one in found["findings"])
@@ -145,10 +145,10 @@ def test_replicas_of_a_silent_node_are_not_said_to_be_missing():
 
 @pytest.mark.parametrize("state_name", ["preparing", "flushing"])
 def test_shard_that_is_on_its_way_says_how_far(state_name):
-    board = Board("prod")
+    shown = PageState("prod")
     one = {"shard": "kvray-shard-aa", "state": state_name, "done": 1, "total": 4}
-    board.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
-    (node,) = state(board, 1)["nodes"]
+    shown.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
+    (node,) = state(shown, 1)["nodes"]
     assert (node["state"], node["is_healthy"], node["meters"]) == (f"{state_name} 25 %", False, [])
 
 
@@ -171,9 +171,9 @@ ECHOES = f"import sys; sys.stdin.readline(); print({ANSWER!r}, flush=True); sys.
 
 
 def fed(code: str, until: str, *, looks: bool = False) -> str:
-    """Feed a board by a process that runs `code` until it has this trouble; return the trouble."""
-    board = Board("prod")
-    feed = Feed(board, None, None, verbose=True)
+    """Feed a page by a process that runs `code` until it has this trouble; return the trouble."""
+    shown = PageState("prod")
+    feed = Feed(shown, None, None, verbose=True)
     feed._command = [sys.executable, "-c", code]
 
     async def run() -> str:
@@ -184,7 +184,7 @@ def fed(code: str, until: str, *, looks: bool = False) -> str:
             await asyncio.sleep(0.05)
             if looks:
                 feed.look()
-            part = board.state(time.time(), 0)["parts"][STATUS]
+            part = shown.state(time.time(), 0)["parts"][STATUS]
             trouble = part["trouble"]
             if part["age_s"] is not None and until in trouble:
                 break
