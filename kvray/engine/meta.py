@@ -112,7 +112,7 @@ class PrefixLease:
     arena: Arena  # the leader's
     held: Held  # leases there, for its ranks on this node in their order
     stored_by: int  # ranks that its blocks' bytes are dealt to
-    end: int  # where its sound blocks end
+    end: int  # where its valid blocks end
     arrivals: Arrivals = ()
     """How its blocks came to this node, as far as they were not here."""
     away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)

@@ -125,12 +125,12 @@ def match(
     first: int,
     *,
     arena: Arena | None,
-    sound: int = 0,
+    valid: int = 0,
     away: Mapping[int, tuple[str, Lease]] = _NONE_AWAY,
 ) -> tuple[PrefixLease | None, MissReason]:
     """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
 
-    Blocks before `first` are the engine's own, those before `sound` in another lease that is still
+    Blocks before `first` are the engine's own, those before `valid` in another lease that is still
     held; neither are checked. `away` has the leases of ranks on other nodes.
     """
     if arena is None:
@@ -145,10 +145,10 @@ def match(
         return None, "arena_busy"
     if not held.num_blocks:
         return None, "not_stored"
-    end, start = held.num_blocks, max(first, sound)
+    end, start = held.num_blocks, max(first, valid)
     try:
         if end > start and shared.verifies_promises:
-            end = start + _sound_run(shared, arena, held, readers, start)
+            end = start + _valid_run(shared, arena, held, readers, start)
     except BaseException:
         shared.release_leases(arena, *held.leases)
         raise
@@ -173,14 +173,14 @@ def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> Pr
     return PrefixLease(arena=arena, held=held, stored_by=own.stored_by, end=held.num_blocks)
 
 
-def _sound_run(
+def _valid_run(
     shared: SharedState,
     arena: Arena,
     held: Held,
     readers: Sequence[Sequence[PartRequest]],
     first: int,
 ) -> int:
-    """Return how many blocks from `first` on are sound in every part of every rank.
+    """Return how many blocks from `first` on are valid in every part of every rank.
 
     Without its whole window a shorter prefix is of no use, so then it is all or nothing.
     """
@@ -191,9 +191,9 @@ def _sound_run(
             if request in seen:
                 continue  # several ranks read the same slots
             seen.add(request)
-            sound = arena.sound(one, places, slots_known=slots)
-            if 0 in sound.tobytes():
-                end = block - first + int(sound.argmin())
+            valid = arena.valid(one, places, slots_known=slots)
+            if 0 in valid.tobytes():
+                end = block - first + int(valid.argmin())
                 run = 0 if shared.pool.identity.has_windows else min(run, end)
     return run
 
@@ -408,7 +408,7 @@ class PrefixFinder:
             if reply.num_blocks <= max(have, first):
                 return matched, _reason(reason, reply)
             # The arena may have been replaced meanwhile.
-            more, reason = match(shared, reading, keys, first, arena=shared.link.arena, sound=have)
+            more, reason = match(shared, reading, keys, first, arena=shared.link.arena, valid=have)
         except BaseException:
             shared.release_prefix(matched)
             raise

@@ -394,15 +394,15 @@ class Promoter:
     def _fill(self, made: Reservation, keys: Array, found: Array, part: int) -> int:
         """Read blocks, which the store has in `found`; return how many are READY now."""
         try:
-            sound, sums = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
-            good = made.only(sound)
-            if not self._arena.commit(good, sums[sound]):
+            valid, sums = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
+            good = made.only(valid)
+            if not self._arena.commit(good, sums[valid]):
                 raise ShardUnavailable("The arena of this node stays locked; blocks are given up.")
         finally:
             self.num_pieces += 1
             # A slot that is READY by now has left the reservation.
             self._arena.abort(made)
-        self._promoted(good.slots, found[made.rows][sound])
+        self._promoted(good.slots, found[made.rows][valid])
         return len(good.slots)
 
 

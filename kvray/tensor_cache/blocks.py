@@ -1,4 +1,4 @@
-"""Blocks of one size in this node's tier, as bytes: found, read where sound, written where missing.
+"""Blocks of one size in this node's tier, as bytes: found, read where valid, written where missing.
 
 If the tier is gone, busy, full or damaged, a caller gets fewer blocks and no error.
 """
@@ -126,7 +126,7 @@ class ArenaBlocks:
             self._until_done(arena, lambda arena: arena.release(*leases))
 
     def read(self, held: Held, first: int) -> Iterator[tuple[int, Array]]:
-        """Yield what is sound from block `first` on, in steps; a damaged block ends them.
+        """Yield what is valid from block `first` on, in steps; a damaged block ends them.
 
         A step has the index of its first block, counted from `first`, and the bytes of its blocks,
         u8 [num_blocks, block_bytes], which the next step overwrites.
@@ -139,9 +139,9 @@ class ArenaBlocks:
             rows, at = pool[: stop - start], np.arange(stop - start)
             if not self._verify:
                 arena.read(lease, rows, at, first=start, verify=False)
-            elif not (sound := arena.read_sound(lease, slice(start, stop), rows, at)).all():
+            elif not (valid := arena.read_valid(lease, slice(start, stop), rows, at)).all():
                 _log.warning("kvray: a shorter prefix was retrieved, as a block was damaged")
-                yield start - first, rows[: sound.argmin()]
+                yield start - first, rows[: valid.argmin()]
                 return
             yield start - first, rows
 
@@ -162,7 +162,7 @@ class ArenaBlocks:
         if renew:
             with self.leased(keys) as held:
                 if held is not None:  # takes blocks without their checksum out of service
-                    held[0].sound(held[1], slice(None))
+                    held[0].valid(held[1], slice(None))
         with self._tolerant(arena):
             for start in range(first, len(keys), self._blocks_per_step):
                 part = keys[start : start + self._blocks_per_step]

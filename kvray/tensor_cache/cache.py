@@ -191,7 +191,7 @@ class TensorCache:
                 Their number is a multiple of tokens_per_block. If their blocks are not in the
                 tier nothing is stored, for it could not be found.
             skip_existing: False: read the blocks that are there and replace those that are
-                damaged. Equal tokens have equal KV, so sound blocks are never written again.
+                damaged. Equal tokens have equal KV, so valid blocks are never written again.
             blocking: False: take a copy and store it in the background; if too much is waiting
                 there, it is dropped and counted. `flush` or `close` waits for it.
 
@@ -394,16 +394,16 @@ class TensorCache:
             )
 
     def _load(self, prompt: MaskedPrompt) -> tuple[int, torch.Tensor]:
-        """Return how many tokens of the suffix are here and sound, and their KV as one tensor."""
-        metadata, num_sound = self.metadata, 0
+        """Return how many tokens of the suffix are here and valid, and their KV as one tensor."""
+        metadata, num_valid = self.metadata, 0
         with self._blocks.leased(prompt.keys) as held:
             found = 0 if held is None else max(0, held[1].num_slots - prompt.first)
             blob = layout.empty_blob(found * metadata.tokens_per_block, metadata)
             heads = layout.heads_of(blob, metadata)
             for start, rows in () if held is None else self._blocks.read(held, prompt.first):
                 layout.unpack(rows, heads, start, metadata)
-                num_sound = (start + len(rows)) * metadata.tokens_per_block
-        return num_sound, layout.cut(blob, num_sound, metadata)
+                num_valid = (start + len(rows)) * metadata.tokens_per_block
+        return num_valid, layout.cut(blob, num_valid, metadata)
 
     def _count(self, **tokens: int) -> None:
         with self._lock:

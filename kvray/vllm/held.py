@@ -1,6 +1,6 @@
 """What one rank holds: copies of leased blocks in memory of its own, checked before the promise.
 
-Nobody else can write that memory. So what was sound when it was checked is what the pass gets, and
+Nobody else can write that memory. So what was valid when it was checked is what the pass gets, and
 neither a flipped bit of the arena nor a lost lease is met after the promise.
 """
 
@@ -30,7 +30,7 @@ class _Held:
     rows: Array  # of the memory, one a block
     is_ours: bool
     """Whether its blocks are of this rank's pool."""
-    num_sound: int | None = None  # None: it is being copied
+    num_valid: int | None = None  # None: it is being copied
     is_dropped: bool = False
 
 
@@ -38,7 +38,7 @@ class HeldBlocks:
     """One rank's; used by the thread that runs the model.
 
     A thread of its own copies. What crosses: a hold that is to be copied, whose rows are that
-    thread's until it comes back, and how many of its blocks are sound.
+    thread's until it comes back, and how many of its blocks are valid.
     """
 
     def __init__(self, shared: SharedState, pool: Pool, part: Part, *, num_blocks: int) -> None:
@@ -75,8 +75,8 @@ class HeldBlocks:
         """Return hold -> how many of its first blocks are held, of those copied since last time."""
         found: dict[int, int] = {}
         while not self._copied.empty():
-            hold_id, num_sound = self._copied.get()
-            found[hold_id] = self._held[hold_id].num_sound = num_sound
+            hold_id, num_valid = self._copied.get()
+            found[hold_id] = self._held[hold_id].num_valid = num_valid
             self._let_go(hold_id)
         return found
 
@@ -86,7 +86,7 @@ class HeldBlocks:
         LeaseExpired: they are not held. The pass counts on them, so the engine must not go on.
         """
         held, count = self._held.pop(one.hold_id, None), one.pages.num_blocks
-        if held is None or one.skip + count > (held.num_sound or 0):
+        if held is None or one.skip + count > (held.num_valid or 0):
             raise LeaseExpired(
                 f"The scheduler has promised {count} blocks that this rank does not hold; report"
                 " this with vLLM's version."
@@ -108,7 +108,7 @@ class HeldBlocks:
     def _let_go(self, hold_id: int) -> None:
         """Take the rows of a hold back, once it is dropped and no longer being copied."""
         held = self._held[hold_id]
-        if held.is_dropped and held.num_sound is not None:
+        if held.is_dropped and held.num_valid is not None:
             self._free += reversed(self._held.pop(hold_id).rows.tolist())
 
     def _take_rows(self, count: int) -> Array:
@@ -123,14 +123,14 @@ class HeldBlocks:
 
     def _run(self) -> None:
         while (held := self._wanted.get()) is not None:
-            num_sound = 0
+            num_valid = 0
             if not (held.is_dropped or self._is_closing):
                 with self._shared.boundary.around("a load"):
-                    num_sound = self._copy(held)
-            self._copied.put((held.hold.hold_id, num_sound))
+                    num_valid = self._copy(held)
+            self._copied.put((held.hold.hold_id, num_valid))
 
     def _copy(self, held: _Held) -> int:
-        """Copy a hold's blocks; return how many of the first are sound. Its lease ends."""
+        """Copy a hold's blocks; return how many of the first are valid. Its lease ends."""
         hold = held.hold
         arena_id, lease = hold.leased.of(self._shared.args.part_rank)
         arena = self._shared.link.arena_named(arena_id)
@@ -143,7 +143,7 @@ class HeldBlocks:
                     " every rank the same engine arguments."
                 )
             places = slice(hold.first, hold.stop)
-            sound = arena.read_sound(lease, places, self._rows, held.rows)
+            valid = arena.read_valid(lease, places, self._rows, held.rows)
         finally:
             self._shared.release_leases(arena, lease)
-        return len(sound) if sound.all() else int(sound.argmin())
+        return len(valid) if valid.all() else int(valid.argmin())

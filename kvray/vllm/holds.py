@@ -39,7 +39,7 @@ class Asked:
     """Blocks of one request that every rank is to hold."""
 
     hold: Hold
-    num_sound: int
+    num_valid: int
     """Leading blocks of it that all ranks which have answered hold."""
     num_silent: int  # ranks that have not answered
     is_over: bool = False  # it is loaded, or nobody wants it any more
@@ -52,7 +52,7 @@ class Asked:
     @property
     def end(self) -> int:
         """Where the held blocks end, counted from the root of the prompt."""
-        return self.hold.first + self.num_sound
+        return self.hold.first + self.num_valid
 
 
 class Holds:
@@ -77,18 +77,18 @@ class Holds:
         hold = Hold(next(self._ids), leased, first, stop)
         if hold.num_blocks > self.room:
             return None
-        asked = Asked(hold=hold, num_sound=hold.num_blocks, num_silent=self._num_ranks)
+        asked = Asked(hold=hold, num_valid=hold.num_blocks, num_silent=self._num_ranks)
         self._asked[hold.hold_id] = asked
         self._unsent.append(hold)
         self.room -= hold.num_blocks
         return asked
 
-    def hear(self, num_sound: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
+    def hear(self, num_valid: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
         """Take answers: hold -> its leading blocks that `num_ranks` more ranks hold soundly."""
-        for hold_id, sound in num_sound.items():
+        for hold_id, valid in num_valid.items():
             asked = self._asked[hold_id]
             asked.num_silent -= num_ranks[hold_id]
-            asked.num_sound = min(asked.num_sound, sound)
+            asked.num_valid = min(asked.num_valid, valid)
             self._make_room(asked)
 
     def drop(self, asked: Asked) -> None:

@@ -89,7 +89,7 @@ class SchedulingHalf:
 
     def hear(self, answers: HoldAnswers) -> None:
         """Take what ranks hold by now."""
-        self._holds.hear(answers.num_sound, answers.num_ranks)
+        self._holds.hear(answers.num_valid, answers.num_ranks)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""

@@ -116,13 +116,13 @@ class HoldAnswers(KVConnectorWorkerMetadata):
 
     num_ranks: Counter[int]
     """Hold -> how many of these ranks have answered for it."""
-    num_sound: dict[int, int]
+    num_valid: dict[int, int]
     """Hold -> its leading blocks that all of them have, and whose copies have their checksums."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HoldAnswers":
         """Return the answers of both; vLLM joins those of all ranks so."""
         assert isinstance(other, HoldAnswers), "all ranks run one connector"
-        joined = dict(self.num_sound)
-        for hold_id, sound in other.num_sound.items():
-            joined[hold_id] = min(sound, joined.get(hold_id, sound))
+        joined = dict(self.num_valid)
+        for hold_id, valid in other.num_valid.items():
+            joined[hold_id] = min(valid, joined.get(hold_id, valid))
         return HoldAnswers(self.num_ranks + other.num_ranks, joined)

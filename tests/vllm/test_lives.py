@@ -78,7 +78,7 @@ def take_leases(arena: Arena, _: Path, chance: random.Random) -> None:
 
 
 def replace_slab(arena: Arena, _: Path, chance: random.Random) -> None:
-    """Have one slab's bytes be those of another, which are sound blocks of other keys."""
+    """Have one slab's bytes be those of another, which are valid blocks of other keys."""
     data, size = arena.tables.data, arena.tables.geometry.slab_bytes
     source, target = (chance.randrange(len(data) // size) * size for _number in range(2))
     data[target : target + size] = data[source : source + size]

@@ -223,24 +223,24 @@ class Fetches:
     def _commit(self, source: Source, piece: Piece, incarnation: int) -> None:
         """Make those blocks of a piece READY that have their checksums."""
         assert source.lease is not None
-        sound = self._arena.sums(piece.reservation) == piece.checksums
-        good = piece.reservation.only(sound)
-        if not self._arena.commit(good, piece.checksums[sound]):
+        valid = self._arena.sums(piece.reservation) == piece.checksums
+        good = piece.reservation.only(valid)
+        if not self._arena.commit(good, piece.checksums[valid]):
             self._arena.abort(piece.reservation)
             raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
-        if not sound.all():
-            bad = piece.reservation.only(~sound)
+        if not valid.all():
+            bad = piece.reservation.only(~valid)
             self._fenced[source.lease.transport].add(bad, incarnation)
-        num_good = int(np.count_nonzero(sound))
+        num_good = int(np.count_nonzero(valid))
         with source.lock:
             source.num_blocks += num_good
             source.num_bytes += num_good * piece.size
-            source.suspects += piece.blocks[~sound].tolist()
+            source.suspects += piece.blocks[~valid].tolist()
             source.ended_at = time.monotonic()
         with self._lock:
             self.num_blocks += num_good
             self.num_bytes += num_good * piece.size
-            self.num_corrupt += len(sound) - num_good
+            self.num_corrupt += len(valid) - num_good
 
     def _finish(self, source: Source) -> None:
         """Free the slots that were not filled, end the read lease, and note the link's result."""

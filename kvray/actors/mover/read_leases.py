@@ -144,7 +144,7 @@ class ReadLeases:
         start = 0
         for one in filter(None, grant.leases) if len(places) else ():
             within = places[(places >= start) & (places < start + one.num_slots)] - start
-            self._arena.sound(one, within)
+            self._arena.valid(one, within)
             start += one.num_slots
         with self._lock:
             grant.released = True

@@ -30,7 +30,7 @@ _PAUSE_S = (1.0, 15.0)
 """Shortest and longest time between two tries to open the disk again."""
 _LOOK_S = 1.0  # how often the directory is checked for being where its files are
 _SOUND_S = 60.0
-"""A disk that worked for this long counts as sound, and its pauses start short again."""
+"""A disk that worked for this long counts as healthy, and its pauses start short again."""
 _CLOSE_S = 5.0  # how long an ending shard waits for its disk
 
 

@@ -292,10 +292,10 @@ class Serving:
             wrong = self.owner.audit()
             return wrong
         finally:
-            is_sound = self.owner.is_audited and wrong == {}
-            share = _AUDIT_SHARE if is_sound else _FIRST_AUDIT_SHARE
+            is_valid = self.owner.is_audited and wrong == {}
+            share = _AUDIT_SHARE if is_valid else _FIRST_AUDIT_SHARE
             pause_s = (time.thread_time() - began) / share
-            if is_sound:
+            if is_valid:
                 pause_s = max(pause_s, self._parts.settings.shard.heartbeat_s)
             self._audit_at = time.monotonic() + pause_s
 

@@ -292,8 +292,8 @@ class Verifier:
         self._checks: set[asyncio.Future[int]] = set()
         self._is_closed = False
 
-    async def sound(self, prefix: Prefix, staged: Staged, first: int, *, until: float) -> Staged:
-        """Return the part of `staged` that proves sound in time; a bad block is quarantined.
+    async def valid(self, prefix: Prefix, staged: Staged, first: int, *, until: float) -> Staged:
+        """Return the part of `staged` that proves to be valid in time; a bad block is quarantined.
 
         No rank will load the `first` blocks.
         """
@@ -309,16 +309,16 @@ class Verifier:
         now = time.monotonic()
         summed_until = now + (until - now) * _SUMMING_SHARE
         check = asyncio.get_running_loop().run_in_executor(
-            None, self._count_sound, prefix, held, first, summed_until
+            None, self._count_valid, prefix, held, first, summed_until
         )
         self._checks.add(check)
         check.add_done_callback(lambda _: self._end(check, held))
         await asyncio.wait({check}, timeout=max(0.0, until - now))
-        num_sound = check.result() if check.done() and check.exception() is None else first
-        if num_sound == staged.num_blocks:
+        num_valid = check.result() if check.done() and check.exception() is None else first
+        if num_valid == staged.num_blocks:
             return staged
         is_late = not check.done() or time.monotonic() >= summed_until
-        return Staged(num_blocks=num_sound, reason="too_slow" if is_late else "corrupt")
+        return Staged(num_blocks=num_valid, reason="too_slow" if is_late else "corrupt")
 
     async def close(self) -> None:
         """End the checks. Twice is fine."""
@@ -326,8 +326,8 @@ class Verifier:
         if self._checks:
             await asyncio.wait(self._checks, timeout=_CLOSE_S)
 
-    def _count_sound(self, prefix: Prefix, held: Held, first: int, until: float) -> int:
-        """Return the end of the blocks that are sound for every reader and were summed in time.
+    def _count_valid(self, prefix: Prefix, held: Held, first: int, until: float) -> int:
+        """Return the end of the blocks that are valid for every reader and were summed in time.
 
         A shorter prefix lacks its window, so with windows it is all or nothing.
         """
@@ -337,19 +337,19 @@ class Verifier:
             stop = min(start + step, held.num_blocks)
             if self._is_closed or time.monotonic() >= until:
                 return 0 if is_windowed else start
-            run = self._sound_run(prefix, held, start, stop)
+            run = self._valid_run(prefix, held, start, stop)
             if run < stop:
                 return 0 if is_windowed else run
         return held.num_blocks
 
-    def _sound_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
-        """Return the first block from `start` to `stop` that is not sound; `stop` if all are."""
+    def _valid_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
+        """Return the first block from `start` to `stop` that is not valid; `stop` if all are."""
         run = stop
         for one, reader in zip(held.leases, prefix.readers, strict=True):
             for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
-                sound = self._arena.sound(one, places)
-                if not sound.all():
-                    run = min(run, block + int(sound.argmin()))
+                valid = self._arena.valid(one, places)
+                if not valid.all():
+                    run = min(run, block + int(valid.argmin()))
         return run
 
     def _end(self, check: "asyncio.Future[int]", held: Held) -> None:

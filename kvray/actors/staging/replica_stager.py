@@ -208,7 +208,7 @@ class ReplicaStager:
             wait_s -= wait_s * _SUMMING_SHARE
         staged = await self._stager.stage(prefix, wait_s=wait_s)
         if first is not None:
-            staged = await self._verifier.sound(prefix, staged, first, until=until)
+            staged = await self._verifier.valid(prefix, staged, first, until=until)
         return _answer(staged)
 
     def status(self) -> dict[str, Any]:

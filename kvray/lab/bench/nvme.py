@@ -296,17 +296,17 @@ class _Bench:
         ArenaOwner(self._arena).clear()
         self._memory[:] = 0
         packed = key_index.pack_keys(self._keys)
-        sound = np.zeros(0, dtype=bool)
+        valid = np.zeros(0, dtype=bool)
 
         def work() -> None:
-            nonlocal sound
+            nonlocal valid
             made = reserve_all(self._arena, self._keys, block_bytes=self._block_bytes)
-            sound, sums = self._tier.read(packed[made.rows], 0, self._arena.tables, made.slots)
-            if sound.all():
+            valid, sums = self._tier.read(packed[made.rows], 0, self._arena.tables, made.slots)
+            if valid.all():
                 self._arena.commit(made, sums)
 
         duration = timed(work)
-        _check_all(sound, "retrieved")
+        _check_all(valid, "retrieved")
         return duration
 
     @property

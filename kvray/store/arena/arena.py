@@ -198,13 +198,13 @@ class Arena(MappedArena):
         """
         chosen = self.leased_slots(held)[first : first + len(block_ids)]
         with self.making_sense:
-            sound = payload.read(
+            valid = payload.read(
                 self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
             )
-        self._refuse_unsound(held, chosen, sound)
+        self._refuse_invalid(held, chosen, valid)
 
-    def read_sound(self, held: Lease, places: slice, pool: Array, block_ids: Array) -> Array:
-        """Copy blocks at `places` of a lease into rows of `pool`; return a mask of the sound ones.
+    def read_valid(self, held: Lease, places: slice, pool: Array, block_ids: Array) -> Array:
+        """Copy blocks at `places` of a lease into rows of `pool`; return a mask of the valid ones.
 
         The copies are checked, not the slots: nothing that changes a slot afterwards matters. The
         slots of the others are quarantined.
@@ -218,10 +218,10 @@ class Arena(MappedArena):
             copied = payload.read(
                 self.tables, chosen, pool, block_ids, verify=True, copier=self._copier
             )
-        sound = self._is_sound(held, chosen, copied, holder)
-        if 0 in sound.tobytes():
-            self.quarantine(chosen[~sound])
-        return sound
+        valid = self._is_valid(held, chosen, copied, holder)
+        if 0 in valid.tobytes():
+            self.quarantine(chosen[~valid])
+        return valid
 
     def read_slots(self, reads: Sequence[PartRead]) -> None:
         """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
@@ -238,13 +238,13 @@ class Arena(MappedArena):
         `holder` had the lease before the copy; it must have it still.
         """
         with self.making_sense:
-            sound = payload.verify(self.tables, chosen) if verify else None
-        self._refuse_unsound(held, chosen, sound, holder)
+            valid = payload.verify(self.tables, chosen) if verify else None
+        self._refuse_invalid(held, chosen, valid, holder)
 
-    def sound(
+    def valid(
         self, held: Lease, places: Array | slice, *, slots_known: Array | None = None
     ) -> Array:
-        """Return which blocks at `places` of a lease are sound; quarantine the others.
+        """Return which blocks at `places` of a lease are valid; quarantine the others.
 
         `slots_known`: those of the lease, from who has just taken it. What its record names is
         checked afterwards in any case.
@@ -252,10 +252,10 @@ class Arena(MappedArena):
         chosen = (self.leased_slots(held) if slots_known is None else slots_known)[places]
         with self.making_sense:
             summed = payload.verify(self.tables, chosen)
-        sound = self._is_sound(held, chosen, summed)
-        if 0 in sound.tobytes():  # told from bytes at a tenth of the price
-            self.quarantine(chosen[~sound])
-        return sound
+        valid = self._is_valid(held, chosen, summed)
+        if 0 in valid.tobytes():  # told from bytes at a tenth of the price
+            self.quarantine(chosen[~valid])
+        return valid
 
     def quarantine(self, chosen: Array, *, wait_s: float | None = None) -> None:
         """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
@@ -263,10 +263,10 @@ class Arena(MappedArena):
             if entered:
                 slots.quarantine(self.tables, chosen)
 
-    def _refuse_unsound(
-        self, held: Lease, chosen: Array, sound: Array | None, holder: Membership | None = None
+    def _refuse_invalid(
+        self, held: Lease, chosen: Array, valid: Array | None, holder: Membership | None = None
     ) -> None:
-        bad = chosen[~self._is_sound(held, chosen, sound, holder)]
+        bad = chosen[~self._is_valid(held, chosen, valid, holder)]
         if len(bad):
             self.quarantine(bad)
             raise CorruptBlock(
@@ -274,8 +274,8 @@ class Arena(MappedArena):
                 " is quarantined."
             )
 
-    def _is_sound(
-        self, held: Lease, chosen: Array, sound: Array | None, holder: Membership | None = None
+    def _is_valid(
+        self, held: Lease, chosen: Array, valid: Array | None, holder: Membership | None = None
     ) -> Array:
         found, _ = self.held_by(held)  # raises if what was read is void
         if holder is not None and found != holder:
@@ -284,7 +284,7 @@ class Arena(MappedArena):
                 " may be wrong."
             )
         ready: Array = self.tables.slot_state[chosen] == READY
-        return ready if sound is None else ready & sound
+        return ready if valid is None else ready & valid
 
     # -- writing ------------------------------------------------------------------------------
 

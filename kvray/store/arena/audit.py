@@ -160,9 +160,9 @@ def rebuild(tables: Tables, *, now: float) -> int:
     that dies in here leaves the same truth to the next. Returns how many slots were given up.
     """
     tables.undo.tear()
-    _free_unsound(tables)
+    _free_invalid(tables)
     slabs.recount(tables)
-    drop_unsound_leases(tables)
+    drop_invalid_leases(tables)
     tables.slot_leases[tables.backed] = lease.count_leases(tables)
     # READY before RESERVED, each from the oldest on: of two slots that claim one block, that of the
     # interrupted call comes last.
@@ -187,7 +187,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     return int(np.count_nonzero(lost))
 
 
-def _free_unsound(tables: Tables) -> None:
+def _free_invalid(tables: Tables) -> None:
     """Free the slots whose state cannot be right: nobody can have them."""
     every_slab, writer = np.arange(tables.geometry.num_slabs), tables.slot_holder[tables.backed]
     sizes = tables.sizes_of(every_slab)
@@ -201,7 +201,7 @@ def _free_unsound(tables: Tables) -> None:
     tables.slot_state[everything[has_wrong_state(tables, everything)]] = FREE
 
 
-def drop_unsound_leases(tables: Tables) -> None:
+def drop_invalid_leases(tables: Tables) -> None:
     """Free the pages that cannot be part of a lease."""
     pages = np.flatnonzero(tables.page_holder != 0)
     slots = tables.page_slots[pages]

@@ -238,7 +238,7 @@ def _check_header(path: Path, head: bytes) -> Geometry:
         raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
     geometry = Geometry(**{name: int(header[name]) for name in _FIGURES})
     # The id becomes a part of a path.
-    if not geometry.is_sound or not _ARENA_ID.fullmatch(header["arena_id"]):
+    if not geometry.is_valid or not _ARENA_ID.fullmatch(header["arena_id"]):
         raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
     return geometry
 

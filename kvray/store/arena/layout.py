@@ -175,7 +175,7 @@ class Geometry:
     holders_max: int
 
     @property
-    def is_sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the figures can be an arena's: all positive, each a multiple."""
         return (
             min(self.capacity, self.slab_bytes, self.slot_min, self.holders_max) > 0

@@ -215,7 +215,7 @@ def read(
     verify: bool,
     copier: Copier,
 ) -> Array | None:
-    """Copy leased slots into `pool`; with `verify`, return a mask of sound copies.
+    """Copy leased slots into `pool`; with `verify`, return a mask of valid copies.
 
     `pool` has bytes of shape [num_blocks, block_bytes]. Raises as `write`.
     """
@@ -225,8 +225,8 @@ def read(
         copier.copy(copies)
         return None
     checksums = copier.copy_and_sum(copies, _seeds(tables, slots))
-    sound: Array = checksums == tables.slot_checksum[slots]
-    return sound
+    valid: Array = checksums == tables.slot_checksum[slots]
+    return valid
 
 
 def scatter(areas: Iterable[tuple[int, int, Array]], strips: Sequence[Strip], pages: Array) -> None:
@@ -249,8 +249,8 @@ def scatter(areas: Iterable[tuple[int, int, Array]], strips: Sequence[Strip], pa
 
 def verify(tables: Tables, slots: Array) -> Array:
     """Return a mask of the leased `slots` that have their checksum."""
-    sound: Array = sum_slots(tables, slots) == tables.slot_checksum[slots]
-    return sound
+    valid: Array = sum_slots(tables, slots) == tables.slot_checksum[slots]
+    return valid
 
 
 def sum_slots(tables: Tables, slots: Array) -> Array:

@@ -116,7 +116,7 @@ class UndoRecord:
         if count > UNDO_ENTRIES:
             return False
         entries = self._entries[:count].tolist()
-        if not all(self._is_sound(*entry) for entry in entries):
+        if not all(self._is_valid(*entry) for entry in entries):
             self._counts.undo_count = TORN
             return False
         for code, rows, start, at in reversed(entries):
@@ -129,7 +129,7 @@ class UndoRecord:
         end = at + -(-rows * column.itemsize // _WORD)
         return self._log[at:end].view(column.dtype)[:rows]
 
-    def _is_sound(self, code: int, rows: int, start: int, at: int) -> bool:
+    def _is_valid(self, code: int, rows: int, start: int, at: int) -> bool:
         """Whether an entry can have been written by `note`."""
         if code >= len(self._columns) or start + rows > at or at + 2 * rows > len(self._log):
             return False

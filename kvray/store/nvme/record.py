@@ -152,13 +152,13 @@ def seal(records: Array, *, segment_id: int, first_row: int) -> None:
     records["checksum"][rows] = _checksums(records, rows, segment_id, first_row)
 
 
-def is_sound(records: Array, *, segment_id: int, first_row: int) -> Array:
+def is_valid(records: Array, *, segment_id: int, first_row: int) -> Array:
     """Return a mask of the records that were written whole for the place where they lie."""
     rows = np.flatnonzero(~is_empty(records))
-    sound = np.zeros(len(records), dtype=bool)
+    valid = np.zeros(len(records), dtype=bool)
     sums: Array = _checksums(records, rows, segment_id, first_row)
-    sound[rows] = sums == records["checksum"][rows]
-    return sound
+    valid[rows] = sums == records["checksum"][rows]
+    return valid
 
 
 def heads_of(records: Array) -> Array:
@@ -176,7 +176,7 @@ def is_empty(records: Array) -> Array:
 
 
 def _checksums(records: Array, rows: Array, segment_id: int, first_row: int) -> Array:
-    """Return the xxh3 of each of `rows`, seeded with its place: a copy elsewhere is unsound."""
+    """Return the xxh3 of each of `rows`, seeded with its place: a copy elsewhere is invalid."""
     memory = records.view("u1").data
     seeds = (rows.astype("<u8") + np.uint64(first_row)) * np.uint64(_ROW_STEP)
     seeds ^= np.uint64(segment_id)

@@ -15,7 +15,7 @@ import numpy as np
 from kvray.store.arena import key_index, slabs
 from kvray.store.arena.layout import PRIORITY_MAX, READY, Array
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.record import RECORD, heads_of, is_empty, is_sound
+from kvray.store.nvme.record import RECORD, heads_of, is_empty, is_valid
 from kvray.store.nvme.record_table import RecordTable
 from kvray.store.nvme.segment_files import SegmentFiles
 
@@ -50,15 +50,15 @@ def read_tables(files: SegmentFiles, record_table: RecordTable, tables: Tables) 
         records = record_table.table(slab)
         num_rows = segment.read_table(records)
         records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
-        sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
-        sound &= records["length"] == segment.shape.block_bytes
+        valid = is_valid(records, segment_id=segment.segment_id, first_row=0)
+        valid &= records["length"] == segment.shape.block_bytes
         # Numbers go on above the largest that was given: they must not run out.
-        sound &= (records["sequence"] < _NUMBER_MAX) & (records["used"] < _NUMBER_MAX)
-        counts["damaged"] += int(np.count_nonzero(~sound & ~is_empty(records)))
+        valid &= (records["sequence"] < _NUMBER_MAX) & (records["used"] < _NUMBER_MAX)
+        counts["damaged"] += int(np.count_nonzero(~valid & ~is_empty(records)))
         has_payload = segment.offsets(np.arange(len(records)) + 1) <= segment.file.size()
-        counts["truncated"] += int(np.count_nonzero(sound & ~has_payload))
+        counts["truncated"] += int(np.count_nonzero(valid & ~has_payload))
         counts["truncated"] += segment.shape.num_slots - num_rows
-        rows = np.flatnonzero(sound & has_payload)
+        rows = np.flatnonzero(valid & has_payload)
         _clear_others(record_table, slab, records, rows)
         segment.file.allocate(segment.shape.file_bytes)
         if len(rows):

@@ -24,7 +24,7 @@ from kvray.store.nvme.record import (
     RECORD,
     RECORDS_PER_PAGE,
     SegmentShape,
-    is_sound,
+    is_valid,
     make_header,
     read_header,
     seal,
@@ -268,5 +268,5 @@ def _put_aside(disk: Disk, path: Path, reason: str) -> str:
 def _last_use(segment: Segment) -> int:
     records = aligned(segment.shape.table_bytes).view(RECORD)
     segment.read_table(records)
-    sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
-    return int(records["used"][sound].max(initial=0))
+    valid = is_valid(records, segment_id=segment.segment_id, first_row=0)
+    return int(records["used"][valid].max(initial=0))

@@ -273,7 +273,7 @@ class NvmeStore:
         refuses to read is a miss, and stays: the fault may pass. ConfigError, LayoutMismatch: a
         slot of the arena is reserved for another block, or for one of another size.
         """
-        sound = np.zeros(len(keys), dtype=bool)
+        valid = np.zeros(len(keys), dtype=bool)
         checksums = np.zeros(len(keys), dtype="<u8")
         with self._under_way(), self._leased(keys, part) as found:
             rows = np.flatnonzero(found >= 0)
@@ -292,8 +292,8 @@ class NvmeStore:
             )
             same = (sums == self.tables.slot_checksum[held]) & ~unreadable
             self._note(held, same, unreadable)
-        checksums[rows], sound[rows] = sums, same
-        return sound, checksums
+        checksums[rows], valid[rows] = sums, same
+        return valid, checksums
 
     # -- private ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class NvmeSpec:
         """Return the figures of the tables; ConfigError: no segment fits, or sizes do not."""
         one = SegmentShape.of(self._geometry(1), self.slot_min).file_bytes
         geometry = self._geometry(self.capacity // one)
-        if not geometry.is_sound:
+        if not geometry.is_valid:
             raise ConfigError(
                 f"nvme.capacity ({self.capacity}) holds no file of nvme.segment ({self.segment}),"
                 f" or that is no multiple of arena.slot_min ({self.slot_min}), or this none of"

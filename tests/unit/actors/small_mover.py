@@ -170,9 +170,9 @@ def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: 
         ).all()
         for slot, key in zip(slots, keys, strict=True)
     )
-    sound = payload.verify(arena.tables, slots).all()
+    valid = payload.verify(arena.tables, slots).all()
     arena.release(*held.leases)
-    return bool(same and sound)
+    return bool(same and valid)
 
 
 def _no_peer(name: str) -> RemoteMover:

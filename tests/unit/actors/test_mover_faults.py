@@ -130,8 +130,8 @@ def test_dead_pusher_ends_a_fetch_at_once_and_its_leases_end_with_it(pusher, tar
 
 
 def test_other_fetches_fail_for_a_fence_and_come_again(pusher, target, keys, begin, make_node):
-    sound, kept = make_node("c", asked=LARGE), chain(20, seed="kept")
-    store(sound.arena, kept, block_bytes=BLOCK)
+    valid, kept = make_node("c", asked=LARGE), chain(20, seed="kept")
+    store(valid.arena, kept, block_bytes=BLOCK)
     fetch = begin(keys[:20], deadline_s=0.5)
     pusher.far.freeze()
     deadline = time.monotonic() + 10

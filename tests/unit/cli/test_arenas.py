@@ -257,7 +257,7 @@ def spoil(arena: Arena, slot: int) -> str:
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 
 
-def test_a_sound_arena_exits_with_0(verify, make):
+def test_a_valid_arena_exits_with_0(verify, make):
     store(make(), KEYS)
     done = verify()
     assert (done.returncode, done.stderr) == (0, "")
@@ -329,7 +329,7 @@ def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(veri
     assert done.stderr.count("\n") == 1, "one sentence"
 
 
-def test_all_without_an_arena_is_sound(verify, parent):
+def test_all_without_an_arena_is_valid(verify, parent):
     done = verify("--all")
     assert done.returncode == 0
     assert done.stdout == f"This user has no arena under {parent}.\n"

@@ -241,7 +241,7 @@ def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(server, begun, m
     assert begun.leased == 3
 
 
-@pytest.mark.parametrize("what", ["sound", "lease_for"])
+@pytest.mark.parametrize("what", ["valid", "lease_for"])
 def test_a_defect_after_the_call_leaves_no_lease(server, begun, elsewhere, monkeypatch, what):
     def broken(request: dict[str, Any]) -> dict[str, Any]:
         answer = elsewhere(request)

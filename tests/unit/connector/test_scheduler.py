@@ -1,4 +1,4 @@
-"""The leader promises what is leased and sound, and gives back what was not used."""
+"""The leader promises what is leased and valid, and gives back what was not used."""
 
 import logging
 from unittest import mock
@@ -119,7 +119,7 @@ def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm):
 def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
     warm, monkeypatch, caplog, error
 ):
-    monkeypatch.setattr(Arena, "sound", mock.Mock(side_effect=error))
+    monkeypatch.setattr(Arena, "valid", mock.Mock(side_effect=error))
     for request_id in (2, 3):
         assert warm.serve(Request(request_id, PROMPT)) == 0
     assert warm.leased == 0

@@ -51,7 +51,7 @@ def holding(stored: Apart, make_engine: MakeEngine) -> Apart:
     return make_engine(holds_loads=True, takes_offers_later=True)
 
 
-def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_sound(holding):
+def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_valid(holding):
     leader, totals = holding.leader, holding.totals
     assert holding.ask(7, PROMPT) == HIT
     holding.plan()  # passes may go by until it is taken

@@ -218,10 +218,10 @@ def test_retargeted_links_show_in_the_cache(checkpoint, cache, tmp_path):
     ids=lambda content: repr(content[:20]),
 )
 def test_damaged_caches_are_written_again(checkpoint, cache, entry, content):
-    sound = entry.read_bytes()
+    valid = entry.read_bytes()
     entry.write_bytes(content)
     assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-    assert entry.read_bytes() == sound
+    assert entry.read_bytes() == valid
 
 
 def test_entries_of_made_up_digests_are_misses(checkpoint, cache, entry):

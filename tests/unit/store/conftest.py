@@ -25,7 +25,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def tables() -> Iterator[Tables]:
-    """The tables of an empty arena, which no test may leave unsound."""
+    """The tables of an empty arena, which no test may leave invalid."""
     made = make_tables()
     yield made
     check_invariants(made)
@@ -33,7 +33,7 @@ def tables() -> Iterator[Tables]:
 
 @pytest.fixture
 def arena(directory: Path) -> Iterator[Arena]:
-    """An arena of 8 slabs of 8 slots, of which this process is a holder; it stays sound."""
+    """An arena of 8 slabs of 8 slots, of which this process is a holder; it stays valid."""
     made = make_arena(directory)
     made.join("test")
     yield made

@@ -265,7 +265,7 @@ class ArenaLife(RuleBasedStateMachine):
     # -- what always holds --------------------------------------------------------------------
 
     @invariant()
-    def tables_are_sound(self) -> None:
+    def tables_are_valid(self) -> None:
         check_invariants(self.arenas[0].tables)
         state = self.arenas[0].tables.slot_state
         self.bad = {slot for slot in self.bad if state[slot] == QUARANTINED}

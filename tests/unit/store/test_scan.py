@@ -221,7 +221,7 @@ def scene(directory: Path) -> Iterator[Scene]:
 def bits(scene: Scene, per_table: int | None) -> Iterator[tuple[int, int]]:
     """Yield (byte, bit) of the values in use, up to so many of each table; None: every one.
 
-    Low bits and the highest more often than others: they make one sound value of another.
+    Low bits and the highest more often than others: they make one valid value of another.
     """
     geometry, chance = scene.arena.tables.geometry, random.Random(7)
     tables = {"header": (header_offset("shard_epoch"), "<u8", 12, False)}

@@ -194,7 +194,7 @@ def test_what_was_stored_outlives_a_shard_that_is_started_again(own_cache, own_c
     assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
 
 
-@pytest.mark.parametrize("call", ["read_sound", "write"])
+@pytest.mark.parametrize("call", ["read_valid", "write"])
 def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
     own_cache, own_shards, call, monkeypatch
 ):

@@ -126,9 +126,9 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monk
     hold, read = leased(engine), payload.read
 
     def read_and_release(*args: Any, **options: Any) -> Any:
-        sound = read(*args, **options)
+        valid = read(*args, **options)
         engine.arena.release(*hold.leased.leases)
-        return sound
+        return valid
 
     monkeypatch.setattr(payload, "read", read_and_release)
     assert answer(held, hold) == 0
@@ -187,7 +187,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
         loads = []
         for one in ready:
             made = living.pop(one)
-            assert made.num_sound == NUM_WANTED
+            assert made.num_valid == NUM_WANTED
             holds.loaded(made)
             pages = PageIds.of(engine.new_blocks(PROMPT)[:NUM_WANTED])
             loads.append(HeldLoad(made.hold.hold_id, 0, pages))
@@ -252,7 +252,7 @@ def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
     assert not asked.is_answered
     holds.hear({0: 4}, {0: 2})
     assert asked.is_answered
-    assert (asked.num_sound, asked.end) == (4, 6)
+    assert (asked.num_valid, asked.end) == (4, 6)
 
 
 def test_the_ranks_are_told_once():

@@ -95,20 +95,20 @@ def told(half: "SchedulingHalf") -> Hold:
     return hold
 
 
-def answer(half: "SchedulingHalf", hold: Hold, sound: int | None = None) -> None:
+def answer(half: "SchedulingHalf", hold: Hold, valid: int | None = None) -> None:
     """Have the rank answer."""
     from kvray.vllm.start import HoldAnswers
 
-    num_sound = hold.num_blocks if sound is None else sound
-    half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_sound}))
+    num_valid = hold.num_blocks if valid is None else valid
+    half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_valid}))
 
 
 def offered(
-    half: "SchedulingHalf", request: SimpleNamespace, computed: int = 0, *, sound: int | None = None
+    half: "SchedulingHalf", request: SimpleNamespace, computed: int = 0, *, valid: int | None = None
 ) -> int | None:
-    """Ask, have the rank hold `sound` blocks of what is leased, and ask again."""
+    """Ask, have the rank hold `valid` blocks of what is leased, and ask again."""
     assert half.ask(request, computed) is None
-    answer(half, told(half), sound)
+    answer(half, told(half), valid)
     return half.ask(request, computed)
 
 
@@ -150,7 +150,7 @@ def test_what_vllm_does_not_take_is_not_loaded(half):
 
 def test_a_block_that_proves_wrong_makes_a_shorter_hit(half):
     request = asked("a")
-    assert offered(half, request, sound=3) == 3 * BLOCK
+    assert offered(half, request, valid=3) == 3 * BLOCK
     half.allocated(request, 3 * BLOCK)
     passed = half.plan(new("a", 3 * BLOCK, num_scheduled=len(PROMPT) - 3 * BLOCK))
     assert passed.loads[0].pages.num_blocks == 3
@@ -162,7 +162,7 @@ def test_a_block_that_proves_wrong_makes_a_shorter_hit(half):
 
 def test_a_first_block_that_proves_wrong_makes_a_miss(half):
     request = asked("a")
-    assert offered(half, request, sound=0) == 0
+    assert offered(half, request, valid=0) == 0
     half.allocated(request, 0)
     assert totals(half)["miss_tokens_corrupt"] == HIT
     assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).loads == ()

@@ -176,21 +176,21 @@ async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
     answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=0)
     assert (answer["num_blocks"], answer["reason"]) == (0, "corrupt")
     assert pair.leased(1) == 0
-    sound = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
-    assert sound["num_blocks"] == 8
-    assert sound["leases"][1][3] == 8 + 4
+    valid = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
+    assert valid["num_blocks"] == 8
+    assert valid["leases"][1][3] == 8 + 4
 
 
 def sums_wait(monkeypatch: pytest.MonkeyPatch, piece: int, wait: Callable[[int], object]) -> None:
     """Check `piece` blocks at a time, each after `wait` of the first one's place."""
-    sound = Arena.sound
+    valid = Arena.valid
 
     def slowly(arena: Arena, *args: Any) -> Any:
         wait(args[1].start)
-        return sound(arena, *args)
+        return valid(arena, *args)
 
     monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", piece * SLOT)
-    monkeypatch.setattr(Arena, "sound", slowly)
+    monkeypatch.setattr(Arena, "valid", slowly)
 
 
 async def test_what_was_checked_in_time_counts(pair, monkeypatch):
@@ -210,7 +210,7 @@ async def test_a_check_that_hangs_holds_up_nobody(pair, monkeypatch):
     may_sum.set()
     await pair.other.close()
     assert not pair.nodes["b"].arena.stats()["leased_blocks"]
-    refused = await pair.other._verifier.sound(
+    refused = await pair.other._verifier.valid(
         prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0),
         Staged(num_blocks=20, reason="none"),
         0,

@@ -82,7 +82,7 @@ async def test_what_another_node_has_is_brought_verified_and_can_be_leased(nodes
     assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
 
 
-async def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
+async def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_valid(
     nodes, stager
 ):
     store(nodes["b"].arena, KEYS[:12])

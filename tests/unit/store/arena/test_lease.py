@@ -153,7 +153,7 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables):
     tables.page_slots[bad[2].page, 1] = 40
     tables.page_holder[bad[3].page] = tables.geometry.holders_max + 1
     tables.page_holder[bad[4].page] = -5
-    audit.drop_unsound_leases(tables)
+    audit.drop_invalid_leases(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
     assert slots_named(tables, good)
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5

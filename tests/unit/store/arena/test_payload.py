@@ -35,10 +35,10 @@ from tests.unit.store.small_arena import (
 KEYS = chain(20)
 
 
-def sound_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
-    """Return how many blocks from `first` on are sound."""
-    sound = arena.sound(held, slice(first, None))
-    return len(sound) if sound.all() else int(sound.argmin())
+def valid_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
+    """Return how many blocks from `first` on are valid."""
+    valid = arena.valid(held, slice(first, None))
+    return len(valid) if valid.all() else int(valid.argmin())
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
@@ -47,7 +47,7 @@ def test_any_block_size_comes_back(arena, block_bytes):
     held = leased(arena, KEYS)
     assert held.num_slots == 3
     assert fetch(arena, KEYS, held, block_bytes=block_bytes)
-    assert sound_run(arena, held) == 3
+    assert valid_run(arena, held) == 3
 
 
 def test_blocks_may_lie_anywhere_in_the_pool(arena):
@@ -85,7 +85,7 @@ def test_what_others_write_before_the_checksum_is_found(
     monkeypatch.undo()
     assert sums.tolist() == expected(pool, seeds_of(KEYS[:2]))
     assert arena.commit(made, sums)
-    assert sound_run(arena, leased(arena, KEYS[:2])) == 0
+    assert valid_run(arena, leased(arena, KEYS[:2])) == 0
     arena.close()
 
 
@@ -112,7 +112,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
         back = np.zeros_like(pool)
         arena.read(held, back, np.arange(len(keys)), verify=verify)
         assert np.array_equal(back, pool)
-    assert sound_run(arena, held) == len(keys)
+    assert valid_run(arena, held) == len(keys)
     slot_bytes(arena.tables, int(made.slots[-1]))[block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
         arena.read(held, back, np.arange(len(keys)), verify=True)
@@ -143,13 +143,13 @@ def test_flipped_byte_is_found_and_the_block_never_served_again(arena, verify):
 def test_first_bad_block_is_told_and_taken_out_of_service(arena):
     store(arena, KEYS)
     held = leased(arena, KEYS)
-    assert sound_run(arena, held) == 20
+    assert valid_run(arena, held) == 20
     slot_bytes(arena.tables, 11)[77] ^= 1
-    assert sound_run(arena, held, first=15) == 5
-    assert sound_run(arena, held) == 11
-    assert sound_run(arena, held) == 11
+    assert valid_run(arena, held, first=15) == 5
+    assert valid_run(arena, held) == 11
+    assert valid_run(arena, held) == 11
     assert num_here(arena, KEYS) == 11
-    assert sound_run(arena, held, first=20) == 0
+    assert valid_run(arena, held, first=20) == 0
 
 
 def test_leases_that_end_in_a_copy_void_it(arena, monkeypatch):
@@ -221,7 +221,7 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena):
     arena.slot_bytes(int(slots[6]))[3] ^= 1
     with pytest.raises(CorruptBlock, match="quarantined"):
         arena.check(held.leases[0], slots, verify=True)
-    assert not arena.sound(held.leases[0], slice(6, 7)).any()
+    assert not arena.valid(held.leases[0], slice(6, 7)).any()
     arena.release(*held.leases)
 
 

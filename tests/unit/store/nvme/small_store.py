@@ -106,15 +106,15 @@ def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
 def promote(
     store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
 ) -> Array:
-    """Read `keys`; return a mask of those that are sound, which have the bytes of their keys."""
+    """Read `keys`; return a mask of those that are valid, which have the bytes of their keys."""
     arena = arena_tables(num_slabs=max(8, 2 + len(keys) * block_bytes // (32 * SLOT)))
     made = reserve(arena, keys, part=part, block_bytes=block_bytes)
     assert len(made.slots) == len(keys)
-    sound, checksums = store.read(key_index.pack_keys(keys), part, arena, made.slots)
-    for key, slot, is_sound in zip(keys, made.slots.tolist(), sound.tolist(), strict=True):
-        if is_sound:
+    valid, checksums = store.read(key_index.pack_keys(keys), part, arena, made.slots)
+    for key, slot, is_valid in zip(keys, made.slots.tolist(), valid.tolist(), strict=True):
+        if is_valid:
             found = payload.slot_bytes(arena, slot)[:block_bytes]
             assert (found == content(key, part, block_bytes=block_bytes)).all(), "wrong bytes"
     sums = payload.sum_slots(arena, made.slots)
-    assert (sums == checksums)[sound].all()
-    return sound
+    assert (sums == checksums)[valid].all()
+    return valid

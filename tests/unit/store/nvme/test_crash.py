@@ -74,8 +74,8 @@ def found_after(directory: Path) -> set[str]:
     assert (store.report.damaged, store.report.truncated, store.report.aside) == (0, 0, ())
     found = set()
     for (part, size), keys in crashing.CHAINS.items():
-        sound = promote(store, keys, part=part, block_bytes=size)
-        found |= {f"{part}/{size}/{row}" for row, good in enumerate(sound) if good}
+        valid = promote(store, keys, part=part, block_bytes=size)
+        found |= {f"{part}/{size}/{row}" for row, good in enumerate(valid) if good}
     store.close()
     return found
 
@@ -156,11 +156,11 @@ def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
         store = open_store(directory, spec(num_segments=4))
         check_invariants(store.tables)
         assert not store.report.aside, "a file had its name before it was whole"
-        sound: set[Block] = set()
+        valid: set[Block] = set()
         for (part, size), keys in CHAINS.items():
             got = promote(store, keys, part=part, block_bytes=size)
-            sound |= {(key, part) for key, good in zip(keys, got, strict=True) if good}
-        missing = promised(log, cut) - sound
+            valid |= {(key, part) for key, good in zip(keys, got, strict=True) if good}
+        missing = promised(log, cut) - valid
         assert not missing, f"{len(missing)} flushed blocks are lost"
         store.close()
         _check_second_life(directory)

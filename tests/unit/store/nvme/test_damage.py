@@ -1,7 +1,7 @@
 """Files that were flipped, torn, cut short, copied or somebody else's, and files of any content.
 
 They cost blocks, which are skipped and counted; nothing wrong is ever served from them: `promote`
-compares every byte that is called sound.
+compares every byte that is called valid.
 """
 
 import shutil
@@ -119,11 +119,11 @@ def test_one_flipped_bit_costs_one_block_or_the_file_and_nothing_wrong_is_served
     filled.put(image)
     filled.flip(at, bit)
     store = filled.reopen()
-    sound = int(np.count_nonzero(promote(store, KEYS)))
+    valid = int(np.count_nonzero(promote(store, KEYS)))
     if at < PAGE_BYTES:
-        assert (sound, len(store.report.aside)) == (0, 1)
+        assert (valid, len(store.report.aside)) == (0, 1)
     else:
-        assert sound >= len(KEYS) - 1
+        assert valid >= len(KEYS) - 1
 
 
 def test_flipped_record_is_skipped_and_counted_once(filled):

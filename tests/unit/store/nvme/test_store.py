@@ -270,7 +270,7 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model = self.ready()
 
     @invariant()
-    def tables_are_sound(self) -> None:
+    def tables_are_valid(self) -> None:
         check_invariants(self.store.tables)
         assert not self.store.tables.slot_leases.any()
 
