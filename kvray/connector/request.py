@@ -250,12 +250,14 @@ class RequestIdentifier:
             end = min(len(tokens), prompt_len)
             if type(num_computed) is not int or not 0 <= num_computed <= end:
                 return None
-            identity = self._identify_asked(request, tokens)
+            if self._regularity.is_lacking(request):
+                return None
+            identity = self.identify(request)
+            if identity is None or not self._shows_media(request, tokens, identity):
+                return None
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - a foreign object may be anything, and raise what it likes
-            return None
-        if identity is None:
             return None
         return Prompt(
             request_id=request.request_id,
@@ -270,12 +272,12 @@ class RequestIdentifier:
         identity = identify(request, self.adapters.fingerprint)
         return None if identity is None else self.tenancy.apply(identity)
 
-    def _identify_asked(self, request: Any, tokens: Sequence[int]) -> Identity | None:
-        if self._regularity.is_lacking(request):
-            return None
-        identity = self.identify(request)
-        # Only Python attributes tell of some media, and a copy of the request lacks those.
-        if identity is None or identity.media or hasattr(request, "py_multimodal_data"):
-            return identity
+    def _shows_media(self, request: Any, tokens: Sequence[int], identity: Identity) -> bool:
+        """Whether a request without media can have none.
+
+        Only Python attributes tell of some media, and a copy of the request lacks those.
+        """
+        if identity.media or hasattr(request, "py_multimodal_data"):
+            return True
         is_text = self._media_tokens is None or not self._media_tokens.may_be_in(tokens)
-        return identity if is_text and not self.hides_media else None
+        return is_text and not self.hides_media

@@ -246,16 +246,17 @@ class Leader:
         # A corrupt block, and what follows it, is saved again once it is computed. So is what is
         # loaded from an engine with another number of ranks.
         state.num_found = state.num_saved = found.num_stored
+        num_blocks = 0
         if lease is not None:
-            state.arrivals = lease.arrivals
-            if lease.end > first:
+            state.arrivals, num_blocks = lease.arrivals, max(0, lease.end - first)
+            if num_blocks:
                 promise = Promise(lease=lease, first=first, end=lease.end, honoured=honoured)
                 self.promises.keep(state, promise)
             else:
                 shared.release_prefix(lease)
         count = partial(record_answer, shared, asked=asked, found=found, state=state)
         self._record(request_id, count)
-        return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
+        return num_blocks * state.tokens_per_block
 
     def _record(self, request_id: int, count: partial[None]) -> None:
         if self._asks_in_vain:
@@ -332,7 +333,8 @@ def record_answer(
     """
     reason = reason or found.reason
     totals, size = shared.figures.totals, shared.args.tokens_per_block
-    first, wanted = asked.num_computed // size, asked.num_askable(size)
+    first = asked.num_computed // size
+    wanted = asked.num_askable(size) if state is None else state.asked[1]
     end, hit = min(first, wanted), 0
     arrivals: Arrivals = ()
     step = 1

@@ -306,7 +306,7 @@ class PrefixFinder:
         began, (waited_s, _) = time.monotonic(), self._asked.get(asked.request_id, _NOTHING)
         lease, reason = self._find(shared, query)
         num_stored = lease.end if lease else 0
-        if shared.pool.identity.others:
+        if shared.pool.identity.others and num_stored < len(keys):
             lease, reason = self._find_resliced(shared, query, asked, lease, reason)
         stage_s, _ = self._asked.get(asked.request_id, _NOTHING)
         lease_s = time.monotonic() - began - (stage_s - waited_s)

@@ -318,7 +318,8 @@ class RegisteredPool:
         Only the engine's thread calls this, once a request or pass, so no two reads there differ.
         """
         identity = self.identity
-        if self._registration is not None and (identity.model, identity.weights) != self._names():
+        is_old = identity.model != self.model_name.name or identity.weights != self.weights.state
+        if is_old and self._registration is not None:
             self._name()
         return bool(self.identity.digest)
 

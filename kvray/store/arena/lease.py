@@ -75,8 +75,9 @@ def match(
         slots = key_index.find_run(tables, keys, [one.part for one in whole])
         found, run = dict(zip(whole, slots, strict=True)), slots.shape[1]
         for one in whole:
-            if one.block_bytes is not None and not (fits := _fits(tables, one, found[one])).all():
-                run = min(run, int(fits.argmin()))
+            if one.block_bytes is not None:
+                fits = tables.serve(tables.geometry.slab_of(found[one]), one.block_bytes)
+                run = run if fits.all() else min(run, int(fits.argmin()))
     if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
         windows = [

@@ -60,7 +60,8 @@ class ArenaLock:
         """
         description = self._side_file.of_thread()
         # A thread that is in a section already: this is its signal's handler, or a finalizer.
-        if description is None or _is_held(description):
+        held = None if description is None else description.held
+        if description is None or (held is not None and held() is not None):
             return _REFUSED
         step = _Step(self, description, wait_s, opened, closed)
         end = partial(_Step.end, step)
@@ -145,10 +146,6 @@ def _end_turn(description: Description) -> None:
     turn, description.turn = description.turn, None
     if turn is not None:
         turn.release()
-
-
-def _is_held(description: Description) -> bool:
-    return description.held is not None and description.held() is not None
 
 
 class _Section:
