@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from kvray.errors import KVRayError
-from kvray.node import BlockTokens, PromptNotes, RequestNotes
+from kvray.node import EngineLog
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -44,9 +44,7 @@ class EngineFigures:
         self.stage_times = TimeHistogram()  # waits for the shard
         self.match_times = TimeHistogram()  # the scheduler's half, for each query
         self.plan_times = TimeHistogram()  # the scheduler's half, for each pass
-        self.request_notes = RequestNotes()
-        self.block_tokens = BlockTokens()
-        self.prompts = PromptNotes()
+        self.log = EngineLog()
         self._began_at = time.monotonic()
 
     def counters(self) -> dict[str, int]:

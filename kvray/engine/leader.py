@@ -188,7 +188,7 @@ class Leader:
         if state is not None:
             self.promises.release(self.shared, state)
             if state.is_reported:  # else it may be asked about again
-                self.shared.figures.prompts.note(state.keys, *state.asked)
+                self.shared.figures.log.prompts.note(state.keys, *state.asked)
             is_down = self.shared.link.arena is None
             reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
             self.shared.figures.dropped.count(state.num_full - state.num_saved, reason)
@@ -274,7 +274,7 @@ class Leader:
             tokens_per_block=size,
             media=identity.media,
             tenant_id=identity.tenant_id,
-            block_tokens=shared.figures.block_tokens if identity.is_plain else None,
+            block_tokens=shared.figures.log.block_tokens if identity.is_plain else None,
             windowed=shared.pool.identity.windowed,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
@@ -356,7 +356,7 @@ def record_answer(
     if state is not None and wanted:
         arrivals = state.arrivals
         step, missing = sampled(state.keys[:wanted], end)
-    shared.figures.request_notes.note(
+    shared.figures.log.requests.note(
         RequestNote(
             request_id=asked.request_id,
             at=time.time(),
@@ -379,6 +379,6 @@ def record_bypassed(shared: SharedState, request_id: int) -> None:
     """Record a request that has no keys, and so nothing to find."""
     shared.figures.totals["bypassed_requests"] += 1
     size = shared.args.tokens_per_block
-    shared.figures.request_notes.note(
+    shared.figures.log.requests.note(
         RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed")
     )

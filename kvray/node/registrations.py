@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
-from kvray.node.request_notes import BlockTokens, PromptNotes, RequestNotes, packed
+from kvray.node.engine_log import EngineLog
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Membership, PartRequest
 
@@ -27,12 +27,7 @@ class Registration:
     namespace: Namespace
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
-    requests: RequestNotes | None = None
-    """The notes of its requests; None if it makes none."""
-    block_tokens: BlockTokens | None = None
-    """The tokens of its blocks; None if it knows none."""
-    prompts: PromptNotes | None = None
-    """The prompts of which its shard gets a sample; None if it has none."""
+    log: EngineLog = field(default_factory=EngineLog)
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -99,11 +94,6 @@ class Registration:
             self.name_weights(version)
         stored = reply.get("stored")
         self.stored = frozenset(stored) if isinstance(stored, list) else frozenset()
-
-    def asked_for(self) -> dict[str, object]:
-        """Take what the shard has asked to be told."""
-        prompts = None if self.prompts is None else self.prompts.take()
-        return {} if prompts is None else {"prompts": prompts.pack()}
 
     @property
     def accepted(self) -> bool:
@@ -208,8 +198,7 @@ class Registrations:
         if not registration.accepted:
             self._register(registration, timeout_s)
         namespace, weights_order = registration.namespace, registration.weights_order
-        requests = registration.requests
-        asked = requests.take() if requests is not None else []
+        log = registration.log
         try:
             reply = self._socket.call(
                 "report",
@@ -218,29 +207,27 @@ class Registrations:
                 rank=registration.rank,
                 counters=registration.counters(),
                 weights_order=registration.weights_order,
-                requests=packed(asked),
                 leaving=leaving,
-                **registration.asked_for(),
+                **log.drain(),
             )
         except ShardUnavailable:
-            if requests is not None:
-                requests.give_back(asked)
+            log.give_back()
             raise
         known = bool(reply.get("known"))
-        if requests is not None and not known:
-            requests.give_back(asked)
+        if not known:
+            log.give_back()
         registration.told = namespace if known and not leaving else None
         registration.heed(reply)
-        if registration.prompts is not None:
-            registration.prompts.heard(reply.get("sample"))
-        if registration.block_tokens is not None and known and not leaving:
-            registration.block_tokens.hear(reply.get("describe"))
-            self._describe(registration, registration.block_tokens)
+        log.prompts.hear(reply.get("sample"))
+        if known and not leaving:
+            log.block_tokens.hear(reply.get("describe"))
+            self._describe(registration)
         if registration.weights_order != weights_order:  # somebody waits to hear of it
             self.report_one(registration, timeout_s=timeout_s)
 
-    def _describe(self, registration: Registration, block_tokens: BlockTokens) -> None:
+    def _describe(self, registration: Registration) -> None:
         """Tell the shard the tokens of blocks, in so many frames that others have their turn."""
+        block_tokens = registration.log.block_tokens
         tokens_per_block = registration.namespace.tokens_per_block
         for _ in range(_DESCRIBE_FRAMES):
             chains = block_tokens.take(tokens_per_block)

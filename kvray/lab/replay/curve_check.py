@@ -55,7 +55,7 @@ def _sample(trace: Trace, capacity_blocks: int, seed: int) -> TrafficSample:
     all_keys = split_keys(random.bytes(KEY_BYTES * trace.num_unique))
 
     def report() -> None:
-        notes.heard(sample.limit(_NAME, block_bytes=1))
+        notes.hear(sample.limit(_NAME, block_bytes=1))
         while (prompts := notes.take()) is not None:
             found = SampledPrompts.unpack(prompts.pack())
             sample.add(_NAME, found, block_bytes=1, tokens_per_block=1, now=now)

@@ -23,7 +23,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import Packed, chain_packed, pack, request_seed
-from kvray.node import BlockTokens, Registration, attach, link
+from kvray.node import Registration, attach, link
 from kvray.store import Arena, PartRequest
 from kvray.store.machine.access import OWN_USER
 from kvray.wire import SOCKET_FILE
@@ -48,7 +48,6 @@ class Engine:
     """The link of an engine, which tells the tokens of its prompts."""
 
     def __init__(self, directory: Path, replica: str, namespace: Namespace) -> None:
-        self.tokens = BlockTokens()
         self.namespace = namespace
         self._link = attach(
             directory, label=replica, lock_wait_s=5.0, attach_retry_s=0.05, access=OWN_USER
@@ -58,9 +57,9 @@ class Engine:
             rank=0,
             namespace=namespace,
             counters=dict,
-            block_tokens=self.tokens,
             part_requests=tuple(PartRequest(part) for part in range(namespace.num_parts)),
         )
+        self.tokens = self.registration.log.block_tokens
         self._link.register(self.registration)
         wait_for(lambda: self.tokens.generation)
 

@@ -173,7 +173,7 @@ class EventPublisher:
     ) -> int:
         """Take the tokens of blocks, from the event loop, and return the generation.
 
-        A `namespace` is its `namespace_id`; the chains are as in `kvray.node.request_notes`.
+        A `namespace` is its `namespace_id`; the chains are as in `kvray.node.engine_log`.
         Engines tell everything again when the generation changes. ConfigError: no such chains.
         """
         if not isinstance(chains, list | tuple):

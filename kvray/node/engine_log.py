@@ -98,7 +98,7 @@ class PromptNotes:
         self._num_in += len(keys)
         self._waiting.append((self._clock(), keys, num_tokens, num_asked, num_own))
 
-    def heard(self, limit: object) -> None:
+    def hear(self, limit: object) -> None:
         """Note the limit of what the shard wants next; another object, such as None: nothing."""
         self._limit = limit if isinstance(limit, int) else -1
 
@@ -251,3 +251,24 @@ def _chain(keys: list[BlockKey], at: int, end: int, tokens: memoryview) -> Chain
     words = np.frombuffer(b"".join(keys[at:end]), f"V{HASH_BYTES}")
     parent = keys[at - 1][:HASH_BYTES] if at else b""
     return Chain(parent, words[:: KEY_BYTES // HASH_BYTES].tobytes(), tokens)
+
+
+class EngineLog:
+    """All of these of one rank. The engine's thread notes, the link's thread reports."""
+
+    def __init__(self) -> None:
+        self.requests = RequestNotes()
+        self.prompts = PromptNotes()
+        self.block_tokens = BlockTokens()
+        self._reported: list[RequestNote] = []
+
+    def drain(self) -> dict[str, object]:
+        """Return the fields of the next report; if the shard does not take it, `give_back`."""
+        self._reported = self.requests.take()
+        prompts = self.prompts.take()
+        fields: dict[str, object] = {"requests": packed(self._reported)}
+        return fields if prompts is None else {**fields, "prompts": prompts.pack()}
+
+    def give_back(self) -> None:
+        """Report the notes on requests once more; a sample of prompts may be lost."""
+        self.requests.give_back(self._reported)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
-from kvray.node import BlockTokens, PromptNotes, RequestNotes, request_notes
-from kvray.node.request_notes import packed
+from kvray.node import BlockTokens, PromptNotes, engine_log
+from kvray.node.engine_log import RequestNotes, packed
 from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
 from kvray.trace.request_note import NOTES_MAX, RequestNote
 from tests.examples import examples
@@ -74,7 +74,7 @@ def keys(count: int, seed: int = 0) -> list[BlockKey]:
 def heard(limit: int = LIMIT_MAX) -> PromptNotes:
     """Return notes for a shard that has said what it wants."""
     notes = PromptNotes()
-    notes.heard(limit)
+    notes.hear(limit)
     return notes
 
 
@@ -92,9 +92,9 @@ def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
     notes = PromptNotes()
     notes.note(keys(4), 130, 4, 0)
     assert notes.take() is None
-    notes.heard(None)
+    notes.hear(None)
     assert notes.take() is None
-    notes.heard(LIMIT_MAX)
+    notes.hear(LIMIT_MAX)
     assert notes.take() is not None
     assert notes.take() is None
 
@@ -104,7 +104,7 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     notes = PromptNotes(clock)
     first, second = keys(50, 1), keys(60, 2)
     limit = 2**63
-    notes.heard(limit)
+    notes.hear(limit)
     notes.note(first, 1600, 45, 10)
     clock.now += 2.5
     notes.note(second, 1920, 60, 0)
@@ -239,7 +239,7 @@ def test_all_is_told_again_with_the_next_prompt(happens):
 
 
 def test_of_too_much_no_more_is_noted_until_some_is_taken(monkeypatch):
-    monkeypatch.setattr(request_notes, "_TOKEN_BYTES_MAX", 40)
+    monkeypatch.setattr(engine_log, "_TOKEN_BYTES_MAX", 40)
     tokens = asked()
     for at in range(10):
         tell(tokens, at, at + 100)
@@ -249,7 +249,7 @@ def test_of_too_much_no_more_is_noted_until_some_is_taken(monkeypatch):
 
 
 def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
-    monkeypatch.setattr(request_notes, "_FRAME_MAX", 64)
+    monkeypatch.setattr(engine_log, "_FRAME_MAX", 64)
     tokens = asked()
     keys = tell(tokens, *range(2000))  # more than are packed as bytes
     found = {}
@@ -270,7 +270,7 @@ def test_whatever_prompts_come_each_block_is_told_with_parent_and_tokens_and_few
     prompts, every, stride
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_notes, "_STRIDE", stride)
+        patch.setattr(engine_log, "_STRIDE", stride)
         tokens, keys, found = asked(), {}, {}
         for at, blocks in enumerate(prompts):
             parent = b""
