@@ -20,7 +20,7 @@ import pytest
 from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import tier
 from kvray.cli.page.asker import Asker
-from kvray.cli.page.board import STATUS
+from kvray.cli.page.state import STATUS
 from kvray.client import Client
 from kvray.errors import ConfigError
 from tests.kit.ray.command_line import SHM, Shell, free_port, open_shell

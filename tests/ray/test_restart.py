@@ -49,9 +49,9 @@ class UnderLoad:
     def __init__(self, nodes: TwoNodes) -> None:
         """Begin to start the engines; they are asked as soon as they answer."""
         count = len(nodes.nodes)
-        # One chapter, again and again: everything is in the tier after the first time.
-        book = load.make_book(seed=_SEED, num_chapters=1, num_replicas=count)
-        questions = ask_oracle(book, lambda done: None)
+        # One phase, again and again: everything is in the tier after the first time.
+        workload = load.make_workload(seed=_SEED, num_phases=1, num_replicas=count)
+        questions = ask_oracle(workload, lambda done: None)
         self.servers = [
             Server(
                 node.name,
@@ -62,7 +62,7 @@ class UnderLoad:
             for node in nodes.nodes
         ]
         for number, server in enumerate(self.servers):
-            server.serve(_batches(book, number, count, questions))
+            server.serve(_batches(workload, number, count, questions))
 
     def wait_for_batches(self, number: int) -> None:
         """Return when each engine has answered so many more."""
@@ -120,9 +120,9 @@ def _within(server: Server, since: float, until: float) -> list[Served]:
 
 
 def _batches(
-    book: list[load.Chapter], replica: int, count: int, questions: Questions
+    workload: list[load.Phase], replica: int, count: int, questions: Questions
 ) -> Iterator[tuple[int, list[Question]]]:
-    for place, asks in load.batches_of(book, replica=replica, num_replicas=count, seed=_SEED):
+    for place, asks in load.batches_of(workload, replica=replica, num_replicas=count, seed=_SEED):
         yield place, [questions[ask] for ask in asks]
 
 

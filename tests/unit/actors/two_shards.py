@@ -1,5 +1,6 @@
 """Two shards without Ray, and an engine: what it asks of one comes from the other."""
 
+import asyncio
 import contextlib
 import shutil
 import tempfile
@@ -11,7 +12,6 @@ from typing import Any
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
 from kvray.config import StagingConfig
-from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, ArenaOwner
@@ -35,13 +35,16 @@ PATIENT = HURRIED.model_copy(update={"deadline_s": 60.0, "call_timeout_s": 60.0}
 
 
 class Calls:
-    """The `Ask` of both shards; the nodes are there once the shards serve."""
+    """The `Ask` of both shards; the nodes are there once the shards serve, and are waited for.
+
+    A call that failed before would keep a shard from the lookup for a while.
+    """
 
     nodes: Nodes | None = None
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        if self.nodes is None:
-            raise ShardUnavailable("The nodes are not there yet.")
+        while self.nodes is None:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.01)
         return await self.nodes.ask(actor, method, *args, timeout_s=timeout_s)
 
 

@@ -207,12 +207,15 @@ def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard, told):
 
 def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, monkeypatch):
     pool = told.leader.shared.pool
-    is_silent = threading.Event()
+    is_silent, fell_silent = threading.Event(), threading.Event()
     report = Registrations.report
     monkeypatch.setattr(
-        Registrations, "report", lambda self: None if is_silent.is_set() else report(self)
+        Registrations,
+        "report",
+        lambda self: fell_silent.set() if is_silent.is_set() else report(self),
     )
     is_silent.set()
+    assert fell_silent.wait(30), "a report may still be under way"
     with pytest.raises(ShardUnavailable, match=r"Ranks .*1 of replica"):
         shard.requests.set_weights_version(pool.replica, "2", 0.05)
     is_silent.clear()
