@@ -13,18 +13,16 @@ has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
-from kvray.engine.model.checkpoint import MediaTokens
 from kvray.engine.model.model_name import Adapters, fingerprints_dir
-from kvray.engine.request import Identity, Prompt, Tenancy
+from kvray.engine.request import Identity, Prompt
+from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
-from kvray.identity.tenant import TenantSalts
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
@@ -218,22 +216,15 @@ def only_generates(request: Any) -> bool:
     return bool(said() if callable(said) else said)
 
 
-class RequestIdentifier:
-    """Tells the requests of one engine apart; used by its executor thread."""
+class RequestReader:
+    """Reads the requests of one engine; used by its executor thread."""
 
-    def __init__(
-        self,
-        totals: Counter[str],
-        *,
-        adapters: str,
-        media_tokens: MediaTokens | None,
-        tenants: TenantSalts | None,
-    ) -> None:
-        self.tenancy = Tenancy(tenants, totals)
-        self.adapters = Adapters(settings=adapters, cache_dir=fingerprints_dir())
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
+        self.adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
         self.hides_media = False
         """Whether the engine was seen to ask about a request without showing its media."""
-        self._media_tokens = media_tokens
+        self._media_tokens = shared.args.checkpoint.media_tokens
         self._regularity = Regularity()
 
     def read(self, request: Any, num_computed: Any) -> Prompt | None:
@@ -270,7 +261,7 @@ class RequestIdentifier:
     def identify(self, request: Any) -> Identity | None:
         """Return what the request shows of what enters its keys; raises as `identify`."""
         identity = identify(request, self.adapters.fingerprint)
-        return None if identity is None else self.tenancy.apply(identity)
+        return None if identity is None else self._shared.under_tenant(identity)
 
     def _shows_media(self, request: Any, tokens: Sequence[int], identity: Identity) -> bool:
         """Whether a request without media can have none.

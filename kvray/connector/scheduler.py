@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.request import NO_REQUEST, RequestIdentifier, id_of, only_generates
+from kvray.connector.request import NO_REQUEST, RequestReader, id_of, only_generates
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
@@ -35,7 +35,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             state_for(llm_args, self.config_path),
             unaligned_advice=" Set kv_cache_config.enable_partial_reuse: false.",
         )
-        self._identifier: RequestIdentifier | None = None
+        self._reader: RequestReader | None = None
         shut_down_at_exit(self)
 
     def get_num_new_matched_tokens(
@@ -110,28 +110,23 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         return self._leader.shared
 
     def _read(self, request: Any, num_computed_tokens: int, shared: SharedState) -> Prompt | None:
-        return self._identifier_of(shared).read(request, num_computed_tokens)
+        return self._reader_of(shared).read(request, num_computed_tokens)
 
-    def _identifier_of(self, shared: SharedState) -> RequestIdentifier:
+    def _reader_of(self, shared: SharedState) -> RequestReader:
         """Return the only one, made when the worker's state is known: it counts there."""
-        if self._identifier is None:
-            self._identifier = RequestIdentifier(
-                shared.figures.totals,
-                adapters=shared.args.adapters,
-                media_tokens=shared.args.checkpoint.media_tokens,
-                tenants=shared.tenants,
-            )
-        return self._identifier
+        if self._reader is None:
+            self._reader = RequestReader(shared)
+        return self._reader
 
     def _confirm(self, state: RequestState, request: Any) -> None:
         """Check that the request is the one that was keyed; save nothing of it if it is not."""
         shared, shown = self._shared, None
-        identifier = self._identifier_of(shared)
+        reader = self._reader_of(shared)
         with shared.boundary.around("a request"):
-            shown = identifier.identify(request)
+            shown = reader.identify(request)
         unlike_at: int | None = 0
         if shown is None:
-            identifier.hides_media = True
+            reader.hides_media = True
         else:
             seed = request_seed(state.namespace, salt=shown.salt, lora=shown.lora)
             unlike_at = state.unlike_at(seed, shown.media)

@@ -5,9 +5,8 @@ report is what one pass has that is new about a request. It may have retention p
 """
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from kvray.engine.meta import Promise
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_packed, pack
-from kvray.identity.tenant import TenantSalts
 from kvray.node import BlockTokens
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
@@ -53,34 +51,6 @@ class Prompt(NamedTuple):
     def num_askable(self, tokens_per_block: int) -> int:
         """Return how many leading blocks may be promised: the engine computes the last token."""
         return max(0, (self.prompt_len - 1) // tokens_per_block)
-
-
-class Tenancy:
-    """Puts each request under its tenant, where the cluster has tenants."""
-
-    def __init__(self, tenants: TenantSalts | None, totals: Counter[str]) -> None:
-        self.tenants = tenants
-        self._totals = totals
-        self._warned = False
-
-    def apply(self, identity: Identity) -> Identity | None:
-        """Return the identity with its tenant's salt; None: it names no tenant, and none is known.
-
-        Nobody could find what is stored under a salt that no other request has.
-        """
-        if self.tenants is None:
-            return identity
-        derived = self.tenants.derive(identity.salt)
-        if derived is not None:
-            return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
-        self._totals["tenantless_requests"] += 1
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
-                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
-            )
-        return None
 
 
 _DEFAULT = bytes([DEFAULT_PRIORITY])

@@ -6,9 +6,11 @@ is complete, and the leader's half keys requests with that namespace.
 """
 
 import atexit
+import logging
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvray import node
@@ -17,12 +19,15 @@ from kvray.engine.figures import Boundary, EngineFigures
 from kvray.engine.meta import PrefixLease, Release
 from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.registered_pool import RegisteredPool
+from kvray.engine.request import Identity
 from kvray.engine.saver import PendingReads
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
 from kvray.node import NodeLink
 from kvray.store import Arena, Lease
 from kvray.store.machine.access import Access
+
+_log = logging.getLogger("kvray.connector")
 
 
 class SharedState:
@@ -46,6 +51,7 @@ class SharedState:
         self.figures = EngineFigures()
         self.boundary = Boundary(self.figures.totals)
         self.tenants = tenants
+        self._warned_tenantless = False
         self.pool = RegisteredPool(
             args,
             link,
@@ -76,6 +82,25 @@ class SharedState:
         """Whether loaded blocks are checked: always, never, or because the pool is on the host."""
         mode = self.config.connector.verify_on_load
         return mode == "always" or (mode == "auto" and self.pool.identity.is_host)
+
+    def under_tenant(self, identity: Identity) -> Identity | None:
+        """Return it with its tenant's salt, where the cluster has tenants; None: it names none.
+
+        Nobody could find what is stored under a salt that no other request has.
+        """
+        if self.tenants is None:
+            return identity
+        derived = self.tenants.derive(identity.salt)
+        if derived is not None:
+            return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
+        self.figures.totals["tenantless_requests"] += 1
+        if not self._warned_tenantless:
+            self._warned_tenantless = True
+            _log.warning(
+                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
+                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
+            )
+        return None
 
     def release_leases(self, arena: Arena, *leases: Lease) -> None:
         """End `leases` now, or from the link's thread if the arena is busy."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvray.engine.model.engine_args import field_of, number_of
 from kvray.engine.model.model_name import Adapters, fingerprints_dir
-from kvray.engine.request import Identity, Prompt, Tenancy
+from kvray.engine.request import Identity, Prompt
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
 from kvray.identity.block import frame
@@ -23,7 +23,7 @@ class RequestReader:
 
     def __init__(self, shared: SharedState) -> None:
         self._adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
-        self._tenancy = Tenancy(shared.tenants, shared.figures.totals)
+        self._shared = shared
 
     def read(self, request: Any, number: int, num_computed: int) -> Prompt | None:
         """Return a request as the leader knows it; None: it bypasses the cache.
@@ -53,7 +53,8 @@ class RequestReader:
             lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
             if lora is None or asked.load_inplace:
                 return None
-        return self._tenancy.apply(Identity(salt=request.cache_salt, lora=lora, media=media))
+        identity = Identity(salt=request.cache_salt, lora=lora, media=media)
+        return self._shared.under_tenant(identity)
 
 
 def _has_more_than_tokens(request: Any) -> bool:
