@@ -1,6 +1,5 @@
 """What kvray reads of vLLM: requests, the caches that it registers, its configuration."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +41,7 @@ def feature(
 @pytest.fixture
 def reader() -> RequestReader:
     args = SimpleNamespace(adapters="")
-    figures = SimpleNamespace(totals=Counter())
-    return RequestReader(SimpleNamespace(args=args, figures=figures, tenants=None))
+    return RequestReader(SimpleNamespace(args=args, under_tenant=lambda identity: identity))
 
 
 def read(reader: RequestReader, **changes: Any) -> Prompt:
