@@ -61,7 +61,7 @@ shard_epoch: how often the node's arena was adopted: one more a restart @ arena.
 leased_blocks: blocks of the arena that somebody has leased @ arena.leased_blocks
 quarantined_blocks: blocks of the arena that are never served again @ arena.quarantined_blocks
 holders: processes attached to the arena @ arena.holders
-draining: 1 while the node is to go, else 0
+draining: 1 while the node is being drained, else 0
 drain_left_bytes: bytes that the node is still to give to others before it goes
 copied_bytes: bytes of blocks that are extra: another node has them too @ copies.extra_bytes
 announcement_lag_seconds: age of the oldest change that the lookup was not told of

@@ -38,7 +38,7 @@ def drain(
     address: AddressOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Have what only one node has go to the others, before the node is taken away.
+    """Move blocks that only this node holds to other nodes before you remove it.
 
     What is used most goes first. Engines of the node go on until they end. The node gets nothing
     for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.

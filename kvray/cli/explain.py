@@ -405,7 +405,7 @@ def _sources(request: Mapping[str, Any]) -> str:
 def _leaving(shards: Sequence[str]) -> Iterator[str]:
     for one in shards:
         yield (
-            f"Node {node_of(one)} is to go; what only it has goes to others."
+            f"Node {node_of(one)} is being drained; blocks that only it holds go to others."
             " `kvray status` says how far it is."
         )
 

@@ -353,9 +353,9 @@ def drain_sentence(shard: str, found: Mapping[str, Any]) -> str:
     seconds = "" if found["seconds_left"] is None else f" within {found['seconds_left']:.0f} s"
     who = " and ".join(found["by"])
     says = {
-        "moving": f"is to go{seconds}, as {who} says: {moved}, {left} are left",
-        "moved": f"is to go and may: {moved}",
-        "late": f"is to go and has no time left: {moved}, {left} are not",
+        "moving": f"is being drained{seconds} (requested by {who}): {moved}, {left} are left",
+        "moved": f"is drained and may be removed: {moved}",
+        "late": f"has no time left to drain: {moved}, {left} are not",
     }[found["state"]]
     return f"{shard} {says}." + (f" {found['message']}" if found.get("message") else "")
 

@@ -107,8 +107,8 @@ class DroppedBlocks:
             self._logged.add(reason)
         if is_new:
             _log.warning(
-                "kvray: %d blocks were not saved, nor will be what follows them in their prompts:"
-                " %s (said once)",
+                "kvray: %d blocks and everything after them in their prompts were not saved: %s"
+                " (said once)",
                 num_blocks,
                 SENTENCES[reason],
             )

@@ -38,9 +38,9 @@ class Leader:
     ) -> None:
         """Take `shared`, which `close` gives back.
 
-        With `asks_in_vain` the engine asks about requests that it then has no room for; an answer
-        counts once it calls `count`. `unaligned_advice` says what to set if it has parts of blocks
-        of its own.
+        An engine that `asks_in_vain` may ask about a request and then not schedule it; an answer is
+        counted only when `count` is called. `unaligned_advice` says what to set if the engine has
+        parts of blocks of its own.
         """
         self._own_shared = self.shared = shared
         self.states: OrderedDict[int, RequestState] = OrderedDict()

@@ -154,7 +154,7 @@ class Promise:
         if end >= self.end * tokens_per_block:
             self.end = min(self.end, max(self.first, -(-start // tokens_per_block)))
         elif start <= self.first * tokens_per_block:
-            # A block that is handed back in part is loaded whole.
+            # If only part of a block is given back, the block is loaded whole.
             self.first = max(self.first, end // tokens_per_block)
 
     def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:

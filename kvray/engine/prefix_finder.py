@@ -245,8 +245,7 @@ _WORTH_S = 0.005
 _MISSING = ("not_stored", "corrupt")
 """Reasons of a local match for which another node may have more."""
 _HOPELESS = ("arena_busy", "none", "reuse_disabled")
-"""Reasons for which blocks of other namespaces are of no use either. What the shard could not bring
-of the engine's own, for whatever reason, may be here in another."""
+"""Miss reasons after which no other namespace is tried."""
 
 _NOTHING: tuple[float, Arrivals] = (0.0, ())
 

@@ -160,10 +160,9 @@ class RequestState:
     ) -> None:
         """Take an engine's report: deltas over the request's life, the first with all so far.
 
-        An engine may remember what it has reported of an id, also when the request has ended. Of
-        a later request of that id it names only what goes beyond the longest one before it, which
-        is of no use: such a request has the tokens that it was asked about with, and the pages
-        that it was given at its allocation.
+        An engine may remember what it has reported of an id, also when the request has ended. For
+        a reused id it reports only tokens beyond the longest earlier request, which we cannot use.
+        Such a request has the tokens of its query, and the pages of its allocation.
 
         `priorities` are of the first group's new blocks; `new`: the id's first report.
         """

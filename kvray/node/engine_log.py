@@ -173,8 +173,8 @@ class BlockTokens:
     """What waits to be told, and what was told already.
 
     The engine's thread notes, in about a microsecond and without a lock; the link's thread takes
-    and tells. Each of the two counts is written by one of them. Of too much the engine notes no
-    more; a prompt that comes again is noted again.
+    and tells. Each of the two counts is written by one of them. Beyond the limit new notes are
+    dropped; they are made again when the prompt recurs.
     """
 
     def __init__(self) -> None:

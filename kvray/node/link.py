@@ -87,8 +87,8 @@ _LEAVE_S = 0.1
 """An engine's end beside a frozen shard that has the arena's lock takes the sum of these, and of
 the saver's time: two seconds."""
 _PREVIOUS_S = 10.0
-"""Minimum time that a replaced arena stays mapped: the leader may be a moment behind, and lease
-there again. After that it stays as long as a living process has a lease in it."""
+"""Minimum time that a replaced arena stays mapped: the leader may still lease from it for a
+moment. After that it stays as long as a living process has a lease in it."""
 
 T = TypeVar("T")
 

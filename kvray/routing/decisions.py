@@ -72,7 +72,7 @@ class _Times:
 
 
 _DECISIONS_MAX = 4096
-"""Of a request that was given up while it waited Serve does not tell; the oldest go."""
+"""Serve does not report abandoned requests, so the oldest entries are dropped."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -55,7 +55,7 @@ def start_sdk(hook: str | None) -> None:
 def request(name: str, headers: Mapping[str, str], attributes: Attributes) -> Iterator[Span]:
     """Make the first span of a request, below that of its caller, if its headers name one.
 
-    Of the same trace the current span is the nearer parent: Serve or a middleware has made it.
+    If both belong to one trace, the current span, of Serve or a middleware, is the closer parent.
     """
     parent = propagate.extract(headers)
     caller = trace.get_current_span(parent).get_span_context()

@@ -178,11 +178,11 @@ def test_a_node_that_is_drained_by_hand_gives_another_what_only_it_has(sharing):
     first, second = sharing.shards()
     name, brought = node_of(first), second["arena"]["blocks"]
 
-    assert "is to go and may: " in sharing.say("drain", name, "--deadline", "60")
+    assert "is drained and may be removed: " in sharing.say("drain", name, "--deadline", "60")
     first, second = sharing.shards()
     assert second["arena"]["blocks"] >= brought + NUM_BLOCKS
     assert first["drain"]["by"] == ["kvray drain"]
-    assert "is to go" in sharing.say("status")
+    assert "is drained" in sharing.say("status")
     sharing.say("drain", name, "--cancel")
     assert not sharing.shards()[0].get("drain")
     (output,) = sharing.second.generate([prompt], max_tokens=4)

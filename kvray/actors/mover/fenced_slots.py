@@ -10,15 +10,15 @@ from kvray.store import Arena, Reservation
 from kvray.transport import Transport
 
 PATIENCE_S = 2.0
-"""How long slots stay fenced for the sake of other transfers, which a renewal would end."""
+"""Recreating the endpoint ends running transfers, so it waits this long for them."""
 
 
 class FencedSlots:
     """The fenced slots of one transport. Thread-safe.
 
-    A slot is fenced when its transfer fails, until the end that the transfer was sent to has been
-    renewed. It stays RESERVED meanwhile, so nobody reads or reuses it. Each transfer belongs to the
-    incarnation whose address its source has.
+    A slot is fenced from a failed transfer until the receiving endpoint has been recreated. It stays
+    RESERVED meanwhile, so nobody reads or reuses it. Each transfer belongs to the incarnation whose
+    address its source has.
     """
 
     def __init__(self, arena: Arena, transport: Transport) -> None:

@@ -105,7 +105,7 @@ class ReadLease:
     token: int
     transport: str
     groups: tuple[LeasedGroup, ...]
-    """As in the `LeaseRequest`; each as long as the source has its blocks."""
+    """One for each requested group; it ends at the first block that the source lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -295,7 +295,7 @@ class ActorCalls:
         deadline = loop.time() + timeout_s
         try:
             if actor not in self._handles:
-                # In the thread, too, the tier is meant that is meant here.
+                # The thread must use this context's Ray namespace.
                 search = asyncio.wrap_future(
                     self._searches.submit(copy_context().run, get_actor, actor)
                 )

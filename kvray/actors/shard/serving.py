@@ -276,8 +276,8 @@ class Serving:
             self._auditing = None
             for name, count in ended.result().items() if ended is not None else ():
                 _log.error(
-                    "%s: %d %s of its tables were wrong, and are mended; test the memory of"
-                    " this node",
+                    "%s: repaired %d corrupt %s in the arena's tables; run a memory test on this"
+                    " node",
                     self._name,
                     count,
                     name,

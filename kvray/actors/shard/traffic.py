@@ -123,8 +123,8 @@ FOUND_MAX = 1000
 class RequestLog:
     """The latest requests of a node's replicas; state of the shard's event loop.
 
-    They stay when their engine is gone. Of too many the oldest goes, whosever it is: so the log
-    covers the same time for all.
+    They stay when their engine is gone. The oldest note is dropped first, so the log covers the
+    same period for every replica.
     """
 
     def __init__(self, bytes_max: int = _BYTES_MAX) -> None:

@@ -43,7 +43,7 @@ class Share:
         """Return whom to ask now; if there are many, no part that was `heard`.
 
         Each group of `suspects` gets half of what those before it have left, and the others have
-        their turns: many that are cut off do not hide one that is frozen.
+        their turns: so one frozen part is found even if many are unreachable.
         """
         if len(self._line) <= self._most:
             return set(self._line)

@@ -42,7 +42,7 @@ def mapping_of(tables: Tables) -> Array:
 def pieces_of(tables: Tables) -> list[Array]:
     """Return the parts of `mapping_of` that have memory: all but the slot rows still missing.
 
-    The last row has memory in any case: -1 stands for no slot, and as an index means that row.
+    The last row always has memory, as index -1 ("no slot") reads it.
     """
     memory, at, found = mapping_of(tables), 0, []
     missing = range(tables.num_backed, tables.geometry.num_slots - 1)

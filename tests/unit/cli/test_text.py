@@ -96,7 +96,7 @@ def test_a_prompt_is_told_by_where_its_blocks_are():
     }
     text = shown(*prompt_report(prompt, now=NOW))
     assert "on the disk of node a" in text
-    assert "Node a is to go; what only it has goes to others." in text
+    assert "Node a is being drained; blocks that only it holds go to others." in text
     assert "160 of 330 tokens are stored now" in text
     whole = {**prompt, "reason": "none", "stored_tokens": 320}
     assert "only whole blocks are stored" in shown(*prompt_report(whole, now=NOW))

@@ -81,8 +81,8 @@ class _Told:
 class _Waiting:
     """What engines have told and nobody has taken yet, by connection; for two threads.
 
-    Each connection has its turn, and a bounded speed. Of too much the one that told most loses
-    its latest, so an engine that tells what it computes is heard beside one that tells anything.
+    Each connection has its turn, and a bounded speed. Beyond the limit the connection that has sent
+    most loses its latest, so a flood from one engine does not cost another its notes.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ class Drain:
             self._task.add_done_callback(self._note_defect)
         if is_new:
             within = "" if seconds is None else f" within {seconds:.0f} s"
-            _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
+            _log.warning("%s: draining the node%s (requested by %s)", self._shard, within, by)
             self._figures["state"] = "moving"
             self._woken.set()
 
@@ -122,7 +122,8 @@ class Drain:
             return False
         targets = await self._giver.targets()
         if not targets:
-            self._figures["message"] = "No other node takes blocks; add one, or have this one stay."
+            advice = "No other node can take blocks; add a node, or cancel the drain."
+            self._figures["message"] = advice
             return False
         self._figures.pop("message", None)
         in_thread = asyncio.get_running_loop().run_in_executor
