@@ -16,9 +16,9 @@ PATIENCE_S = 2.0
 class FencedSlots:
     """The fenced slots of one transport. Thread-safe.
 
-    A slot is fenced from a failed transfer until the receiving endpoint has been recreated. It stays
-    RESERVED meanwhile, so nobody reads or reuses it. Each transfer belongs to the incarnation whose
-    address its source has.
+    A slot is fenced from a failed transfer until the receiving endpoint has been recreated.
+    Meanwhile it is RESERVED, so nobody reads or reuses it. Each transfer belongs to the incarnation
+    whose address its source has.
     """
 
     def __init__(self, arena: Arena, transport: Transport) -> None:

@@ -1,4 +1,4 @@
-"""Gives blocks of a node that is to go to others; finds extra copies. Part of the shard's loop."""
+"""Sends blocks of a drained node to others; finds extra copies. Part of the shard's loop."""
 
 from kvray.actors.shard.giving.copies import Copies
 from kvray.actors.shard.giving.drain import Drain

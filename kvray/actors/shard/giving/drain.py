@@ -53,7 +53,7 @@ class Drain:
 
     @property
     def is_on(self) -> bool:
-        """Whether the node is to go."""
+        """Whether the node is being drained."""
         return bool(self._orders)
 
     def order(self, by: str, seconds: float | None) -> None:
