@@ -46,7 +46,8 @@ _SLABS_MAX = 8
 
 _LONG_LOOK_S = 0.02
 _PAUSE_SHARE = 1.0
-"""A search for the blocks that go next that takes long is followed by a pause, as long again."""
+"""A search for the blocks that go next that takes long is followed by a pause, as long again. It is
+CPU time that counts: writers must find room also where the search had to wait for a core."""
 
 _QUOTA_STEP = 4096
 """Most blocks that go at a time because of quotas; a new quota may concern many."""
@@ -386,7 +387,7 @@ class RoomAhead:
 
     def _search(self, block_bytes: int, size: _Size, short: int, rank: Rank | None) -> int:
         """Choose the blocks of a size that go next, and evict the first `short` of them."""
-        tables, began = self._owner.arena.tables, time.monotonic()
+        tables, began = self._owner.arena.tables, time.thread_time()
         tick, size.changes = tables.counts.tick, tables.counts.changes
         count = short + victims.most(tables, block_bytes)
         within = slabs.slots_of(tables, block_bytes)
@@ -397,9 +398,9 @@ class RoomAhead:
             if entered:
                 victims.put(tables, block_bytes, found[short:], tick=tick)
                 victims.put_slabs(tables, to_clear)
-        ended = time.monotonic()
-        pause = _PAUSE_SHARE * (ended - began) if ended - began > _LONG_LOOK_S else 0
-        size.search_at = ended + pause
+        took_s = time.thread_time() - began
+        pause = _PAUSE_SHARE * took_s if took_s > _LONG_LOOK_S else 0
+        size.search_at = time.monotonic() + pause
         return evicted
 
 

@@ -3,6 +3,7 @@
 Blocks of no use go before all others, then what is over a quota, then lower priorities.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -327,3 +328,21 @@ def test_what_was_stored_while_the_owner_chose_is_not_evicted_in_the_place_of_wh
     monkeypatch.undo()
     assert ArenaOwner(arena).evict_ahead(0.5) > 0
     assert served(arena, new) == 16
+
+
+def test_a_search_that_had_to_wait_for_a_core_puts_off_no_other(arena, monkeypatch):
+    owner, choose = ArenaOwner(arena), eviction.choose_victims
+
+    def choose_late(*args: Any, **options: Any) -> Array:
+        time.sleep(0.5)
+        return choose(*args, **options)
+
+    store(arena, chain(64))
+    monkeypatch.setattr(eviction, "choose_victims", choose_late)
+    owner.evict_ahead(0.25)
+    assert arena.stats()["blocks"] == 48
+    monkeypatch.undo()
+    for seed in "ab":
+        store(arena, chain(16, seed=seed))
+        owner.evict_ahead(0.25)
+        assert arena.stats()["blocks"] == 48
