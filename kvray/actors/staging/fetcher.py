@@ -72,7 +72,8 @@ class Fetch:
         self.blocks = [
             (keys[block], step.part) for step in steps for block in range(step.start, step.stop)
         ]
-        self.finished = asyncio.Event()
+        self.task: asyncio.Task[None]
+        """What carries it out, from its start on; it ends whatever becomes of the fetch."""
         self.report: FetchReport | None = None
         """None while it is under way, and if the mover did not answer."""
 
@@ -184,9 +185,9 @@ class Fetcher:
         """
         fetch = Fetch(keys, first_steps(steps), windowed)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
-        task = asyncio.get_running_loop().create_task(self._fetch(fetch))
-        self.tasks.add(task)
-        task.add_done_callback(lambda _: self._finish(task, fetch))
+        fetch.task = asyncio.get_running_loop().create_task(self._fetch(fetch))
+        self.tasks.add(fetch.task)
+        fetch.task.add_done_callback(lambda task: self._finish(task, fetch))
         return fetch
 
     def status(self) -> dict[str, Any]:
@@ -199,11 +200,11 @@ class Fetcher:
         }
 
     def _finish(self, task: "asyncio.Task[None]", fetch: Fetch) -> None:
-        # As a callback of the task: one that is cancelled before it begins ends here too.
+        # As a callback of the task: one that is cancelled before it begins ends here too. It is the
+        # first one, so whoever waits for the task finds the blocks in no fetch any more.
         self.tasks.discard(task)
         for block in fetch.blocks:
             self._by_block.pop(block, None)
-        fetch.finished.set()
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a fetch ended by a defect", exc_info=defect)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.staging.replica_stager import ReplicaStager, prefix_for
+from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Reader
+from kvray.actors.staging.spread import prefix_for
 from kvray.actors.staging.stager import Staged
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, PartRequest
@@ -189,7 +190,7 @@ def sums_wait(monkeypatch: pytest.MonkeyPatch, piece: int, wait: Callable[[int],
         wait(args[1].start)
         return sound(arena, *args)
 
-    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", piece * SLOT)
+    monkeypatch.setattr("kvray.actors.staging.spread._PIECE_BYTES", piece * SLOT)
     monkeypatch.setattr(Arena, "sound", slowly)
 
 

@@ -53,8 +53,12 @@ def slow(nodes: Nodes) -> Nodes:
     return nodes
 
 
+def later() -> float:
+    return time.monotonic() + 5
+
+
 def stage(stager: Stager, keys: list[BlockKey] = KEYS, wait_s: float = 5) -> asyncio.Task[Staged]:
-    return asyncio.ensure_future(stager.stage(prefix_of(keys), wait_s=wait_s))
+    return asyncio.ensure_future(stager.stage(prefix_of(keys), until=time.monotonic() + wait_s))
 
 
 async def move_five(nodes: Nodes) -> None:
@@ -129,9 +133,9 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
     await stage(stager, large)  # 1.2 MB in 1 ms: the rate is known
     store(nodes["b"].arena, KEYS)
     dear = prefix_of(KEYS, seconds_per_block=1e-9)
-    assert (await stager.stage(dear, wait_s=5)).reason == "cheaper_to_recompute"
+    assert (await stager.stage(dear, until=later())).reason == "cheaper_to_recompute"
     worth = prefix_of(KEYS, seconds_per_block=1.0)
-    assert (await stager.stage(worth, wait_s=5)).num_blocks == 20
+    assert (await stager.stage(worth, until=later())).num_blocks == 20
 
 
 # -- one fetch a block ----------------------------------------------------------------------------
@@ -259,6 +263,7 @@ async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monke
     assert refused == ["too_slow"] * 3
     for one in stages:
         one.cancel()
+    await asyncio.wait(stages)
     await stager.close()
 
 
@@ -470,7 +475,7 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
     monkeypatch.setattr(Arena, "present", seen_present)
     monkeypatch.setattr(Arena, "lease_for", seen_lease)
     asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-    staged = await stager.stage(asks, wait_s=5)
+    staged = await stager.stage(asks, until=later())
     monkeypatch.undo()
     task.cancel()
     assert staged.num_blocks == max(18, have)
