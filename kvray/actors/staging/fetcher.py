@@ -157,13 +157,9 @@ class Fetcher:
 
     def covering(self, keys: Sequence[BlockKey], steps: Iterable[FetchStep]) -> list[Fetch]:
         """Return the fetches in flight that bring blocks of `steps`."""
-        found = {
-            id(fetch): fetch
-            for step in steps
-            for block in range(step.start, step.stop)
-            if (fetch := self._by_block.get((keys[block], step.part))) is not None
-        }
-        return list(found.values())
+        blocks = ((keys[at], one.part) for one in steps for at in range(one.start, one.stop))
+        found = (self._by_block.get(block) for block in blocks)
+        return list(dict.fromkeys(fetch for fetch in found if fetch is not None))
 
     @contextlib.contextmanager
     def waiting_for(self, fetches: Sequence[Fetch]) -> Iterator[None]:
@@ -235,8 +231,7 @@ class Fetcher:
         if left_s > 0:
             began = time.time()
             fetch.report = await carry_out(FetchOrder(spans=fetch.spans, deadline_s=left_s))
-            self._count(fetch.report)
-            self._tell(fetch.report, began)
+            self._note(fetch.report, began)
 
     async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
         """Have shards promote what their movers lacked; True: the movers are worth a new order."""
@@ -263,37 +258,26 @@ class Fetcher:
         self._counts["promoted_blocks"] += promoted
         return promoted > 0
 
-    def _tell(self, report: FetchReport, began: float) -> None:
-        """Make a span for each source; the mover asks them all at once."""
+    def _note(self, report: FetchReport, began: float) -> None:
+        """Count what came, and make a span for each source; the mover asks them all at once."""
         ended = time.time()
         for name, source in report.sources.items():
             is_own = name == NVME
-            past_span(
-                "fetch",
-                "",
-                began,
-                min(ended, began + source.seconds) if source.seconds else ended,
-                {
-                    "kvray.shard": self._peers.shard,
-                    "kvray.source": self._peers.shard if is_own else shard_of(name),
-                    "kvray.tier": "nvme" if is_own else "host",
-                    "kvray.transport": source.transport,
-                    "kvray.blocks": source.num_blocks,
-                    "kvray.bytes": source.num_bytes,
-                },
-                error=source.error or "",
-            )
-
-    def _count(self, report: FetchReport) -> None:
-        for source in report.sources.values():
+            about = {
+                "kvray.shard": self._peers.shard,
+                "kvray.source": self._peers.shard if is_own else shard_of(name),
+                "kvray.tier": "nvme" if is_own else "host",
+                "kvray.transport": source.transport,
+                "kvray.blocks": source.num_blocks,
+                "kvray.bytes": source.num_bytes,
+            }
+            over = min(ended, began + source.seconds) if source.seconds else ended
+            past_span("fetch", "", began, over, about, error=source.error or "")
             self._counts["corrupt_blocks"] += source.corrupt
-            if not source.num_blocks:
-                continue
-            counts = self._by_transport.setdefault(source.transport, Counter())
-            counts["blocks"] += source.num_blocks
-            counts["bytes"] += source.num_bytes
-            self._counts["staged_blocks"] += source.num_blocks
-            self._counts["staged_bytes"] += source.num_bytes
+            if source.num_blocks:
+                counts = self._by_transport.setdefault(source.transport, Counter())
+                counts.update(blocks=source.num_blocks, bytes=source.num_bytes)
+                self._counts.update(staged_blocks=source.num_blocks, staged_bytes=source.num_bytes)
 
 
 def arrivals_by(

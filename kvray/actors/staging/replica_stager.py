@@ -15,10 +15,12 @@ from kvray.actors.staging.replicas import (
     Reader,
     Replicas,
     Seconds,
+    StageRequest,
     checked,
     keys_of,
+    prefix_for,
 )
-from kvray.actors.staging.spread import RankLeases, Spread, StageRequest, Verifier, prefix_for
+from kvray.actors.staging.spread import RankLeases, Spread, Verifier
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
@@ -47,17 +49,6 @@ class RankNodes(Protocol):
         ...
 
 
-class OneNode:
-    """This node alone."""
-
-    def __init__(self, stager: Stager) -> None:
-        self._stager = stager
-
-    async def lease(self, request: StageRequest, until: float) -> Staged:
-        """See `RankNodes.lease`."""
-        return await self._stager.stage(request.prefix, until=until)
-
-
 class ReplicaStager:
     """Answers the stage requests of this node's engines and of other shards."""
 
@@ -72,7 +63,6 @@ class ReplicaStager:
         self._stager = stager
         self._replicas = replicas
         self._settings = settings
-        self._one_node = OneNode(stager)
         self._spread = Spread(stager, peers, call_timeout_s=settings.call_timeout_s)
         self.leases = RankLeases(arena, replicas)
         """Those of ranks here, for leaders elsewhere."""
@@ -223,7 +213,7 @@ class ReplicaStager:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
         ranks = reader.ranks(rank)
         readers = self._replicas.readers(replica, ranks)
-        return self._one_node if len(readers) == len(ranks) else self._spread, ranks, readers
+        return self._stager if len(readers) == len(ranks) else self._spread, ranks, readers
 
 
 def _answer(staged: Staged) -> dict[str, Any]:

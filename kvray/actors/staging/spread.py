@@ -16,16 +16,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Prefix
-from kvray.actors.staging.replicas import Reader, Replicas, keys_of
+from kvray.actors.staging.replicas import Replicas, StageRequest, keys_of
 from kvray.actors.staging.stager import Deadline, Handovers, Staged, Stager
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease
 from kvray.store.arena import lease
@@ -40,55 +40,6 @@ _ROUND_TRIP_SHARE = 0.2  # share of the first round for the way to another shard
 _RELEASING_S = 60.0
 """How long a release is retried: a shard that died has to come back for it."""
 _CANCEL_S = 1.0  # how long a cancelled release may take to end; the rest end with the loop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRequest:
-    """What a leader wants for the ranks of its engine."""
-
-    replica: str
-    ranks: Sequence[int]
-    readers: Mapping[int, Reader]
-    """How those of `ranks` read that are on this node."""
-    keys: Sequence[BlockKey]
-    tokens_per_s: float = 0.0
-    verify_from: int | None = None
-    """The first block that ranks on other nodes verify; None: none."""
-    token: str | None = None
-    """Names the leases of ranks on other nodes; None: they need none."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """What this node is to have."""
-        return prefix_for(self.keys, self.readers.values(), self.tokens_per_s)
-
-    @property
-    def is_windowed(self) -> bool:
-        """Whether a shorter prefix needs other blocks than those at the end of a longer one."""
-        return any(
-            one.window is not None
-            for reader in self.readers.values()
-            for one in reader.part_requests
-        )
-
-
-def prefix_for(
-    blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
-) -> Prefix:
-    """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
-    requests, block_bytes, tokens_per_block = [], {}, 0
-    for reader in readers:
-        if not reader.part_requests:
-            raise ConfigError("An engine has not said which parts it reads; update its kvray.")
-        requests.append(reader.part_requests)
-        block_bytes.update({part: reader.part_bytes for part, *_ in reader.part_requests})
-        tokens_per_block = reader.tokens_per_block
-    return Prefix(
-        keys=tuple(blocks),
-        readers=tuple(requests),
-        block_bytes=block_bytes,
-        seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
-    )
 
 
 class Spread:
@@ -160,9 +111,8 @@ class Spread:
             answers[0], num_blocks=num_blocks, reason=min(reasons, key=STAGE_REASONS.index)
         )
         is_longer = any(one.num_blocks > num_blocks for one in answers[1:])
-        if not (num_blocks and is_longer and request.verify_from is not None):
-            return shortest
-        if not request.is_windowed:
+        is_checked = is_longer and request.verify_from is not None
+        if not (num_blocks and is_checked and request.prefix.windowed):
             return shortest
         # The windows at the end of the shorter prefix are other blocks than the checked ones.
         shorter = replace(request, keys=request.keys[:num_blocks])
@@ -390,25 +340,20 @@ class Verifier:
         A shorter prefix lacks its window, so with windows it is all or nothing.
         """
         step = max(1, _PIECE_BYTES // sum(prefix.block_bytes.values()))
-        is_windowed = any(one.window is not None for reader in prefix.readers for one in reader)
+        num_sound = held.num_blocks
         for start in range(first, held.num_blocks, step):
-            stop = min(start + step, held.num_blocks)
             if self._is_closed or time.monotonic() >= until:
-                return 0 if is_windowed else start
-            run = self._sound_run(prefix, held, start, stop)
-            if run < stop:
-                return 0 if is_windowed else run
-        return held.num_blocks
-
-    def _sound_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
-        """Return the first block from `start` to `stop` that is not sound; `stop` if all are."""
-        run = stop
-        for one, reader in zip(held.leases, prefix.readers, strict=True):
-            for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
-                sound = self._arena.sound(one, places)
-                if not sound.all():
-                    run = min(run, block + int(sound.argmin()))
-        return run
+                num_sound = start
+                break
+            stop = min(start + step, held.num_blocks)
+            for one, reader in zip(held.leases, prefix.readers, strict=True):
+                for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
+                    sound = self._arena.sound(one, places)
+                    if not sound.all():
+                        num_sound = min(num_sound, block + int(sound.argmin()))
+            if num_sound < held.num_blocks:
+                break
+        return 0 if prefix.windowed and num_sound < held.num_blocks else num_sound
 
     def _end(self, check: "asyncio.Future[int]", held: Held) -> None:
         self._checks.discard(check)

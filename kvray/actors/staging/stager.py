@@ -19,7 +19,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from kvray.actors.staging.plan import (
     merged,
     plan_staging,
 )
+from kvray.actors.staging.replicas import StageRequest
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
@@ -96,12 +96,7 @@ class Deadline:
         self._task = task
         self._timer = loop.call_at(self._at, self.end)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._timer.cancel()
         if self._is_over and kind is asyncio.CancelledError:
             raise asyncio.TimeoutError from None
@@ -187,6 +182,10 @@ class Stager:
         self._late: set[asyncio.Task[StageReason | None]] = set()
         self._is_closing = False
         self._counts: Counter[str] = Counter()
+
+    async def lease(self, request: StageRequest, until: float) -> Staged:
+        """See `RankNodes.lease`, for ranks that are all here."""
+        return await self.stage(request.prefix, until=until)
 
     async def stage(self, prefix: Prefix, *, until: float) -> Staged:
         """Have the missing blocks of `prefix` brought; return what is here by then, and keep it.
@@ -371,30 +370,29 @@ class Stager:
 
     async def _locate(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         """Return the holders of `prefix`, and why there may be more of it than they have."""
+        obstacle: StageReason = "not_stored"
         with span("lookup", {"kvray.shard": self._peers.shard}) as made:
-            runs, obstacle = await self._find(prefix)
+            nvme = self._nvme()
+            parts = list(prefix.block_bytes)
+            runs = [] if nvme is None else await _runs_on_disk(nvme, prefix.keys, parts)
+            num_shards = self._num_shards()
+            if num_shards > 1 and self._peers.can_fetch:
+                lookup = lookup_name(partition_of(prefix.keys[0], self._num_partitions))
+                try:
+                    found = await self._peers.call(
+                        lookup, "locate", *in_pieces(b"".join(prefix.keys))
+                    )
+                    runs = merged(runs, found)
+                except ShardUnavailable:
+                    obstacle = "store_down"
+            elif num_shards != 1:
+                obstacle = "store_down"
             made.set_attribute("kvray.blocks.asked", len(prefix.keys))
             made.set_attribute("kvray.blocks", _num_held(runs))
             made.set_attribute("kvray.sources", len(_others(runs, self._peers.shard)))
             if obstacle == "store_down":
                 fail(made, obstacle)
         return runs, obstacle
-
-    async def _find(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
-        parts = list(prefix.block_bytes)
-        nvme = self._nvme()
-        own = [] if nvme is None else await _runs_on_disk(nvme, prefix.keys, parts)
-        if self._num_shards() <= 1:
-            return own, "not_stored" if self._num_shards() else "store_down"
-        if not self._peers.can_fetch:
-            return own, "store_down"
-        try:
-            lookup = lookup_name(partition_of(prefix.keys[0], self._num_partitions))
-            keys = in_pieces(b"".join(prefix.keys))
-            found: list[Run] = await self._peers.call(lookup, "locate", *keys)
-        except ShardUnavailable:
-            return own, "store_down"
-        return merged(own, found), "not_stored"
 
     async def _present(self, prefix: Prefix) -> dict[int, Mask]:
         """Return which blocks of each part are here; looked for in pieces if it is large."""

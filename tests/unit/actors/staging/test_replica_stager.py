@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.staging.replica_stager import ReplicaStager
-from kvray.actors.staging.replicas import Reader
-from kvray.actors.staging.spread import prefix_for
+from kvray.actors.staging.replicas import Reader, prefix_for
 from kvray.actors.staging.stager import Staged
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, PartRequest
