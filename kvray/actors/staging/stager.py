@@ -322,7 +322,7 @@ class Stager:
     async def _bring(self, stage: "_Stage") -> StageReason:
         """Bring the missing blocks of a stage; return why not all of them are here."""
         prefix = stage.prefix
-        while stage.fruitless < _FRUITLESS_MAX:
+        while stage.fruitless < _FRUITLESS_MAX and not self._is_closing:
             here = await self._present(prefix)
             if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"

@@ -215,6 +215,23 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
+async def test_a_stage_that_is_late_before_it_knows_who_has_blocks_brings_them_all_the_same(
+    nodes, stager
+):
+    async def slowly(*keys: bytes) -> list[Run]:
+        await asyncio.sleep(0.1)
+        return nodes.locate(*keys)
+
+    store(nodes["b"].arena, KEYS)
+    nodes.others["kvray-lookup.locate"] = slowly
+    assert await stage(stager, wait_s=0.02) == Staged(num_blocks=0, reason="too_slow")
+    until = later()
+    while num_here(nodes["a"].arena, KEYS) < 20:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+    assert len(nodes.orders) == 1
+
+
 async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
     nodes.frozen.add("kvray-lookup")
@@ -368,9 +385,13 @@ async def test_the_partition_that_has_the_prompts_chain_is_asked(nodes, stager):
 
 
 async def test_closing_ends_what_is_under_way(slow, stager):
+    waiting = stage(stager)
     await stage(stager, wait_s=0.05)
     assert stager.status()["under_way"] == 1
     await asyncio.wait_for(stager.close(), 2)
+    for ended in (waiting, stage(stager)):
+        with pytest.raises(ShardUnavailable, match="ends"):
+            await ended
     assert (stager.status()["under_way"], stager.status()["handovers"]) == (0, 0)
 
 
