@@ -4,7 +4,6 @@ State of the shard's event loop. A fetch goes on whatever becomes of the stage t
 """
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import logging
@@ -91,32 +90,26 @@ class Fetch:
             if here < step.stop - step.start
         )
 
-    def arrived(
-        self, keys: Sequence[BlockKey], transport_of: Callable[[str], str]
-    ) -> Iterator[tuple[FetchStep, str]]:
-        """Yield the steps that brought blocks of a prefix, all here now, and their transports.
+    def ways(self, transport_of: Callable[[str], str]) -> dict[BlockKey, tuple[str, str]]:
+        """Return key -> transport and source shard, of the blocks that it has brought.
 
         Without a report every step counts: the blocks may be committed before the mover says so.
         Then `transport_of` gives the transport by which a shard gave blocks last, or an empty text.
         """
-        # Keys are chained: two prefixes with one key in common share all before it.
-        shared = bisect.bisect_left(
-            range(min(len(keys), len(self.keys))),
-            True,
-            key=lambda block: keys[block] != self.keys[block],
-        )
+        found: dict[BlockKey, tuple[str, str]] = {}
         here = self.report.here if self.report is not None else ()
         for step, num_here in itertools.zip_longest(self.steps, here[: len(self.steps)]):
             is_own = step.shard == NVME
-            stop = min(step.stop, shared)
             if self.report is None:
-                transport = NVME if is_own else transport_of(step.shard) or HERE
+                stop, transport = step.stop, NVME if is_own else transport_of(step.shard) or HERE
             else:
-                stop = min(stop, step.start + (num_here or 0))
+                stop = min(step.stop, step.start + (num_here or 0))
                 source = self.report.sources.get(NVME if is_own else mover_of(step.shard))
                 transport = source.transport if source is not None else ""
-            if stop > step.start and transport:
-                yield replace(step, stop=stop), transport
+            if transport:
+                way = transport, "" if is_own else step.shard
+                found.update(dict.fromkeys(self.keys[step.start : stop], way))
+        return found
 
 
 class Fetcher:
@@ -287,14 +280,10 @@ def arrivals_by(
 
     Blocks in no fetch were here before.
     """
-    if not fetches:
-        return ()
-    ways: list[tuple[str, str] | None] = [None] * len(keys)
+    ways: dict[BlockKey, tuple[str, str]] = {}
     for fetch in fetches:
-        for step, transport in fetch.arrived(keys, transport_of):
-            source = "" if step.shard == NVME else step.shard
-            ways[step.start : step.stop] = [(transport, source)] * (step.stop - step.start)
-    return arrivals_of(ways)
+        ways.update(fetch.ways(transport_of))
+    return arrivals_of([ways.get(key) for key in keys]) if ways else ()
 
 
 def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
