@@ -167,12 +167,11 @@ class Fetcher:
     def start(
         self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
     ) -> Fetch:
-        """Start to fetch the first of `steps`, as many as one order takes.
+        """Start to fetch `steps`, which one order takes (`first_steps`); no block is in flight.
 
-        None of their blocks is in flight. `windowed` are the parts of which a block is useful
-        without the one before it.
+        `windowed` are the parts of which a block is useful without the one before it.
         """
-        fetch = Fetch(keys, first_steps(steps), windowed)
+        fetch = Fetch(keys, steps, windowed)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
         fetch.task = asyncio.get_running_loop().create_task(self._fetch(fetch))
         self.tasks.add(fetch.task)
