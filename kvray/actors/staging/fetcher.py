@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.peers import Peers, mover_of, shard_of
-from kvray.actors.staging.plan import FetchStep, Peer
+from kvray.actors.staging.plan import FetchStep, Peer, Prefix
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey, head_number
 from kvray.index import Run
@@ -50,11 +50,10 @@ class LocalDisk(Protocol):
 class Fetch:
     """One order to the node's mover or disk, which stages may wait for."""
 
-    def __init__(
-        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
-    ) -> None:
-        """Fetch `steps` of a prefix; of `windowed` parts a block needs no block before it."""
-        self.keys = keys
+    def __init__(self, prefix: Prefix, steps: Sequence[FetchStep]) -> None:
+        """Fetch `steps` of a prefix."""
+        self.keys = keys = prefix.keys
+        windowed = prefix.windowed
         self.steps = tuple(steps)
         self.spans = tuple(
             Span(
@@ -164,14 +163,9 @@ class Fetcher:
         finally:
             self._waiting.subtract(sources)
 
-    def start(
-        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
-    ) -> Fetch:
-        """Start to fetch `steps`, which one order takes (`first_steps`); no block is in flight.
-
-        `windowed` are the parts of which a block is useful without the one before it.
-        """
-        fetch = Fetch(keys, steps, windowed)
+    def start(self, prefix: Prefix, steps: Sequence[FetchStep]) -> Fetch:
+        """Start to fetch `steps`, which one order takes (`first_steps`); no block is in flight."""
+        fetch = Fetch(prefix, steps)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
         fetch.task = asyncio.get_running_loop().create_task(self._fetch(fetch))
         self.tasks.add(fetch.task)

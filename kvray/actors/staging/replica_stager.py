@@ -66,7 +66,7 @@ class ReplicaStager:
         self._spread = Spread(stager, peers, call_timeout_s=settings.call_timeout_s)
         self.leases = RankLeases(arena, replicas)
         """Those of ranks here, for leaders elsewhere."""
-        self._verifier = Verifier(arena, stager.handovers, handover_s=settings.handover_s)
+        self._verifier = Verifier(arena, stager.handovers)
 
     async def stage(
         self,

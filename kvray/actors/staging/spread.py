@@ -293,10 +293,9 @@ _CLOSE_S = 1.0
 class Verifier:
     """Checks staged blocks; used by the shard's event loop alone."""
 
-    def __init__(self, arena: Arena, handovers: Handovers, *, handover_s: float) -> None:
+    def __init__(self, arena: Arena, handovers: Handovers) -> None:
         self._arena = arena
         self._handovers = handovers
-        self._handover_s = handover_s
         self._checks: set[asyncio.Future[int]] = set()
         self._is_closed = False
 
@@ -312,7 +311,8 @@ class Verifier:
         # A lease of its own: blocks must stay while they are summed, however long that takes.
         held = self._arena.lease_for(prefix.keys[: staged.num_blocks], prefix.readers)
         if held is None or held.num_blocks <= first:
-            self._keep(held)
+            if held is not None:
+                self._handovers.keep(held)
             return Staged(num_blocks=0, reason="too_slow")
         now = time.monotonic()
         summed_until = now + (until - now) * _SUMMING_SHARE
@@ -357,12 +357,8 @@ class Verifier:
 
     def _end(self, check: "asyncio.Future[int]", held: Held) -> None:
         self._checks.discard(check)
-        self._keep(held)
+        self._handovers.keep(held)
         if not check.cancelled():
             error = check.exception()  # a late one has no caller
             if error is not None and not isinstance(error, KVRayError):
                 _log.error("a check ended by a defect", exc_info=error)
-
-    def _keep(self, held: Held | None) -> None:
-        if held is not None:
-            self._handovers.keep(held, until=time.monotonic() + self._handover_s)

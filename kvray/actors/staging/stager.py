@@ -114,18 +114,19 @@ class Handovers:
     stay as any that were just used.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, handover_s: float) -> None:
         self._arena = arena
+        self._handover_s = handover_s
         self._held: deque[tuple[float, tuple[Lease, ...]]] = deque()
 
     def __len__(self) -> int:
         """Return how many prefixes are held."""
         return len(self._held)
 
-    def keep(self, held: Held, *, until: float) -> None:
-        """Take over the leases of a prefix and hold them until then."""
+    def keep(self, held: Held) -> None:
+        """Take over the leases of a prefix and hold them for `handover_s`."""
         if held.leases:
-            self._held.append((until, held.leases))
+            self._held.append((time.monotonic() + self._handover_s, held.leases))
         while len(self._held) > _HANDOVERS_MAX and self._release_oldest():
             pass
 
@@ -163,7 +164,7 @@ class Stager:
 
         `num_shards` counts the live shards, this one too; 0: the lookup does not answer.
         """
-        self.handovers = Handovers(arena)
+        self.handovers = Handovers(arena, handover_s=settings.handover_s)
         self._arena = arena
         self._peers = peers
         self._settings = settings
@@ -265,11 +266,10 @@ class Stager:
     ) -> Held | None:
         while True:
             held = self._arena.lease_for(keys, readers)
-            now = time.monotonic()
             if held is not None:
-                self.handovers.keep(held, until=now + self._settings.handover_s)
+                self.handovers.keep(held)
                 return held
-            if now + _BUSY_S > until:
+            if time.monotonic() + _BUSY_S > until:
                 return None
             await asyncio.sleep(_BUSY_S)
 
@@ -345,7 +345,7 @@ class Stager:
             if before := self._fetcher.covering(prefix.keys, steps):
                 await self._join(stage, before)
                 continue
-            fetch = self._fetcher.start(prefix.keys, steps, prefix.windowed)
+            fetch = self._fetcher.start(prefix, steps)
             stage.fetches.append(fetch)
             with self._fetcher.waiting_for([fetch]):
                 await asyncio.wait({fetch.task})
