@@ -4,7 +4,6 @@ State of the shard's event loop. A fetch goes on whatever becomes of the stage t
 """
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import logging
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.peers import Peers, mover_of, shard_of
-from kvray.actors.staging.plan import FetchStep, Peer
+from kvray.actors.staging.plan import FetchStep, Peer, Prefix
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey, head_number
 from kvray.index import Run
@@ -51,11 +50,10 @@ class LocalDisk(Protocol):
 class Fetch:
     """One order to the node's mover or disk, which stages may wait for."""
 
-    def __init__(
-        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
-    ) -> None:
-        """Fetch `steps` of a prefix; of `windowed` parts a block needs no block before it."""
-        self.keys = keys
+    def __init__(self, prefix: Prefix, steps: Sequence[FetchStep]) -> None:
+        """Fetch `steps` of a prefix."""
+        self.keys = keys = prefix.keys
+        windowed = prefix.windowed
         self.steps = tuple(steps)
         self.spans = tuple(
             Span(
@@ -72,7 +70,8 @@ class Fetch:
         self.blocks = [
             (keys[block], step.part) for step in steps for block in range(step.start, step.stop)
         ]
-        self.finished = asyncio.Event()
+        self.task: asyncio.Task[None]
+        """What carries it out, from its start on; it ends whatever becomes of the fetch."""
         self.report: FetchReport | None = None
         """None while it is under way, and if the mover did not answer."""
 
@@ -90,32 +89,26 @@ class Fetch:
             if here < step.stop - step.start
         )
 
-    def arrived(
-        self, keys: Sequence[BlockKey], transport_of: Callable[[str], str]
-    ) -> Iterator[tuple[FetchStep, str]]:
-        """Yield the steps that brought blocks of a prefix, all here now, and their transports.
+    def ways(self, transport_of: Callable[[str], str]) -> dict[BlockKey, tuple[str, str]]:
+        """Return key -> transport and source shard, of the blocks that it has brought.
 
         Without a report every step counts: the blocks may be committed before the mover says so.
         Then `transport_of` gives the transport by which a shard gave blocks last, or an empty text.
         """
-        # Keys are chained: two prefixes with one key in common share all before it.
-        shared = bisect.bisect_left(
-            range(min(len(keys), len(self.keys))),
-            True,
-            key=lambda block: keys[block] != self.keys[block],
-        )
+        found: dict[BlockKey, tuple[str, str]] = {}
         here = self.report.here if self.report is not None else ()
         for step, num_here in itertools.zip_longest(self.steps, here[: len(self.steps)]):
             is_own = step.shard == NVME
-            stop = min(step.stop, shared)
             if self.report is None:
-                transport = NVME if is_own else transport_of(step.shard) or HERE
+                stop, transport = step.stop, NVME if is_own else transport_of(step.shard) or HERE
             else:
-                stop = min(stop, step.start + (num_here or 0))
+                stop = min(step.stop, step.start + (num_here or 0))
                 source = self.report.sources.get(NVME if is_own else mover_of(step.shard))
                 transport = source.transport if source is not None else ""
-            if stop > step.start and transport:
-                yield replace(step, stop=stop), transport
+            if transport:
+                way = transport, "" if is_own else step.shard
+                found.update(dict.fromkeys(self.keys[step.start : stop], way))
+        return found
 
 
 class Fetcher:
@@ -156,13 +149,9 @@ class Fetcher:
 
     def covering(self, keys: Sequence[BlockKey], steps: Iterable[FetchStep]) -> list[Fetch]:
         """Return the fetches in flight that bring blocks of `steps`."""
-        found = {
-            id(fetch): fetch
-            for step in steps
-            for block in range(step.start, step.stop)
-            if (fetch := self._by_block.get((keys[block], step.part))) is not None
-        }
-        return list(found.values())
+        blocks = ((keys[at], one.part) for one in steps for at in range(one.start, one.stop))
+        found = (self._by_block.get(block) for block in blocks)
+        return list(dict.fromkeys(fetch for fetch in found if fetch is not None))
 
     @contextlib.contextmanager
     def waiting_for(self, fetches: Sequence[Fetch]) -> Iterator[None]:
@@ -174,19 +163,13 @@ class Fetcher:
         finally:
             self._waiting.subtract(sources)
 
-    def start(
-        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
-    ) -> Fetch:
-        """Start to fetch the first of `steps`, as many as one order takes.
-
-        None of their blocks is in flight. `windowed` are the parts of which a block is useful
-        without the one before it.
-        """
-        fetch = Fetch(keys, first_steps(steps), windowed)
+    def start(self, prefix: Prefix, steps: Sequence[FetchStep]) -> Fetch:
+        """Start to fetch `steps`, which one order takes (`first_steps`); no block is in flight."""
+        fetch = Fetch(prefix, steps)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
-        task = asyncio.get_running_loop().create_task(self._fetch(fetch))
-        self.tasks.add(task)
-        task.add_done_callback(lambda _: self._finish(task, fetch))
+        fetch.task = asyncio.get_running_loop().create_task(self._fetch(fetch))
+        self.tasks.add(fetch.task)
+        fetch.task.add_done_callback(lambda task: self._finish(task, fetch))
         return fetch
 
     def status(self) -> dict[str, Any]:
@@ -199,11 +182,11 @@ class Fetcher:
         }
 
     def _finish(self, task: "asyncio.Task[None]", fetch: Fetch) -> None:
-        # As a callback of the task: one that is cancelled before it begins ends here too.
+        # As a callback of the task: one that is cancelled before it begins ends here too. It is the
+        # first one, so whoever waits for the task finds the blocks in no fetch any more.
         self.tasks.discard(task)
         for block in fetch.blocks:
             self._by_block.pop(block, None)
-        fetch.finished.set()
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a fetch ended by a defect", exc_info=defect)
 
@@ -234,8 +217,7 @@ class Fetcher:
         if left_s > 0:
             began = time.time()
             fetch.report = await carry_out(FetchOrder(spans=fetch.spans, deadline_s=left_s))
-            self._count(fetch.report)
-            self._tell(fetch.report, began)
+            self._note(fetch.report, began)
 
     async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
         """Have shards promote what their movers lacked; True: the movers are worth a new order."""
@@ -262,37 +244,26 @@ class Fetcher:
         self._counts["promoted_blocks"] += promoted
         return promoted > 0
 
-    def _tell(self, report: FetchReport, began: float) -> None:
-        """Make a span for each source; the mover asks them all at once."""
+    def _note(self, report: FetchReport, began: float) -> None:
+        """Count what came, and make a span for each source; the mover asks them all at once."""
         ended = time.time()
         for name, source in report.sources.items():
             is_own = name == NVME
-            past_span(
-                "fetch",
-                "",
-                began,
-                min(ended, began + source.seconds) if source.seconds else ended,
-                {
-                    "kvray.shard": self._peers.shard,
-                    "kvray.source": self._peers.shard if is_own else shard_of(name),
-                    "kvray.tier": "nvme" if is_own else "host",
-                    "kvray.transport": source.transport,
-                    "kvray.blocks": source.num_blocks,
-                    "kvray.bytes": source.num_bytes,
-                },
-                error=source.error or "",
-            )
-
-    def _count(self, report: FetchReport) -> None:
-        for source in report.sources.values():
+            about = {
+                "kvray.shard": self._peers.shard,
+                "kvray.source": self._peers.shard if is_own else shard_of(name),
+                "kvray.tier": "nvme" if is_own else "host",
+                "kvray.transport": source.transport,
+                "kvray.blocks": source.num_blocks,
+                "kvray.bytes": source.num_bytes,
+            }
+            over = min(ended, began + source.seconds) if source.seconds else ended
+            past_span("fetch", "", began, over, about, error=source.error or "")
             self._counts["corrupt_blocks"] += source.corrupt
-            if not source.num_blocks:
-                continue
-            counts = self._by_transport.setdefault(source.transport, Counter())
-            counts["blocks"] += source.num_blocks
-            counts["bytes"] += source.num_bytes
-            self._counts["staged_blocks"] += source.num_blocks
-            self._counts["staged_bytes"] += source.num_bytes
+            if source.num_blocks:
+                counts = self._by_transport.setdefault(source.transport, Counter())
+                counts.update(blocks=source.num_blocks, bytes=source.num_bytes)
+                self._counts.update(staged_blocks=source.num_blocks, staged_bytes=source.num_bytes)
 
 
 def arrivals_by(
@@ -302,14 +273,10 @@ def arrivals_by(
 
     Blocks in no fetch were here before.
     """
-    if not fetches:
-        return ()
-    ways: list[tuple[str, str] | None] = [None] * len(keys)
+    ways: dict[BlockKey, tuple[str, str]] = {}
     for fetch in fetches:
-        for step, transport in fetch.arrived(keys, transport_of):
-            source = "" if step.shard == NVME else step.shard
-            ways[step.start : step.stop] = [(transport, source)] * (step.stop - step.start)
-    return arrivals_of(ways)
+        ways.update(fetch.ways(transport_of))
+    return arrivals_of([ways.get(key) for key in keys]) if ways else ()
 
 
 def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:

@@ -139,6 +139,8 @@ class Peers:
         self._now = now
         self._random = Random(shard)
         self._breakers: dict[str, Breaker] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Those under way, which the loop alone would not keep alive."""
         self._pings: dict[str, asyncio.Task[Any]] = {}
         self._answering: set[str] = set()
         """Actors that failed and have answered a ping since."""
@@ -221,27 +223,14 @@ class Peers:
             ShardUnavailable: no answer in time, or it is left alone after a failure.
             KVRayError: the error that it answered with.
         """
-        breaker = self._breaker(actor)
-        if self._state(actor) == "open":
-            raise ShardUnavailable(f"{actor} is left alone for now: {breaker.error}")
-        breaker.begin(self._now())
-        try:
-            answer = await self._ask(actor, method, *args, timeout_s=work_s + self._call_timeout_s)
-        except (ShardUnavailable, TransferError) as error:
-            self._fail(actor, error)
-            raise
-        except KVRayError:
-            breaker.succeed()
-            raise
-        breaker.succeed()
-        return answer
+        return await asyncio.shield(self._begin(actor, method, *args, work_s=work_s))
 
     async def call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
         """Call as `call`, but give up as soon as the actor does not answer a ping.
 
-        Work may take seconds; a frozen actor is noticed after one.
+        Work may take seconds; a frozen actor is noticed after one. The caller's end is the call's.
         """
-        work = asyncio.ensure_future(self.call(actor, method, *args, work_s=work_s))
+        work = self._begin(actor, method, *args, work_s=work_s)
         try:
             while not (await asyncio.wait({work}, timeout=self._call_timeout_s / 2))[0]:
                 ping = asyncio.ensure_future(
@@ -253,15 +242,45 @@ class Peers:
                 elif (error := ping.exception()) is not None and not work.done():
                     self._fail(actor, error)
                     raise error
-            return await work
+            return work.result()
         finally:
             work.cancel()
 
     def close(self) -> None:
-        """End pings and connecting. Twice is fine."""
+        """End pings and connecting; calls end by their deadlines. Twice is fine."""
         for task in (*self._pings.values(), self._connecting):
             if task is not None:
                 task.cancel()
+
+    def _begin(self, actor: str, method: str, *args: Any, work_s: float) -> "asyncio.Task[Any]":
+        breaker = self._breaker(actor)
+        if self._state(actor) == "open":
+            raise ShardUnavailable(f"{actor} is left alone for now: {breaker.error}")
+        breaker.begin(self._now())
+        timeout_s = work_s + self._call_timeout_s
+        task = asyncio.get_running_loop().create_task(
+            self._answer(actor, method, *args, timeout_s=timeout_s)
+        )
+        self._calls.add(task)
+        task.add_done_callback(self._end_call)
+        return task
+
+    def _end_call(self, call: "asyncio.Task[Any]") -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # looked at: a late call has no caller, and its breaker knows
+
+    async def _answer(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        try:
+            answer = await self._ask(actor, method, *args, timeout_s=timeout_s)
+        except (ShardUnavailable, TransferError) as error:
+            self._fail(actor, error)
+            raise
+        except KVRayError:
+            self._breaker(actor).succeed()
+            raise
+        self._breaker(actor).succeed()
+        return answer
 
     async def _connect(self) -> None:
         # A request that needs a silent actor finds that out by itself.

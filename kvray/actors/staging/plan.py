@@ -65,6 +65,11 @@ class Prefix:
         """The parts that make a block whole for all readers together."""
         return tuple(dict.fromkeys(one for reader in self.readers for one in reader))
 
+    @property
+    def windowed(self) -> frozenset[int]:
+        """The parts of which a block is useful without the one before it."""
+        return frozenset(one.part for one in self.parts if one.window is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStep:
@@ -106,8 +111,7 @@ def plan_staging(
     runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(prefix.block_bytes)))
     first = bisect.bisect_right(runs, begin, key=lambda run: run.stop)
     plan = _plan(prefix, begin, here, _slice(runs, first, first + runs_max), peers)
-    is_windowed = any(one.window is not None for one in prefix.parts)
-    if is_windowed and not plan.steps and first + runs_max < len(runs):
+    if prefix.windowed and not plan.steps and first + runs_max < len(runs):
         # A prefix may be of use at its end only.
         plan = _plan(prefix, begin, here, _slice(runs, len(runs) - runs_max, len(runs)), peers)
     return plan

@@ -6,13 +6,14 @@ Values that engines and other shards send are checked here.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from kvray.actors.staging.plan import Prefix
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import (
     KEY_BYTES,
@@ -142,6 +143,46 @@ class Reader:
     def tokens_per_block(self) -> int:
         """Tokens that a block has."""
         return checked(_SIZE, self.namespace.tokens_per_block, "tokens_per_block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """What a leader wants for the ranks of its engine."""
+
+    replica: str
+    ranks: Sequence[int]
+    readers: Mapping[int, Reader]
+    """How those of `ranks` read that are on this node."""
+    keys: Sequence[BlockKey]
+    tokens_per_s: float = 0.0
+    verify_from: int | None = None
+    """The first block that ranks on other nodes verify; None: none."""
+    token: str | None = None
+    """Names the leases of ranks on other nodes; None: they need none."""
+
+    @property
+    def prefix(self) -> Prefix:
+        """What this node is to have."""
+        return prefix_for(self.keys, self.readers.values(), self.tokens_per_s)
+
+
+def prefix_for(
+    blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
+) -> Prefix:
+    """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
+    requests, block_bytes, tokens_per_block = [], {}, 0
+    for reader in readers:
+        if not reader.part_requests:
+            raise ConfigError("An engine has not said which parts it reads; update its kvray.")
+        requests.append(reader.part_requests)
+        block_bytes.update({part: reader.part_bytes for part, *_ in reader.part_requests})
+        tokens_per_block = reader.tokens_per_block
+    return Prefix(
+        keys=tuple(blocks),
+        readers=tuple(requests),
+        block_bytes=block_bytes,
+        seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

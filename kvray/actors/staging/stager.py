@@ -1,12 +1,15 @@
 """Stages prefixes: has blocks of other nodes and of this node's disk in its arena before a promise.
 
-All state belongs to the shard's event loop. No `await` stands between reading what a decision rests
-on and acting on it, so no two fetches bring the same block. A stage waits only for movers and the
-disk, which wait for nobody, and never for another shard's stage: two shards that stage from each
-other cannot stop each other. Every wait ends with a deadline.
+A stage is one coroutine under one deadline: it looks what is here, plans, has the plan brought,
+looks again, and at the end keeps what has come. It waits for the lookup and for fetches, which wait
+for nobody, and never for another shard's stage: two shards that stage from each other cannot stop
+each other. The deadline ends the wait alone. Fetches belong to all stages that want their blocks,
+and go on; so does, by itself, a stage with more to bring, for the next request.
 
-A long prefix of many parts is looked at in pieces, between which others have their turn. Nothing
-that it found is taken for true after that: blocks are looked for again before they are fetched.
+All state belongs to the shard's event loop. No `await` stands between reading what a decision rests
+on and acting on it, so no two fetches bring the same block. A long prefix of many parts is looked
+at in pieces, between which others have their turn. Nothing that it found is taken for true after
+that: blocks are looked for again before they are fetched.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +37,7 @@ from kvray.actors.staging.plan import (
     merged,
     plan_staging,
 )
+from kvray.actors.staging.replicas import StageRequest
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
@@ -55,7 +59,6 @@ _FRUITLESS_MAX = 3  # incomplete fetches after which a stage is given up
 _PIECE = 8192
 """Blocks of all parts that are looked for in one go, for some milliseconds."""
 _BUSY_S = 0.001
-_CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 """How long a stage waits for another one's fetch before it checks whether its blocks are here."""
 
@@ -70,6 +73,38 @@ class Staged:
     """Why there are no more."""
     arrivals: Arrivals = field(default=(), compare=False)
     """How the blocks came, for people; nothing is decided by it."""
+    leases: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    """Of ranks on other nodes, see `RankLeases.lease`."""
+
+
+class Deadline:
+    """Ends the wait in a `with` block by TimeoutError, at a time of the loop's clock.
+
+    As `asyncio.timeout_at`, which Python 3.10 lacks. The task is cancelled where it waits: the
+    timer goes with the block, and cannot fire while the task runs. The block must not wait by
+    `asyncio.wait_for`, which may swallow that. A cancellation from outside that comes at the same
+    moment is taken for the deadline: the task's owner looks at its own mark, or cancels again.
+    """
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "this is a coroutine of the loop"
+        self._task = task
+        self._timer = loop.call_at(self._at, self.end)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._timer.cancel()
+        if self._is_over and kind is asyncio.CancelledError:
+            raise asyncio.TimeoutError from None
+
+    def end(self) -> None:
+        """End the wait now."""
+        self._is_over = True
+        self._task.cancel()
 
 
 class Handovers:
@@ -79,18 +114,19 @@ class Handovers:
     stay as any that were just used.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, handover_s: float) -> None:
         self._arena = arena
+        self._handover_s = handover_s
         self._held: deque[tuple[float, tuple[Lease, ...]]] = deque()
 
     def __len__(self) -> int:
         """Return how many prefixes are held."""
         return len(self._held)
 
-    def keep(self, held: Held, *, until: float) -> None:
-        """Take over the leases of a prefix and hold them until then."""
+    def keep(self, held: Held) -> None:
+        """Take over the leases of a prefix and hold them for `handover_s`."""
         if held.leases:
-            self._held.append((until, held.leases))
+            self._held.append((time.monotonic() + self._handover_s, held.leases))
         while len(self._held) > _HANDOVERS_MAX and self._release_oldest():
             pass
 
@@ -128,7 +164,7 @@ class Stager:
 
         `num_shards` counts the live shards, this one too; 0: the lookup does not answer.
         """
-        self.handovers = Handovers(arena)
+        self.handovers = Handovers(arena, handover_s=settings.handover_s)
         self._arena = arena
         self._peers = peers
         self._settings = settings
@@ -142,41 +178,45 @@ class Stager:
             fetches_max=settings.fetches_max,
             waiting_max=_WAITING_MAX,
         )
-        self._stages: set[asyncio.Task[StageReason]] = set()
+        self._deadlines: set[Deadline] = set()
+        """One for each stage, those included that nobody waits for now."""
+        self._late: set[asyncio.Task[StageReason | None]] = set()
         self._is_closing = False
         self._counts: Counter[str] = Counter()
 
-    async def stage(self, prefix: Prefix, *, wait_s: float) -> Staged:
-        """Fetch the missing blocks of `prefix`; return what is here after `wait_s` at most.
+    async def lease(self, request: StageRequest, until: float) -> Staged:
+        """See `RankNodes.lease`, for ranks that are all here."""
+        return await self.stage(request.prefix, until=until)
 
-        Late fetches go on for `deadline_s`; their blocks are here for the next request.
+    async def stage(self, prefix: Prefix, *, until: float) -> Staged:
+        """Have the missing blocks of `prefix` brought; return what is here by then, and keep it.
+
+        The wait is `deadline_s` at most. What is late goes on that long; its blocks are here for
+        the next request.
 
         Raises:
-            CapacityError, ShardUnavailable: the shard could not become a holder of its arena.
+            CapacityError, ShardUnavailable: the shard ends, or could not become a holder of its
+                arena.
         """
-        until = time.monotonic() + min(wait_s, self._settings.deadline_s)
+        ends = time.monotonic() + self._settings.deadline_s
+        until = min(until, ends)
         self._counts["stages"] += 1
-        if len(self._stages) >= _STAGES_MAX:
+        if len(self._deadlines) >= _STAGES_MAX:
             self._counts["refused"] += 1
             return Staged(num_blocks=0, reason="too_slow")
-        fetches: list[Fetch] = []
-        task = asyncio.get_running_loop().create_task(self._stage(prefix, fetches))
-        self._stages.add(task)
-        task.add_done_callback(self._end_stage)
-        # Not `wait_for`, which would cancel a stage that is late.
-        done, _ = await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
-        if task.cancelled():
-            raise ShardUnavailable(f"{self._peers.shard} ends.")
-        reason: StageReason = "too_slow"
-        if done:
-            reason = "store_down" if task.exception() else task.result()
-        else:
+        stage = _Stage(prefix)
+        reason = await self._bring_by(until, stage)
+        if reason is None:
+            reason = "too_slow"
             self._counts["late"] += 1
-        num_blocks = await self.lease(prefix, until=until)
+            self._go_on(stage, until=ends)
+        num_blocks = await self._keep(prefix, until=until)
         return Staged(
             num_blocks=num_blocks,
             reason="none" if num_blocks == len(prefix.keys) else reason,
-            arrivals=arrivals_by(fetches, prefix.keys[:num_blocks], self._peers.last_transport),
+            arrivals=arrivals_by(
+                stage.fetches, prefix.keys[:num_blocks], self._peers.last_transport
+            ),
         )
 
     async def num_here(self, prefix: Prefix) -> int:
@@ -198,11 +238,13 @@ class Stager:
         nvme = self._nvme()
         return None if nvme is None else nvme.peer(), self._peers.measured()
 
-    async def lease(self, prefix: Prefix, *, until: float) -> int:
+    async def _keep(self, prefix: Prefix, *, until: float) -> int:
         """Keep the blocks of `prefix` for `handover_s`.
 
         Returns how many leading blocks; 0 if the arena is busy until then.
         """
+        if self._is_closing:
+            raise ShardUnavailable(f"{self._peers.shard} ends.")
         self._arena.join("shard")
         if not _is_large(prefix):
             held = await self._lease(prefix.keys, prefix.readers, until)
@@ -224,23 +266,24 @@ class Stager:
     ) -> Held | None:
         while True:
             held = self._arena.lease_for(keys, readers)
-            now = time.monotonic()
             if held is not None:
-                self.handovers.keep(held, until=now + self._settings.handover_s)
+                self.handovers.keep(held)
                 return held
-            if now + _BUSY_S > until:
+            if time.monotonic() + _BUSY_S > until:
                 return None
             await asyncio.sleep(_BUSY_S)
 
     async def close(self) -> None:
         """End all stages and fetches, and let go of what is held. Twice is fine."""
         self._is_closing = True
-        while tasks := [*self._stages, *self._fetcher.tasks]:
-            # Before Python 3.12 a cancellation is lost if the awaited thing has just finished, so
-            # tasks are cancelled until they end.
-            for task in tasks:
+        while self._deadlines or self._fetcher.tasks:
+            # Again and again: before Python 3.12 `asyncio.wait_for`, which calls of actors use,
+            # loses a cancellation if what it awaits has just finished.
+            for deadline in self._deadlines:
+                deadline.end()
+            for task in self._fetcher.tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=_CANCEL_S)
+            await asyncio.sleep(_BUSY_S)
         self.handovers.close()
 
     def status(self) -> dict[str, Any]:
@@ -252,94 +295,104 @@ class Stager:
             "peers": self._peers.status(),
         }
 
-    async def _stage(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        """Add the fetches for missing blocks to `fetches`; return why not all blocks are here."""
+    async def _bring_by(self, until: float, stage: "_Stage") -> StageReason | None:
+        """Return why not all blocks of a stage are here; None: it has more to do, but is late."""
+        deadline = Deadline(until)
+        self._deadlines.add(deadline)
         try:
-            stage = self._fetch_in_turns(prefix, fetches)
-            return await asyncio.wait_for(stage, self._settings.deadline_s)
+            with deadline:
+                return await self._bring(stage)
         except asyncio.TimeoutError:
-            return "too_slow"
+            return None
         except ShardUnavailable:
             return "store_down"
+        except Exception:  # noqa: BLE001 - whatever failed, the engine gets what is here
+            _log.exception("a stage ended by a defect")
+            return "store_down"
+        finally:
+            self._deadlines.discard(deadline)
 
-    async def _fetch_in_turns(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        windowed = frozenset(part for part, window, _ in prefix.parts if window is not None)
-        runs: list[Run] | None = None
-        obstacle: StageReason = "not_stored"
-        others: set[str] = set()
-        has_own = False
-        failed: frozenset[str] = frozenset()
-        fruitless = joins = 0
-        # The deadline is checked here too: a cancellation may be lost, see `close`.
-        until = time.monotonic() + self._settings.deadline_s
-        while fruitless < _FRUITLESS_MAX and time.monotonic() < until and not self._is_closing:
+    def _go_on(self, stage: "_Stage", *, until: float) -> None:
+        """Bring what is late for the next request, while nobody waits."""
+        if not self._is_closing and time.monotonic() < until:
+            task = asyncio.get_running_loop().create_task(self._bring_by(until, stage))
+            self._late.add(task)  # the loop alone would not keep it alive
+            task.add_done_callback(self._late.discard)
+
+    async def _bring(self, stage: "_Stage") -> StageReason:
+        """Bring the missing blocks of a stage; return why not all of them are here."""
+        prefix = stage.prefix
+        while stage.fruitless < _FRUITLESS_MAX and not self._is_closing:
             here = await self._present(prefix)
             if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"
-            if runs is None:
-                runs, obstacle = await self._locate(prefix)
-                others = _others(runs, self._peers.shard)
-                has_own = any(NVME in run.holders for run in runs)
-                continue
-            peers = self._fetcher.may_ask(others, failed)
-            is_late = len(peers) < len(others) + has_own
-            plan = plan_staging(prefix, here, runs, peers)
+            if stage.runs is None:
+                stage.runs, stage.obstacle = await self._locate(prefix)
+                continue  # look again: blocks may have come meanwhile
+            others = _others(stage.runs, self._peers.shard)
+            peers = self._fetcher.may_ask(others, stage.failed)
+            plan = plan_staging(prefix, here, stage.runs, peers)
             if not plan.steps:
                 if plan.reason != "not_stored":
                     return plan.reason
                 # Sources that cannot be asked now may have more.
-                return "too_slow" if is_late else obstacle
+                has_own = any(NVME in run.holders for run in stage.runs)
+                return "too_slow" if len(peers) < len(others) + has_own else stage.obstacle
             # No `await` from here to the start of the fetch: what is read stays true.
             steps = first_steps(plan.steps)
             if _is_large(prefix) and self._has_any(prefix, steps):
                 continue  # they came while the others were looked for
-            before = self._fetcher.covering(prefix.keys, steps)
-            if before:
-                self._counts["joined"] += not joins
-                fetches += [one for one in before if one not in fetches]
-                with self._fetcher.waiting_for(before), span("fetch", {"kvray.joined": True}):
-                    await _any_finished(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
-                joins += 1
+            if before := self._fetcher.covering(prefix.keys, steps):
+                await self._join(stage, before)
                 continue
-            fetch = self._fetcher.start(prefix.keys, steps, windowed)
-            fetches.append(fetch)
+            fetch = self._fetcher.start(prefix, steps)
+            stage.fetches.append(fetch)
             with self._fetcher.waiting_for([fetch]):
-                await fetch.finished.wait()
+                await asyncio.wait({fetch.task})
             if fetch.report is None:
                 return "store_down"  # the node's own mover, which every other source needs too
             if not fetch.is_whole:
                 # Do not ask the sources that lacked blocks again; others may have changed too.
-                fruitless += 1
-                failed |= fetch.lacking()
-                runs = None
+                stage.fruitless += 1
+                stage.failed |= fetch.lacking()
+                stage.runs = None
         return "too_slow"
+
+    async def _join(self, stage: "_Stage", fetches: Sequence[Fetch]) -> None:
+        """Wait until one of others' fetches ends, or a while: the blocks may be here sooner."""
+        self._counts["joined"] += not stage.joins
+        stage.fetches += [one for one in fetches if one not in stage.fetches]
+        wait_s = _JOINED_S[min(stage.joins, len(_JOINED_S) - 1)]
+        stage.joins += 1
+        with self._fetcher.waiting_for(fetches), span("fetch", {"kvray.joined": True}):
+            tasks = {one.task for one in fetches}
+            await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _locate(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         """Return the holders of `prefix`, and why there may be more of it than they have."""
+        obstacle: StageReason = "not_stored"
         with span("lookup", {"kvray.shard": self._peers.shard}) as made:
-            runs, obstacle = await self._find(prefix)
+            nvme = self._nvme()
+            parts = list(prefix.block_bytes)
+            runs = [] if nvme is None else await _runs_on_disk(nvme, prefix.keys, parts)
+            num_shards = self._num_shards()
+            if num_shards > 1 and self._peers.can_fetch:
+                lookup = lookup_name(partition_of(prefix.keys[0], self._num_partitions))
+                try:
+                    found = await self._peers.call(
+                        lookup, "locate", *in_pieces(b"".join(prefix.keys))
+                    )
+                    runs = merged(runs, found)
+                except ShardUnavailable:
+                    obstacle = "store_down"
+            elif num_shards != 1:
+                obstacle = "store_down"
             made.set_attribute("kvray.blocks.asked", len(prefix.keys))
             made.set_attribute("kvray.blocks", _num_held(runs))
             made.set_attribute("kvray.sources", len(_others(runs, self._peers.shard)))
             if obstacle == "store_down":
                 fail(made, obstacle)
         return runs, obstacle
-
-    async def _find(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
-        parts = list(prefix.block_bytes)
-        nvme = self._nvme()
-        own = [] if nvme is None else await _runs_on_disk(nvme, prefix.keys, parts)
-        if self._num_shards() <= 1:
-            return own, "not_stored" if self._num_shards() else "store_down"
-        if not self._peers.can_fetch:
-            return own, "store_down"
-        try:
-            lookup = lookup_name(partition_of(prefix.keys[0], self._num_partitions))
-            keys = in_pieces(b"".join(prefix.keys))
-            found: list[Run] = await self._peers.call(lookup, "locate", *keys)
-        except ShardUnavailable:
-            return own, "store_down"
-        return merged(own, found), "not_stored"
 
     async def _present(self, prefix: Prefix) -> dict[int, Mask]:
         """Return which blocks of each part are here; looked for in pieces if it is large."""
@@ -362,10 +415,22 @@ class Stager:
             for step in steps
         )
 
-    def _end_stage(self, task: "asyncio.Task[StageReason]") -> None:
-        self._stages.discard(task)
-        if not task.cancelled() and (defect := task.exception()) is not None:
-            _log.error("a stage ended by a defect", exc_info=defect)
+
+@dataclass(slots=True)
+class _Stage:
+    """What one stage has found and tried; if it is late, it goes on from there."""
+
+    prefix: Prefix
+    fetches: list[Fetch] = field(default_factory=list)
+    """Those that brought blocks of it, or were joined."""
+    runs: list[Run] | None = None
+    """The holders; None: they are to be looked up, at first or once more."""
+    obstacle: StageReason = "not_stored"
+    """Why there may be more than they have."""
+    failed: frozenset[str] = frozenset()
+    """Movers that did not give what they were asked for."""
+    fruitless: int = 0  # fetches that were not whole
+    joins: int = 0  # waits for others' fetches
 
 
 def _is_large(prefix: Prefix) -> bool:
@@ -400,13 +465,3 @@ def _others(runs: Sequence[Run], own: str) -> set[str]:
     # Runs are many, different sets of holders are few.
     different = {id(run.holders): run.holders for run in runs}
     return {shard for holders in different.values() for shard in holders} - {own, NVME}
-
-
-async def _any_finished(fetches: Sequence[Fetch], timeout_s: float) -> None:
-    """Wait until one of `fetches` has finished, but no longer than `timeout_s`."""
-    waits = [asyncio.ensure_future(fetch.finished.wait()) for fetch in fetches]
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.staging.replica_stager import ReplicaStager, prefix_for
-from kvray.actors.staging.replicas import Reader
+from kvray.actors.staging.replica_stager import ReplicaStager
+from kvray.actors.staging.replicas import Reader, prefix_for
 from kvray.actors.staging.stager import Staged
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, PartRequest
@@ -107,19 +107,15 @@ async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pai
     assert held.num_blocks == 12
 
 
-async def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(pair):
-    store(pair.nodes["a"].arena, KEYS[:5], part=0)
-    store(pair.nodes["b"].arena, KEYS[:9], part=1)
+@pytest.mark.parametrize(("first", "second"), [(5, 9), (9, 5), (20, 0)])
+async def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(pair, first, second):
+    store(pair.nodes["a"].arena, KEYS[:first], part=0)
+    store(pair.nodes["b"].arena, KEYS[:second], part=1)
     answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-    assert answer["num_blocks"] == 5
-    assert answer["leases"][1][3] == 5
-
-
-async def test_nothing_is_leased_if_one_rank_has_nothing(pair):
-    store(pair.nodes["c"].arena, KEYS, part=0)
-    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-    assert answer == {"num_blocks": 0, "reason": "not_stored", "leases": {}}
-    assert pair.leased(1) == 0
+    num_blocks = min(first, second)
+    assert (answer["num_blocks"], answer["reason"]) == (num_blocks, "not_stored")
+    assert [one[3] for one in answer["leases"].values()] == [num_blocks] * bool(num_blocks)
+    assert pair.leased(1) == num_blocks
 
 
 async def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(pair):
@@ -189,7 +185,7 @@ def sums_wait(monkeypatch: pytest.MonkeyPatch, piece: int, wait: Callable[[int],
         wait(args[1].start)
         return valid(arena, *args)
 
-    monkeypatch.setattr("kvray.actors.staging.ranks_away._PIECE_BYTES", piece * SLOT)
+    monkeypatch.setattr("kvray.actors.staging.spread._PIECE_BYTES", piece * SLOT)
     monkeypatch.setattr(Arena, "valid", slowly)
 
 

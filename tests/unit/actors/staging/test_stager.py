@@ -53,8 +53,12 @@ def slow(nodes: Nodes) -> Nodes:
     return nodes
 
 
+def later() -> float:
+    return time.monotonic() + 5
+
+
 def stage(stager: Stager, keys: list[BlockKey] = KEYS, wait_s: float = 5) -> asyncio.Task[Staged]:
-    return asyncio.ensure_future(stager.stage(prefix_of(keys), wait_s=wait_s))
+    return asyncio.ensure_future(stager.stage(prefix_of(keys), until=time.monotonic() + wait_s))
 
 
 async def move_five(nodes: Nodes) -> None:
@@ -129,9 +133,9 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
     await stage(stager, large)  # 1.2 MB in 1 ms: the rate is known
     store(nodes["b"].arena, KEYS)
     dear = prefix_of(KEYS, seconds_per_block=1e-9)
-    assert (await stager.stage(dear, wait_s=5)).reason == "cheaper_to_recompute"
+    assert (await stager.stage(dear, until=later())).reason == "cheaper_to_recompute"
     worth = prefix_of(KEYS, seconds_per_block=1.0)
-    assert (await stager.stage(worth, wait_s=5)).num_blocks == 20
+    assert (await stager.stage(worth, until=later())).num_blocks == 20
 
 
 # -- one fetch a block ----------------------------------------------------------------------------
@@ -211,6 +215,23 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
+async def test_a_stage_that_is_late_before_it_knows_who_has_blocks_brings_them_all_the_same(
+    nodes, stager
+):
+    async def slowly(*keys: bytes) -> list[Run]:
+        await asyncio.sleep(0.1)
+        return nodes.locate(*keys)
+
+    store(nodes["b"].arena, KEYS)
+    nodes.others["kvray-lookup.locate"] = slowly
+    assert await stage(stager, wait_s=0.02) == Staged(num_blocks=0, reason="too_slow")
+    until = later()
+    while num_here(nodes["a"].arena, KEYS) < 20:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+    assert len(nodes.orders) == 1
+
+
 async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
     nodes.frozen.add("kvray-lookup")
@@ -259,6 +280,7 @@ async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monke
     assert refused == ["too_slow"] * 3
     for one in stages:
         one.cancel()
+    await asyncio.wait(stages)
     await stager.close()
 
 
@@ -363,9 +385,13 @@ async def test_the_partition_that_has_the_prompts_chain_is_asked(nodes, stager):
 
 
 async def test_closing_ends_what_is_under_way(slow, stager):
+    waiting = stage(stager)
     await stage(stager, wait_s=0.05)
     assert stager.status()["under_way"] == 1
     await asyncio.wait_for(stager.close(), 2)
+    for ended in (waiting, stage(stager)):
+        with pytest.raises(ShardUnavailable, match="ends"):
+            await ended
     assert (stager.status()["under_way"], stager.status()["handovers"]) == (0, 0)
 
 
@@ -470,7 +496,7 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
     monkeypatch.setattr(Arena, "present", seen_present)
     monkeypatch.setattr(Arena, "lease_for", seen_lease)
     asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-    staged = await stager.stage(asks, wait_s=5)
+    staged = await stager.stage(asks, until=later())
     monkeypatch.undo()
     task.cancel()
     assert staged.num_blocks == max(18, have)

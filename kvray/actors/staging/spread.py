@@ -1,6 +1,11 @@
 """Replicas with ranks on several nodes: each shard stages, leases and checks for its own.
 
-`RanksAway` asks the other shards, `RankLeases` are leases taken for a leader on another node, and
+The leader's shard stages for the ranks on its own node. At the same time it has the shards of the
+other ranks stage for theirs. A prefix is useful only as far as all of them have it. The other
+shards then lease exactly that in the names of their ranks: each lease ends by its rank's release or
+with its rank. A shard that is asked so asks no other shard: no two can wait for each other.
+
+`Spread` asks the other shards, `RankLeases` are leases taken for a leader on another node, and
 `Verifier` checks their blocks before that leader promises them. A leader can check its own node's
 arena only. A rank elsewhere would find a wrong block too late to say so. Threads of the loop
 compute the sums: the arena and a lease cross to them, a number comes back. Blocks that are not
@@ -12,134 +17,155 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Prefix
-from kvray.actors.staging.replicas import Replicas, keys_of
-from kvray.actors.staging.stager import Handovers, Staged
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.actors.staging.replicas import Replicas, StageRequest, keys_of
+from kvray.actors.staging.stager import Deadline, Handovers, Staged, Stager
+from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease
 from kvray.store.arena import lease
 from kvray.store.arena.lease import id_of
-from kvray.trace.reasons import StageReason
+from kvray.trace.reasons import STAGE_REASONS
 from kvray.trace.spans import traceparent
 
 _log = logging.getLogger("kvray.shard")
 
-_ROUND_TRIP_SHARE = 0.2  # share of a wait for the round trip to another shard
+_LEASING_SHARE = 0.3  # share of the wait for the second round of calls to other shards
+_ROUND_TRIP_SHARE = 0.2  # share of the first round for the way to another shard and back
 _RELEASING_S = 60.0
 """How long a release is retried: a shard that died has to come back for it."""
-_CANCEL_S = 1.0  # how long a cancelled call may take to end; the rest end with the loop
+_CANCEL_S = 1.0  # how long a cancelled release may take to end; the rest end with the loop
 
 
-class RanksAway:
-    """Calls other shards for those ranks; state of the event loop. Late calls go on."""
+class Spread:
+    """The nodes of a replica that has ranks elsewhere; state of the event loop."""
 
-    def __init__(self, peers: Peers, *, call_timeout_s: float) -> None:
+    def __init__(self, stager: Stager, peers: Peers, *, call_timeout_s: float) -> None:
+        self._stager = stager
         self._peers = peers
         self._call_timeout_s = call_timeout_s
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
 
-    async def find(
-        self, replica: str, ranks: Sequence[int], until: float
-    ) -> dict[str, list[int]] | StageReason:
-        """Return shard -> its share of `ranks`, none of which is registered here.
-
-        If not all can be found in time, return the reason.
-        """
-        elsewhere: dict[str, list[int]] = {}
-        if not ranks:
-            return elsewhere
+    async def lease(self, request: StageRequest, until: float) -> Staged:
+        """See `RankNodes.lease`; a shard without an answer in time counts as one without blocks."""
+        leasing_s = (until - time.monotonic()) * _LEASING_SHARE if request.token else 0.0
         try:
-            homes = await self._within(self._peers.homes(replica), until)
-        except KVRayError:
-            return "store_down"
-        if homes is None:
-            return "too_slow"
-        for rank in ranks:
-            elsewhere.setdefault(homes.get(rank, ""), []).append(rank)
-        if "" in elsewhere or self._peers.shard in elsewhere:
-            self._peers.forget_homes(replica)
-            return "store_down"
-        return elsewhere
-
-    async def stage(
-        self,
-        shard: str,
-        replica: str,
-        ranks: Sequence[int],
-        wait_s: float,
-        *request: Any,
-    ) -> Staged:
-        """Have another shard stage for its ranks; no answer in time counts as no blocks."""
-        work_s = wait_s * (1 - _ROUND_TRIP_SHARE)
-        try:
-            staged = await self._within(
-                self._peers.call(
-                    shard,
-                    "stage_ranks",
-                    traceparent(),
-                    replica,
-                    ranks,
-                    work_s,
-                    *request,
-                    work_s=work_s,
-                ),
-                time.monotonic() + wait_s,
-            )
-        except KVRayError:
-            self._peers.forget_homes(replica)
-            return Staged(num_blocks=0, reason="store_down")
-        return Staged(num_blocks=0, reason="too_slow") if staged is None else Staged(**staged)
-
-    async def lease(
-        self,
-        replica: str,
-        elsewhere: Mapping[str, list[int]],
-        keys: bytes,
-        until: float,
-        token: str,
-    ) -> dict[int, list[Any]] | None:
-        """Have other shards lease exactly `keys` for their ranks; None unless all did in time.
-
-        On failure the token releases every lease, those of lost answers included.
-        """
-        request = token, *in_pieces(keys)
-        answers = await asyncio.gather(
-            *(
-                self._within(
-                    self._peers.call(shard, "lease_ranks", replica, theirs, *request), until
-                )
-                for shard, theirs in elsewhere.items()
-            ),
-            return_exceptions=True,
-        )
-        leases: dict[int, list[Any]] = {}
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, KVRayError):
-                raise answer
-            if isinstance(answer, dict):
-                leases.update(answer)
-        asked = {rank for theirs in elsewhere.values() for rank in theirs}
-        if leases.keys() == asked and time.monotonic() <= until:
-            return leases
-        for shard in elsewhere:
-            self._in_background(self._release_at(shard, token))
-        return None
+            with Deadline(until):
+                elsewhere = await self._find(request)
+                if elsewhere is None:
+                    return Staged(num_blocks=0, reason="store_down")
+                staged = await self._stage(request, elsewhere, until - leasing_s)
+                if request.token and staged.num_blocks:
+                    keys = request.keys[: staged.num_blocks]
+                    leases = await self._lease(request.replica, elsewhere, keys, request.token)
+                    if not leases:
+                        return Staged(num_blocks=0, reason="too_slow")
+                    staged = replace(staged, leases=leases)
+                return staged
+        except asyncio.TimeoutError:
+            return Staged(num_blocks=0, reason="too_slow")
 
     def release_unread(self, replica: str, tokens: Sequence[str]) -> None:
         """Have leases released in the background whose answers the leader never got."""
         self._in_background(self._release_unread(replica, tokens))
 
     async def close(self) -> None:
-        """End all calls. Twice is fine."""
-        if self._calls:
-            for task in self._calls:
+        """End all releases. Twice is fine."""
+        if self._releases:
+            for task in self._releases:
                 task.cancel()
-            await asyncio.wait(self._calls, timeout=_CANCEL_S)
+            await asyncio.wait(self._releases, timeout=_CANCEL_S)
+
+    async def _find(self, request: StageRequest) -> dict[str, list[int]] | None:
+        """Return shard -> its ranks that are not here; None if not all can be found."""
+        try:
+            homes = await self._peers.homes(request.replica)
+        except KVRayError:
+            return None
+        elsewhere: dict[str, list[int]] = {}
+        for rank in request.ranks:
+            if rank not in request.readers:
+                elsewhere.setdefault(homes.get(rank, ""), []).append(rank)
+        if "" in elsewhere or self._peers.shard in elsewhere:
+            self._peers.forget_homes(request.replica)
+            return None
+        return elsewhere
+
+    async def _stage(
+        self, request: StageRequest, elsewhere: Mapping[str, list[int]], until: float
+    ) -> Staged:
+        """Stage here and there at once; return what every rank has."""
+        work_s = max(0.0, until - time.monotonic()) * (1 - _ROUND_TRIP_SHARE)
+        answers = await asyncio.gather(
+            self._stager.stage(request.prefix, until=time.monotonic() + work_s),
+            *(self._stage_at(one, ranks, request, work_s) for one, ranks in elsewhere.items()),
+        )
+        num_blocks = min(one.num_blocks for one in answers)
+        reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
+        shortest = replace(
+            answers[0], num_blocks=num_blocks, reason=min(reasons, key=STAGE_REASONS.index)
+        )
+        is_longer = any(one.num_blocks > num_blocks for one in answers[1:])
+        is_checked = is_longer and request.verify_from is not None
+        if not (num_blocks and is_checked and request.prefix.windowed):
+            return shortest
+        # The windows at the end of the shorter prefix are other blocks than the checked ones.
+        shorter = replace(request, keys=request.keys[:num_blocks])
+        again = await self._stage(shorter, elsewhere, until)
+        return shortest if again.num_blocks == num_blocks else again
+
+    async def _stage_at(
+        self, shard: str, ranks: Sequence[int], request: StageRequest, work_s: float
+    ) -> Staged:
+        """Have another shard stage for its ranks."""
+        asks = request.replica, ranks, work_s, request.tokens_per_s, request.verify_from
+        keys = in_pieces(b"".join(request.keys))
+        try:
+            staged = await self._peers.call(
+                shard, "stage_ranks", traceparent(), *asks, *keys, work_s=work_s
+            )
+        except KVRayError:
+            self._peers.forget_homes(request.replica)
+            return Staged(num_blocks=0, reason="store_down")
+        return Staged(**staged)
+
+    async def _lease(
+        self,
+        replica: str,
+        elsewhere: Mapping[str, list[int]],
+        keys: Sequence[BlockKey],
+        token: str,
+    ) -> dict[int, list[Any]]:
+        """Have other shards lease exactly `keys` for their ranks; {} unless all did.
+
+        Whatever ends this before, the deadline or the engine's end, the token releases every lease,
+        those of lost answers included.
+        """
+        asked = {rank for theirs in elsewhere.values() for rank in theirs}
+        leases: dict[int, list[Any]] = {}
+        pieces = in_pieces(b"".join(keys))
+        try:
+            answers = await asyncio.gather(
+                *(
+                    self._peers.call(shard, "lease_ranks", replica, theirs, token, *pieces)
+                    for shard, theirs in elsewhere.items()
+                ),
+                return_exceptions=True,
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, KVRayError):
+                    raise answer
+                leases.update(answer if isinstance(answer, dict) else {})
+        finally:
+            if is_partial := leases.keys() != asked:
+                for shard in elsewhere:
+                    self._in_background(self._release_at(shard, token))
+        return {} if is_partial else leases
 
     async def _release_unread(self, replica: str, tokens: Sequence[str]) -> None:
         try:
@@ -163,28 +189,10 @@ class RanksAway:
                 return
         _log.warning("%s: leases at %s could not be released", self._peers.shard, shard)
 
-    async def _within(self, call: Coroutine[Any, Any, Any], until: float) -> Any:
-        """Return the answer of `call`, or raise its error; None if it is late, but goes on."""
-        task = self._in_background(call)
-        await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
-        if not task.done():
-            return None
-        if task.cancelled():
-            raise ShardUnavailable(f"{self._peers.shard} ends.")
-        return task.result()
-
-    def _in_background(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        task = asyncio.get_running_loop().create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._end_call)
-        return task
-
-    def _end_call(self, task: "asyncio.Task[Any]") -> None:
-        self._calls.discard(task)
-        if not task.cancelled():
-            error = task.exception()  # a late one has no caller
-            if error is not None and not isinstance(error, KVRayError):
-                _log.error("a call to another shard ended by a defect", exc_info=error)
+    def _in_background(self, release: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(release)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
 
 _REMEMBERED_MAX = 4096
@@ -285,10 +293,9 @@ _CLOSE_S = 1.0
 class Verifier:
     """Checks staged blocks; used by the shard's event loop alone."""
 
-    def __init__(self, arena: Arena, handovers: Handovers, *, handover_s: float) -> None:
+    def __init__(self, arena: Arena, handovers: Handovers) -> None:
         self._arena = arena
         self._handovers = handovers
-        self._handover_s = handover_s
         self._checks: set[asyncio.Future[int]] = set()
         self._is_closed = False
 
@@ -304,7 +311,8 @@ class Verifier:
         # A lease of its own: blocks must stay while they are summed, however long that takes.
         held = self._arena.lease_for(prefix.keys[: staged.num_blocks], prefix.readers)
         if held is None or held.num_blocks <= first:
-            self._keep(held)
+            if held is not None:
+                self._handovers.keep(held)
             return Staged(num_blocks=0, reason="too_slow")
         now = time.monotonic()
         summed_until = now + (until - now) * _SUMMING_SHARE
@@ -332,34 +340,25 @@ class Verifier:
         A shorter prefix lacks its window, so with windows it is all or nothing.
         """
         step = max(1, _PIECE_BYTES // sum(prefix.block_bytes.values()))
-        is_windowed = any(one.window is not None for reader in prefix.readers for one in reader)
+        num_valid = held.num_blocks
         for start in range(first, held.num_blocks, step):
-            stop = min(start + step, held.num_blocks)
             if self._is_closed or time.monotonic() >= until:
-                return 0 if is_windowed else start
-            run = self._valid_run(prefix, held, start, stop)
-            if run < stop:
-                return 0 if is_windowed else run
-        return held.num_blocks
-
-    def _valid_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
-        """Return the first block from `start` to `stop` that is not valid; `stop` if all are."""
-        run = stop
-        for one, reader in zip(held.leases, prefix.readers, strict=True):
-            for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
-                valid = self._arena.valid(one, places)
-                if not valid.all():
-                    run = min(run, block + int(valid.argmin()))
-        return run
+                num_valid = start
+                break
+            stop = min(start + step, held.num_blocks)
+            for one, reader in zip(held.leases, prefix.readers, strict=True):
+                for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
+                    valid = self._arena.valid(one, places)
+                    if not valid.all():
+                        num_valid = min(num_valid, block + int(valid.argmin()))
+            if num_valid < held.num_blocks:
+                break
+        return 0 if prefix.windowed and num_valid < held.num_blocks else num_valid
 
     def _end(self, check: "asyncio.Future[int]", held: Held) -> None:
         self._checks.discard(check)
-        self._keep(held)
+        self._handovers.keep(held)
         if not check.cancelled():
             error = check.exception()  # a late one has no caller
             if error is not None and not isinstance(error, KVRayError):
                 _log.error("a check ended by a defect", exc_info=error)
-
-    def _keep(self, held: Held | None) -> None:
-        if held is not None:
-            self._handovers.keep(held, until=time.monotonic() + self._handover_s)
