@@ -43,9 +43,9 @@ class Followers:
     """One task for each shard, with at most one call under way.
 
     All tasks run in one event loop, and they alone change the lookup. Queries read it in another
-    thread: whoever uses the lookup holds `lock`, for one step or one query at a time. A thread that
-    waits for the lock counts in `num_waiting`, and the loop then pauses between two steps: else it
-    would often take the lock again before the other thread runs.
+    thread: whoever uses the lookup holds the lock, for one step or one query at a time. While a
+    query waits for the lock the loop pauses after each step: else it would often take the lock
+    again before the other thread runs.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Followers:
         self._look_s, self._retry_s = look_s, retry_s
         self._lock = threading.Lock()
         self._num_waiting = 0
+        self._step = asyncio.Lock()  # one step in each round of the loop, and then the next shard's
         self._turns = asyncio.Semaphore(TURNS)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._random = Random(partition)
@@ -157,13 +158,14 @@ class Followers:
     async def _take(self, shard: str, delta: Delta) -> None:
         steps = self.lookup.take(shard, delta, self._clock)
         while True:
-            began = self._clock()
-            with self._lock:
-                num_keys = next(steps, None)
-            if num_keys is None:
-                return
-            self._fit(num_keys, self._clock() - began)
-            await asyncio.sleep(_YIELD_S if self._num_waiting else 0)
+            async with self._step:
+                began = self._clock()
+                with self._lock:
+                    num_keys = next(steps, None)
+                if num_keys is None:
+                    return
+                self._fit(num_keys, self._clock() - began)
+                await asyncio.sleep(_YIELD_S if self._num_waiting else 0)
 
     def _fit(self, num_keys: int, took_s: float) -> None:
         """Have the next steps be as large as the index takes in a moment."""

@@ -96,6 +96,8 @@ class Line:
             raise ShardUnavailable("The lookup is cut off.")
         if method == "shard_names":
             return list(self._shards)
+        if actor not in self._shards:
+            raise ShardUnavailable(f"{actor} has ended.")
         call = partial(self._shards[actor].requests.delta, *args)
         delta = await asyncio.get_running_loop().run_in_executor(None, call)
         self.heard.append(args[0])
