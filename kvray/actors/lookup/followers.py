@@ -30,8 +30,8 @@ _TURN_S = 5.0
 """A turn ends when a poll is unanswered for so long."""
 _PATIENCE_S = 60.0
 """A reply that has not come by then is lost. Until then a frozen shard gets no second call."""
-_STEP_S = 0.004
-"""How long a query may wait for a step of the index."""
+_STEP_S = 0.007
+"""How long a step of the index takes; a query waits for half of it at the median."""
 _STEP_KEYS_MIN = 64
 _YIELD_S = 0.0005
 _CALL_S = 5.0

@@ -31,8 +31,8 @@ CALL_S = 0.0005
 """A poll that brings nothing: its serialization, Ray's part included."""
 BATCH_S = 0.0006
 """What it takes longer if it brings any keys, beside these."""
-KEY_S = 0.85e-6
-"""What a key takes: 6,000 in a call 0.96 to 1.01 us, 20,000 0.83 to 0.90 us."""
+KEY_S = 0.65e-6
+"""What a key takes: 4,000 in a step 0.74 us with `BATCH_S`, 16,000 0.64 us."""
 SHARED_KEY_S = 225e-6
 """What a key takes that 8 to 50 shards hold."""
 WAY_S = 0.0006
