@@ -132,7 +132,7 @@ class FullTier:
 
 async def until(condition: Callable[[], bool], look_s: float) -> None:
     """Return once it holds, which costs nothing in a time that is counted."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - nobody tells when
         await asyncio.sleep(look_s)
 
 
