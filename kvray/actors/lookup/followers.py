@@ -94,7 +94,9 @@ class Followers:
                     self._looked()
                 await asyncio.sleep(max(self._look_s, len(self._tasks) / _NAMES_PER_S))
         finally:
-            for task in self._tasks.values():
+            # Emptied first: a task whose wait ends as it is cancelled ends by this.
+            tasks, self._tasks = self._tasks, {}
+            for task in tasks.values():
                 task.cancel()
 
     def _follow_all(self, shards: set[str]) -> None:

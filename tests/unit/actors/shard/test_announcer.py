@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.actors.lookup.delta import Delta, Poll
 from kvray.actors.lookup.lookup import Lookup
@@ -467,14 +467,18 @@ class Following(RuleBasedStateMachine):
     def held(self) -> set[int]:
         return self.tiers[0] | self.tiers[1]
 
-    @rule()
     def restart_lookup(self) -> None:
         self.lookup = Lookup()
         self.lookup.keep("a")
 
-    @rule()
-    def restart_shard(self) -> None:
-        self.log = ChangeLog(lambda: [entries(sorted(self.held))])
+    @rule(what=st.sampled_from(["lookup", "shard", "log", "", "", ""]))
+    def restart(self, what: str) -> None:
+        if what == "lookup":
+            self.restart_lookup()
+        elif what == "shard":
+            self.log = ChangeLog(lambda: [entries(sorted(self.held))])
+        elif what == "log":
+            self.log.start_over()
 
     @rule(come=st.sets(st.integers(0, 5)), gone=st.sets(st.integers(0, 5)), at=st.integers(0, 1))
     def look(self, come: set[int], gone: set[int], at: int) -> None:
@@ -503,10 +507,10 @@ class Following(RuleBasedStateMachine):
     def lose_or_delay(self, most: int) -> None:
         self.late.append(self.ask(most))
 
-    @precondition(lambda self: self.late)
     @rule(at=st.integers(0, 20))
     def arrive(self, at: int) -> None:
-        self.take(self.late.pop(at % len(self.late)))
+        if self.late:
+            self.take(self.late.pop(at % len(self.late)))
 
     @rule(most=st.integers(1, 4))
     def catch_up(self, most: int) -> None:
@@ -525,6 +529,6 @@ class Following(RuleBasedStateMachine):
 
 
 Following.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=30, deadline=None
+    max_examples=examples(600), stateful_step_count=30, deadline=None
 )
 TestFollowing = Following.TestCase
