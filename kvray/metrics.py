@@ -117,7 +117,7 @@ lookup_entries: blocks that it knows, counted at every holder @ entries
 lookup_bytes: memory of its index @ bytes
 lookup_queries_total: questions of shards: who has these blocks @ queries
 lookup_queried_blocks_total: blocks that were asked for @ queried_blocks
-lookup_resyncs_total: announcements that did not follow the last one @ resyncs
+lookup_resyncs_total: lists of all blocks that shards have begun @ resyncs
 
 [lookup]
 silent_shards: shards that the lookup has not heard of for too long

@@ -113,11 +113,11 @@ class ShardConfig(_Section):
     """The actor that owns a node's arena."""
 
     announce_s: Seconds = Field(default=0.05, gt=0, le=5)
-    """how long a shard collects changes before it tells the lookup"""
+    """how often a shard looks for changes to tell the lookup"""
     heartbeat_s: Seconds = Field(default=0.5, gt=0, le=30)
-    """time between two heartbeats of a shard to the lookup"""
+    """how long a shard without news lets the lookup wait for a reply"""
     silent_s: Seconds = Field(default=1.5, gt=0)
-    """time without a heartbeat after which nobody asks a shard for blocks"""
+    """time without a reply to the lookup after which nobody asks a shard for blocks"""
     resource: str | None = Field(default=None, min_length=1)
     """Ray resource that a node must have to get a shard; none: every node"""
     label: Label | None = None

@@ -70,7 +70,10 @@ class EntryCodes:
         Codes of other incarnations stand for no parts. Pairs of code and part are few.
         """
         pairs = codes.astype(np.int64) * PARTS_MAX + parts
-        different, which = np.unique(pairs, return_inverse=True)
+        if len(pairs) and (pairs == pairs[0]).all():
+            different, which = pairs[:1], np.zeros(len(pairs), dtype=np.int64)
+        else:
+            different, which = np.unique(pairs, return_inverse=True)
         after = np.zeros(len(different), dtype=np.uint32)
         for at, pair in enumerate(different.tolist()):
             code, part = divmod(pair, PARTS_MAX)
@@ -89,13 +92,14 @@ class EntryCodes:
 
     def count(self, added: Array, removed: Array) -> None:
         """Count the keys that codes were added to and removed from; unused codes end."""
-        change = self._counted(added) - self._counted(removed)
+        num_added, num_removed = self._counted(added), self._counted(removed)
+        change = num_added - num_removed
         self._num_keys += change
         for code in np.flatnonzero(change).tolist():
             if code:
                 self._owner(code).num_parts += int(change[code]) * self._masks[code].bit_count()
-        for code in {*np.unique(added).tolist(), *np.unique(removed).tolist()} - {0}:
-            if not self._num_keys[code]:
+        for code in np.flatnonzero(num_added + num_removed).tolist():
+            if code and not self._num_keys[code]:
                 self._end(code)
 
     def note_status(self, one: Incarnation) -> None:

@@ -80,8 +80,11 @@ class HolderRows:
 
         No row has more than HOLDERS_MAX codes. It sorts `codes` in place.
         """
+        counts = np.count_nonzero(codes, axis=1)
+        if counts.max(initial=0) <= 1 and values.max(initial=0) <= _NUMBER:
+            return union(codes)  # the most common case: no key has had two holders
         codes.sort(axis=1)
-        kinds = np.searchsorted(_WIDTHS, np.count_nonzero(codes, axis=1))
+        kinds = np.searchsorted(_WIDTHS, counts)
         was = values >> np.uint32(_KIND_BITS)
         after: Array = np.where(kinds == 0, codes[:, -1], 0).astype(np.uint32)
         for kind, pool in enumerate(self._pools, 1):

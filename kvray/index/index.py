@@ -265,6 +265,8 @@ class Index:
         """
         dropped = (union(change.gone) != 0) & (union(change.new) == 0) & (union(change.kept) != 0)
         rows = np.flatnonzero(dropped)
+        if not len(rows):
+            return []
         kept = change.kept[rows]
         lost = self._codes.words(change.gone[rows]) & ~self._codes.words(kept)
         is_lost = union(lost) != 0
@@ -324,6 +326,10 @@ def _entries(keys: bytes, parts: Sequence[int] | Array) -> tuple[Array, Array]:
 
 def _rounds(packed: Array) -> Iterator[Array]:
     """Yield rows in rounds; no round has a key twice."""
+    words = np.sort(packed[:, 0])
+    if not (words[1:] == words[:-1]).any():
+        yield np.arange(len(packed))
+        return
     order = np.argsort(packed[:, 0])
     words = packed[order, 0]
     at = np.arange(len(words))

@@ -7,6 +7,7 @@ objects for Python's garbage collector to walk.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class KeyTable:
         self._has_spilled: Array = np.zeros(_BUCKETS_MIN, dtype=bool)
         # Bucket -> its spilled keys.
         self._spilled: dict[int, dict[bytes, int]] = {}
+        self._free_ways = _free_ways()
         self._len = 0
 
     def __len__(self) -> int:
@@ -162,19 +164,18 @@ class KeyTable:
 
     def _insert(self, keys: Array, values: Array) -> None:
         """Enter keys that are not here."""
-        order = np.argsort(self._buckets(keys))
-        keys, values = keys[order], values[order]
         bucket = self._buckets(keys)
+        order = np.argsort(bucket)
+        keys, values, bucket = keys[order], values[order], bucket[order]
         at = np.arange(len(keys))
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = bucket[1:] != bucket[:-1]
-        nth = at - np.maximum.accumulate(np.where(is_first, at, 0)) + 1
-        free = self._tags.take(bucket, axis=0) == 0
+        nth = at - np.maximum.accumulate(np.where(is_first, at, 0))
+        free = np.packbits(self._tags.take(bucket, axis=0) == 0, axis=1, bitorder="little")
         # The n-th newcomer of a bucket takes its n-th free way.
-        mine = np.cumsum(free, axis=1, dtype=np.uint8) == np.minimum(nth, 255)[:, None]
-        mine &= free
-        way = mine.argmax(axis=1)
-        fits = mine[at, way]
+        mask = free.view("<u2")[:, 0].astype(np.int64)
+        way = self._free_ways.take(mask << _WAY_BITS | np.minimum(nth, _WAYS - 1)).astype(np.int64)
+        fits = (way < _WAYS) & (nth < _WAYS)
         place = (bucket << _WAY_BITS | way)[fits]
         self._keys.reshape(-1, 4)[place] = keys[fits]
         self._values.reshape(-1)[place] = values[fits]
@@ -201,6 +202,15 @@ class KeyTable:
         joined, buckets = keys.tobytes(), self._buckets(keys).tolist()
         for nth, (row, bucket) in enumerate(zip(rows.tolist(), buckets, strict=True)):
             yield row, bucket, joined[nth * KEY_BYTES : (nth + 1) * KEY_BYTES]
+
+
+@cache
+def _free_ways() -> Array:
+    """Return for each mask of free ways the n-th of them, end to end; _WAYS where there is none."""
+    is_free = np.arange(1 << _WAYS)[:, None] >> np.arange(_WAYS) & 1
+    ways = np.argsort(1 - is_free, axis=1, kind="stable").astype(np.uint8)
+    ways[np.arange(_WAYS) >= is_free.sum(axis=1)[:, None]] = _WAYS
+    return ways.reshape(-1)
 
 
 def _joined(spilled: Iterable[dict[bytes, int]]) -> Array:

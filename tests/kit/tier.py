@@ -49,7 +49,7 @@ class Tier:
 
     def start(self) -> None:
         settings = ShardSettings.of(load_config())
-        self.shard = Shard("test", settings, [self.line.announce])
+        self.shard = self.line.follow(Shard("test", settings))
         self.shard.start()
         wait_until_serving(self.shard)
 

@@ -44,7 +44,7 @@ class TwoNodes:
             directory.mkdir()
             os.environ["KVRAY_ARENA__DIR"] = str(directory)
             settings = ShardSettings.of(load_config())
-            self.shards[name] = Shard(name, settings, [self.line.announce], ask=self._ask)
+            self.shards[name] = self.line.follow(Shard(name, settings, ask=self._ask))
             self.shards[name].start()
         for shard in self.shards.values():
             wait_until_serving(shard)
@@ -81,10 +81,10 @@ class TwoNodes:
 
     async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         """See `Ask`."""
-        if actor == LOOKUP_NAME and method == "shards":
-            return self.line.lookup.shards()
         if actor == LOOKUP_NAME:
-            return getattr(self.line.lookup, method)(*args, time.monotonic())
+            with self.line.followers.query() as lookup:
+                now = () if method == "shards" else (time.monotonic(),)
+                return getattr(lookup, method)(*args, *now)
         if actor in self.gone or actor not in self.shards:
             raise ShardUnavailable(f"{actor} is gone.")
         call = functools.partial(getattr(self.shards[actor].requests, method), *args)

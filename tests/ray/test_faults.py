@@ -93,11 +93,11 @@ def test_a_killed_shard_adopts_its_arena_and_engines_go_on(running, local, one):
     wait_for(lambda: shard_status()["replicas"], "registering again")
 
 
-def test_a_killed_lookup_is_rebuilt_by_the_shards(running, local, one):
-    before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"]
+def test_a_killed_lookup_asks_the_shards_for_everything(running, local, one):
+    before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["pid"]
     actor_process(local, "Lookup").kill()
     wait_until_known(running)
-    assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"] != before
+    assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["pid"] != before
     (shard,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     lookup = get_actor(LOOKUP_NAME)
     runs = call(lookup.locate, b"".join(KEYS), timeout_s=TIMEOUT_S)
@@ -226,9 +226,9 @@ def test_another_number_of_partitions_needs_no_block_and_one_that_is_killed_is_r
         assert set(answers) == {5}, "the other one answered all the time"
         after = partitions()
         assert [one["lookup"] for one in after] == [LOOKUP_NAME, f"{LOOKUP_NAME}-1"]
-        assert after[0]["epoch"] == before[0]["epoch"]
+        assert after[0]["pid"] == before[0]["pid"]
         assert after[0]["resyncs"] == before[0]["resyncs"]
-        assert after[1]["epoch"] != before[1]["epoch"]
+        assert after[1]["pid"] != before[1]["pid"]
     tier.up(running, timeout_s=TIMEOUT_S)
     wait_for(lambda: list_actors(LOOKUP_NAME) == [LOOKUP_NAME], "the end of the second partition")
     with Client(running) as client:

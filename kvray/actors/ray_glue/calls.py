@@ -279,7 +279,7 @@ def in_short(error: BaseException) -> str:
 
 _SEARCHES_MAX = 4
 """Threads that look for actors; while Ray's head does not answer, each look-up takes a minute."""
-_HANDLES_MAX = 4096
+_HANDLES_MAX = 16_384
 
 
 class ActorCalls:

@@ -1,7 +1,4 @@
-"""The Ray actor around a shard.
-
-`LookupLine` is its way to one partition of the lookup: one announcement at a time.
-"""
+"""The Ray actor around a shard."""
 
 import contextlib
 import os
@@ -9,24 +6,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
-from kvray.actors.lookup.lookup import Announcement, Answer
-from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_name, shard_name
+from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
-from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.ray_glue.calls import (
     ActorCalls,
     PeriodicPing,
     create_actor,
-    get_actor,
     kill_actor,
     log_to_stderr,
-    mapped_errors,
     node_labels,
 )
 from kvray.actors.ray_glue.private import available_resources
@@ -40,36 +32,6 @@ from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
 from kvray.trace.spans import start_sdk
-
-
-class LookupLine:
-    """Brings announcements to a partition; for one thread at a time."""
-
-    def __init__(self, partition: int = 0) -> None:
-        self._name = lookup_name(partition)
-        self._lookup: Any = None
-        self._under_way: tuple[Announcement, Future[Answer]] | None = None
-
-    def announce(self, announcement: Announcement) -> Answer | None:
-        """See `Announce`; raises KVRayError if the announcement is lost, or was refused."""
-        try:
-            if self._lookup is None:
-                self._lookup = get_actor(self._name)
-            with mapped_errors():
-                if self._under_way is None or self._under_way[0] is not announcement:
-                    # In pieces: as one argument it would go through Ray's object store.
-                    answer = self._lookup.announce.remote(*packed(announcement)).future()
-                    self._under_way = announcement, answer
-                if not self._under_way[1].done():
-                    return None
-                answer = self._under_way[1].result()
-        except KVRayError:
-            # It may have been recreated, under the same name.
-            self._lookup = self._under_way = None
-            raise
-        self._under_way = None
-        return answer
-
 
 _STOP_TIMEOUT_S = 20.0
 _PING_S = 5.0  # how often the supervisor is called, which nobody else calls for long
@@ -108,6 +70,8 @@ _OPERATIONS: dict[str, tuple[str, Callable[[Shard], Callable[..., Any]]]] = {
     "release_ranks": ("leases", lambda shard: shard.requests.release_ranks),
     "stage_ranks": ("ranks", lambda shard: shard.requests.stage_ranks),
     "promote": ("disk", lambda shard: shard.requests.promote),
+    # for the lookup
+    "delta": ("lookup", lambda shard: shard.requests.delta),
 }
 """Method of the actor -> its group of threads, and what does it."""
 
@@ -138,7 +102,6 @@ class ShardActor:
         self._shard = Shard(
             name,
             ShardSettings.of(config, memory_claims()),
-            [LookupLine(at).announce for at in range(config.lookup.partitions)],
             crashed=lambda: os._exit(1),
             ask=ActorCalls(),
             is_restart=is_restart,
@@ -243,6 +206,8 @@ def memory_claims() -> MemoryClaims:
 def create_shard(node_id: str, config: KVRayConfig) -> Any:
     """Return the shard's actor on a node, started if it is not there."""
     name = shard_name(node_id)
+    # Each partition keeps a poll waiting, and one that it gave up may end after the next has come.
+    groups = {**_GROUPS, "lookup": config.lookup.partitions + 1}
     return create_actor(
-        ShardActor, name, name, config, node_id=node_id, groups=_GROUPS, max_concurrency=4
+        ShardActor, name, name, config, node_id=node_id, groups=groups, max_concurrency=4
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvray.actors.lookup.delta import Delta, Poll
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.serving import ShardParts
@@ -264,6 +265,15 @@ class ActorRequests:
 
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
+
+    def delta(self, poll: Poll) -> Delta:
+        """See `Announcer.delta`; ShardUnavailable while the shard does not serve."""
+        self._parts.serving()
+        heartbeat_s = self._parts.settings.shard.heartbeat_s
+        return self._parts.loop.wait(
+            self._parts.announcer.delta(poll, heartbeat_s),
+            max(heartbeat_s, poll.pace_s) + ANSWER_S,
+        )
 
     def prefetch(
         self,

@@ -1,29 +1,30 @@
-"""Turns changes of a node's tiers into announcements, a stream of them for each partition.
+"""Turns changes of a node's tiers into logs, which the partitions of the lookup read.
 
 For the lookup, a node either has a block, in memory or on disk, or it does not. A block that leaves
 one tier is announced as gone only if the other tier lacks it. A block found in one tier is
 announced even if the other has it too. So if two changes cross, the later look corrects them.
 
-`TierDelta` has the changes of one tier since the lookup was told. `LookupStream` is what one shard
-tells one partition: announcements, in unbroken order.
+`TierDelta` has the changes of one tier since the last look. `ChangeLog` is what one partition is
+yet to take of them, and `Announcer` answers the polls of all partitions.
 """
 
-import logging
+import asyncio
+import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvray.actors.lookup.lookup import Announcement, Answer, packed_parts
+from kvray.actors.lookup.delta import Cursor, Delta, Poll, packed_parts
 from kvray.actors.lookup.partitions import shares
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.errors import ShardUnavailable
 from kvray.index import PARTS_MAX
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
@@ -32,29 +33,10 @@ from kvray.store.arena.tables import Array, EventReader, Tables
 from kvray.store.block_history import CORRUPT, DISK_ROOM, HOST, NVME, WRITER
 from kvray.store.nvme import NvmeStore
 
-_log = logging.getLogger("kvray.shard")
-
-Announce = Callable[[Announcement], Answer | None]
-"""Brings an announcement to a partition and returns the answer; None if that is still to come.
-
-It waits for nothing. Called again with the same announcement, it looks for the answer again. Raises
-KVRayError once there will be none.
-"""
-
-ANNOUNCED_MAX = 20_000  # keys in one announcement; the rest follows in the next
-_LEAST_MAX = 128
-_PIECE_S = 0.01
-"""How long the lookup may work on one announcement: from others it has queries meanwhile."""
-_FIRST_MAX = 500
-"""Keys with which a full announcement begins: it may be told to wait, and to send it is cheap."""
+CHANGES_MAX = 200_000
+"""Changes, beside the blocks that it lists, that a log has room for; it starts over with more."""
 _UNHEARD_S = 2.0
-"""After so long a wait for an answer the lookup counts as one that does not answer."""
-_PATIENCE_S = 30.0
-"""How long an answer is waited for; the lookup takes nothing that is older. After each that did not
-come it is twice as long: else a lookup that is slow enough would never get to anything in time."""
-_PATIENCE_MAX_S = 480.0
-_BACKOFF_S = 0.5
-_BACKOFF_MAX_S = 4.0
+"""After so long without a poll, and some of its paces, a partition counts as one that is away."""
 
 
 Section = Callable[[], AbstractContextManager[bool]]
@@ -176,291 +158,191 @@ class TierDelta:
         return here
 
 
-_Ranks = tuple[list[tuple[str, int]], tuple[int, ...]]
-"""(replica, rank) of those that are registered, and the namespaces that are here."""
+class _Run(NamedTuple):
+    """Changes of one kind, noted at one time."""
+
+    at: float
+    keys: Array
+    parts: Array
+    is_added: bool
+
+    def cut(self, start: int, stop: int | None = None) -> "_Run":
+        return self._replace(keys=self.keys[start:stop], parts=self.parts[start:stop])
 
 
-class LookupStream:
-    """One shard's announcements to one partition; no two methods run at once, but for `lag_s`.
+class ChangeLog:
+    """The numbered changes that one partition is yet to take; single-threaded.
 
-    At most one announcement is under way. So the lookup works on one piece of each shard, and a
-    late answer counts like any other. A shard repeats an announcement only if the lookup has lost
-    it, or refuses it.
+    Invariant: while the log has a name, what a partition took of it up to a cursor, together with
+    the changes after that cursor, is what the `TierDelta` have told. The next poll's cursor
+    acknowledges, and only then are changes dropped; so a lost reply is repeated. A log without a
+    name notes nothing: nobody has asked yet, or so much is noted that to begin again with all
+    blocks costs no more. So a partition that does not ask takes no memory.
     """
 
-    def __init__(
-        self,
-        shard: str,
-        announce: Announce,
-        held: Callable[[], Iterable[Entries]],
-        *,
-        what: str = "the lookup",
-        names_ranks: bool = False,
-        random: Random,
-    ) -> None:
-        """`held` returns all blocks for a full announcement.
-
-        One partition `names_ranks`: only it is told of them and of namespaces.
-        """
-        self.num_shards = 0
-        """Live shards of the tier, as this partition said last; 0 while it does not answer."""
+    def __init__(self, held: Callable[[], Iterable[Entries]]) -> None:
+        """`held` returns all blocks that the partition is to know of."""
         self.num_told = 0
         self.telling_s = 0.0
-        self.is_leaving = False
-        """Whether to say that the node is to go."""
-        self.answers: list[Answer] = []
-        """Those that nobody has read yet."""
-        self._shard = shard
-        self._announce = announce
+        self.untold_since: float | None = None
+        """When the oldest change was noted that no reply had yet."""
+        self.news = asyncio.Event()
+        """Set whenever a poll may have something to reply."""
+        self.num_polls = 0
+        self.said: object = None
+        """The ranks, namespaces and whether it leaves, as the last reply had them."""
         self._held = held
-        self._what = what
-        self._random = random
-        self._arena_id = ""
-        # (keys, parts, whether they were added); the lookup has all that came before.
-        self._pending: deque[tuple[Any, Any, bool]] = deque()
-        self._untold_since: float | None = None
-        self._sequence = 0
-        self._ranks: _Ranks | None = ([], ()) if names_ranks else None
-        self._ranks_said: _Ranks | None = None
-        self._lookup_epoch: str | None = None
-        self._is_heard = True
-        # An announcement whose answer is still to come, since when, and whether it is outdated.
-        self._under_way: Announcement | None = None
-        self._sent_at = 0.0
-        self._is_outdated = False
-        self._patience_s = _PATIENCE_S
-        # Not before then; and whether the lookup hands out turns, and has to be asked for one.
-        self._send_at = 0.0
-        self._has_to_ask = False
-        self._num_failures = 0
-        # A repeated announcement still owes the lookup its end.
-        self._owes_end = False
-        self._keys_max = ANNOUNCED_MAX
-        # An epoch of the lookup, and by how much its clock is ahead.
-        self._lookup_clock: tuple[str, float] | None = None
+        self._name = ""
+        self._runs: deque[_Run] = deque()
+        self._first = self._last = self._most = 0
 
-    def lag_s(self, now: float) -> float:
-        """Return the age of the oldest change that it was not told of; from any thread."""
-        since = self._untold_since
-        return 0.0 if since is None else now - since
+    def __repr__(self) -> str:
+        return f"ChangeLog({self._name or 'not asked for'}, {self._first} to {self._last})"
 
-    def start_over(self, arena_id: str) -> None:
-        """Announce everything again, of the arena of that name."""
-        self._arena_id, self._lookup_epoch, self._is_outdated = arena_id, None, True
+    def start_over(self) -> None:
+        """Answer the next poll with all blocks."""
+        self._name = ""
+        self._runs.clear()
+        self._first = self._last = 0
+        self.news.set()
 
-    def name_ranks(self, ranks: list[tuple[str, int]], namespaces: tuple[int, ...]) -> None:
-        """Have these ranks announced, each (replica, rank), and these namespaces."""
-        self._ranks = ranks, namespaces
-
-    def note(self, entries: Entries, added: bool) -> None:
+    def note(self, entries: Entries, is_added: bool, now: float) -> None:
         """Note blocks that came or went."""
         if not len(entries):
             return
-        if self._untold_since is None:
-            self._untold_since = time.monotonic()
-        self._pending.append((entries.keys, entries.parts, added))
+        if self.untold_since is None:
+            self.untold_since = now
+        if self._name:
+            self._runs.append(_Run(now, entries.keys, entries.parts, is_added))
+            self._last += len(entries)
+            if self._last - self._first > self._most:
+                self.start_over()
+        self.news.set()
 
-    @property
-    def is_telling(self) -> bool:
-        """Whether an answer is soon to come."""
-        return self._under_way is not None and self._is_heard
+    def has_news(self, cursor: Cursor | None) -> bool:
+        """Return whether a reply to a poll with this cursor brings anything."""
+        return not self._name or cursor != (self._name, self._last)
 
-    @property
-    def is_eager(self) -> bool:
-        """Whether to announce at once what there is; else the next heartbeat is early enough.
-
-        While a partition does not answer, it is.
-        """
-        is_new = bool(self._pending) or self._owes_end or self._ranks != self._ranks_said
-        may_send = self._is_heard and self._under_way is None and time.monotonic() >= self._send_at
-        return may_send and (is_new or self._lookup_epoch is None)
-
-    def send(self, shard_epoch: int) -> None:
-        """Announce what was noted, or just a heartbeat; what fails is sent again later."""
-        if self._under_way is None:
-            if time.monotonic() < self._send_at:
-                return
-            # Never a number twice: one that seems lost may still arrive.
-            self._sequence += 1
-            self._is_outdated = False
-            self._under_way = self._next(shard_epoch, full=self._lookup_epoch is None)
-            self._sent_at = time.monotonic()
-        self.hear()
-
-    def hear(self) -> None:
-        """Take the answer to what is under way, if it is there."""
-        if self._under_way is None:
-            return
-        try:
-            answer = self._announce(self._under_way)
-            waited_s = time.monotonic() - self._sent_at
-            if answer is None and waited_s > self._patience_s:
-                patience_s = self._patience_s
-                self._patience_s = min(2 * patience_s, _PATIENCE_MAX_S)
-                raise ShardUnavailable(f"No answer within {patience_s:.0f} s; see `kvray status`.")
-        except KVRayError as error:
-            self._give_up(error)
-            return
-        if answer is None:
-            if waited_s > _UNHEARD_S:
-                self._note_unheard("it has not answered yet")
-            return
-        announcement, self._under_way = self._under_way, None
-        self._take(announcement, answer)
-
-    def _take(self, announcement: Announcement, answer: Answer) -> None:
-        if not self._is_heard:
-            _log.info("%s: %s answers again", self._shard, self._what)
-        now = time.monotonic()
-        self._is_heard, self._num_failures, self.num_shards = True, 0, answer.num_shards
-        self._patience_s = _PATIENCE_S
-        self._lookup_clock = answer.lookup_epoch, answer.now_s - now
-        if answer.resync:
-            self._lookup_epoch = None
-            self._has_to_ask = answer.wait_s > 0
-            self._send_at = now + answer.wait_s * self._random.uniform(0.75, 1.25)
-            return
-        full = announcement.full
-        same = not self._is_outdated and (full or answer.lookup_epoch == self._lookup_epoch)
-        self._lookup_epoch = answer.lookup_epoch if same else None
-        if full and self._has_to_ask:
-            # Only the turn was asked for, and here it is.
-            self._has_to_ask = False
-            self._note_all()
-        self._owes_end = announcement.more
-        self._fit_to(announcement, answer.took_s)
-        self._note_told()
-        self.answers.append(answer)
-        if not self._pending and not self._owes_end:
-            self._send_at = now + answer.pause_s * self._random.uniform(0.75, 1.25)
-        if announcement.ranks is not None:
-            self._ranks_said = announcement.ranks, announcement.namespaces
-
-    def _give_up(self, error: KVRayError) -> None:
-        """Announce everything again after a while: the last announcement may be lost."""
-        self._note_unheard(str(error))
-        self._under_way = self._lookup_epoch = None
-        self._pending.clear()
-        self._num_failures += 1
-        if self._num_failures > 1:
-            backoff_s = min(_BACKOFF_S * 2 ** min(self._num_failures - 2, 8), _BACKOFF_MAX_S)
-            self._send_at = time.monotonic() + backoff_s * self._random.uniform(0.5, 1)
-
-    def _note_unheard(self, why: str) -> None:
-        if self._is_heard:
-            _log.warning("%s: %s cannot be told: %s", self._shard, self._what, why)
-        self._is_heard = False
-        self.num_shards = 0
-
-    def _fit_to(self, announcement: Announcement, took_s: float) -> None:
-        """Have the next pieces be as large as the lookup takes in a moment."""
-        num_keys = announcement.num_entries
-        if took_s > _PIECE_S:
-            fitting = max(_LEAST_MAX, int(num_keys * _PIECE_S / took_s))
-            self._keys_max = min(self._keys_max, fitting)
-        elif took_s < _PIECE_S / 2 and num_keys >= self._keys_max:
-            self._keys_max *= 4
-
-    def _note_all(self) -> None:
-        self._pending.clear()
-        for entries in self._held():
-            self.note(entries, True)
-
-    def _note_told(self) -> None:
-        """The lookup has taken an announcement; the remaining changes are no older."""
-        if self._untold_since is not None:
+    def delta(self, cursor: Cursor | None, most: int, now: float) -> Delta:
+        """Return up to `most` changes after `cursor`, or the first of all blocks."""
+        is_full = not self._acknowledge(cursor)
+        if is_full:
+            self._begin(now)
+        taken = self._next(most)
+        stop = self._first + sum(len(run.parts) for run in taken)
+        left = self._after(stop)
+        if taken and self.untold_since is not None:
             self.num_told += 1
-            self.telling_s += time.monotonic() - self._untold_since
-            if not self._pending:
-                self._untold_since = None
-
-    def _next(self, shard_epoch: int, *, full: bool) -> Announcement:
-        if full:
-            self._keys_max = _FIRST_MAX  # the first piece shows how long a key takes
-            if not self._has_to_ask:
-                self._note_all()
-            else:
-                self._pending.clear()
-        is_question, room = full and self._has_to_ask, min(self._keys_max, ANNOUNCED_MAX)
-        keys_of: dict[bool, bytearray] = {True: bytearray(), False: bytearray()}
-        parts_of: dict[bool, bytearray] = {True: bytearray(), False: bytearray()}
-        while self._pending and room:
-            keys, parts, added = self._pending[0]
-            # Removals are applied first: an addition must not be overtaken by an older removal.
-            if not added and parts_of[True]:
-                break
-            if len(keys) > room:
-                self._pending[0] = keys[room:], parts[room:], added
-            else:
-                self._pending.popleft()
-            keys_of[added].extend(keys[:room].tobytes())
-            parts_of[added].extend(packed_parts(parts[:room]))
-            room -= min(room, len(keys))
-        says_ranks = self._ranks is not None and (full or self._ranks != self._ranks_said)
-        ranks, namespaces = self._ranks if self._ranks and says_ranks else (None, ())
-        return Announcement(
-            shard=self._shard,
-            arena_id=self._arena_id,
-            shard_epoch=shard_epoch,
-            sequence=self._sequence,
-            full=full,
-            added_keys=bytes(keys_of[True]),
-            added_parts=bytes(parts_of[True]),
-            removed_keys=bytes(keys_of[False]),
-            removed_parts=bytes(parts_of[False]),
-            more=is_question or bool(self._pending),
-            ranks=ranks,
-            namespaces=namespaces,
-            is_leaving=self.is_leaving,
-            until=self._deadline(),
+            self.telling_s += now - self.untold_since
+        self.untold_since = None if left is None else left.at
+        keys, parts = (
+            {
+                kind: b"".join(of(run) for run in taken if run.is_added == kind)
+                for kind in (True, False)
+            }
+            for of in (lambda run: run.keys.tobytes(), lambda run: packed_parts(run.parts))
+        )
+        return Delta(
+            since=cursor,
+            cursor=(self._name, stop),
+            is_full=is_full,
+            more=left is not None,
+            added_keys=keys[True],
+            added_parts=parts[True],
+            removed_keys=keys[False],
+            removed_parts=parts[False],
         )
 
-    def _deadline(self) -> tuple[str, float] | None:
-        """Return when this shard gives up on what it announces now, by the lookup's clock."""
-        if self._lookup_clock is None:
-            return None
-        epoch, ahead_s = self._lookup_clock
-        return epoch, time.monotonic() + ahead_s + self._patience_s
+    def _acknowledge(self, cursor: Cursor | None) -> bool:
+        """Drop what the partition has taken; False: the log does not go back to its cursor."""
+        name, number = cursor or ("", 0)
+        if not self._name or name != self._name or not self._first <= number <= self._last:
+            return False
+        while self._first < number:
+            run = self._runs.popleft()
+            taken = min(len(run.parts), number - self._first)
+            if taken < len(run.parts):
+                self._runs.appendleft(run.cut(taken))
+            self._first += taken
+        return True
+
+    def _begin(self, now: float) -> None:
+        self.start_over()
+        self._name = secrets.token_hex(8)
+        self._runs.extend(_Run(now, one.keys, one.parts, True) for one in self._held() if len(one))
+        self._last = sum(len(run.parts) for run in self._runs)
+        self._most = self._last + CHANGES_MAX
+
+    def _next(self, most: int) -> list[_Run]:
+        """Return the first changes, as many as may be applied with the removals first.
+
+        A block that was added and removed after that, or the other way round, ends them. Blocks are
+        compared by 8 bytes of their keys: to end too early does no harm.
+        """
+        is_mixed = len({run.is_added for run in self._runs}) > 1
+        taken: list[_Run] = []
+        words: dict[bool, set[int]] = {True: set(), False: set()}
+        for run in self._runs:
+            some = run.cut(0, most)
+            most -= len(some.parts)
+            if is_mixed:
+                here = set(some.keys[:, 0].tolist())
+                if not here.isdisjoint(words[not run.is_added]):
+                    break
+                words[run.is_added] |= here
+            taken.append(some)
+            if most <= 0:
+                break
+        return taken
+
+    def _after(self, number: int) -> _Run | None:
+        """Return the changes with this number, if there are any yet."""
+        at = self._first
+        for run in self._runs:
+            at += len(run.parts)
+            if at > number:
+                return run
+        return None
 
 
 class Announcer:
-    """One shard's announcements; `collect` and `send` are called one after the other.
+    """One shard's answers to the partitions of the lookup, which follow it.
 
-    Each partition is told by a stream of its own. So one that is slow or starts over keeps nothing
-    from the others. What the shard knows of its blocks is there once, for all streams.
+    Each partition has a log of its own. So one that is slow or starts over keeps nothing from the
+    others. What the shard knows of its blocks is there once, for all logs. All of it belongs to the
+    shard's event loop, but for `status`.
     """
 
-    def __init__(self, shard: str, *lookups: Announce) -> None:
-        """`lookups` bring announcements to the partitions, in their order."""
+    def __init__(
+        self, num_partitions: int = 1, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.namespaces: frozenset[int] = frozenset()
         """Those of all shards, as arenas number them; none, if the lookup has just started."""
+        self.is_leaving = False
+        """Whether the node is to go."""
+        self._clock = clock
         self._arena_id = ""
         self._store: NvmeStore | None = None
         # The arena's, and the disk's if there is one.
         self._deltas: list[TierDelta] = []
-        # Its own numbers: shards that start together must not send together.
-        random = Random(shard)
-        self._streams = [
-            LookupStream(
-                shard,
-                announce,
-                partial(self._held, partition),
-                what=f"partition {partition} of the lookup" if partition else "the lookup",
-                names_ranks=not partition,
-                random=random,
-            )
-            for partition, announce in enumerate(lookups)
-        ]
+        self._ranks: tuple[tuple[str, int], ...] = ()
+        self._own_namespaces: tuple[int, ...] = ()
+        self._logs = [ChangeLog(partial(self._held, at)) for at in range(num_partitions)]
+        # The last poll of each partition, and when it came or was answered.
+        self._polls: dict[int, tuple[Poll, float]] = {}
+        # Keys of partial blocks, until the next look at the tables.
+        self._partial: deque[bytes] = deque(maxlen=64)
 
     @property
     def num_shards(self) -> int:
-        """Live shards of the tier, as a partition said last; 0 while none answers."""
-        return max(stream.num_shards for stream in self._streams)
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether the answer of a partition is soon to come."""
-        return any(stream.is_telling for stream in self._streams)
+        """Live shards of the tier, as a partition said last; 0 while none asks."""
+        now = self._clock()
+        heard = (
+            poll.num_shards
+            for poll, at in list(self._polls.values())
+            if now - at <= _UNHEARD_S + 6 * poll.pace_s
+        )
+        return max(heard, default=0)
 
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.
@@ -468,11 +350,12 @@ class Announcer:
         `lag_s` is the age of the oldest change that it was not told of, `seconds` the sum of what
         those that it was told of had at that time, one for each of the `announcements` with any.
         """
-        now = time.monotonic()
+        now = self._clock()
+        untold = [at for log in self._logs if (at := log.untold_since) is not None]
         return {
-            "lag_s": max(stream.lag_s(now) for stream in self._streams),
-            "announcements": sum(stream.num_told for stream in self._streams),
-            "seconds": sum(stream.telling_s for stream in self._streams),
+            "lag_s": max((now - at for at in untold), default=0.0),
+            "announcements": sum(log.num_told for log in self._logs),
+            "seconds": sum(log.telling_s for log in self._logs),
         }
 
     def name_ranks(self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int]) -> None:
@@ -480,24 +363,53 @@ class Announcer:
 
         `namespaces` are those of blocks and engines here, as arenas number them.
         """
-        self._streams[0].name_ranks(sorted(ranks), tuple(sorted(namespaces)))
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the node is to go."""
-        return any(stream.is_leaving for stream in self._streams)
+        about = tuple(sorted(ranks)), tuple(sorted(namespaces))
+        if about != (self._ranks, self._own_namespaces):
+            self._ranks, self._own_namespaces = about
+            self._wake()
 
     def name_leaving(self, is_leaving: bool) -> None:
-        """Have it said, with the next heartbeat, whether the node is to go."""
-        for stream in self._streams:
-            stream.is_leaving = is_leaving
+        """Announce whether the node is to go."""
+        if is_leaving != self.is_leaving:
+            self.is_leaving = is_leaving
+            self._wake()
 
-    def collect(self, owner: ArenaOwner, store: NvmeStore | None = None) -> bool:
-        """Take answers and note changes in both tiers; return whether to announce any at once."""
+    async def delta(self, poll: Poll, heartbeat_s: float) -> Delta:
+        """Return the changes since the cursor, once there are any or a heartbeat is due.
+
+        ShardUnavailable: the partition has asked again meanwhile, so nobody waits for this reply.
+        """
+        if poll.partition >= len(self._logs):
+            raise ShardUnavailable(f"The shard knows {len(self._logs)} partitions of the lookup.")
+        if not self._deltas:
+            raise ShardUnavailable("The shard has not looked at its blocks yet.")
+        log, loop = self._logs[poll.partition], asyncio.get_running_loop()
+        self._note_poll(poll)
+        log.num_polls += 1
+        number, until = log.num_polls, loop.time() + max(heartbeat_s, poll.pace_s)
+        log.news.set()  # ends the wait of the poll before
+        while poll.most and number == log.num_polls and (left_s := until - loop.time()) > 0:
+            if log.has_news(poll.cursor) or log.said != self._about:
+                break
+            log.news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(log.news.wait(), left_s)
+        if number != log.num_polls:
+            # Its cursor may be an older one: the log must not begin again for it.
+            raise ShardUnavailable("The partition has asked again meanwhile.")
+        self._polls[poll.partition] = poll, self._clock()
+        ranks, namespaces, is_leaving = log.said = self._about
+        made = Delta(since=poll.cursor, cursor=poll.cursor)
+        if poll.most:
+            made = log.delta(poll.cursor, poll.most, self._clock())
+        return replace(made, ranks=ranks, namespaces=namespaces, is_leaving=is_leaving)
+
+    def collect(self, owner: ArenaOwner, store: NvmeStore | None = None) -> None:
+        """Note the changes in both tiers."""
         self._follow(owner, store)
-        for stream in self._streams:
-            stream.hear()
-            self._read(stream, owner)
+        while self._partial:
+            parts = np.flatnonzero(self._deltas[0].num_held).tolist()
+            owner.give_up(self._partial.popleft(), parts)
         for delta in self._deltas:
             changed = delta.collect()
             if changed is not None:
@@ -508,13 +420,21 @@ class Announcer:
                         gone = gone.chosen(~other.stands_in(gone))
                 self._note(gone, False)
                 self._note(come, True)
-        return any(stream.is_eager for stream in self._streams)
 
-    def send(self, shard_epoch: int, *, is_due: bool = True) -> None:
-        """Announce to each partition what was noted for it, or a heartbeat if one `is_due`."""
-        for stream in self._streams:
-            if is_due or stream.is_eager:
-                stream.send(shard_epoch)
+    @property
+    def _about(self) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]:
+        return self._ranks, self._own_namespaces, self.is_leaving
+
+    def _wake(self) -> None:
+        for log in self._logs:
+            log.news.set()
+
+    def _note_poll(self, poll: Poll) -> None:
+        self._polls[poll.partition] = poll, self._clock()
+        if poll.partition == 0:
+            self.namespaces = frozenset(poll.namespaces)
+        if poll.partial_keys:
+            self._partial.append(poll.partial_keys)
 
     def _follow(self, owner: ArenaOwner, store: NvmeStore | None) -> None:
         """Look at this arena and this store from now on, should they be others than before."""
@@ -533,16 +453,8 @@ class Announcer:
         self._store = store
 
     def _start_over(self) -> None:
-        for stream in self._streams:
-            stream.start_over(self._arena_id)
-
-    def _read(self, stream: LookupStream, owner: ArenaOwner) -> None:
-        answers, stream.answers = stream.answers, []
-        for answer in answers:
-            if stream is self._streams[0]:
-                self.namespaces = frozenset(answer.namespaces)
-            parts = np.flatnonzero(self._deltas[0].num_held).tolist()
-            owner.give_up(answer.partial_keys, parts)
+        for log in self._logs:
+            log.start_over()
 
     def _note_gone(self, owner: ArenaOwner, gone: Entries, *, is_disk: bool) -> None:
         """Have it remembered what has left a tier without the owner's doing."""
@@ -552,14 +464,14 @@ class Announcer:
             causes[gone.is_corrupt] = CORRUPT
         owner.history.note_rest(gone.keys[:, 0], tier, causes, now=time.time())
 
-    def _note(self, entries: Entries, added: bool) -> None:
-        masks = shares(entries.heads, len(self._streams))
-        for stream, mask in zip(self._streams, masks, strict=True):
-            stream.note(entries if mask is None else entries.chosen(mask), added)
+    def _note(self, entries: Entries, is_added: bool) -> None:
+        now, masks = self._clock(), shares(entries.heads, len(self._logs))
+        for log, mask in zip(self._logs, masks, strict=True):
+            log.note(entries if mask is None else entries.chosen(mask), is_added, now)
 
     def _held(self, partition: int) -> Iterator[Entries]:
         """Yield the blocks that a partition is told of."""
         for delta in self._deltas:
             held = delta.held()
-            mask = next(islice(shares(held.heads, len(self._streams)), partition, None))
+            mask = next(islice(shares(held.heads, len(self._logs)), partition, None))
             yield held if mask is None else held.chosen(mask)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from kvray.actors.shard.adoption import StoppedHolder
@@ -30,7 +29,6 @@ from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
-_LAST_SEND_S = 3.0
 _AUDIT_SHARE, _FIRST_AUDIT_SHARE = 0.001, 0.02
 """Of a core, for looks at the tables, and for those at tables that nobody has looked at yet or that
 were just wrong."""
@@ -84,7 +82,6 @@ class Serving:
         self._stopped = StoppedHolder(parts.name, limit_s=settings.arena.stopped_s)
         self._long_leases: set[int] = set()
         """Holders with long leases that were named already."""
-        self._sending: asyncio.Future[None] | None = None
         self._round: asyncio.Future[None] | None = None
         self._round_at = (-1, -1)
         """The arena's tick and count of changes when the last round began."""
@@ -93,7 +90,6 @@ class Serving:
         self._quiet_at = 0.0
         """From then on nothing has happened in the arena for a while."""
         self._heartbeat_at = 0.0
-        self._is_due = False
         self._mended_at: list[float] = []
         self._rows_at = 0.0
         self.retention = Retention(owner.arena, settings.arena.policy, settings.admission)
@@ -198,13 +194,11 @@ class Serving:
         self._peers.close()
         if self._auditing is not None:
             await asyncio.wait([self._auditing])  # the arena is closed next
-        if self._sending is not None:
-            await asyncio.wait([self._sending], timeout=_LAST_SEND_S)
 
     def _tick(self, now: float) -> None:
         is_heartbeat = now >= self._heartbeat_at
         if is_heartbeat:
-            self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
+            self._heartbeat_at = now + self._parts.settings.shard.heartbeat_s
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
         self._audit(now)
@@ -217,8 +211,7 @@ class Serving:
         self._peers.tick(now, num_shards=num_shards)
         if not self.drain.is_on:
             self.copies.tick(now, num_shards=num_shards)
-        if self._announce(is_due=self._is_due):
-            self._is_due = False
+        self._announce()
 
     def _pause_s(self, now: float) -> float:
         """Return how long to do nothing: longer where nothing has happened for a while.
@@ -226,13 +219,9 @@ class Serving:
         A wake-up costs more than to see that there is nothing to do.
         """
         shard = self._parts.settings.shard
-        is_quiet = now > self._quiet_at and self._sending is None
-        is_quiet = is_quiet and not self._parts.announcer.is_telling
-        return (
-            min(_QUIET_PAUSES * shard.announce_s, shard.heartbeat_s)
-            if is_quiet
-            else shard.announce_s
-        )
+        if now <= self._quiet_at:
+            return shard.announce_s
+        return min(_QUIET_PAUSES * shard.announce_s, shard.heartbeat_s)
 
     def _begin_round(self, *, is_heartbeat: bool) -> None:
         """Look after the arena, unless nothing has happened in it; in a thread."""
@@ -309,26 +298,12 @@ class Serving:
         if not self.owner.mend():
             _log.error("%s: %s", self._name, self.owner.arena.no_entry())
 
-    def _announce(self, *, is_due: bool) -> bool:
-        """Send the changes, or a heartbeat if one is due; return whether anything was sent.
-
-        A lookup that does not answer keeps the shard from announcing, but from nothing else.
-        """
-        replicas = self._parts.replicas
-        self._parts.announcer.name_ranks(replicas.connected(), replicas.numbers())
-        self._parts.announcer.name_leaving(self.drain.is_on)
-        if self._sending is not None:
-            if not self._sending.done():
-                return False
-            self._sending.result()
-            self._sending = None
-        store = None if self.nvme is None else self.nvme.store
-        if not self._parts.announcer.collect(self.owner, store) and not is_due:
-            return False
-        loop = asyncio.get_running_loop()
-        send = partial(self._parts.announcer.send, self.epoch, is_due=is_due)
-        self._sending = loop.run_in_executor(None, send)
-        return True
+    def _announce(self) -> None:
+        """Note what has changed, for the lookup to ask."""
+        announcer, replicas = self._parts.announcer, self._parts.replicas
+        announcer.name_ranks(replicas.connected(), replicas.numbers())
+        announcer.name_leaving(self.drain.is_on)
+        announcer.collect(self.owner, None if self.nvme is None else self.nvme.store)
 
     def _bury_and_warn(self) -> None:
         for label in self.owner.bury_dead(limbo_s=self._parts.settings.arena.limbo_s):

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvray.actors.owner.claim import Claim
 from kvray.actors.owner.ownership import let_in, remove_files, sweep
 from kvray.actors.shard.actor_requests import ActorRequests, Queries
 from kvray.actors.shard.adoption import open_arena
-from kvray.actors.shard.announcer import Announce, Announcer
+from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.engine_server import EngineServer, check_path
 from kvray.actors.shard.loop_thread import LoopThread, pause
@@ -45,15 +45,14 @@ class Shard:
         self,
         name: str,
         settings: ShardSettings,
-        lookups: Sequence[Announce],
         crashed: Callable[[], None] = lambda: None,
         *,
         ask: Ask = ask_nobody,
         is_restart: bool = False,
     ) -> None:
-        """Own the arena of `settings.directory`, and announce its blocks to the `lookups`.
+        """Own the arena of `settings.directory`.
 
-        They are the partitions of the lookup, in their order. `crashed` is called after the shard
+        `crashed` is called after the shard
         has ended by a defect and logged it. With `is_restart` a shard with these settings has run
         here before; then it also serves without the directory of its NVMe tier.
         """
@@ -68,7 +67,7 @@ class Shard:
             name=name,
             settings=settings,
             loop=self._loop,
-            announcer=Announcer(name, *lookups),
+            announcer=Announcer(settings.lookup_partitions),
             ask=ask,
             serving=self._require_serving,
         )

@@ -29,7 +29,7 @@ from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, rea
 from kvray.actors.telemetry.figures import PartCounts
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.config import KVRayConfig, ShardConfig
-from kvray.errors import KVRayError
+from kvray.errors import KVRayError, ShardUnavailable
 
 _log = logging.getLogger("kvray.supervisor")
 
@@ -124,6 +124,15 @@ class SupervisorActor:
         self._looked.wait(_CALL_TIMEOUT_S)
         return list(self._shards)
 
+    def shard_names(self) -> list[str]:
+        """Return the names of all shards, for the lookup; ShardUnavailable before the first look.
+
+        The lookup forgets a shard that is not among them, so a part of them must not do.
+        """
+        if not self._looked.is_set():
+            raise ShardUnavailable("The supervisor has not looked at the nodes yet; call again.")
+        return [shard_name(node_id) for node_id in list(self._shards)]
+
     def movers(self) -> list[str]:
         """Return the ids of the nodes that have a mover."""
         return list(self._movers)
@@ -152,7 +161,6 @@ class SupervisorActor:
         now = time.monotonic()
         if now >= self._look_at:
             self._look()
-            self._drop_lost()
             self._look_at = now + min(len(self._nodes) / _NODES_PER_S, _LOOK_MAX_S)
         self._order_drains()
         self._end_frozen()
@@ -275,26 +283,12 @@ class SupervisorActor:
         for name in frozen:
             _log.warning("%s is frozen and restarts", name)
             ray.kill(self._parts[name], no_restart=False)
-        self._drop(known - self._parts.keys())
-
-    def _drop_lost(self) -> None:
-        """Have the other partitions forget what the first one, if it is new, does not know of."""
-        others = {name: self._parts[name].shards for name in self._lookups[1:]}
-        for answer in calls.ask_all(others, _PING_TIMEOUT_S).values():
-            if not isinstance(answer, KVRayError):
-                self._drop(set(answer) - self._parts.keys())
-
-    def _drop(self, lost: Set[str]) -> None:
-        """Have all partitions forget shards of lost nodes, also from before a restart."""
-        for name in lost:
-            drops = {lookup: self._parts[lookup].drop for lookup in self._lookups}
-            calls.ask_all(drops, _PING_TIMEOUT_S, name)
 
     def _ask_lookup(self) -> tuple[Set[str], Set[str]]:
         """Return the shards that the lookup knows, and those of them that it does not hear.
 
-        Its first partition hears them all. A shard whose heartbeats reach it lives, and needs no
-        ping. While it does not answer it knows nobody.
+        Its first partition hears them all. A shard that answers its polls lives, and needs no ping.
+        While it does not answer it knows nobody.
         """
         with contextlib.suppress(KVRayError):
             status = calls.call(self._parts[LOOKUP_NAME].status, timeout_s=_PING_TIMEOUT_S)

@@ -32,7 +32,7 @@ from kvray.config import WEIGHTS_VERSION_MAX, KVRayConfig, config_on_node, value
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store.sizing import Plan, result_of
 
-_SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs", "expired"
+_SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs"
 _OF_ALL = "shards", "lookup"
 """Of the status of a partition, what is not its own."""
 _BY_HAND = "kvray drain"

@@ -17,7 +17,6 @@ import torch
 import yaml
 from numpy.random import default_rng
 
-from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import format_size, load_config
@@ -247,12 +246,7 @@ def _prompts(
     capacity = 2 * scale.prompt_bytes + _TABLES_BYTES
     arena = {"dir": str(directory), "capacity": capacity, "lock_wait_s": LOCK_WAIT_S}
     path.write_text(yaml.safe_dump({"arena": arena, "connector": {"model_key": "bench"}}))
-    lookup = Lookup()
-    shard = Shard(
-        "bench",
-        ShardSettings.of(load_config(path)),
-        [lambda announcement: lookup.announce(announcement, time.monotonic())],
-    )
+    shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
     try:
         _is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)

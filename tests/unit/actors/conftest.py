@@ -47,7 +47,7 @@ def start_shard(directory: Path, line: Line) -> Iterator[StartShard]:
         name: str = "a", *, crashed: Callable[[], None] = lambda: None, **changes: Any
     ) -> Shard:
         where = changes.pop("directory", directory)
-        shards.append(Shard(name, settings_for(where, **changes), [line.announce], crashed))
+        shards.append(line.follow(Shard(name, settings_for(where, **changes), crashed)))
         shards[-1].start()
         return shards[-1]
 

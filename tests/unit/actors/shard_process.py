@@ -26,7 +26,7 @@ class InUse:
     """The far end."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self._shard = Shard(name, settings_for(directory), [Line().announce])
+        self._shard = Line().follow(Shard(name, settings_for(directory)))
         self._shard.start()
         wait_until_serving(self._shard)
         self._arena = open_arena(directory)

@@ -1,12 +1,16 @@
-"""What the tests of a shard build: small shards without Ray, and a lookup that they announce to."""
+"""What the tests of a shard build: small shards without Ray, and a lookup that follows them."""
 
+import asyncio
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
+from kvray.actors.lookup.delta import Poll
+from kvray.actors.lookup.followers import Followers
+from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard.nvme_tier import NvmeSettings
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
@@ -41,42 +45,75 @@ OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
 
 
 class Line:
-    """Brings announcements to a lookup, which can be cut off, slow, or replaced.
+    """A lookup that follows shards without Ray, and can be cut off or replaced.
 
-    The actor takes one call at a time, so calls of several shards' threads wait for `turn` here.
+    Its thread begins with the first shard that it follows, and ends after the last one.
     """
 
     def __init__(self) -> None:
-        self.lookup = Lookup()
-        self.turn = threading.Lock()
         self.cut = False
-        self.hang_s = 0.0
-        self.late = 0
-        """Answers that are said to be late, before one is given."""
-        self.heard: list[Announcement] = []
+        self.heard: list[Poll] = []
+        """Polls that were answered."""
+        self._shards: dict[str, Shard] = {}
+        self._thread: threading.Thread | None = None
+        self.replace()
 
-    def announce(self, announcement: Announcement) -> Answer | None:
-        time.sleep(self.hang_s)
-        if self.late:
-            self.late -= 1
-            return None
+    def replace(self) -> None:
+        """Have the lookup start again with nothing."""
+        self.followers = Followers(Lookup(), self._ask, look_s=0.02, retry_s=0.02)
+        self._is_replaced = True
+
+    @property
+    def lookup(self) -> Lookup:
+        return self.followers.lookup
+
+    def follow(self, shard: Shard) -> Shard:
+        """Follow a shard, which has not started yet, until it ends."""
+        self._shards[shard.name] = shard
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="kvray-test-lookup", daemon=True)
+            self._thread.start()
+        return shard
+
+    def _run(self) -> None:
+        asyncio.run(self._follow())
+
+    async def _follow(self) -> None:
+        following = None
+        while self._shards:
+            for name, shard in list(self._shards.items()):
+                if shard.status()["state"] in ("stopped", "failed"):
+                    del self._shards[name]
+            if self._is_replaced:
+                self._is_replaced = False
+                if following is not None:
+                    following.cancel()
+                following = asyncio.create_task(self.followers.run())
+            await asyncio.sleep(0.01)
+
+    async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         if self.cut:
             raise ShardUnavailable("The lookup is cut off.")
-        with self.turn:
-            self.heard.append(announcement)
-            return self.lookup.announce(announcement, time.monotonic())
+        if method == "shard_names":
+            return list(self._shards)
+        if actor not in self._shards:
+            raise ShardUnavailable(f"{actor} has ended.")
+        call = partial(self._shards[actor].requests.delta, *args)
+        delta = await asyncio.get_running_loop().run_in_executor(None, call)
+        self.heard.append(args[0])
+        return delta
 
     def locate(self, keys: bytes) -> list[Run]:
-        with self.turn:
-            return self.lookup.locate(keys, time.monotonic())
+        with self.followers.query() as lookup:
+            return lookup.locate(keys, time.monotonic())
 
     def targets(self) -> list[str]:
-        with self.turn:
-            return self.lookup.targets(time.monotonic())
+        with self.followers.query() as lookup:
+            return lookup.targets(time.monotonic())
 
     def matched(self, keys: list[BlockKey]) -> int:
-        with self.turn:
-            return self.lookup.index.match(b"".join(keys), 1).num_blocks
+        with self.followers.query() as lookup:
+            return lookup.index.match(b"".join(keys), 1).num_blocks
 
 
 def settings_for(directory: Path, **changes: Any) -> ShardSettings:

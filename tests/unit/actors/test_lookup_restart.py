@@ -1,55 +1,87 @@
-"""A lookup that restarts in a tier of many shards is told everything, whatever that takes.
+"""A lookup that restarts in a tier of many shards knows everything again, whatever that takes.
 
-First in a time that is counted: real announcers and real lookups, whose calls wait in one line, as
-they do before Ray's actor, and take what they took on an actor's CPU. Then in threads.
+Real logs, lookups and followers, in a time that is counted: an event loop whose clock jumps to the
+next thing that is due. The lookup's process works on one thing at a time, and takes what it took on
+an actor's CPU. The index counts keys, since its time is known. Run as a module, this file measures
+the time of the real index and prints how long tiers of some sizes take.
 """
 
-import heapq
-import threading
+import asyncio
+import pickle
+import selectors
 import time
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvray.actors.lookup.lookup import CALLS_PER_S, Announcement, Answer, Lookup
-from kvray.actors.shard import announcer as announcer_module
+from kvray.actors.lookup.delta import Delta, Poll
+from kvray.actors.lookup.followers import TURNS, Followers
+from kvray.actors.lookup.lookup import CALLS_PER_S, Lookup
 from kvray.actors.shard.announcer import Announcer, Entries
-from kvray.index import PARTS_MAX
+from kvray.index import PARTS_MAX, Index, Run
 
 CALL_S = 0.0005
-"""A call of the lookup that brings nothing: its serialization, Ray's part included."""
+"""A poll that brings nothing: its serialization, Ray's part included."""
 BATCH_S = 0.0006
 """What it takes longer if it brings any keys, beside these."""
-KEY_S = 0.85e-6
-"""What a key takes: 6,000 in a call 0.96 to 1.01 us, 20,000 0.83 to 0.90 us."""
-ANNOUNCE_S, HEARTBEAT_S = 0.05, 0.5
-"""A shard's pauses; see `shard.announce_s` and `shard.heartbeat_s`."""
+KEY_S = 0.65e-6
+"""What a key takes: 4,000 in a step 0.74 us with `BATCH_S`, 16,000 0.64 us."""
 SHARED_KEY_S = 225e-6
 """What a key takes that 8 to 50 shards hold."""
+WAY_S = 0.0006
+"""From the lookup to a shard, and back."""
+ANNOUNCE_S, HEARTBEAT_S = 0.05, 0.5
+"""A shard's pauses; see `shard.announce_s` and `shard.heartbeat_s`."""
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The time `now` that announcers go by; the same happens each time."""
-    made = SimpleNamespace(now=1000.0)
-    made.monotonic = made.time = lambda: made.now
-    monkeypatch.setattr(announcer_module, "time", made)
-    return made
+class CountedTime(asyncio.SelectorEventLoop):
+    """An event loop in which nothing takes time but what says so by `work`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.worked: deque[tuple[float, float]] = deque(maxlen=50_000)
+        """When each round of the loop has begun and ended to work."""
+        self.is_same_round = False
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        """Take so long, without a pause for others."""
+        began = self.worked.pop()[0] if self.is_same_round else self.now
+        self.now += seconds
+        self.worked.append((began, self.now))
+        self.is_same_round = True
 
 
+class _Jump(selectors.DefaultSelector):
+    def __init__(self, loop: CountedTime) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nothing is due any more"
+        self._loop.now += max(0.0, timeout)
+        self._loop.is_same_round = False
+        return super().select(0)
+
+
+@dataclass
 class CountingIndex:
     """Counts keys in place of an index, of which the time is known."""
 
-    def __init__(self) -> None:
-        self.keys: Counter[str] = Counter()
-        self.num_taken = 0
+    loop: CountedTime
+    key_s: float
+    keys: Counter[str] = field(default_factory=Counter)
+    num_taken: int = 0
 
     def restart(self, shard: str) -> None:
         self.keys[shard] = 0
@@ -57,12 +89,19 @@ class CountingIndex:
     def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
         self.keys[shard] += len(parts)
         self.num_taken += len(keys) // 32
+        self.loop.work(BATCH_S + self.key_s * len(parts))
 
     def entries(self) -> Counter[str]:
         return self.keys
 
+    def drop(self, shard: str) -> None:
+        del self.keys[shard]
+
+    def locate(self, keys: bytes) -> list[Run]:
+        return []
+
     def _nothing(self, *_: Any) -> list[Any]:
-        """Nothing leaves a full tier or is left over, and nobody asks."""
+        """Nothing leaves a full tier or is left over."""
         return []
 
     remove = purge = settle = set_silent = _nothing
@@ -76,294 +115,329 @@ class Alike(Entries):
         return Entries(keys=self.keys[:count], parts=self.parts[:count], heads=self.heads[:count])
 
 
+def blocks(count: int) -> Alike:
+    """Return blocks, of which each partition gets its share."""
+    same = np.broadcast_to(np.zeros(4, dtype="<u8"), (count, 4))
+    heads = np.arange(1, count + 1, dtype=np.uint32)
+    return Alike(keys=same, parts=np.zeros(count, dtype=np.uint32), heads=heads)
+
+
 class FullTier:
-    """A tier that holds so many blocks, and keeps them."""
+    """A tier that holds blocks, and keeps them."""
 
     num_held = np.zeros(PARTS_MAX, dtype=np.int64)
 
-    def __init__(
-        self, keys: np.ndarray[Any, Any], heads: np.ndarray[Any, Any] | None = None
-    ) -> None:
-        nothing = np.zeros(len(keys), dtype=np.uint32)
-        kind = Entries if keys.strides[0] else Alike
-        self._entries = kind(keys=keys, parts=nothing, heads=nothing if heads is None else heads)
-
-    def collect(self) -> None:
-        """Return that nothing has changed."""
+    def __init__(self, held: Entries) -> None:
+        self._held = held
 
     def held(self) -> Entries:
-        return self._entries
+        return self._held
 
 
-class Idle:
-    """The owner of an arena in which nothing changes."""
-
-    def __init__(self, shard: str) -> None:
-        self.arena = SimpleNamespace(arena_id=shard)
-
-    def give_up(self, partial_keys: bytes, parts: list[int]) -> None:
-        assert partial_keys == b"", "nothing is partial"
-
-
-def announcer_of(shard: str, tier: FullTier, *lookups: Any) -> Announcer:
-    """Return the announcer of a shard that holds the blocks of `tier`."""
-    made = Announcer(shard, *lookups)
-    made._arena_id = shard
-    made._start_over()
-    made._deltas = [tier]
-    return made
-
-
-def is_in_step(announcer: Announcer) -> bool:
-    """Return whether all partitions have answered, and know all of this shard."""
-    are_known = all(stream.num_shards for stream in announcer._streams)
-    return are_known and not announcer.status()["lag_s"]
-
-
-@dataclass(slots=True)
-class Waiting:
-    """An announcement whose answer is known before its time."""
-
-    announcement: Announcement
-    done_at: float
-    answer: Answer
+async def until(condition: Callable[[], bool], look_s: float) -> None:
+    """Return once it holds, which costs nothing in a time that is counted."""
+    while not condition():  # noqa: ASYNC110 - nobody tells when
+        await asyncio.sleep(look_s)
 
 
 class Partition:
-    """One partition of the lookup, and the line of calls before it."""
+    """One partition of the lookup, in a process of its own."""
 
-    def __init__(self, clock: SimpleNamespace, *, key_s: float) -> None:
-        self.lookup = Lookup()
-        index: Any = CountingIndex()
-        self.index = self.lookup.index = index
+    def __init__(self, tier: "Tier", number: int) -> None:
+        self._tier, self._number = tier, number
         self.num_calls = 0
-        self.waiting: dict[str, Waiting] = {}
-        """Shard -> its announcement."""
-        self._clock, self._key_s = clock, key_s
-        self._free_at = clock.now
+        self.start()
 
-    def announce(self, announcement: Announcement) -> Answer | None:
-        """Return the answer if it is time for it."""
-        shard, now = announcement.shard, self._clock.now
-        waiting = self.waiting.get(shard)
-        if waiting is None or waiting.announcement is not announcement:
-            # Whoever waits before it in the line goes first: when it is done is known at once.
-            began_at = max(now, self._free_at)
-            before = self.index.num_taken
-            answer = self.lookup.announce(announcement, began_at)
-            num_taken = self.index.num_taken - before
-            took_s = CALL_S + (BATCH_S if num_taken else 0.0) + self._key_s * num_taken
-            self._free_at = began_at + took_s
-            self.num_calls += 1
-            waiting = Waiting(announcement, self._free_at, replace(answer, took_s=took_s))
-            self.waiting[shard] = waiting
-        if waiting.done_at > now:
-            return None
-        del self.waiting[shard]
-        return waiting.answer
+    def start(self) -> None:
+        """Know nothing."""
+        lookup, index = Lookup(), CountingIndex(self._tier.loop, self._tier.key_s)
+        lookup.index = index  # type: ignore[assignment]
+        self.index = index
+        self.followers = Followers(
+            lookup, self._ask, partition=self._number, clock=self._tier.loop.time
+        )
+        self.task = self._tier.loop.create_task(self.followers.run())
 
-    def restart(self) -> None:
-        """Start again with nothing; calls under way are answered by the one before."""
-        self.lookup = Lookup()
-        self.index = self.lookup.index = type(self.index)()
+    async def restart(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        self.start()
+
+    async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "shard_names":
+            return list(self._tier.shards)
+        return await asyncio.wait_for(self._poll(actor, args[0]), timeout_s)
+
+    async def _poll(self, shard: str, poll: Poll) -> Delta:
+        tier = self._tier
+        self.num_calls += 1
+        assert (shard, self._number) not in tier.under_way, "one call at a time"
+        tier.under_way.add((shard, self._number))
+        try:
+            await asyncio.sleep(WAY_S)
+            if shard in tier.frozen and poll.most > tier.freezes_above:
+                await tier.frozen[shard].wait()
+            delta = await tier.shards[shard].delta(poll, HEARTBEAT_S)
+            delta = pickle.loads(pickle.dumps(delta))  # noqa: S301 - its own
+            await asyncio.sleep(WAY_S + tier.slow.get(shard, 0.0))
+        finally:
+            tier.under_way.discard((shard, self._number))
+        tier.loop.work(CALL_S)
+        return delta
 
 
 class Tier:
-    """Shards that announce to the partitions of a lookup, in the clock's time."""
+    """Shards, and the partitions of a lookup that has just started; the machine of each is its own.
+
+    One loop runs all, so only one partition's work is counted: that of `measured`.
+    """
 
     def __init__(
-        self,
-        clock: SimpleNamespace,
-        num_shards: int,
-        num_keys: int,
-        key_s: float = KEY_S,
-        partitions: int = 1,
+        self, loop: CountedTime, num_shards: int, num_keys: int, key_s: float, partitions: int
     ) -> None:
-        """Have the lookup just started; a key takes it `key_s`."""
-        self._clock = clock
-        self._num_shards, self._num_keys = num_shards, num_keys
-        self.partitions = [Partition(clock, key_s=key_s) for _ in range(partitions)]
-        # One key many times costs no memory, and is counted as often.
-        same = np.broadcast_to(np.zeros(4, dtype="<u8"), (num_keys, 4))
-        heads = np.arange(1, num_keys + 1, dtype=np.uint32)
-        self._shards: dict[str, tuple[Announcer, Idle]] = {}
-        for shard in (f"s{n}" for n in range(num_shards)):
-            lines = [one.announce for one in self.partitions]
-            made_of = announcer_of(shard, FullTier(same, heads), *lines)
-            self._shards[shard] = made_of, Idle(shard)
-        self._in_step: set[str] = set()
-        self._heartbeat_at = {
-            shard: clock.now + HEARTBEAT_S * n / num_shards for n, shard in enumerate(self._shards)
-        }
-        self._due = [(at, shard) for shard, at in self._heartbeat_at.items()]
+        self.loop, self.key_s, self._num_partitions = loop, key_s, partitions
+        self.frozen: dict[str, asyncio.Event] = {}
+        self.freezes_above = -1  # changes that a poll asks for; 0: frozen shards greet
+        self.slow: dict[str, float] = {}
+        self.under_way: set[tuple[str, int]] = set()
+        self.shards: dict[str, Announcer] = {}
+        self._held = blocks(num_keys)
+        for number in range(num_shards):
+            self.add(f"s{number}")
+        # Partitions run side by side and are alike: the work of one is counted.
+        self.one = Partition(self, 0)
 
-    @property
-    def num_in_step(self) -> int:
-        """Shards whose last answers said that the lookup has all of them."""
-        return len(self._in_step)
-
-    @property
-    def num_taken(self) -> int:
-        """Keys that all partitions took."""
-        return sum(one.index.num_taken for one in self.partitions)
+    def add(self, shard: str) -> None:
+        made = Announcer(self._num_partitions, clock=self.loop.time)
+        made._deltas = [FullTier(self._held)]  # type: ignore[list-item]
+        self.shards[shard] = made
 
     @property
     def is_told(self) -> bool:
-        """Whether the lookup has all, and every shard knows that."""
-        if len(self._in_step) < self._num_shards:
-            return False
-        told = sum((Counter(one.index.entries()) for one in self.partitions), Counter[str]())
-        return len(told) == self._num_shards and set(told.values()) == {self._num_keys}
+        share = -(-len(self._held) // self._num_partitions)
+        told = self.one.index.entries()
+        behind = len(self.one.followers.lookup._cursors)
+        num = len(self.shards) - len(self.frozen)
+        return behind >= num and sum(told[s] >= share - 1 for s in self.shards) >= num
 
-    def restart(self, partition: int) -> None:
-        """Have one partition lose all that it knew."""
-        self.partitions[partition].restart()
-        self._in_step.clear()
+    async def until_told(self, limit_s: float) -> float:
+        """Return the seconds until the partition knows all; or `limit_s`, when it gives up."""
+        began = self.loop.time()
+        await until(lambda: self.is_told or self.loop.time() >= began + limit_s, 0.05)
+        return self.loop.time() - began
 
-    def run_until_told(self, limit_s: float) -> float:
-        """Return the seconds until the lookup knows all; or `limit_s`, when it gives up."""
-        began = self._clock.now
-        while not self.is_told and self._due[0][0] < began + limit_s:
-            self._step()
-        return self._clock.now - began if self.is_told else limit_s
 
-    def run(self, for_s: float) -> None:
-        """Go on for so many seconds."""
-        until = self._clock.now + for_s
-        while self._due[0][0] < until:
-            self._step()
+def play(
+    scene: Callable[[Tier], Coroutine[Any, Any, Any]],
+    num_shards: int,
+    num_keys: int,
+    key_s: float = KEY_S,
+    partitions: int = 1,
+) -> Any:
+    """Return what a scene returns, in a time that is counted."""
+    loop = CountedTime()
+    try:
 
-    def _step(self) -> None:
-        """Have the next shard do what a shard does in one round."""
-        now, shard = heapq.heappop(self._due)
-        self._clock.now = now
-        announcer, owner = self._shards[shard]
-        is_eager = announcer.collect(owner)
-        is_due = now >= self._heartbeat_at[shard]
-        if is_due:
-            self._heartbeat_at[shard] = now + HEARTBEAT_S
-        if is_eager or is_due:
-            announcer.send(1, is_due=is_due)
-        (self._in_step.add if is_in_step(announcer) else self._in_step.discard)(shard)
-        heapq.heappush(self._due, (self._next_at(shard, now), shard))
+        async def main() -> Any:
+            tier = Tier(loop, num_shards, num_keys, key_s, partitions)
+            try:
+                return await scene(tier)
+            finally:
+                tasks = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _next_at(self, shard: str, now: float) -> float:
-        """Return the first of the shard's rounds in which anything can happen."""
-        answers = [one.waiting[shard].done_at for one in self.partitions if shard in one.waiting]
-        announcer, _ = self._shards[shard]
-        turns = [
-            stream._send_at
-            for stream in announcer._streams
-            if stream._under_way is None and (stream._pending or stream._lookup_epoch is None)
-        ]
-        first = min([self._heartbeat_at[shard], *answers, *turns])
-        rounds = max(1, -int(-(first - now) // ANNOUNCE_S))
-        return now + rounds * ANNOUNCE_S
+        return loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
+async def waits_of_queries(tier: Tier, for_s: float) -> list[float]:
+    """Return how long each of many queries waits for the step that the lookup works on."""
+    began, random = tier.loop.time(), Random(0)
+    await asyncio.sleep(for_s)
+    asked = [random.uniform(began, began + for_s) for _ in range(5000)]
+    steps = [step for step in tier.loop.worked if step[1] > began]
+    ends = [end for _, end in steps]
+    waits = []
+    for at in asked:
+        start, end = steps[min(bisect_right(ends, at), len(steps) - 1)]
+        waits.append(max(0.0, end - at) if start <= at else 0.0)
+    return waits
+
+
+async def staleness(tier: Tier, num_changes: int, every_s: float, look_s: float) -> list[float]:
+    """Return how long after its commit each of some blocks is in the index.
+
+    The shards look at their tables every `look_s`.
+    """
+    index, random, found = tier.one.index, Random(0), []
+
+    async def change(shard: str) -> None:
+        known, began = index.keys[shard], tier.loop.time()
+        await asyncio.sleep(random.uniform(0, look_s))
+        tier.shards[shard]._note(blocks(4), True)
+        await until(lambda: index.keys[shard] > known, 0.001)
+        found.append(tier.loop.time() - began)
+
+    changes = []
+    for _ in range(num_changes):
+        shard = random.choice(list(tier.shards))
+        changes.append(asyncio.ensure_future(change(shard)))
+        await asyncio.sleep(random.expovariate(1 / every_s))
+    await asyncio.gather(*changes)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "num_keys", "key_s"),
+    ("num_shards", "num_keys", "key_s", "partitions"),
     [
-        (150, 16_000, KEY_S),
-        (300, 16_000, KEY_S),
-        (100, 4_000, SHARED_KEY_S),
-        pytest.param(1000, 16_000, KEY_S, marks=pytest.mark.long),
-        pytest.param(300, 131_000, KEY_S, marks=pytest.mark.long),
+        (150, 16_000, KEY_S, 1),
+        (300, 16_000, KEY_S, 4),
+        (100, 4_000, SHARED_KEY_S, 1),
+        pytest.param(1000, 131_000, KEY_S, 4, marks=pytest.mark.long),
+        pytest.param(10_000, 16_000, KEY_S, 1, marks=pytest.mark.long),
     ],
 )
-def test_a_restarted_lookup_is_told_all_in_a_time_that_the_work_asks_for(
-    clock, num_shards, num_keys, key_s
+def test_a_restarted_lookup_knows_all_in_a_time_that_the_work_asks_for(
+    num_shards, num_keys, key_s, partitions
 ):
-    limit_s = 2 * num_shards * num_keys * key_s + 5
-    tier = Tier(clock, num_shards, num_keys, key_s)
-    assert tier.run_until_told(limit_s) < limit_s, f"{tier.num_in_step} in step"
-    assert tier.num_taken == num_shards * num_keys, "nothing is said twice"
+    share = num_keys // partitions
+    limit_s = 1.3 * num_shards * (share * key_s + 10 * CALL_S) + 5
+
+    async def scene(tier: Tier) -> None:
+        assert await tier.until_told(limit_s) < limit_s, "in time"
+        assert tier.one.index.num_taken == num_shards * share, "nothing is said twice"
+        await tier.one.restart()
+        assert await tier.until_told(limit_s) < limit_s, "in time again"
+
+    play(scene, num_shards, num_keys, key_s, partitions)
 
 
-def test_a_partition_that_restarts_is_told_its_share_and_nothing_is_said_to_the_others(clock):
-    tier = Tier(clock, 60, 4_000, partitions=4)
-    assert tier.run_until_told(30.0) < 30
-    assert tier.num_taken == 60 * 4_000
-    others = [one.index.num_taken for one in tier.partitions[1:]]
-    tier.restart(0)
-    assert tier.run_until_told(30.0) < 30
-    assert tier.partitions[0].index.num_taken == 60 * 1_000
-    assert [one.index.num_taken for one in tier.partitions[1:]] == others
+def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call():
+    async def scene(tier: Tier) -> None:
+        thaw = asyncio.Event()
+        tier.frozen = {f"s{n}": thaw for n in range(40)}
+        tier.slow = {"s50": 1.0}
+        assert await tier.until_told(60) < 60
+        before = tier.one.num_calls
+        assert all(tier.one.index.keys[shard] == 0 for shard in tier.frozen)
+        assert len(tier.under_way & {(shard, 0) for shard in tier.frozen}) == 40
+        assert tier.one.num_calls == before
+        tier.frozen = {}
+        thaw.set()
+        assert await tier.until_told(120) < 120
+
+    play(scene, 120, 16_000)
 
 
-def test_partitions_share_the_time_that_a_restart_takes(clock):
-    one, four = (Tier(clock, 100, 32_000, partitions=n).run_until_told(60.0) for n in (1, 4))
-    assert four < one / 2
+def test_shards_that_freeze_with_a_turn_give_it_back():
+    async def scene(tier: Tier) -> None:
+        tier.frozen = {f"s{n}": asyncio.Event() for n in range(2 * TURNS)}
+        tier.freezes_above = 0
+        assert await tier.until_told(40) < 40
+        assert not any(tier.one.index.keys[shard] for shard in tier.frozen)
+
+    play(scene, 100, 16_000)
 
 
-def test_however_many_shards_there_are_their_calls_leave_time_for_queries(clock):
-    tier = Tier(clock, 1000, 10)
-    assert tier.run_until_told(30.0) < 30
-    tier.run(5)
-    before = tier.partitions[0].num_calls
-    tier.run(10)
-    assert tier.partitions[0].num_calls - before < 1.1 * CALLS_PER_S * 10
-    assert tier.num_in_step == 1000
+def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed():
+    async def scene(tier: Tier) -> None:
+        assert await tier.until_told(30) < 30
+        del tier.shards["s0"]
+        tier.add("new")
+        await asyncio.sleep(3)
+        assert sorted(tier.one.index.keys) == ["new", "s1", "s2"]
+        assert tier.is_told
+        tier.shards["s1"] = tier.shards["new"]  # with another log
+        before = tier.one.index.num_taken
+        del tier.shards["new"]
+        await asyncio.sleep(3)
+        assert tier.one.index.num_taken == before + 1000, "it is told all again"
+
+    play(scene, 3, 1000)
 
 
-# -- the same with threads, a real index and a real clock ------------------------------------------
+def test_queries_wait_for_a_step_while_a_lookup_that_restarted_is_told_all():
+    async def scene(tier: Tier) -> list[float]:
+        return await waits_of_queries(tier, 3.0)
+
+    waits = play(scene, 300, 131_000)
+    assert np.percentile(waits, 50) < 0.005
 
 
-class OneAtATime:
-    """A lookup that works off calls in their order; whoever calls waits only for a while."""
+def test_however_many_shards_there_are_their_polls_leave_time_for_queries():
+    async def scene(tier: Tier) -> list[float]:
+        assert await tier.until_told(60) < 60
+        await asyncio.sleep(5)
+        before = tier.one.num_calls
+        waits = await waits_of_queries(tier, 10.0)
+        assert tier.one.num_calls - before < 1.1 * CALLS_PER_S * 10
+        return waits
 
-    def __init__(self, key_s: float, wait_s: float) -> None:
-        # A shard whose thread has ended is not silent: it has said everything.
-        self.lookup = Lookup(silent_s=3600)
-        self._key_s, self._wait_s = key_s, wait_s
-        self._calls = ThreadPoolExecutor(max_workers=1)
-        self._under_way: dict[str, tuple[Announcement, Future[Answer]]] = {}
-
-    def announce(self, announcement: Announcement) -> Answer | None:
-        shard = announcement.shard
-        if self._under_way.get(shard, (None, None))[0] is not announcement:
-            self._under_way[shard] = announcement, self._calls.submit(self._work, announcement)
-        try:
-            return self._under_way[shard][1].result(self._wait_s)
-        except FutureTimeout:
-            return None
-
-    def _work(self, announcement: Announcement) -> Answer:
-        began = time.monotonic()
-        answer = self.lookup.announce(announcement, began)
-        if not answer.resync:
-            time.sleep(self._key_s * announcement.num_entries)
-        return replace(answer, took_s=time.monotonic() - began)
-
-    def close(self) -> None:
-        self._calls.shutdown()
+    assert np.percentile(play(scene, 1000, 10), 50) < 0.005
 
 
-def test_threads_that_announce_to_a_slow_lookup_are_all_in_step_in_the_end(monkeypatch):
-    monkeypatch.setattr(announcer_module, "_FIRST_MAX", 100)
-    random = np.random.default_rng(0)
-    shelves = {f"s{n}": random.integers(1, 2**63, (2000, 4), dtype="<u8") for n in range(40)}
-    line = OneAtATime(key_s=10e-6, wait_s=0.005)
-    announcers = [
-        announcer_of(shard, FullTier(keys), line.announce) for shard, keys in shelves.items()
-    ]
-    deadline = time.monotonic() + 30
+def test_a_new_block_is_soon_found_elsewhere_in_a_quiet_tier():
+    async def scene(tier: Tier) -> list[float]:
+        assert await tier.until_told(30) < 30
+        return await staleness(tier, 300, every_s=0.1, look_s=4 * ANNOUNCE_S)
 
-    def live(shard: str, announcer: Announcer) -> None:
-        while not is_in_step(announcer) and time.monotonic() < deadline:
-            announcer.collect(Idle(shard))
-            announcer.send(1)
-            time.sleep(0.005)
+    assert np.percentile(play(scene, 100, 100), 99) < 0.3
 
-    threads = [
-        threading.Thread(target=live, args=each) for each in zip(shelves, announcers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    line.close()
-    assert all(map(is_in_step, announcers))
-    assert line.lookup.index.entries() == dict.fromkeys(shelves, 2000)
-    for shard, keys in shelves.items():
-        assert line.lookup.index.match(keys.tobytes(), 1).holders == {shard: 2000}
+
+def test_a_partition_that_does_not_ask_costs_no_memory_and_is_told_all_later():
+    async def scene(tier: Tier) -> None:
+        assert await tier.until_told(30) < 30
+        tier.one.task.cancel()
+        await asyncio.sleep(0.1)
+        shard = tier.shards["s0"]
+        for _ in range(30):
+            shard._note(blocks(10_000), True)
+        assert not shard._logs[0]._runs
+        assert shard.status()["lag_s"] == 0.0
+        await asyncio.sleep(60)
+        assert (shard.num_shards, round(shard.status()["lag_s"])) == (0, 60)
+        tier.one.start()
+        assert await tier.until_told(30) < 30
+        assert shard.num_shards == 5
+
+    play(scene, 5, 1000)
+
+
+def _key_s(step: int, num_keys: int = 2_000_000) -> float:
+    """Return what a key takes a real index, in steps of so many."""
+    index, random, took_s = Index(), np.random.default_rng(0), 0.0
+    for at in range(0, num_keys, step):
+        keys = random.integers(1, 2**63, (step, 4), dtype="<u8").tobytes()
+        began = time.process_time()
+        index.add(f"s{at // 131_000}", keys, np.zeros(step, dtype="<u2"))
+        took_s += time.process_time() - began
+    return took_s / num_keys - BATCH_S / step
+
+
+def _print_table() -> None:
+    key_s = _key_s(4000)
+    print(f"a key takes {key_s * 1e6:.2f} us")
+
+    async def restart(tier: Tier) -> tuple[float, float]:
+        waits = asyncio.ensure_future(waits_of_queries(tier, 1e9))
+        took_s = await tier.until_told(2000)
+        waits.cancel()
+        return took_s, 0.0
+
+    for num_shards, num_keys in ((1000, 131_000), (10_000, 16_000)):
+        for partitions in (1, 2, 4, 8):
+            began = time.monotonic()
+            took_s, _ = play(restart, num_shards, num_keys, key_s, partitions)
+            print(
+                f"{num_shards} nodes of {num_keys}, {partitions} partitions: {took_s:.1f} s"
+                f" ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    _print_table()

@@ -62,7 +62,7 @@ class Node:
             policy="lru",
             admission="all",
         )
-        self.shard = Shard("kvray-shard-n", settings, [self.line.announce], is_restart=is_restart)
+        self.shard = self.line.follow(Shard("kvray-shard-n", settings, is_restart=is_restart))
         self.shard.start()
         return self.shard
 

@@ -24,7 +24,6 @@ from tests.examples import examples
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     WAIT_S,
-    Line,
     settings_for,
     wait_until_serving,
 )
@@ -104,7 +103,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    shard = Shard("s", settings_for(parent / "node"), [Line().announce])
+    shard = Shard("s", settings_for(parent / "node"))
     shard.start()
     wait_until_serving(shard)
     yield shard

@@ -26,16 +26,18 @@ _KEYS_MAX = 32_768
 
 
 class _Heard(Line):
-    """A lookup's line that measures the time between two announcements."""
+    """A lookup that measures the time between two replies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last, self.longest_s = time.monotonic(), 0.0
 
-    def announce(self, announcement: Any) -> Any:
-        now = time.monotonic()
-        self.longest_s, self.last = max(self.longest_s, now - self.last), now
-        return super().announce(announcement)
+    async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        reply = await super()._ask(actor, method, *args, timeout_s=timeout_s)
+        if method == "delta":
+            now = time.monotonic()
+            self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        return reply
 
 
 class Besieged:
@@ -43,7 +45,7 @@ class Besieged:
 
     def __init__(self, directory: Path) -> None:
         self._line = _Heard()
-        self._shard = Shard("besieged", settings_for(directory), [self._line.announce])
+        self._shard = self._line.follow(Shard("besieged", settings_for(directory)))
         self._shard.start()
         wait_until_serving(self._shard)
         self._line.last, self._line.longest_s = time.monotonic(), 0.0

@@ -109,7 +109,7 @@ def make_tier(*, staging: StagingConfig = PATIENT, **changes: Any) -> Iterator[T
                 admission="all",
                 **changes,
             )
-            shards[name] = Shard(f"kvray-shard-{name}", settings, [line.announce], ask=calls)
+            shards[name] = line.follow(Shard(f"kvray-shard-{name}", settings, ask=calls))
             stack.callback(sweep, parent / name)
             shards[name].start()
             stack.callback(shards[name].stop, retire=False, timeout_s=10)

@@ -15,7 +15,7 @@ from kvray.identity.tenant import tenant_id
 from kvray.store.arena.quotas import name_of
 from tests.kit.connector import HIT, PROMPT, Pair, Request, args_for
 from tests.kit.tier import Tier
-from tests.unit.actors.small_shard import Line, failed_with
+from tests.unit.actors.small_shard import failed_with
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_a_shard_with_another_secret_than_the_engine_says_so(shard, make_pair, s
 
 def test_a_shard_without_its_secret_fails_with_the_sentence(environment, secret):
     secret.unlink()
-    shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
+    shard = Shard("test", ShardSettings.of(load_config()))
     shard.start()
     assert "tenant_secret_file cannot be read" in failed_with(shard)
     shard.stop(retire=True, timeout_s=10)

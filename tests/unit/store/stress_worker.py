@@ -20,7 +20,6 @@ from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.tables import Array
-from tests.unit.actors.small_shard import Line
 from tests.unit.store.small_arena import SLOT, chain, pool_of
 
 BLOCK_BYTES = (SLOT, SLOT, 3 * SLOT, 8 * SLOT)
@@ -108,7 +107,7 @@ def be_shard(directory: Path, row: int) -> None:
     """Be a shard until killed; count while it serves."""
     logging.disable(logging.WARNING)  # it would name every holder that was killed
     steps = board(directory)[row]
-    shard = Shard("fire", shard_settings(directory), [Line().announce])
+    shard = Shard("fire", shard_settings(directory))
     shard.start()
     while (status := shard.status())["state"] != "failed":
         steps[STEPS] += status["state"] == "serving"

@@ -381,7 +381,7 @@ class Fire:
 def shard_over(node_dir: Path) -> Iterator[tuple[Shard, Line]]:
     """Start a shard of this process over what the dead have left."""
     line = Line()
-    shard = Shard("after", shard_settings(node_dir), [line.announce])
+    shard = line.follow(Shard("after", shard_settings(node_dir)))
     shard.start()
     try:
         wait_until_serving(shard)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.lookup.lookup import Answer
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig, load_config
@@ -42,7 +41,7 @@ def config() -> Iterator[KVRayConfig]:
 def start_shard(config: KVRayConfig) -> Shard:
     """Start a shard whose lookup believes everything."""
     settings = ShardSettings.of(config)
-    shard = Shard("test", settings, [lambda _: Answer(lookup_epoch="test", resync=False)])
+    shard = Shard("test", settings)
     shard.start()
     wait_for(lambda: shard.status()["state"] == "serving")
     return shard

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard import adoption
 from kvray.actors.shard.adoption import StoppedHolder, open_arena
 from kvray.errors import CapacityError, ShardUnavailable
@@ -136,7 +135,7 @@ def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
     arena, keys = link.arena, chain(4)
     store(arena, keys)
     (held,) = arena.lease(keys)
-    line.lookup = Lookup()
+    line.replace()
     shard = make_shard()
     wait_for(lambda: line.matched(keys) == 4, "announcing")
     assert link.arena is arena

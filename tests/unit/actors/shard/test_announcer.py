@@ -1,25 +1,33 @@
+import asyncio
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvray.actors.lookup.lookup import TURNS, Announcement, Answer, Lookup
+from kvray.actors.lookup.delta import Delta, Poll
+from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.lookup.partitions import partition_of
-from kvray.actors.shard import announcer as stream_module
-from kvray.actors.shard.announcer import Announcer
+from kvray.actors.shard import announcer as announcer_module
+from kvray.actors.shard.announcer import Announcer, ChangeLog, Entries
+from kvray.errors import ShardUnavailable
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.eviction import choose_victims
-from tests.unit.actors.small_shard import Line
+from kvray.store.nvme import NvmeStore
+from tests.examples import examples
 from tests.unit.store.nvme.small_store import demote, open_store
 from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
 from tests.waiting import wait_for
+
+MOST = 1000
 
 
 @contextmanager
@@ -38,75 +46,131 @@ def arena() -> Iterator[Arena]:
         yield made
 
 
+class Tier:
+    """Partitions of a lookup that follow the announcers of shards, one call after the other."""
+
+    def __init__(self, partitions: int = 1) -> None:
+        self.lookups = [Lookup() for _ in range(partitions)]
+        self.announcers: dict[str, Announcer] = {}
+        self.replies: list[Delta] = []
+        self.now = 1000.0
+        for lookup in self.lookups:
+            lookup.keep("ab")
+
+    def shard(self, name: str = "a") -> Announcer:
+        made = Announcer(len(self.lookups), clock=lambda: self.now)
+        self.announcers[name] = made
+        return made
+
+    def restart(self, partition: int = 0) -> None:
+        self.lookups[partition] = Lookup()
+        self.lookups[partition].keep("ab")
+
+    def ask(self, name: str = "a", partition: int = 0, most: int = MOST) -> Delta:
+        poll = self.lookups[partition].poll(name, partition, most, self.now)
+        return asyncio.run(self.announcers[name].delta(poll, 0.0))
+
+    def follow(self, name: str = "a", partition: int = 0, most: int = MOST) -> None:
+        """Ask until there is no more."""
+        more = True
+        while more:
+            delta = self.ask(name, partition, most)
+            self.replies.append(delta)
+            for _ in self.lookups[partition].take(name, delta, lambda: self.now):
+                pass
+            more = delta.more
+
+    def matched(self, keys: list[BlockKey]) -> int:
+        return max(one.match(b"".join(keys), 1, self.now).num_blocks for one in self.lookups)
+
+    def sizes(self) -> list[tuple[bool, int]]:
+        """Return of each reply whether it begins a list of all, and how many changes it has."""
+        return [
+            (one.is_full, (len(one.added_keys) + len(one.removed_keys)) // KEY_BYTES)
+            for one in self.replies
+        ]
+
+
 @pytest.fixture
-def announcer(line: Line) -> Announcer:
-    return Announcer("a", line.announce)
+def tier() -> Tier:
+    return Tier()
 
 
-def tell(announcer: Announcer, arena: Arena, *, epoch: int = 1) -> None:
-    """Do what a shard does in one round, until nothing waits any more."""
-    announcer.collect(ArenaOwner(arena))
-    announcer.send(epoch)
-    while announcer.collect(ArenaOwner(arena)):
-        announcer.send(epoch)
+@pytest.fixture
+def announcer(tier: Tier) -> Announcer:
+    return tier.shard()
 
 
-def test_what_is_committed_and_evicted_is_announced(announcer, arena, line):
+def look(announcer: Announcer, arena: Arena, store: NvmeStore | None = None) -> None:
+    announcer.collect(ArenaOwner(arena), store)
+
+
+def test_what_is_committed_and_evicted_is_announced(tier, announcer, arena):
     keys = chain(5)
-    tell(announcer, arena)
+    look(announcer, arena)
+    tier.follow()
     store(arena, keys)
-    tell(announcer, arena)
-    assert line.matched(keys) == 5
+    look(announcer, arena)
+    tier.follow()
+    assert tier.matched(keys) == 5
     ArenaOwner(arena).clear()
-    tell(announcer, arena)
-    assert line.matched(keys) == 0
-    assert len(line.lookup.index) == 0
+    look(announcer, arena)
+    tier.follow()
+    assert (tier.matched(keys), len(tier.lookups[0].index)) == (0, 0)
+    assert tier.sizes() == [(True, 0), (False, 5), (False, 5)]
 
 
-def test_what_is_only_reserved_is_not_announced(announcer, arena, line):
+def test_what_is_only_reserved_is_not_announced(tier, announcer, arena):
     arena.reserve(chain(3), parent=None, depth=0, part=0, block_bytes=4096)
-    tell(announcer, arena)
-    assert line.matched(chain(3)) == 0
+    look(announcer, arena)
+    tier.follow()
+    assert tier.matched(chain(3)) == 0
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
-def test_slots_that_are_given_to_other_blocks_between_two_rounds_are_told_right(
-    announcer, arena, line, is_back
+def test_slots_that_are_given_to_other_blocks_between_two_looks_are_told_right(
+    tier, announcer, arena, is_back
 ):
     old, new = chain(4, seed="old"), chain(2 if is_back else 4, seed="new")
     store(arena, old)
-    tell(announcer, arena)
+    look(announcer, arena)
+    tier.follow()
     ArenaOwner(arena).clear()
     store(arena, new)
     if is_back:
         store(arena, old)
-    tell(announcer, arena)
-    assert (line.matched(old), line.matched(new)) == (4 * is_back, len(new))
+    look(announcer, arena)
+    tier.follow()
+    assert (tier.matched(old), tier.matched(new)) == (4 * is_back, len(new))
 
 
 def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
-    announcer, arena, line, tmp_path
+    tier, announcer, arena, tmp_path
 ):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
-    announcer.collect(owner, below)
-    announcer.send(1)
-    assert line.matched(keys) == 5
+    look(announcer, arena, below)
+    tier.follow()
+    assert tier.matched(keys) == 5
     demote(below, keys)
     owner.clear()
-    announcer.collect(owner, below)
-    announcer.send(1)
-    assert line.matched(keys) == 5, "the disk has them"
+    look(announcer, arena, below)
+    tier.follow()
+    assert tier.matched(keys) == 5, "the disk has them"
     below.evict(np.arange(below.geometry.num_slots))
-    wait_for(lambda: announcer.collect(owner, below), "the next look at the disk")
-    announcer.send(1)
-    assert line.matched(keys) == 0
+
+    def are_gone() -> bool:
+        look(announcer, arena, below)
+        tier.follow()
+        return tier.matched(keys) == 0
+
+    wait_for(are_gone, "the next look at the disk")
     below.close()
 
 
 def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_left_it(
-    announcer, arena, line, tmp_path
+    tier, announcer, arena, tmp_path
 ):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
@@ -115,320 +179,176 @@ def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_l
     demote(below, keys)
     owner.clear()
     announcer.collect(owner, below)
-    announcer.send(1)
-    assert line.matched(keys) == 5
+    tier.follow()
+    assert tier.matched(keys) == 5
     assert owner.history.counts() == {"cleared": 5}
     below.close()
 
 
-@pytest.mark.parametrize("is_restart", [False, True])
-def test_a_lookup_that_restarts_is_rebuilt_within_two_rounds_and_by_a_shard_that_does_at_once(
-    announcer, arena, line, is_restart
-):
+def test_a_lookup_or_a_shard_that_restarts_brings_all_blocks_again(tier, announcer, arena):
     keys = chain(6)
     store(arena, keys)
-    tell(announcer, arena)
-    line.lookup = Lookup()
-    if is_restart:
-        tell(Announcer("a", line.announce), arena, epoch=2)
-    else:
-        announcer.send(1)
-        announcer.send(1)
-    assert line.matched(keys) == 6
+    look(announcer, arena)
+    tier.follow()
+    tier.restart()
+    tier.follow()
+    assert tier.matched(keys) == 6
+    look(tier.shard(), arena)
+    tier.follow()
+    assert tier.matched(keys) == 6
+    assert tier.sizes() == [(True, 6)] * 3
 
 
-def test_without_changes_a_heartbeat_is_sent(announcer, arena, line):
-    tell(announcer, arena)
-    announcer.send(1)
-    assert [(each.full, each.added_keys) for each in line.heard] == [(True, b""), (False, b"")]
+def test_another_arena_is_listed_in_place_of_the_one_before(tier, announcer, arena):
+    gone, kept = chain(3, seed="gone"), chain(3, seed="kept")
+    store(arena, gone)
+    look(announcer, arena)
+    tier.follow()
+    with another_arena() as other:
+        store(other, kept)
+        look(announcer, other)
+        tier.follow()
+    assert (tier.matched(gone), tier.matched(kept)) == (0, 3)
 
 
-def test_a_lookup_that_was_away_gets_everything(announcer, arena, line):
-    keys = chain(6)
-    store(arena, keys[:2])
-    tell(announcer, arena)
-    line.cut = True
-    store(arena, keys[2:4], parent=keys[1], depth=2)
-    tell(announcer, arena)
-    line.cut = False
-    store(arena, keys[4:], parent=keys[3], depth=4)
-    tell(announcer, arena)
-    assert line.matched(keys) == 6
-
-
-def test_no_number_is_given_twice(announcer, arena, line):
-    for cut in (False, True, False, False):
-        line.cut = cut
-        announcer.collect(ArenaOwner(arena))
-        announcer.send(1)
-    assert [each.sequence for each in line.heard] == [1, 3, 4]
-    assert [each.full for each in line.heard] == [True, True, False]
-
-
-def test_announcements_are_bounded_and_their_order_kept(announcer, arena, line, monkeypatch):
-    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
+def test_replies_are_bounded_and_the_order_of_changes_is_kept(tier, announcer, arena):
     first, second = chain(20, seed="first"), chain(20, seed="second")
     store(arena, first)
-    tell(announcer, arena)
-    assert line.matched(first) == 20
+    look(announcer, arena)
+    tier.follow(most=4)
+    assert tier.sizes() == [(True, 4), *[(False, 4)] * 4]
     ArenaOwner(arena).clear()
-    announcer.collect(ArenaOwner(arena))
+    look(announcer, arena)
     store(arena, second)
     store(arena, first)
-    tell(announcer, arena)
-    assert (line.matched(first), line.matched(second)) == (20, 20)
-    sizes = [each.num_entries for each in line.heard]
-    assert max(sizes) <= 4
+    look(announcer, arena)
+    tier.follow(most=30)
+    assert (tier.matched(first), tier.matched(second)) == (20, 20)
+    assert max(size for _, size in tier.sizes()) <= 30
 
 
-def test_a_full_announcement_in_pieces_replaces_what_was_there(announcer, arena, line, monkeypatch):
-    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
-    gone, kept = chain(3, seed="gone"), chain(10, seed="kept")
-    store(arena, gone)
-    tell(announcer, arena)
-    line.cut = True
-    ArenaOwner(arena).clear()
-    store(arena, kept)
-    tell(announcer, arena)
-    line.cut = False
-    tell(announcer, arena)
-    assert (line.matched(gone), line.matched(kept)) == (0, 10)
+def test_a_list_in_pieces_replaces_what_was_there_only_when_it_is_complete(tier, announcer, arena):
+    keys = chain(10)
+    store(arena, keys)
+    look(announcer, arena)
+    tier.follow()
+    with another_arena() as other:
+        b = tier.shard("b")
+        store(other, keys, part=1)
+        look(b, other)
+        tier.follow("b")
+    announcer._start_over()
+    first = tier.ask(most=4)
+    assert list(tier.lookups[0].take("a", first, lambda: tier.now)) == [4]
+    assert tier.lookups[0].poll("b", 0, 1, tier.now).partial_keys == b""
+    tier.follow(most=4)
+    assert tier.matched(keys) == 10
 
 
-def test_an_absurd_part_keeps_nothing_else_from_being_announced(announcer, arena, line):
+def test_an_absurd_part_keeps_nothing_else_from_being_announced(tier, announcer, arena):
     absurd = chain(1, seed="absurd")
     made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
     keys = chain(2)
     store(arena, keys)
-    tell(announcer, arena)
-    assert line.matched(keys) == 2
+    look(announcer, arena)
+    tier.follow()
+    assert tier.matched(keys) == 2
 
 
-def test_two_parts_of_a_block_are_announced_both(announcer, arena, line):
+def test_two_parts_of_a_block_are_announced_both(tier, announcer, arena):
     keys: list[BlockKey] = chain(3)
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
-    tell(announcer, arena)
-    assert line.lookup.index.match(b"".join(keys), 2).holders == {"a": 2}
+    look(announcer, arena)
+    tier.follow()
+    assert tier.lookups[0].index.match(b"".join(keys), 2).holders == {"a": 2}
 
 
-def test_only_the_last_piece_says_that_there_is_no_more(announcer, arena, line, monkeypatch):
-    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
-    store(arena, chain(10))
-    tell(announcer, arena)
-    assert [(each.full, each.more) for each in line.heard] == [
-        (True, True),
-        (False, True),
-        (False, False),
-    ]
-
-
-# -- a lookup that is slow, or has much to do -----------------------------------------------------
-
-
-def test_an_answer_that_is_late_counts(announcer, arena, line, monkeypatch):
-    monkeypatch.setattr(stream_module, "_UNHEARD_S", -1.0)
-    keys = chain(6)
-    store(arena, keys[:2])
-    line.late = 3
-    announcer.collect(ArenaOwner(arena))
-    announcer.send(1)
-    assert announcer.num_shards == 0, "for now nobody can be asked for blocks"
-    store(arena, keys[2:], parent=keys[1], depth=2)
-    for _ in range(2):
-        announcer.collect(ArenaOwner(arena))
-        announcer.send(1)
-    assert [(each.sequence, each.full) for each in line.heard] == [(1, True), (2, False)]
-    assert (line.matched(keys), announcer.num_shards) == (6, 1)
-
-
-def test_a_late_answer_to_what_is_outdated_does_not_keep_all_from_being_said_again(
-    announcer, arena, line
+def test_a_log_that_nobody_reads_takes_no_memory_and_starts_over(
+    tier, announcer, arena, monkeypatch
 ):
-    keys = chain(2)
-    store(arena, keys)
-    line.late = 1
-    announcer.collect(ArenaOwner(arena))
-    announcer.send(1)
-    announcer._start_over()
-    tell(announcer, arena)
-    assert [each.full for each in line.heard] == [True, True]
-    assert line.matched(keys) == 2
+    monkeypatch.setattr(announcer_module, "CHANGES_MAX", 5)
+    keys = chain(8)
+    look(announcer, arena)
+    store(arena, keys[:1])
+    look(announcer, arena)
+    assert not announcer._logs[0]._runs, "nobody has asked yet"
+    tier.follow()
+    store(arena, keys[1:], parent=keys[0], depth=1)
+    look(announcer, arena)
+    assert not announcer._logs[0]._runs, "too much is noted"
+    tier.now += 9.0
+    assert (announcer.status()["lag_s"], announcer.num_shards) == (9.0, 0)
+    tier.follow()
+    assert (tier.matched(keys), tier.sizes()) == (8, [(True, 1), (True, 8)])
+    assert announcer.status() == {"lag_s": 0.0, "announcements": 2, "seconds": 9.0}
 
 
-def test_an_answer_that_never_comes_is_given_up_and_all_is_said_again(announcer, arena, line):
-    keys = chain(2)
-    store(arena, keys)
-    tell(announcer, arena)
-    announcer._streams[0]._patience_s = -1.0
-    line.late = 1
-    tell(announcer, arena)
-    announcer._streams[0]._patience_s = 30.0
-    tell(announcer, arena)
-    assert [(each.sequence, each.full) for each in line.heard] == [(1, True), (3, True)]
-    assert line.matched(keys) == 2
+# -- polls that wait ------------------------------------------------------------------------------
 
 
-def test_the_longer_answers_take_the_longer_they_are_waited_for(
-    announcer, arena, line, monkeypatch
-):
-    now = 1000.0
-    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
-    announcer.collect(ArenaOwner(arena))
-    given_up = []
-    for _ in range(4000):
-        line.late = 1
-        was_under_way = announcer._streams[0]._under_way is not None
-        announcer.send(1)
-        if was_under_way and announcer._streams[0]._under_way is None:
-            given_up.append(now)
-        now += 1.0
-    waits = np.diff(given_up)
-    assert waits[0] == pytest.approx(60, abs=6)
-    assert waits[-1] == pytest.approx(480, abs=6)
+def polled(cursor: Any, *, most: int = MOST, **fields: Any) -> Poll:
+    return Poll(cursor=cursor, most=most, **fields)
 
 
-def test_what_is_announced_says_when_its_answer_is_given_up_by_the_lookups_clock(
-    announcer, arena, line
-):
-    class Behind(Lookup):
-        def announce(self, announcement: Announcement, now: float) -> Answer:
-            return super().announce(announcement, now - 5000)
-
-    line.lookup = Behind()
-    tell(announcer, arena)
-    announcer.send(1)
-    first, second = line.heard
-    assert first.until is None, "the clock is not known yet"
-    epoch, until = second.until
-    assert epoch == line.lookup.epoch
-    assert until == pytest.approx(time.monotonic() - 5000 + stream_module._PATIENCE_S, abs=5)
-
-
-def test_after_failures_in_a_row_it_is_tried_less_and_less_often(
-    announcer, arena, line, monkeypatch
-):
-    now = 1000.0
-    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
-    announcer.collect(ArenaOwner(arena))
-    line.cut, tries = True, []
-    for _ in range(4000):
-        before = announcer._streams[0]._sequence
-        announcer.send(1)
-        if announcer._streams[0]._sequence > before:
-            tries.append(now)
-        now += 0.01
-    pauses = np.diff(tries)
-    assert pauses[0] < 0.02, "one that fails once may have been replaced"
-    assert 0.25 <= pauses[1] <= 0.52
-    assert 2.0 <= min(pauses[5:]) < max(pauses[5:]) <= 4.02, "and not all shards at once"
+@pytest.mark.anyio
+async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(announcer, arena):
+    look(announcer, arena)
+    first = await announcer.delta(polled(None), 60.0)
+    beat = await announcer.delta(polled(first.cursor), 0.01)
+    assert (beat.cursor, beat.more, beat.added_keys) == (first.cursor, False, b"")
+    for act in (
+        lambda: store(arena, chain(2)),
+        lambda: announcer.name_leaving(True),
+        lambda: announcer.name_ranks([("r", 0)], {7}),
+        announcer._start_over,
+    ):
+        waiting = asyncio.ensure_future(announcer.delta(polled(beat.cursor), 60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        act()
+        look(announcer, arena)
+        beat = await waiting
+    assert (beat.ranks, beat.namespaces, beat.is_leaving) == ((("r", 0),), (7,), True)
+    assert beat.is_full
+    assert len(beat.added_keys) == 2 * KEY_BYTES
 
 
-def test_a_shard_says_nothing_for_as_long_as_the_lookup_asks_once_it_has_said_all(
-    announcer, arena, line, monkeypatch
-):
-    now = 1000.0
-    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
-    monkeypatch.setattr(Lookup, "pause_s", 2.0)
-    store(arena, chain(10))
-    tell(announcer, arena)
-    assert [len(each.added_keys) // KEY_BYTES for each in line.heard] == [4, 4, 2], (
-        "a list is not torn apart"
-    )
-    store(arena, chain(2, seed="more"))
-    now += 1.4
-    tell(announcer, arena)
-    assert len(line.heard) == 3
-    now += 1.2
-    tell(announcer, arena)
-    assert [len(each.added_keys) // KEY_BYTES for each in line.heard[3:]] == [2]
+@pytest.mark.anyio
+async def test_a_greeting_is_answered_at_once_and_brings_no_block(announcer, arena):
+    store(arena, chain(2))
+    look(announcer, arena)
+    said = await announcer.delta(polled(None, most=0, num_shards=7, namespaces=(5,)), 60.0)
+    assert (said.cursor, said.added_keys, said.more) == (None, b"", True)
+    assert (announcer.num_shards, announcer.namespaces) == (7, {5})
 
 
-class Crowd(Lookup):
-    """A lookup whose turns are all taken, until `has_turn`."""
-
-    has_turn = False
-
-    def announce(self, announcement: Announcement, now: float) -> Answer:
-        for other in () if self.has_turn else range(TURNS):
-            self._turns.take(f"other {other}", now)
-        for other in range(TURNS) if self.has_turn else ():
-            self._turns.go_on(f"other {other}", now, more=False)
-        return super().announce(announcement, now)
-
-
-def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_all(
-    announcer, arena, line, monkeypatch
-):
-    monkeypatch.setattr(stream_module, "_FIRST_MAX", 4)
-    line.lookup = Crowd()
-    keys = chain(10)
-    store(arena, keys)
-    tell(announcer, arena)
-    assert line.matched(keys) == 0
-    asked = len(line.heard)
-    tell(announcer, arena)
-    assert len(line.heard) == asked, "it is not time yet"
-    announcer._streams[0]._send_at = 0.0
-    tell(announcer, arena)
-    line.lookup.has_turn = True
-    announcer._streams[0]._send_at = 0.0
-    tell(announcer, arena)
-    assert line.matched(keys) == 10
-    said = [(each.full, len(each.added_keys) // KEY_BYTES, each.more) for each in line.heard]
-    asked = [(True, 4, True), (True, 0, True), (True, 0, True)]
-    assert said == [*asked, (False, 4, True), (False, 6, False)]
+@pytest.mark.anyio
+async def test_a_poll_that_was_given_up_ends_with_the_next_and_harms_nothing(announcer, arena):
+    store(arena, chain(2))
+    look(announcer, arena)
+    first = await announcer.delta(polled(None), 60.0)
+    older = asyncio.ensure_future(announcer.delta(polled(first.cursor), 60.0))
+    await asyncio.sleep(0)
+    newer = asyncio.ensure_future(announcer.delta(polled(first.cursor), 60.0))
+    with pytest.raises(ShardUnavailable, match="asked again"):
+        await older
+    store(arena, chain(1, seed="more"))
+    look(announcer, arena)
+    assert not (await newer).is_full
 
 
-def test_a_shard_without_blocks_gives_its_turn_back_at_once(announcer, arena, line):
-    line.lookup = Crowd()
-    announcer._streams[0]._has_to_ask = True
-    line.lookup.has_turn = True
-    tell(announcer, arena)
-    assert [each.more for each in line.heard] == [True, False]
-
-
-def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
-    announcer, arena, line, monkeypatch
-):
-    monkeypatch.setattr(stream_module, "_FIRST_MAX", 8)
-    monkeypatch.setattr(stream_module, "_LEAST_MAX", 2)
-    key_s = 0.05
-    original = line.announce
-
-    def slow(announcement: Announcement) -> Answer | None:
-        answer = original(announcement)
-        return replace(answer, took_s=key_s * announcement.num_entries)
-
-    announcer._streams[0]._announce = slow
-    store(arena, chain(20))
-    tell(announcer, arena)
-    assert [len(each.added_keys) // KEY_BYTES for each in line.heard] == [8, 2, 2, 2, 2, 2, 2]
-    key_s = 1e-6
-    store(arena, chain(20, seed="more"))
-    tell(announcer, arena)
-    assert [len(each.added_keys) // KEY_BYTES for each in line.heard[7:]] == [2, 8, 10]
+@pytest.mark.anyio
+async def test_who_asks_too_early_or_for_a_partition_too_many_is_told_so(announcer, arena):
+    with pytest.raises(ShardUnavailable, match="not looked"):
+        await announcer.delta(polled(None), 1.0)
+    look(announcer, arena)
+    with pytest.raises(ShardUnavailable, match="knows 1 partitions"):
+        await announcer.delta(polled(None, partition=1), 1.0)
 
 
 # -- partitions ------------------------------------------------------------------------------------
-
-
-class Partitions:
-    """Two partitions, each with a line of its own, and the announcer of a shard."""
-
-    def __init__(self) -> None:
-        self.lines = [Line(), Line()]
-        self.announcer = Announcer("a", *(line.announce for line in self.lines))
-
-    def matched(self, keys: list[BlockKey]) -> list[int]:
-        """Return what each partition says of `keys`."""
-        return [line.matched(keys) for line in self.lines]
-
-    def forget_heard(self) -> None:
-        for line in self.lines:
-            line.heard.clear()
 
 
 def chain_of(partition: int, length: int = 3) -> list[BlockKey]:
@@ -438,19 +358,28 @@ def chain_of(partition: int, length: int = 3) -> list[BlockKey]:
 
 
 @pytest.fixture
-def two() -> Partitions:
-    return Partitions()
+def two() -> Tier:
+    made = Tier(2)
+    made.shard()
+    return made
+
+
+def matched(two: Tier, keys: list[BlockKey]) -> list[int]:
+    """Return what each partition says of `keys`."""
+    for partition in range(2):
+        two.follow(partition=partition)
+    return [one.index.match(b"".join(keys), 1).num_blocks for one in two.lookups]
 
 
 def test_a_chain_is_announced_to_one_partition_and_removed_there(two, arena):
-    tell(two.announcer, arena)
     store(arena, chain_of(0))
     store(arena, chain_of(1))
-    tell(two.announcer, arena)
-    assert (two.matched(chain_of(0)), two.matched(chain_of(1))) == ([3, 0], [0, 3])
+    look(two.announcers["a"], arena)
+    assert (matched(two, chain_of(0)), matched(two, chain_of(1))) == ([3, 0], [0, 3])
     ArenaOwner(arena).clear()
-    tell(two.announcer, arena)
-    assert [len(line.lookup.index) for line in two.lines] == [0, 0]
+    look(two.announcers["a"], arena)
+    assert matched(two, chain_of(0)) == [0, 0]
+    assert [len(one.index) for one in two.lookups] == [0, 0]
 
 
 def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(two, arena):
@@ -459,111 +388,147 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
         keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
     )
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
-    tell(two.announcer, arena)
-    assert two.matched(keys[1:]) == [2, 2]
+    look(two.announcers["a"], arena)
+    assert matched(two, keys[1:]) == [2, 2]
     ArenaOwner(arena).clear()
-    tell(two.announcer, arena)
-    assert [len(line.lookup.index) for line in two.lines] == [0, 0]
+    look(two.announcers["a"], arena)
+    assert matched(two, keys[1:]) == [0, 0]
 
 
 def test_a_partition_that_restarts_is_rebuilt_alone(two, arena):
     store(arena, chain_of(0))
     store(arena, chain_of(1))
-    tell(two.announcer, arena)
-    two.forget_heard()
-    two.lines[1].lookup = Lookup()
-    two.announcer.send(1)
-    tell(two.announcer, arena)
-    assert (two.matched(chain_of(0)), two.matched(chain_of(1))) == ([3, 0], [0, 3])
-    assert not any(each.full or each.added_keys for each in two.lines[0].heard)
-    assert [each.num_entries for each in two.lines[1].heard if each.full] == [3]
+    look(two.announcers["a"], arena)
+    matched(two, chain_of(0))
+    two.replies.clear()
+    two.restart(1)
+    assert matched(two, chain_of(1)) == [0, 3]
+    assert two.sizes() == [(False, 0), (True, 3)]
 
 
-def test_a_partition_that_does_not_answer_holds_up_no_other(two, arena):
-    tell(two.announcer, arena)
-    two.lines[0].late = 10**6
-    store(arena, chain_of(0))
-    store(arena, chain_of(1))
-    tell(two.announcer, arena)
-    assert two.matched(chain_of(1)) == [0, 3]
-    assert two.announcer.num_shards == 1, "the other one says so"
-    two.lines[0].late = 0
-    tell(two.announcer, arena)
-    assert two.matched(chain_of(0)) == [3, 0]
-
-
-def test_only_the_first_partition_is_told_of_ranks_and_namespaces(two, arena):
-    two.announcer.name_ranks([("r", 0)], {9, 7})
-    tell(two.announcer, arena)
-    said = [[(each.ranks, each.namespaces) for each in one.heard] for one in two.lines]
-    assert said == [[([("r", 0)], (7, 9))], [(None, ())]]
-    assert two.announcer.namespaces == {7, 9}
-
-
-def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(two, arena):
-    tell(two.announcer, arena)
-    two.forget_heard()
-    store(arena, chain_of(1))
-    two.announcer.collect(ArenaOwner(arena))
-    two.announcer.send(1, is_due=False)
-    assert [len(line.heard) for line in two.lines] == [0, 1]
-    two.announcer.send(1)
-    assert [len(line.heard) for line in two.lines] == [1, 2]
-
-
-# -- ranks and shards ------------------------------------------------------------------------------
-
-
-def test_ranks_are_announced_when_they_change_and_in_full_ones(announcer, arena, line):
-    announcer.name_ranks([("r", 1), ("r", 0)], ())
-    tell(announcer, arena)
-    announcer.send(1)
-    announcer.name_ranks([("r", 1)], ())
-    assert announcer.collect(ArenaOwner(arena)), "what changed is announced at once"
-    announcer.send(1)
-    line.lookup = Lookup()
-    tell(announcer, arena)
-    tell(announcer, arena)
-    said = [each.ranks for each in line.heard]
-    assert said == [[("r", 0), ("r", 1)], None, [("r", 1)], None, [("r", 1)], None]
-    assert line.lookup.replica("r", time.monotonic()) == {1: "a"}
-
-
-def test_ranks_that_a_lookup_never_got_are_announced_again(announcer, arena, line):
-    tell(announcer, arena)
-    announcer.name_ranks([("r", 0)], ())
-    line.cut = True
-    tell(announcer, arena)
-    line.cut = False
-    tell(announcer, arena)
-    assert line.lookup.replica("r", time.monotonic()) == {0: "a"}
-
-
-def test_a_shard_knows_how_many_there_are(announcer, arena, line):
-    assert announcer.num_shards == 0
-    tell(Announcer("b", line.announce), arena)
-    tell(announcer, arena)
-    assert announcer.num_shards == 2
-    line.cut = True
-    tell(announcer, arena)
+def test_a_shard_goes_by_the_partitions_that_ask(two, arena):
+    announcer = two.announcers["a"]
+    look(announcer, arena)
+    two.follow(partition=1)
+    assert announcer.num_shards == 1
+    two.now += 60.0
     assert announcer.num_shards == 0
 
 
 # -- partial blocks ------------------------------------------------------------------------------
 
 
-def test_what_lost_its_other_part_is_evicted_first(announcer, arena, line):
+def test_what_lost_its_other_part_is_evicted_first(tier, announcer, arena):
     old, partial, used = (chain(1, seed=seed) for seed in ("old", "partial", "used"))
     slots = [store(arena, keys, part=1).slots[0] for keys in (old, partial, used)]
-    tell(announcer, arena)
+    look(announcer, arena)
+    tier.follow()
     with another_arena() as other:
-        other_shard = Announcer("b", line.announce)
+        other_shard = tier.shard("b")
         store(other, partial, part=0)
-        tell(other_shard, other)
+        look(other_shard, other)
+        tier.follow("b")
         ArenaOwner(other).clear()
-        tell(other_shard, other)
-    tell(announcer, arena)
-    announcer.collect(ArenaOwner(arena))
+        look(other_shard, other)
+        tier.follow("b")
+    tier.follow()
+    look(announcer, arena)
     within = np.arange(arena.tables.geometry.num_slots)
     victims = choose_victims(arena.tables, 3, within=within, protect=NOBODY)
     assert victims.tolist() == [slots[1], slots[0], slots[2]]
+
+
+# -- lines that lose, repeat and delay, and tiers that cross ---------------------------------------
+
+KEYS = chain(6)
+
+
+def entries(numbers: list[int]) -> Entries:
+    keys = np.frombuffer(b"".join(KEYS[n] for n in numbers), dtype="<u8").reshape(-1, 4)
+    nothing = np.zeros(len(numbers), dtype=np.uint32)
+    return Entries(keys=keys, parts=nothing, heads=nothing)
+
+
+class Following(RuleBasedStateMachine):
+    """A log of a shard with two tiers, and a lookup that reads it over a bad line.
+
+    A block that leaves one tier is noted as gone only if the other lacks it, as the `Announcer`
+    does; found in one tier it is noted even if the other has it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers: tuple[set[int], set[int]] = set(), set()
+        self.log = ChangeLog(lambda: [entries(sorted(self.held))])
+        self.late: list[Delta] = []
+        self.restart_lookup()
+
+    @property
+    def held(self) -> set[int]:
+        return self.tiers[0] | self.tiers[1]
+
+    def restart_lookup(self) -> None:
+        self.lookup = Lookup()
+        self.lookup.keep("a")
+
+    @rule(what=st.sampled_from(["lookup", "shard", "log", "", "", ""]))
+    def restart(self, what: str) -> None:
+        if what == "lookup":
+            self.restart_lookup()
+        elif what == "shard":
+            self.log = ChangeLog(lambda: [entries(sorted(self.held))])
+        elif what == "log":
+            self.log.start_over()
+
+    @rule(come=st.sets(st.integers(0, 5)), gone=st.sets(st.integers(0, 5)), at=st.integers(0, 1))
+    def look(self, come: set[int], gone: set[int], at: int) -> None:
+        tier, other = self.tiers[at], self.tiers[1 - at]
+        gone = gone & tier
+        come = come - tier
+        tier -= gone
+        self.log.note(entries(sorted(gone - other)), False, 0.0)
+        tier |= come
+        self.log.note(entries(sorted(come)), True, 0.0)
+
+    def ask(self, most: int) -> Delta:
+        return self.log.delta(self.lookup.poll("a", 0, most, 0.0).cursor, most, 0.0)
+
+    def take(self, delta: Delta) -> None:
+        for _ in self.lookup.take("a", delta, lambda: 0.0):
+            pass
+
+    @rule(most=st.integers(1, 4), times=st.integers(1, 2))
+    def answer(self, most: int, times: int) -> None:
+        delta = self.ask(most)
+        for _ in range(times):
+            self.take(delta)
+
+    @rule(most=st.integers(1, 4))
+    def lose_or_delay(self, most: int) -> None:
+        self.late.append(self.ask(most))
+
+    @rule(at=st.integers(0, 20))
+    def arrive(self, at: int) -> None:
+        if self.late:
+            self.take(self.late.pop(at % len(self.late)))
+
+    @rule(most=st.integers(1, 4))
+    def catch_up(self, most: int) -> None:
+        """Whatever the line did, the index is right once there is no more."""
+        for _ in range(40):
+            delta = self.ask(most)
+            self.take(delta)
+            if not delta.more:
+                break
+        found = {n for n, key in enumerate(KEYS) if self.lookup.locate(key, 0.0)}
+        assert found == self.held
+
+    @invariant()
+    def log_is_bounded(self) -> None:
+        assert self.log._last - self.log._first <= max(0, self.log._most)
+
+
+Following.TestCase.settings = settings(
+    max_examples=examples(600), stateful_step_count=30, deadline=None
+)
+TestFollowing = Following.TestCase

@@ -97,17 +97,6 @@ def _no_memory(*_pieces: object, **_options: object) -> bool:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(shard, holder, line):
-    line.hang_s = 4.0
-    time.sleep(0.2)
-    holder.say("arena.reserve(small.chain(4), parent=None, depth=0, part=0, block_bytes=4096)")
-    holder.kill()
-    began = time.monotonic()
-    wait_for(lambda: shard.status()["arena"]["holders"] == 0, "burying")
-    assert time.monotonic() - began < 3.5
-    line.hang_s = 0.0
-
-
 # -- the shard's own life -------------------------------------------------------------------------
 
 
@@ -168,8 +157,8 @@ def test_calls_to_a_shard_that_has_ended_say_so(shard):
         shard.clear(timeout_s=1)
 
 
-def test_a_shard_that_was_never_started_can_be_stopped(directory, line):
-    shard = Shard("a", settings_for(directory), [line.announce])
+def test_a_shard_that_was_never_started_can_be_stopped(directory):
+    shard = Shard("a", settings_for(directory))
     with pytest.raises(ShardUnavailable, match="is starting"):
         shard.clear(timeout_s=1)
     shard.stop(retire=True, timeout_s=1)
@@ -378,10 +367,10 @@ def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, engine, mon
     assert shard.status()["replicas"] == []
 
 
-def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path, line):
+def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path):
     crashes: list[str] = []
     settings = settings_for(tmp_path / "node")
-    shard = Shard("a", settings, [line.announce], crashed=lambda: crashes.append("it"))
+    shard = Shard("a", settings, crashed=lambda: crashes.append("it"))
     shard.refuse(ConfigError("On this node: no."))
     status = shard.status()
     said = tuple(status[name] for name in ("state", "error", "message"))

@@ -218,7 +218,7 @@ class Tier:
         monkeypatch.setattr(module, "create_shard", self.make_shard)
         monkeypatch.setattr(module, "create_mover", lambda node, _: mover_name(node))
         monkeypatch.setattr(module.calls, "list_actors", lambda: [*self.names, LOOKUP_NAME])
-        lookup = SimpleNamespace(status=lambda: self.status, drop=self.dropped)
+        lookup = SimpleNamespace(status=lambda: self.status)
         monkeypatch.setattr(module.calls, "get_actor", lambda _: lookup)
         monkeypatch.setattr(module.calls, "call", lambda method, *args, timeout_s: method(*args))
         monkeypatch.setattr(module.calls, "ask_all", self.ask_all)
@@ -267,9 +267,6 @@ class Tier:
 
     def ask_all(self, methods: dict[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
         return {name: method(*args) for name, method in methods.items()}
-
-    def dropped(self, shard: str) -> None:
-        del self.status["shards"][shard]
 
     def ping(self, parts: dict[str, Any], *, timeout_s: float) -> Answers:
         self.asked.append(set(parts))
@@ -385,14 +382,19 @@ def test_a_frozen_part_is_found_among_many_that_are_cut_off(tier):
     assert max(map(len, tier.asked)) == 201
 
 
-def test_the_lookup_forgets_the_shards_of_lost_nodes(tier):
-    tier.hear({*tier.names, "kvray-shard-of-before"})
+def test_the_shards_of_living_nodes_are_named_to_the_lookup_after_the_first_look(tier):
+    tier.supervisor._looked.clear()
+    with pytest.raises(ShardUnavailable, match="not looked"):
+        tier.supervisor.shard_names()
+    tier.supervisor._looked.set()
+    tier.rounds(1)
+    assert set(tier.supervisor.shard_names()) == tier.names
     tier.nodes_now[0]["Alive"] = False
     tier.rounds(1)
-    assert set(tier.status["shards"]) == tier.names - {shard_name(node_id(0))}
+    assert set(tier.supervisor.shard_names()) == tier.names - {shard_name(node_id(0))}
 
 
-def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(tier):
+def test_who_answers_the_lookup_is_not_frozen(tier):
     tier.rounds(1)
     tier.mute = tier.names
     tier.status["silent"] = [shard_name(node_id(1))]

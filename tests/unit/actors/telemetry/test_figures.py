@@ -51,7 +51,7 @@ MINE = replace(NAMESPACE, part_bytes=SLOT)
 def shard() -> Iterator[Shard]:
     parent = Path(tempfile.mkdtemp(prefix="kvray-test-", dir="/dev/shm"))
     settings = settings_for(parent / "shm", nvme=nvme_for(parent), quotas={"": 2**20})
-    made = Shard(f"kvray-shard-{NODE}", settings, [Line().announce])
+    made = Line().follow(Shard(f"kvray-shard-{NODE}", settings))
     made.start()
     try:
         wait_until_serving(made)
