@@ -58,7 +58,7 @@ class Delta:
     namespaces: tuple[int, ...] = ()
     """The namespaces, as arenas number them, of its blocks and engines."""
     is_leaving: bool = False
-    """The shard's node is to go: nothing is to be brought there for later."""
+    """Its node is being drained: nothing is brought there for later."""
 
 
 def packed_parts(parts: Sequence[int] | Array) -> bytes:

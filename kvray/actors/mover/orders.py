@@ -33,9 +33,9 @@ class FetchOrder:
     spans: tuple[Span, ...]
     deadline_s: float
     """Counted from the order's arrival; the mover gives up what is late."""
-    purpose: Literal["prompt", "gift", "use"] = "prompt"
-    """What the policies are to make of it: a prompt uses the blocks at their source, a gift does
-    not, and a use is a gift that has been used: it counts here."""
+    purpose: Literal["prompt", "copy", "use"] = "prompt"
+    """What the policies are to make of it: a prompt uses the blocks at their source, a copy does
+    not, and a use is a copy that has been used: it counts here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

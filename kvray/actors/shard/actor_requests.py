@@ -123,7 +123,7 @@ class Asked:
     note: RequestNote
     namespace: Namespace | None  # of the replica; None if the shard has forgotten it
     is_leaving: bool = False
-    """Whether its node is to go."""
+    """Whether its node is being drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Whereabouts:
     left_by: Array  # an index into `block_history.CAUSES`
     since: float  # the start of the shard's memory of removed blocks
     is_leaving: bool = False
-    """Whether the node is to go."""
+    """Whether the node is being drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

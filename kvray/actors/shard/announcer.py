@@ -319,7 +319,7 @@ class Announcer:
         self.namespaces: frozenset[int] = frozenset()
         """Those of all shards, as arenas number them; none, if the lookup has just started."""
         self.is_leaving = False
-        """Whether the node is to go."""
+        """Whether the node is being drained."""
         self._clock = clock
         self._arena_id = ""
         self._store: NvmeStore | None = None
@@ -369,7 +369,7 @@ class Announcer:
             self._wake()
 
     def name_leaving(self, is_leaving: bool) -> None:
-        """Announce whether the node is to go."""
+        """Announce whether the node is being drained."""
         if is_leaving != self.is_leaving:
             self.is_leaving = is_leaving
             self._wake()

@@ -10,10 +10,10 @@ from typing import Any
 from kvray.actors.shard.adoption import StoppedHolder
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Copies, Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.sending import Copies, Drain, Sender
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.traffic import RequestLog, Traffic
 from kvray.actors.staging.peers import Ask, Peers
@@ -109,7 +109,7 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
-        self.giver = Giver(
+        self.sender = Sender(
             parts.name,
             owner,
             self.retention,
@@ -117,8 +117,8 @@ class Serving:
             lambda: self.nvme,
             num_partitions=settings.lookup_partitions,
         )
-        self.drain = Drain(self.giver)
-        self.copies = Copies(self.giver, owner, self.retention, settings.copies)
+        self.drain = Drain(self.sender)
+        self.copies = Copies(self.sender, owner, self.retention, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.shard.giving import drain
-from kvray.actors.shard.giving.choice import (
+from kvray.actors.shard.sending import drain
+from kvray.actors.shard.sending.choice import (
     batches,
     chains_of,
     held_by,

@@ -12,13 +12,13 @@ import numpy as np
 from kvray.actors.mover.orders import FetchOrder, FetchReport
 from kvray.actors.names import LOOKUP_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces, packed
-from kvray.actors.shard.giving.choice import (
+from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.sending.choice import (
     chains_of,
     held_by,
     hottest_first,
     span_of,
 )
-from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.index import Run
 from kvray.store import ArenaOwner
@@ -27,7 +27,7 @@ from kvray.store.retention import Retention, find_alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gift:
+class SendResult:
     """What came of one batch of blocks."""
 
     slots: Array
@@ -36,8 +36,8 @@ class Gift:
     """Why it has not all of them, if that is known."""
 
 
-class Giver:
-    """Gives blocks of one shard; used by its event loop, raises as `Peers.call`."""
+class Sender:
+    """Sends blocks of one shard to others; used by its event loop, raises as `Peers.call`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Giver:
         *,
         num_partitions: int,
     ) -> None:
-        """Give blocks of memory and disk."""
+        """Send blocks of memory and disk."""
         self.shard = shard
         self.peers = peers
         self._owner = owner
@@ -101,18 +101,18 @@ class Giver:
         used: Array = (counts > 0) & (used_at >= since)
         return used
 
-    async def give(
+    async def send(
         self, tables: Tables, slots: Array, target: str, *, seconds: float, is_use: bool = False
-    ) -> Gift:
+    ) -> SendResult:
         """Have a target fetch the blocks in `slots`, parents before their children, in time.
 
         `is_use` counts it as their use there.
         """
         if not len(slots):
-            return Gift(slots=slots)
+            return SendResult(slots=slots)
         chains = chains_of(tables, slots)
         spans = tuple(span_of(tables, chain, mover_of(self.shard)) for chain in chains)
-        order = FetchOrder(spans=spans, deadline_s=seconds, purpose="use" if is_use else "gift")
+        order = FetchOrder(spans=spans, deadline_s=seconds, purpose="use" if is_use else "copy")
         nvme = self._nvme()
         if tables is not self._owner.arena.tables and nvme is not None:
             await nvme.reads.promote(order)  # movers read from memory only
@@ -121,4 +121,4 @@ class Giver:
         )
         faults = (f"{target}: {one.message}" for one in report.sources.values() if one.error)
         heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
-        return Gift(slots=np.concatenate(heads), message=next(faults, ""))
+        return SendResult(slots=np.concatenate(heads), message=next(faults, ""))

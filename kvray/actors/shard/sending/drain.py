@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.shard.giving.choice import batches, names_of, shared_out
-from kvray.actors.shard.giving.giver import Giver
 from kvray.actors.shard.loop_thread import pause
+from kvray.actors.shard.sending.choice import batches, names_of, shared_out
+from kvray.actors.shard.sending.sender import Sender
 from kvray.errors import KVRayError
 from kvray.store.arena.tables import Array, Tables
 
@@ -34,9 +34,9 @@ twice, it is one use."""
 class Drain:
     """The drain of one shard; state of its event loop, `status` from any thread."""
 
-    def __init__(self, giver: Giver) -> None:
-        self._giver = giver
-        self._shard = giver.shard
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._shard = sender.shard
         self._orders: dict[str, float | None] = {}
         """Who ordered it -> until when blocks may go; None: as long as it takes."""
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class Drain:
             if self._figures["state"] == "moving":
                 self._figures["state"] = "late"
             return False
-        targets = await self._giver.targets()
+        targets = await self._sender.targets()
         if not targets:
             advice = "No other node can take blocks; add a node, or cancel the drain."
             self._figures["message"] = advice
@@ -169,7 +169,7 @@ class Drain:
         on the disk are worth less than those in another's memory.
         """
         rooms = await asyncio.gather(
-            *(self._giver.peers.call(one, "room") for one in targets), return_exceptions=True
+            *(self._sender.peers.call(one, "room") for one in targets), return_exceptions=True
         )
         free = sum(room for room in rooms if isinstance(room, int))
         return free + num_bytes * len(targets) // (len(targets) + 1)
@@ -181,14 +181,14 @@ class Drain:
     def _look(self) -> tuple[list[tuple[Tables, Array]], list[tuple[Tables, Array]]]:
         """Return the blocks of memory and disk, hottest first, and those that others lack yet."""
         began = time.monotonic()
-        ranked = self._giver.hottest()
+        ranked = self._sender.hottest()
         unsent = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in ranked]
         self._ranking_s = time.monotonic() - began
         return ranked, unsent
 
     def _used(self, tables: Tables, slots: Array, since: float) -> Array:
         """Return those of `slots` of the memory that others have, and that were used `since`."""
-        used = slots[self._giver.were_used(slots, since=since)]
+        used = slots[self._sender.were_used(slots, since=since)]
         return used[self._is_settled(tables, used)]
 
     @property
@@ -202,10 +202,10 @@ class Drain:
     async def _tell_uses(self, tables: Tables, slots: Array, target: str) -> None:
         """Have a target count a use of those of `slots` that it has, the hottest last."""
         for batch in reversed([*batches(tables, slots, **_BATCH)]):
-            held = await self._giver.held(tables, batch, frozenset({target}))
+            held = await self._sender.held(tables, batch, frozenset({target}))
             if not self._orders or (left_s := self._left_s()) <= 0:
                 return
-            await self._giver.give(tables, batch[held], target, seconds=left_s, is_use=True)
+            await self._sender.send(tables, batch[held], target, seconds=left_s, is_use=True)
 
     async def _send(
         self, tables: Tables, slots: Array, target: str, targets: Sequence[str]
@@ -213,17 +213,17 @@ class Drain:
         """Have a target fetch those of `slots` that none of the `targets` has."""
         assert self._budget is not None
         for batch in batches(tables, slots, **_BATCH):
-            held = await self._giver.held(tables, batch, frozenset(targets))
+            held = await self._sender.held(tables, batch, frozenset(targets))
             left_s = self._left_s()
             if not self._orders or left_s <= 0:
                 return
-            gift = await self._giver.give(tables, batch[~held], target, seconds=left_s)
-            num_here = int(tables.block_bytes(gift.slots).sum())
+            result = await self._sender.send(tables, batch[~held], target, seconds=left_s)
+            num_here = int(tables.block_bytes(result.slots).sum())
             self._budget -= num_here
-            if gift.message:
-                self._figures["message"] = gift.message
-            self._settled.append(names_of(tables, np.concatenate((batch[held], gift.slots))))
-            self._figures["moved_blocks"] += len(gift.slots)
+            if result.message:
+                self._figures["message"] = result.message
+            self._settled.append(names_of(tables, np.concatenate((batch[held], result.slots))))
+            self._figures["moved_blocks"] += len(result.slots)
             self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
             self._figures["left_bytes"] = max(0, min(left, self._budget))

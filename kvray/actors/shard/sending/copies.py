@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.shard.giving.giver import Giver
+from kvray.actors.shard.sending.sender import Sender
 from kvray.config import CopiesConfig
 from kvray.errors import KVRayError
 from kvray.store import ArenaOwner
@@ -37,9 +37,9 @@ class Copies:
     """The copies of one shard; state of its event loop, `status` from any thread."""
 
     def __init__(
-        self, giver: Giver, owner: ArenaOwner, retention: Retention, settings: CopiesConfig
+        self, sender: Sender, owner: ArenaOwner, retention: Retention, settings: CopiesConfig
     ) -> None:
-        self._giver = giver
+        self._sender = sender
         self._owner = owner
         self._retention = retention
         self._marks = retention.copies
@@ -79,13 +79,13 @@ class Copies:
     def _note_defect(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error(
-                "%s: a look for copies ended by a defect", self._giver.shard, exc_info=defect
+                "%s: a look for copies ended by a defect", self._sender.shard, exc_info=defect
             )
 
     async def _look(self) -> None:
         in_thread = asyncio.get_running_loop().run_in_executor
         try:
-            others = frozenset(await self._giver.targets())
+            others = frozenset(await self._sender.targets())
             for slots in await in_thread(None, self._due):
                 await self._look_up(slots, others)
             if (began := time.monotonic()) >= self._choose_at:
@@ -93,7 +93,7 @@ class Copies:
                 ended = time.monotonic()
                 self._choose_at = ended + min(_CHOOSE_S, _PAUSES * (ended - began))
         except KVRayError as error:
-            _log.debug("%s: no look for copies: %s", self._giver.shard, error)
+            _log.debug("%s: no look for copies: %s", self._sender.shard, error)
 
     def _due(self) -> list[Array]:
         slots = self._marks.due(
@@ -110,8 +110,8 @@ class Copies:
         tables = self._owner.arena.tables
         # First: what is found of a block must not count for one that gets into its slot meanwhile.
         numbers, heads = tables.slot_number[slots], tables.slot_head[slots]
-        holders = await self._giver.holders(tables, slots, others)
-        extra = are_extra(heads, self._giver.shard, holders)
+        holders = await self._sender.holders(tables, slots, others)
+        extra = are_extra(heads, self._sender.shard, holders)
         self._marks.note(slots, numbers, extra, now=time.monotonic())
 
     def _choose(self) -> None:
