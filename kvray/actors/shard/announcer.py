@@ -35,6 +35,8 @@ from kvray.store.nvme import NvmeStore
 
 CHANGES_MAX = 200_000
 """Changes, beside the blocks that it lists, that a log has room for; it starts over with more."""
+_LEAST_S = 0.001
+"""A wait that is nearly over is over: a timer of less than the clock's last digit never ends."""
 _UNHEARD_S = 2.0
 """After so long without a poll, and some of its paces, a partition counts as one that is away."""
 
@@ -388,7 +390,7 @@ class Announcer:
         log.num_polls += 1
         number, until = log.num_polls, loop.time() + max(heartbeat_s, poll.pace_s)
         log.news.set()  # ends the wait of the poll before
-        while poll.most and number == log.num_polls and (left_s := until - loop.time()) > 0:
+        while poll.most and number == log.num_polls and (left_s := until - loop.time()) > _LEAST_S:
             if log.has_news(poll.cursor) or log.said != self._about:
                 break
             log.news.clear()

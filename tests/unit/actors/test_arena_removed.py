@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_mended_and_said(shard, arena, caplog):
     keys = chain(6)
     arena.tables.slot_parent[int(store(arena, keys).slots[2])] ^= 1 << 30
     # Of children, if the flip came between two looks of one search.
-    wait_for(lambda: "1 parents of its" in caplog.text or "1 children of its" in caplog.text)
+    wait_for(lambda: "1 corrupt parents" in caplog.text or "1 corrupt children" in caplog.text)
     wait_for(lambda: arena.stats()["repairs"] == 1)
     check_invariants(arena.tables)
     assert num_here(arena, keys) == 6
