@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvray.actors.lookup.delta import Delta, Poll
-from kvray.actors.lookup.followers import TURNS, Followers
+from kvray.actors.lookup.followers import NEWS_MAX, TURNS, Followers
 from kvray.actors.lookup.lookup import CALLS_PER_S, Lookup
 from kvray.actors.shard.announcer import Announcer, Entries
 from kvray.index import PARTS_MAX, Index, Run
@@ -145,7 +145,7 @@ class Partition:
 
     def __init__(self, tier: "Tier", number: int) -> None:
         self._tier, self._number = tier, number
-        self.num_calls = 0
+        self.num_calls = self.num_listing = self.most_listing = 0
         self.start()
 
     def start(self) -> None:
@@ -174,6 +174,9 @@ class Partition:
         self.num_calls += 1
         assert (shard, self._number) not in tier.under_way, "one call at a time"
         tier.under_way.add((shard, self._number))
+        is_listing = poll.most not in (0, NEWS_MAX)
+        self.num_listing += is_listing
+        self.most_listing = max(self.most_listing, self.num_listing)
         try:
             await asyncio.sleep(WAY_S)
             if shard in tier.frozen and poll.most > tier.freezes_above:
@@ -183,6 +186,7 @@ class Partition:
             await asyncio.sleep(WAY_S + tier.slow.get(shard, 0.0))
         finally:
             tier.under_way.discard((shard, self._number))
+            self.num_listing -= is_listing
         tier.loop.work(CALL_S)
         return delta
 
@@ -310,10 +314,21 @@ def test_a_restarted_lookup_knows_all_in_a_time_that_the_work_asks_for(
     async def scene(tier: Tier) -> None:
         assert await tier.until_told(limit_s) < limit_s, "in time"
         assert tier.one.index.num_taken == num_shards * share, "nothing is said twice"
+        assert tier.one.most_listing == TURNS
         await tier.one.restart()
         assert await tier.until_told(limit_s) < limit_s, "in time again"
 
     play(scene, num_shards, num_keys, key_s, partitions)
+
+
+def test_steps_are_as_short_as_a_slow_index_asks_for():
+    async def scene(tier: Tier) -> None:
+        assert await tier.until_told(60) < 60
+        took = [end - began for began, end in tier.loop.worked]
+        # Of the fewest keys that a step has.
+        assert np.percentile(took[len(took) // 2 :], 50) < 0.016
+
+    play(scene, 20, 4_000, SHARED_KEY_S)
 
 
 def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call():
