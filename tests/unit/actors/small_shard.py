@@ -99,7 +99,10 @@ class Line:
         if actor not in self._shards:
             raise ShardUnavailable(f"{actor} has ended.")
         call = partial(self._shards[actor].requests.delta, *args)
-        delta = await asyncio.get_running_loop().run_in_executor(None, call)
+        try:
+            delta = await asyncio.get_running_loop().run_in_executor(None, call)
+        except RuntimeError as error:  # this process ends, and with it the threads
+            raise ShardUnavailable(str(error)) from None
         self.heard.append(args[0])
         return delta
 
