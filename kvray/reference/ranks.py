@@ -137,6 +137,8 @@ class Leader:
         return values
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        if not self._others:
+            return partial  # which may be a GPU's; ranks are of the CPU
         total = partial.numpy()
         for other in self._gather(self._timeout_s):
             total = total + other
