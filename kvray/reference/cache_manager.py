@@ -34,7 +34,8 @@ class KVCacheManager:
     """Gives requests their blocks and asks the connector which of them it can fill.
 
     With the option `poison`, every block that holds nobody's data is NaN. So a read of bytes that
-    were never written or loaded shows in the answer.
+    were never written or loaded shows in the answer. On a GPU only new ones are: the connector may
+    read freed blocks until the next pass begins, and no engine writes them before.
     """
 
     def __init__(self, geometry: KVGeometry, options: EngineOptions) -> None:
@@ -234,7 +235,7 @@ class KVCacheManager:
         self._fill(self._blocks.release(block_ids))
 
     def _fill(self, block_ids: Sequence[int]) -> None:
-        if self._poison and block_ids:
+        if self._poison and block_ids and self._pool.device.type == "cpu":
             self._pool[list(block_ids)] = float("nan")
 
     def _computed_tokens(self, request: LlmRequest) -> list[int]:

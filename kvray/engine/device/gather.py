@@ -1,8 +1,9 @@
 """Copies of small pieces by a kernel, where the GPU's copy engines spend their time on starting.
 
 A kernel reads and writes registered host memory by itself. It takes cores of the GPU from the
-passes beside it, so it has few programs: as many as fill the bus. From which size of pieces on the
-copy engines are faster differs from card to card, so it is measured, see `calibrate`.
+passes beside it, so it has few programs: as many as fill the bus, 16 on an H200. From which size of
+pieces on the copy engines are as fast differs from card to card, so it is measured, see
+`calibrate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ import triton.language as tl
 
 from kvray.engine.device.stages import Pieces
 
-_PROGRAMS = 64
+_PROGRAMS = 32
 _WORDS = 1024
 """Words of 8 bytes that a program has under way."""
 
-_SIZES = tuple(kib * 1024 for kib in (4, 8, 16, 24, 32, 48, 64))
-_ROUND_BYTES = 8 * 2**20
+_SIZES = tuple(kib * 1024 for kib in (8, 16, 32, 64, 128))
+_ROUND_PIECES = 256
 _ROUNDS = 3
-_GAIN = 1.1
+_GAIN = 1.05
 """How much faster the kernel must be to be worth the cores that it takes."""
 
 
@@ -71,7 +72,7 @@ def calibrate(
     by_engines: Callable[[Pieces, bool], float],
     by_kernel: Callable[[Pieces, bool], float],
 ) -> Below:
-    """Compare both for pieces of growing sizes, which takes some 50 ms, and return what was found.
+    """Compare both for pieces of growing sizes, which takes some 20 ms, and return what was found.
 
     `host` and `device` are addresses of `memory_bytes()` each. The two make copies, which are loads
     if they are told so, and return the seconds that these took.
@@ -105,12 +106,12 @@ def largest(times: Sequence[tuple[int, float, float]]) -> int:
 
 def memory_bytes() -> int:
     """Return the bytes that `calibrate` needs on either side."""
-    return 2 * _ROUND_BYTES
+    return 2 * _ROUND_PIECES * _SIZES[-1]
 
 
 def _spread(host: int, device: int, size: int, *, is_load: bool) -> Pieces:
     """Return copies of every other piece of `size`, so that no two can be made one."""
-    at = np.arange(_ROUND_BYTES // size, dtype=np.uint64) * np.uint64(2 * size)
+    at = np.arange(_ROUND_PIECES, dtype=np.uint64) * np.uint64(2 * size)
     ends = at + np.uint64(device), at + np.uint64(host)
     targets, sources = ends if is_load else ends[::-1]
     return Pieces(targets, sources, np.full(len(at), size, dtype=np.uint64))

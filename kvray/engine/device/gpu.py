@@ -33,15 +33,15 @@ from kvray.engine.device.cuda_device import KINDS, CudaDevice, Event
 from kvray.engine.device.pool import HostPool, Load, PinnedArena, Ticket
 from kvray.engine.device.stages import (
     BEFORE_ALL,
+    Ends,
     HostMemory,
+    PartPages,
     Pieces,
-    Place,
     Stages,
     addresses,
     concatenate,
     join,
-    of_size,
-    places_of,
+    pieces_of,
 )
 from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.errors import LayoutMismatch, TierError
@@ -76,6 +76,7 @@ class DevicePool:
             )
             for dealt_to in {part.num_ranks for part in parts}
         }
+        self._pages = {(part.num_ranks, part.index): PartPages(part) for part in parts}
         self._has_hooks = has_hooks
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -155,12 +156,12 @@ class DevicePool:
         was copied. TierError: the device refuses; some pages may have been written.
         """
         tables = arena.tables
-        places = [
-            (part, places_of(addresses(tables, slots, part.block_bytes), part, pages))
+        ends = [
+            (part, self._ends(part, addresses(tables, slots, part.block_bytes), pages))
             for part, slots, pages in loads
             if len(slots)
         ]
-        return self._load(places, self._memory_of(tables), stream)
+        return self._load(ends, self._memory_of(tables), stream)
 
     def make_room(self, num_bytes: int) -> Array:
         """Return memory of this process for `load_held`, registered if that can be."""
@@ -179,26 +180,21 @@ class DevicePool:
         at = base + one.slots * rows.shape[1]
         is_registered = any(room.ctypes.data == base for room in self._rooms)
         memory = HostMemory(base, rows.nbytes if is_registered else 0, max(1, rows.nbytes))
-        return self._load([(one.part, places_of(at, one.part, one.pages))], memory, stream)
+        return self._load([(one.part, self._ends(one.part, at, one.pages))], memory, stream)
 
-    def _load(
-        self, places: Sequence[tuple[Part, list[Place]]], memory: HostMemory, stream: Any
-    ) -> Ticket:
+    def _load(self, blocks: Sequence[tuple[Part, Ends]], memory: HostMemory, stream: Any) -> Ticket:
         device = self._device
-        num_bytes = sum(part.block_bytes * len(each[0].pages) for part, each in places)
+        num_bytes = sum(part.block_bytes * ends.pages.shape[1] for part, ends in blocks)
         with device.current(), self._lock:
             side = self._stream("load")
             device.wait(side, device.record(stream))
             self._landed = device.record(side)
-            stages = self._stages[places[0][0].num_ranks].of(num_bytes) if places else ()
+            stages = self._stages[blocks[0][0].num_ranks].of(num_bytes) if blocks else ()
             for stage in stages:
                 batches = [
-                    of_size(
-                        in_regions[region].pages + start, in_regions[region].slots + start, size
-                    )
-                    for index, region, start, size in stage.spans
-                    for part, in_regions in places
-                    if part.index == index
+                    pieces_of(ends, stage.by_part[part.index], is_load=True)
+                    for part, ends in blocks
+                    if part.index in stage.by_part
                 ]
                 if batches:
                     self._copy(memory, concatenate(batches), side, is_load=True)
@@ -239,14 +235,18 @@ class DevicePool:
         written. Raises as `load`.
         """
         tables, device = arena.tables, self._device
-        in_regions = places_of(addresses(tables, slots, part.block_bytes), part, pages)
-        batches = [of_size(one.slots, one.pages, one.size) for one in in_regions]
+        ends = self._ends(part, addresses(tables, slots, part.block_bytes), pages)
+        spans = self._pages[part.num_ranks, part.index].whole
+        pieces = pieces_of(ends, spans, is_load=False)
         with device.current(), self._lock:
             side = self._stream("save")
             device.wait(side, mark)
-            self._copy(self._memory_of(tables), concatenate(batches), side, is_load=False)
+            self._copy(self._memory_of(tables), pieces, side, is_load=False)
             self._saved = device.record(side)
             return Ticket(self._saved)
+
+    def _ends(self, part: Part, slots: Array, pages: Array) -> Ends:
+        return self._pages[part.num_ranks, part.index].ends(slots, pages)
 
     def _await_copies(self, stream: Any) -> None:
         """Have `stream` wait for all copies asked for so far."""

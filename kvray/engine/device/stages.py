@@ -9,6 +9,8 @@ Pieces are what one batch of copies moves: addresses and sizes that numpy makes 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +21,7 @@ from kvray.store.arena.payload import offsets
 from kvray.store.arena.tables import Array, Tables
 
 PIECE_BYTES = 512 * 2**10
-"""Copies of less do not reach the speed of the bus: layers of less are brought together.
-
-A kernel that gathers bytes is faster below 28 KiB only, by vLLM's `swap_blocks_triton.py`.
-"""
+"""Copies of less do not reach the speed of the bus: layers of less are brought together."""
 STAGE_BYTES = 8 * 2**20
 """A stage of less lands in the time that it takes to ask for it."""
 
@@ -39,12 +38,29 @@ class Span(NamedTuple):
     size: int
 
 
-class Stage(NamedTuple):
+class Spans(NamedTuple):
+    """Those of one part, as columns: i64 [num_spans, 1] each."""
+
+    regions: Array
+    starts: Array
+    sizes: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
     """Bytes that land together, before the first of `layers` runs."""
 
     layers: frozenset[int]
     """Those that read some of it; `BEFORE_ALL`: the pass must not begin without it."""
     spans: tuple[Span, ...]
+
+    @cached_property
+    def by_part(self) -> dict[int, Spans]:
+        """The spans of each part, by its index."""
+        rows = {
+            part: [one[1:] for one in self.spans if one.part == part] for part, *_ in self.spans
+        }
+        return {part: Spans(*np.array(each).T[:, :, None]) for part, each in rows.items()}
 
 
 class Stages:
@@ -123,12 +139,44 @@ class Pieces(NamedTuple):
         return int(self.sizes.sum())
 
 
-class Place(NamedTuple):
-    """Where blocks lie in one region, and in their slots; i64 [num_blocks] addresses."""
+class Ends(NamedTuple):
+    """Where blocks begin in each region of their part, and in their slots.
+
+    Addresses, i64 [num_regions, num_blocks].
+    """
 
     pages: Array
     slots: Array
-    size: int
+
+
+class PartPages:
+    """A part's regions as columns of numbers: asking torch for each takes longer than a copy."""
+
+    def __init__(self, part: Part) -> None:
+        paged = [region for region in part.regions if not region.is_gap]
+        at = [int(one.pages.data_ptr()) if not one.is_gap else 0 for one in part.regions]
+        strides = [one.pages.stride(0) if not one.is_gap else 0 for one in part.regions]
+        sizes = np.array([one.size for one in part.regions])[:, None]
+        self._at = np.array(at)[:, None]
+        self._strides = np.array(strides)[:, None]
+        self._in_slot = np.cumsum(sizes, axis=0) - sizes
+        self._num_pages = min(len(region.pages) for region in paged)
+        regions = np.array([index for index, one in enumerate(part.regions) if not one.is_gap])
+        self.whole = Spans(regions[:, None], np.zeros((len(regions), 1), dtype=int), sizes[regions])
+        """All bytes that have a page."""
+
+    def ends(self, slots: Array, pages: Array) -> Ends:
+        """Return where blocks are that begin at the addresses `slots`; gaps have no address.
+
+        LayoutMismatch: there is no such page.
+        """
+        num_pages = self._num_pages
+        if len(pages) != len(slots) or ((pages < 0) | (pages >= num_pages)).any():
+            raise LayoutMismatch(
+                f"{len(pages)} pages for {len(slots)} slots, each to be one of {num_pages}, do"
+                " not fit; report this with the engine's version."
+            )
+        return Ends(self._at + pages * self._strides, slots + self._in_slot)
 
 
 def addresses(tables: Tables, slots: Array, block_bytes: int) -> Array:
@@ -136,35 +184,13 @@ def addresses(tables: Tables, slots: Array, block_bytes: int) -> Array:
     return tables.data.ctypes.data + offsets(tables, slots, block_bytes)
 
 
-def places_of(at: Array, part: Part, pages: Array) -> list[Place]:
-    """Return where the bytes of blocks are that begin `at`, for each region of their part.
-
-    LayoutMismatch: there is no such page.
-    """
-    num_blocks, places = len(at), []
-    for region in part.regions:
-        if region.is_gap:
-            places.append(Place(at, at, 0))
-            at = at + region.size
-            continue
-        num_pages, stride = region.pages.shape[0], region.pages.stride(0)
-        if len(pages) != num_blocks or ((pages < 0) | (pages >= num_pages)).any():
-            raise LayoutMismatch(
-                f"{len(pages)} pages for {num_blocks} slots, each to be one of {num_pages}, do"
-                " not fit; report this with the engine's version."
-            )
-        places.append(Place(region.pages.data_ptr() + pages * stride, at, region.size))
-        at = at + region.size
-    return places
-
-
-def of_size(targets: Array, sources: Array, size: int) -> Pieces:
-    """Return copies of `size` bytes each."""
-    return Pieces(
-        targets.astype(np.uint64),
-        sources.astype(np.uint64),
-        np.full(len(targets), size, dtype=np.uint64),
-    )
+def pieces_of(ends: Ends, spans: Spans, *, is_load: bool) -> Pieces:
+    """Return the copies of `spans` of blocks, to their pages or from them."""
+    regions = spans.regions[:, 0]
+    pages, slots = ((one[regions] + spans.starts).ravel() for one in ends)
+    sizes = np.repeat(spans.sizes, ends.pages.shape[1])
+    targets, sources = (pages, slots) if is_load else (slots, pages)
+    return Pieces(*(one.astype(np.uint64) for one in (targets, sources, sizes)))
 
 
 def concatenate(batches: Sequence[Pieces]) -> Pieces:

@@ -40,6 +40,7 @@ from kvray.lab.report import Report
 from kvray.reference import KvConnectorConfig, ReferenceEngine
 from kvray.reference.checkpoint import RANDOM
 from kvray.reference.model import Config, dtype_of, head_dim, weight_shapes
+from kvray.reference.output import Output
 
 _SPARE_BYTES = 2**30
 """Of the GPU's memory for its libraries."""
@@ -327,37 +328,44 @@ class Prompts:
             if time.monotonic() > deadline:
                 raise KVRayError(f"Storing a prompt took more than {_WAIT_S:.0f} s; report this.")
             self._ours.reset_prefix_cache()
-            self._ours.generate(prompt, max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
+            self._answer(self._ours, prompt)
 
     def _compare(self, num_tokens: int, count: int) -> tuple[list[Pair], list[Pair]]:
         """Return pairs of computing, and of loading beside computing, in the same order."""
         size = self._bare.model.vocab_size
-        prompts = [self._random.integers(0, size, num_tokens).tolist() for _ in range(count)]
-        answers: dict[int, tuple[int, ...]] = {}
-
-        def answer(engine: ReferenceEngine, index: int) -> Duration:
+        cold, loaded = list[Pair](), list[Pair]()
+        for index in range(count):
+            prompt = self._random.integers(0, size, num_tokens).tolist()
             before = self._num_stored()
-            output = engine.generate(prompts[index], max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
-            self._tally.num_wrong += answers.setdefault(index, output.token_ids) != output.token_ids
-            if engine is self._ours:
-                self._store_rest(prompts[index], before + num_tokens // _TOKENS_PER_BLOCK)
-            return Duration(output.ttft_s)
-
-        cold = measure(count, ours=partial(answer, self._ours), floor=partial(answer, self._bare))
-        loaded = []
-        for index, pair in enumerate(cold):
+            pair, answers = self._computed(prompt, index)
+            self._store_rest(prompt, before + num_tokens // _TOKENS_PER_BLOCK)
             self._ours.reset_prefix_cache()
-            output = self._ours.generate(
-                prompts[index], max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S
-            )
+            output = self._answer(self._ours, prompt)
             if output.hit_tokens < num_tokens - _TOKENS_PER_BLOCK:
                 raise KVRayError(
                     f"Of {num_tokens} tokens that were stored only {output.hit_tokens} were loaded;"
                     " report this."
                 )
-            self._tally.num_wrong += answers[index] != output.token_ids
+            self._tally.num_wrong += len({*answers, output.token_ids}) - 1
+            cold.append(pair)
             loaded.append(pair._replace(ours=Duration(output.ttft_s)))
         return cold, loaded
+
+    def _computed(self, prompt: list[int], index: int) -> tuple[Pair, set[tuple[int, ...]]]:
+        """Have both engines compute a prompt; return the times and the answers."""
+        answers = set[tuple[int, ...]]()
+
+        def answer(engine: ReferenceEngine, _: int) -> Duration:
+            output = self._answer(engine, prompt)
+            answers.add(output.token_ids)
+            return Duration(output.ttft_s)
+
+        ours, floor = partial(answer, self._ours), partial(answer, self._bare)
+        (pair,) = measure(1, ours=ours, floor=floor, first=index)
+        return pair, answers
+
+    def _answer(self, engine: ReferenceEngine, prompt: list[int]) -> Output:
+        return engine.generate(prompt, max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
 
 
 def _is_soon(until: Callable[[], bool], seconds: float) -> bool:

@@ -17,7 +17,6 @@ from kvray.engine.device.stages import (
     Stages,
     concatenate,
     join,
-    of_size,
 )
 from kvray.engine.model.cache_layout import LayerRange, Part
 from tests.kit.devices import even_steps, part_of, region
@@ -129,7 +128,7 @@ def test_no_copy_reaches_over_the_end_of_a_chunk():
 
 def test_a_piece_alone_and_none_are_left_as_they_are():
     assert joined(made((0, BASE, 8))) == [(0, BASE, 8)]
-    nothing = of_size(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 8)
+    nothing = Pieces(*np.empty((3, 0), dtype=np.uint64))
     assert joined(concatenate([nothing, nothing])) == []
 
 
