@@ -20,10 +20,10 @@ _PROGRAMS = 32
 _WORDS = 1024
 """Words of 8 bytes that a program has under way."""
 
-_SIZES = tuple(kib * 1024 for kib in (8, 16, 32, 64, 128))
+_SIZES = tuple(kib * 1024 for kib in (8, 16, 32, 64))
 _ROUND_PIECES = 256
 _ROUNDS = 3
-_GAIN = 1.05
+_GAIN = 1.1
 """How much faster the kernel must be to be worth the cores that it takes."""
 
 

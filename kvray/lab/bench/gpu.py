@@ -217,7 +217,8 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         f" {facts['torch']}, CUDA {facts['cuda']}), bare work: one copy of as much pinned memory."
         " A prompt is loaded but for its last block, bare work: an engine without kvray computes"
         " all of it. Ratios are medians over pairs of kvray's speed over that of the bare work."
-        f"\nCopied: {how or 'by the host'}.\n"
+        + (f"\nCopied: {how}." if how else "")
+        + "\n"
         + (faster or ("Computing was the faster way at every length." if ratios else ""))
         + (f"\n{tally.num_wrong} answers were WRONG: report this." if tally.num_wrong else "")
         + (f"\nTargets that were missed: {'; '.join(missed)}." if missed else ""),
@@ -365,7 +366,8 @@ class Prompts:
         return pair, answers
 
     def _answer(self, engine: ReferenceEngine, prompt: list[int]) -> Output:
-        return engine.generate(prompt, max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
+        output: Output = engine.generate(prompt, max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
+        return output
 
 
 def _is_soon(until: Callable[[], bool], seconds: float) -> bool:

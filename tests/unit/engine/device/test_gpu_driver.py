@@ -173,6 +173,16 @@ def test_a_batch_is_one_call_with_one_set_of_attributes(driver, copies):
     ]
 
 
+def test_a_long_batch_is_told_in_growing_calls_so_that_the_device_begins_early(driver):
+    source, target = np.arange(300, dtype=np.uint64), np.zeros(300, dtype=np.uint64)
+    at = np.arange(300, dtype=np.uint64) * np.uint64(8)
+    sizes = np.full(300, 8, dtype=np.uint64)
+    ends = (np.uint64(one.ctypes.data) + at for one in (target, source))
+    assert CudaDriver(0).copy_batch(Pieces(*ends, sizes), STREAM, is_stable=True) == 0
+    assert (target == source).all()
+    assert [call[1] for call in driver.calls if call[0] == "batch"] == [16, 32, 64, 128, 60]
+
+
 def test_attributes_have_the_layout_of_the_header():
     assert ctypes.sizeof(cuda_device._Attributes) == ctypes.sizeof(Attributes) == 24
     assert cuda_device._Attributes.flags.offset == 20
