@@ -17,7 +17,7 @@ from kvray.reference import KvConnectorConfig, ReferenceEngine
 from tests.kit.tier import Tier, tier_environment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LIVES = int(os.environ.get("LIVES", "12" if DEVICE == "cuda" else "1"))
+LIVES = int(os.environ.get("LIVES", "8" if DEVICE == "cuda" else "1"))
 BLOCK = 16
 ANSWER_TOKENS = 6
 KVRAY = KvConnectorConfig(

@@ -21,7 +21,8 @@ _WORDS = 1024
 """Words of 8 bytes that a program has under way."""
 
 _SIZES = tuple(kib * 1024 for kib in (8, 16, 32, 64))
-_ROUND_PIECES = 256
+_ROUND_BYTES = 16 * 2**20
+"""Pieces enough that what begins a kernel does not count: a load has thousands of them."""
 _ROUNDS = 3
 _GAIN = 1.1
 """How much faster the kernel must be to be worth the cores that it takes."""
@@ -72,7 +73,7 @@ def calibrate(
     by_engines: Callable[[Pieces, bool], float],
     by_kernel: Callable[[Pieces, bool], float],
 ) -> Below:
-    """Compare both for pieces of growing sizes, which takes some 20 ms, and return what was found.
+    """Compare both for pieces of growing sizes, which takes some 60 ms, and return what was found.
 
     `host` and `device` are addresses of `memory_bytes()` each. The two make copies, which are loads
     if they are told so, and return the seconds that these took.
@@ -106,12 +107,12 @@ def largest(times: Sequence[tuple[int, float, float]]) -> int:
 
 def memory_bytes() -> int:
     """Return the bytes that `calibrate` needs on either side."""
-    return 2 * _ROUND_PIECES * _SIZES[-1]
+    return 2 * _ROUND_BYTES
 
 
 def _spread(host: int, device: int, size: int, *, is_load: bool) -> Pieces:
     """Return copies of every other piece of `size`, so that no two can be made one."""
-    at = np.arange(_ROUND_PIECES, dtype=np.uint64) * np.uint64(2 * size)
+    at = np.arange(_ROUND_BYTES // size, dtype=np.uint64) * np.uint64(2 * size)
     ends = at + np.uint64(device), at + np.uint64(host)
     targets, sources = ends if is_load else ends[::-1]
     return Pieces(targets, sources, np.full(len(at), size, dtype=np.uint64))
