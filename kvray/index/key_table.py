@@ -166,23 +166,25 @@ class KeyTable:
         """Enter keys that are not here."""
         bucket = self._buckets(keys)
         order = np.argsort(bucket)
-        keys, values, bucket = keys[order], values[order], bucket[order]
+        keys, values, bucket = (one.take(order, axis=0) for one in (keys, values, bucket))
         at = np.arange(len(keys))
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = bucket[1:] != bucket[:-1]
         nth = at - np.maximum.accumulate(np.where(is_first, at, 0))
-        free = np.packbits(self._tags.take(bucket, axis=0) == 0, axis=1, bitorder="little")
+        is_free = self._tags.take(bucket, axis=0) == 0
         # The n-th newcomer of a bucket takes its n-th free way.
-        mask = free.view("<u2")[:, 0].astype(np.int64)
+        mask = np.packbits(is_free.reshape(-1), bitorder="little").view("<u2").astype(np.int64)
         way = self._free_ways.take(mask << _WAY_BITS | np.minimum(nth, _WAYS - 1)).astype(np.int64)
         fits = (way < _WAYS) & (nth < _WAYS)
-        place = (bucket << _WAY_BITS | way)[fits]
-        self._keys.reshape(-1, 4)[place] = keys[fits]
-        self._values.reshape(-1)[place] = values[fits]
-        self._tags.reshape(-1)[place] = _tag(keys[fits])
-        self._len += len(place)
         for late, where, key in self._named(keys, np.flatnonzero(~fits)):
             self._put_spilled(where, key, int(values[late]))
+        fit = np.flatnonzero(fits)
+        place, keys = (bucket << _WAY_BITS | way).take(fit), keys.take(fit, axis=0)
+        # As items of 32 bytes, and by `put`: an index of rows takes four times as long.
+        np.put(self._keys.view("V32"), place, keys.view("V32"))
+        np.put(self._values, place, values.take(fit))
+        np.put(self._tags, place, _tag(keys))
+        self._len += len(place)
 
     def _put_spilled(self, bucket: int, key: bytes, value: int) -> None:
         spilled = self._spilled.setdefault(bucket, {})
