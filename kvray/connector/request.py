@@ -13,7 +13,7 @@ has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
 import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, cast
@@ -75,7 +75,7 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     None: something enters its KV that cannot be told from here, so it bypasses the cache.
     ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
-    if not _computes(request) or _has_encoder(request) or _has_strangers(request):
+    if not _is_understood(request):
         return None
     for name in _FIELDS:
         if getattr(request, name, None) is not None:
@@ -156,28 +156,26 @@ def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> by
     return fingerprint_adapter(task_id, str(path))
 
 
-def _computes(request: Any) -> bool:
-    """Whether a request computes its prompt; the engine asks about no others."""
+def _is_understood(request: Any) -> bool:
+    """Whether a request computes its prompt, without an encoder, of what is known here.
+
+    The engine asks about no others that compute nothing. What no version had so far may say what
+    is beside text.
+    """
     said: Any = getattr(request, "is_generation_only_request", False)
     said = said() if callable(said) else said
-    return said is None or said is False
-
-
-def _has_encoder(request: Any) -> bool:
-    # `encoder_output_len` itself raises for requests without an encoder.
-    if not hasattr(request, "try_get_encoder_output_len"):
+    if not (said is None or said is False):
         return False
-    return request.try_get_encoder_output_len() is not None
-
-
-def _has_strangers(request: Any) -> bool:
-    """Whether a request has something beside text in a field that no version had so far."""
+    # `encoder_output_len` itself raises for requests without an encoder.
+    has_encoder = hasattr(request, "try_get_encoder_output_len")
+    if has_encoder and request.try_get_encoder_output_len() is not None:
+        return False
     try:
         own = vars(request)
     except TypeError:  # it has its class's fields only
         own = {}
     names = _strangers(cast(Hashable, type(request)), tuple(own))
-    return bool(names) and any(attrgetter(name)(request) is not None for name in names)
+    return not names or all(attrgetter(name)(request) is None for name in names)
 
 
 @functools.lru_cache(256)
@@ -243,9 +241,15 @@ class RequestReader:
                 return None
             if self._regularity.is_lacking(request):
                 return None
-            identity = self.identify(request)
-            if identity is None or not self._shows_media(request, tokens, identity):
+            shown = identify(request, self.adapters.fingerprint)
+            identity = None if shown is None else self._shared.under_tenant(shown)
+            if identity is None:
                 return None
+            # Only Python attributes tell of some media, and a copy of the request lacks those.
+            if not identity.media and not hasattr(request, "py_multimodal_data"):
+                media_tokens = self._media_tokens
+                if self.hides_media or (media_tokens and media_tokens.may_be_in(tokens)):
+                    return None
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - a foreign object may be anything, and raise what it likes
@@ -262,13 +266,3 @@ class RequestReader:
         """Return what the request shows of what enters its keys; raises as `identify`."""
         identity = identify(request, self.adapters.fingerprint)
         return None if identity is None else self._shared.under_tenant(identity)
-
-    def _shows_media(self, request: Any, tokens: Sequence[int], identity: Identity) -> bool:
-        """Whether a request without media can have none.
-
-        Only Python attributes tell of some media, and a copy of the request lacks those.
-        """
-        if identity.media or hasattr(request, "py_multimodal_data"):
-            return True
-        is_text = self._media_tokens is None or not self._media_tokens.may_be_in(tokens)
-        return is_text and not self.hides_media

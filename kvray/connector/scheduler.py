@@ -36,6 +36,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             unaligned_advice=" Set kv_cache_config.enable_partial_reuse: false.",
         )
         self._reader: RequestReader | None = None
+        """The only one, made when the worker's state is known: it counts there."""
         shut_down_at_exit(self)
 
     def get_num_new_matched_tokens(
@@ -110,18 +111,14 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         return self._leader.shared
 
     def _read(self, request: Any, num_computed_tokens: int, shared: SharedState) -> Prompt | None:
-        return self._reader_of(shared).read(request, num_computed_tokens)
-
-    def _reader_of(self, shared: SharedState) -> RequestReader:
-        """Return the only one, made when the worker's state is known: it counts there."""
         if self._reader is None:
             self._reader = RequestReader(shared)
-        return self._reader
+        return self._reader.read(request, num_computed_tokens)
 
     def _confirm(self, state: RequestState, request: Any) -> None:
         """Check that the request is the one that was keyed; save nothing of it if it is not."""
-        shared, shown = self._shared, None
-        reader = self._reader_of(shared)
+        shared, shown, reader = self._shared, None, self._reader
+        assert reader is not None, "the request was asked about"
         with shared.boundary.around("a request"):
             shown = reader.identify(request)
         unlike_at: int | None = 0

@@ -72,11 +72,18 @@ class Leader:
         if self.finder.is_pending(request_id):
             return None
         began_ns = time.perf_counter_ns()
-        self.reset(request_id)
+        if request_id in self.states:
+            self.forget(request_id)
+        self.promises.forget(request_id)
         try:
-            self.shared = registered_state(self.shared)
+            if self.shared.pool.identity.own is None:
+                self.shared = registered_state(self.shared)
             self._follow_weights()
-            hit = self._match(request_id, read(self.shared), honoured)
+            hit, count = self._match(request_id, read(self.shared), honoured)
+            if self._asks_in_vain and count is not None:
+                self._uncounted[request_id] = count
+            elif count is not None:
+                count()
             self.shared.figures.match_times.observe(time.perf_counter_ns() - began_ns)
         except Exception as error:  # noqa: BLE001 - as in `Boundary.around`, which costs four calls
             self.shared.boundary.stop("a request", error)
@@ -222,26 +229,33 @@ class Leader:
 
     def _match(
         self, request_id: int, asked: Prompt | None, honoured: Honoured | None
-    ) -> int | None:
-        """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
+    ) -> tuple[int | None, partial[None] | None]:
+        """Promise what can be loaded of a prompt; return how many tokens it is, and what counts it.
+
+        Neither: the shard has been asked.
+        """
         shared = self.shared
         if asked is None:
-            self._record(request_id, partial(record_bypassed, shared, request_id))
-            return 0
+            return 0, partial(record_bypassed, shared, request_id)
         if not shared.pool.identity.digest:
             unnamed = Found(reason=shared.pool.unnamed)
-            self._record(request_id, partial(record_answer, shared, asked=asked, found=unnamed))
-            return 0
+            return 0, partial(record_answer, shared, asked=asked, found=unnamed)
         state = self._remember(asked)
         num_askable = asked.num_askable(state.tokens_per_block)
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.asked = len(asked.tokens), len(keys), first
-        try:
-            found = self._find(asked, keys)
-        except AskAgain:
-            self.forget(request_id)
-            return None
+        if asked.is_unread:
+            found = Found(reason="skipped")
+        elif asked.num_computed % state.tokens_per_block:
+            self._warn_unaligned(asked.num_computed)
+            found = Found(reason="unaligned")
+        else:
+            try:
+                found = self.finder.find(shared, asked, keys)
+            except AskAgain:
+                self.forget(request_id)
+                return None, None
         lease = found.lease
         # A corrupt block, and what follows it, is saved again once it is computed. So is what is
         # loaded from an engine with another number of ranks.
@@ -255,18 +269,12 @@ class Leader:
             else:
                 shared.release_prefix(lease)
         count = partial(record_answer, shared, asked=asked, found=found, state=state)
-        self._record(request_id, count)
-        return num_blocks * state.tokens_per_block
-
-    def _record(self, request_id: int, count: partial[None]) -> None:
-        if self._asks_in_vain:
-            self._uncounted[request_id] = count
-        else:
-            count()
+        return num_blocks * state.tokens_per_block, count
 
     def _remember(self, asked: Prompt) -> RequestState:
         shared, identity = self.shared, asked.identity
         size, seed = shared.args.tokens_per_block, shared.pool.identity.digest
+        is_plain = identity.salt is None and identity.lora is None and not identity.media
         state = RequestState(
             request_id=asked.request_id,
             namespace=seed,
@@ -274,7 +282,7 @@ class Leader:
             tokens_per_block=size,
             media=identity.media,
             tenant_id=identity.tenant_id,
-            block_tokens=shared.figures.log.block_tokens if identity.is_plain else None,
+            block_tokens=shared.figures.log.block_tokens if is_plain else None,
             windowed=shared.pool.identity.windowed,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
@@ -282,15 +290,6 @@ class Leader:
         if len(self.states) > _STATES_MAX:
             self._drop_oldest()
         return state
-
-    def _find(self, asked: Prompt, keys: list[BlockKey]) -> Found:
-        """Lease what of `keys` is here, if the engine could use it; raises as `find`."""
-        if asked.is_unread:
-            return Found(reason="skipped")
-        if asked.num_computed % self.shared.args.tokens_per_block:
-            self._warn_unaligned(asked.num_computed)
-            return Found(reason="unaligned")
-        return self.finder.find(self.shared, asked, keys)
 
     def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Keep the engine's speed up to date, where it decides anything."""
@@ -355,7 +354,8 @@ def record_answer(
         totals[f"miss_tokens_{reason}"] += missed
     if state is not None and wanted:
         arrivals = state.arrivals
-        step, missing = sampled(state.keys[:wanted], end)
+        if end < wanted:
+            step, missing = sampled(state.keys[:wanted], end)
     shared.figures.log.requests.note(
         RequestNote(
             request_id=asked.request_id,

@@ -31,11 +31,6 @@ class Identity:
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # what an arena knows the request's tenant by; 0: it has none
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but its tokens tells it from other requests of its namespace."""
-        return self.salt is None and self.lora is None and not self.media
-
 
 class Prompt(NamedTuple):
     """A prompt that has keys, or would have them if its model had a name."""

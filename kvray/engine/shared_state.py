@@ -75,7 +75,7 @@ class SharedState:
     @property
     def verifies_promises(self) -> bool:
         """Whether blocks are checked before they are promised; ranks check those that they hold."""
-        return self.verifies_loads and not self.args.holds_loads
+        return not self.args.holds_loads and self.verifies_loads
 
     @property
     def verifies_loads(self) -> bool:
@@ -164,14 +164,12 @@ def shared_state_for(owner: object, args: EngineArgs, config: KVRayConfig) -> Sh
 def registered_state(shared: SharedState) -> SharedState:
     """Return the state whose worker has registered its pool, as seen from the scheduler's half.
 
-    That is `shared` itself unless the runtime gave the halves two copies of its arguments. Then it
-    is the latest state of this process with equal arguments whose worker has not been shut down.
+    The runtime gave the halves two copies of its arguments, so that `shared` has no pool. It is
+    the latest state of this process with equal arguments whose worker has not been shut down.
     Two engines with equal arguments have pools of one layout. If they do not, the workers end the
     engine rather than load a wrong block: they check the metadata's namespace against their own.
     ConfigError: there is none.
     """
-    if shared.pool.is_registered:
-        return shared
     for other in shared.link.members():
         if not isinstance(other, SharedState) or other.args != shared.args:
             continue

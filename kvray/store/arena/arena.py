@@ -103,11 +103,11 @@ class Arena(MappedArena):
             run, found = lease.match(self.tables, packed, requests)
             if not run:
                 return Held(num_blocks=0, leases=())
-            words = lease.asked_of(packed, run, found)
             chosen, asked = list[Array](), list[Array]()
             for reader in readers:
-                chosen.append(lease.joined(found, reader))
-                asked.append(lease.joined(words, reader))
+                slots, words = lease.reader_of(packed, run, found, reader)
+                chosen.append(slots)
+                asked.append(words)
             taken = lease.take(
                 self.tables,
                 chosen,

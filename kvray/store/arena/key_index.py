@@ -153,30 +153,27 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     if tag not in tags:
         return np.empty((1, 0), dtype=np.int64)
     first, count = int(tables.index_slot[bucket, tags.index(tag)]) - 1, len(keys)
-    at = _row_from(tables, first, count) if first >= 0 else None
-    # Bytes are compared by far fewer calls than arrays, each of which is dear to a cold cache.
-    if (
-        at is None
-        or tables.slot_key[at].tobytes() != keys.tobytes()
-        or tables.slot_part[at].tobytes() != part.to_bytes(4, "little") * count
-        or tables.slot_state[at].tobytes() != _READY * count
-    ):
+    if not 0 <= first < tables.num_backed:
         return None
-    return (np.arange(first, first + count) if isinstance(at, slice) else at)[None]
-
-
-def _row_from(tables: Tables, first: int, count: int) -> "Array | slice | None":
-    """Return the slots of a row that begins with `first`; None if the arena ends before it."""
-    geometry = tables.geometry
-    if first >= tables.num_backed:
-        return None
+    geometry, at = tables.geometry, slice(first, first + count)
     slab, position = geometry.place_of(first)
     stop, run = position + count, geometry.run_slots
     in_slab = max(1, geometry.slab_bytes // geometry.stride(int(tables.slab_block_bytes[slab])))
-    if stop <= in_slab and position // run == (stop - 1) // run:
-        return slice(first, first + count)
-    slab, position = divmod(np.arange(position, stop), in_slab) + np.array([[slab], [0]])
-    return geometry.slots_at(slab, position) if slab[-1] < geometry.num_slabs else None
+    slots: Array | None = None
+    if stop > in_slab or position // run != (stop - 1) // run:
+        slabs, positions = divmod(np.arange(position, stop), in_slab) + np.array([[slab], [0]])
+        if slabs[-1] >= geometry.num_slabs:
+            return None
+        slots = geometry.slots_at(slabs, positions)
+    here: Array | slice = at if slots is None else slots
+    # Bytes are compared by far fewer calls than arrays, each of which is dear to a cold cache.
+    if (
+        tables.slot_key[here].tobytes() != keys.tobytes()
+        or tables.slot_part[here].tobytes() != part.to_bytes(4, "little") * count
+        or tables.slot_state[here].tobytes() != _READY * count
+    ):
+        return None
+    return (np.arange(first, first + count) if slots is None else slots)[None]
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:

@@ -66,13 +66,16 @@ def match(
     With it, for each part its slots in prefix order: one a block, or the last `window` of them.
     """
     found: dict[PartRequest, Array] = {}
-    whole: list[PartRequest] = []
-    windowed: list[PartRequest] = []
+    whole, parts, windowed = list[PartRequest](), list[int](), list[PartRequest]()
     for one in requests:
-        (whole if one.window is None else windowed).append(one)
+        if one.window is None:
+            whole.append(one)
+            parts.append(one.part)
+        else:
+            windowed.append(one)
     run = len(keys)
     if whole:
-        slots = key_index.find_run(tables, keys, [one.part for one in whole])
+        slots = key_index.find_run(tables, keys, parts)
         found, run = dict(zip(whole, slots, strict=True)), slots.shape[1]
         for one in whole:
             if one.block_bytes is not None:
@@ -86,9 +89,9 @@ def match(
         ]
         run = int(usable_lengths(run, windows)[-1])
         found.update(everywhere)
-    return run, {
-        one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
-    }
+    for one, each in found.items():
+        found[one] = each[max(0, run - (one.window or run)) : run]
+    return run, found
 
 
 def _fits(tables: Tables, request: PartRequest, slots: Array) -> Array:
@@ -120,17 +123,20 @@ def present(tables: Tables, keys: Array, part: int) -> Array:
     return _ready(tables, key_index.find(tables, keys, part))
 
 
-def asked_of(keys: Array, run: int, slots: Mapping[PartRequest, Array]) -> dict[PartRequest, Array]:
-    """Return the `words` of the blocks that `match` has found, arranged as their slots."""
-    return {
-        one: key_index.words(keys[run - len(found) : run, 0], one.part)
-        for one, found in slots.items()
-    }
+def reader_of(
+    keys: Array, run: int, found: Mapping[PartRequest, Array], parts: Sequence[PartRequest]
+) -> tuple[Array, Array]:
+    """Return the slots that `match` has found of `parts`, one part after the other.
 
-
-def joined(each: Mapping[PartRequest, Array], parts: Sequence[PartRequest]) -> Array:
-    """Return the rows of `parts`, such as their slots, one part after the other."""
-    return each[parts[0]] if len(parts) == 1 else np.concatenate([each[one] for one in parts])
+    With them the `words` of the blocks that were asked for, arranged alike.
+    """
+    slots, asked = list[Array](), list[Array]()
+    for one in parts:
+        slots.append(found[one])
+        asked.append(key_index.words(keys[run - len(found[one]) : run, 0], one.part))
+    if len(parts) == 1:
+        return slots[0], asked[0]
+    return np.concatenate(slots), np.concatenate(asked)
 
 
 def places(

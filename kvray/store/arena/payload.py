@@ -191,14 +191,16 @@ def write(
     if len(regions) == 1:
         runs = _runs(tables, slots, regions[0], pages)
         copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
-        return copier.copy_and_sum(copies, _seeds(tables, slots), of_source=True)
+        return copier.copy_and_sum(
+            copies, key_index.words_in(tables, slots).tolist(), of_source=True
+        )
     edges = [0, *accumulate(region.shape[1] for region in regions)]
     for start, stop, area in areas(tables, slots, pages, edges[-1]):
         page = pages[start]
         for region, (at, end) in zip(regions, pairwise(edges), strict=True):
             copy_run(area[:, at:end], region[page : page + stop - start])
     checksums = []
-    for page, seed in zip(pages.tolist(), _seeds(tables, slots), strict=True):
+    for page, seed in zip(pages.tolist(), key_index.words_in(tables, slots).tolist(), strict=True):
         digest = xxhash.xxh3_64(seed=seed)
         for region in regions:
             digest.update(region[page].data)
@@ -224,7 +226,7 @@ def read(
     if not verify:
         copier.copy(copies)
         return None
-    checksums = copier.copy_and_sum(copies, _seeds(tables, slots))
+    checksums = copier.copy_and_sum(copies, key_index.words_in(tables, slots).tolist())
     valid: Array = checksums == tables.slot_checksum[slots]
     return valid
 
@@ -256,7 +258,7 @@ def verify(tables: Tables, slots: Array) -> Array:
 def sum_slots(tables: Tables, slots: Array) -> Array:
     """Return the checksum of each slot's bytes now, u64 [num_slots]; sizes may differ."""
     checksums = np.empty(len(slots), dtype="<u8")
-    seeds = _seeds(tables, slots)
+    seeds = key_index.words_in(tables, slots).tolist()
     geometry, each = tables.geometry, tables.geometry.run_slots
     for first, stop in runs(slots[1:] != slots[:-1] + 1, len(slots)):
         start = first
@@ -300,11 +302,6 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
         )
     starts: Array = slab * geometry.slab_bytes + row * geometry.stride(block_bytes)
     return starts
-
-
-def _seeds(tables: Tables, slots: Array) -> list[int]:
-    seeds: list[int] = key_index.words_in(tables, slots).tolist()
-    return seeds
 
 
 def _runs(

@@ -92,11 +92,12 @@ class UndoRecord:
             code = self._codes[name]
             column = self._columns[code]
             at += at % 2  # columns of eight bytes a row are read and written aligned
-            values = self._values(column, at, rows)
+            end = at + -(-rows * column.itemsize // _WORD)
+            values = self._log[at:end].view(column.dtype)[:rows]
             column.take(index, out=values, mode="clip")  # the mode that writes to `out` directly
             self._entries[self._count] = code, rows, start, at
             self._count += 1
-            at += -(-values.nbytes // _WORD)
+            at = end
         self._used = at
         self._counts.undo_count = self._count
 
@@ -121,13 +122,11 @@ class UndoRecord:
             return False
         for code, rows, start, at in reversed(entries):
             column = self._columns[code]
-            column[self._log[start : start + rows]] = self._values(column, at, rows)
+            end = at + -(-rows * column.itemsize // _WORD)
+            before = self._log[at:end].view(column.dtype)[:rows]
+            column[self._log[start : start + rows]] = before
         self._counts.undo_count = 0
         return True
-
-    def _values(self, column: Array, at: int, rows: int) -> Array:
-        end = at + -(-rows * column.itemsize // _WORD)
-        return self._log[at:end].view(column.dtype)[:rows]
 
     def _is_valid(self, code: int, rows: int, start: int, at: int) -> bool:
         """Whether an entry can have been written by `note`."""

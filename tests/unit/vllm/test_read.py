@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.engine.request import Prompt
+from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError
 from kvray.vllm.identity import RequestReader, refuse_unsupported
 from kvray.vllm.layout import read_layout
@@ -53,7 +53,7 @@ def read(reader: RequestReader, **changes: Any) -> Prompt:
 def test_a_text_is_its_tokens_with_what_it_has_generated(reader):
     found = read(reader)
     assert (found.request_id, found.tokens, found.prompt_len) == (7, TOKENS, 5)
-    assert found.identity.is_plain
+    assert found.identity == Identity()
 
 
 def test_a_salt_is_part_of_it(reader):
