@@ -75,7 +75,7 @@ def chaos(
         typer.Option(
             metavar="KIND",
             help="Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
-            " supervisor, engine or raylet), cut_link, slow_link, fill_tmpfs, fill_disk,"
+            " supervisor, engine or raylet), cut_link, cut_links, slow_link, fill_tmpfs, fill_disk,"
             " fill_arena, truncate, flip_bytes, drain, call_off, preempt or join.",
         ),
     ] = None,

@@ -349,6 +349,8 @@ class Faults:
         network.cut(host)
         return partial(network.heal, host)
 
+    _cut_links = _cut_link  # the schedule has one for each node
+
     def _slow_link(self, fault: Fault) -> Undo:
         network, host = self._cable(fault)
         network.slow(host, mbit=2, latency_ms=400)

@@ -21,24 +21,11 @@ from kvray.lab.chaos.judge import Results, report
 from kvray.lab.chaos.load import Phase
 from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import why_impossible
-from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
+from kvray.lab.chaos.schedule import KINDS, Fault, Kind, draw_settings, make_schedule
 from kvray.lab.chaos.servers import Question, Questions, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "arena": {
-        "capacity": "32MiB",
-        "slab": "2MiB",
-        "slot_min": "16KiB",
-        "limbo_s": 10,
-        # All nodes share the cores of this machine: wait for a neighbour to be scheduled.
-        "lock_wait_s": 0.02,
-    },
-    # Larger than the arena, and on the disk that faults fill up.
-    "nvme": {"capacity": "64MiB", "segment": "2MiB", "free_reserve": "1MiB"},
-    "connector": {"model_key": "tiny", "verify_on_load": "always"},
-}
 _MOUNT_BYTES = 96 * 2**20
 _DISK_BYTES = 1024 * 2**20
 _POLL_S = 0.02
@@ -91,6 +78,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         quiet_s=options.quiet_s,
         gap_s=options.gap_s,
         kinds=kinds,
+        num_nodes=options.num_nodes,
     )
     with interrupts.closing() as stack, ProgressLine(console) as line:
         num_asks = sum(map(len, load.all_asks(workload)))
@@ -114,6 +102,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         **report(results, calm),
         "skipped_kinds": left_out,
         "seed": options.seed,
+        "settings": draw_settings(options.seed),
         "duration_s": options.duration_s,
     }
 
@@ -149,7 +138,7 @@ class _Serving:
         self._questions = questions
         self._stack = stack
         self._numbers = itertools.count(1)
-        self._config_path = machine.write_config(_SETTINGS, cluster_name=_NAME)
+        self._config_path = machine.write_config(draw_settings(options.seed), cluster_name=_NAME)
 
     def serve(self, schedule: Sequence[Fault], duration_s: float, advance: Advance) -> Results:
         """Serve on a new tier with new engines while the schedule strikes."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from kvray.config import load_config
 from kvray.lab.chaos.faults import Campaign, NotNow, NotYet
 from kvray.lab.chaos.judge import (
     IN_FLIGHT_MIN,
@@ -35,7 +37,7 @@ from kvray.lab.chaos.load import (
     make_workload,
     prompt_of,
 )
-from kvray.lab.chaos.schedule import KINDS, Fault, make_schedule
+from kvray.lab.chaos.schedule import KINDS, Fault, draw_settings, make_schedule
 from kvray.lab.chaos.servers import Served
 from tests.unit.lab.demo.test_demo import make_output
 
@@ -154,6 +156,7 @@ def schedule(seed: int = 1, **changes: object) -> list[Fault]:
         "quiet_s": QUIET_S,
         "gap_s": 2.0,
         "kinds": KINDS,
+        "num_nodes": 1,
     }
     return make_schedule(**options | changes)  # type: ignore[arg-type]
 
@@ -189,6 +192,30 @@ def test_some_stops_outlast_every_deadline_and_kills_are_over_at_once():
     assert max(stops) > 10
     assert min(stops) < 3
     assert {lasts[fault.number] for fault in schedule() if fault.kind == "kill_shard"} == {0.0}
+
+
+def test_cables_of_all_nodes_are_pulled_one_by_one_and_put_back_in_other_orders():
+    (kind,) = (kind for kind in KINDS if kind.strikes_all)
+    faults = schedule(kinds=[kind], num_nodes=3, gap_s=20.0)
+    groups = [faults[at : at + 3] for at in range(0, len(faults), 3)]
+    orders = set()
+    for group in groups:
+        assert {int(fault.choice * 3) for fault in group} == {0, 1, 2}
+        assert group[-1].strikes_s - group[0].strikes_s <= 1
+        ends = sorted(range(3), key=lambda nth: group[nth].ends_s)
+        orders.add(tuple(ends))
+    assert len(orders) > 1
+
+
+def test_settings_are_drawn_by_the_seed_and_can_be_used(tmp_path):
+    drawn = [draw_settings(seed) for seed in range(30)]
+    assert drawn[:5] == [draw_settings(seed) for seed in range(5)]
+    path = tmp_path / "kvray.yaml"
+    for settings in drawn:
+        path.write_text(yaml.safe_dump(settings))
+        load_config(path)
+    for section, name in (("arena", "policy"), ("lookup", "partitions"), ("nvme", "admission")):
+        assert len({settings[section][name] for settings in drawn}) > 1
 
 
 def test_one_kind_alone_is_repeated():
@@ -271,7 +298,7 @@ def test_what_did_not_strike_is_told_and_not_counted():
         "in_flight_min": None,
         "recovery_s_max": None,
     }
-    table = chaos_report({**found, "skipped_kinds": {}}).parts[0]
+    table = chaos_report({**found, "skipped_kinds": {}, "settings": draw_settings(0)}).parts[0]
     assert table.row_count == 2
 
 
