@@ -127,7 +127,7 @@ def draw_settings(seed: int) -> dict[str, dict[str, Any]]:
             "slab": choose(("1MiB", "2MiB", "4MiB")),
             "slot_min": choose(("16KiB", "64KiB")),
             "policy": choose(("gittins", "lru")),
-            "free_target": choose((0.02, 0.05, 0.2)),
+            "free_target": choose((0.02, 0.05, 0.15)),
             "limbo_s": 10,
             # All nodes share the cores of this machine: wait for a neighbour to be scheduled.
             "lock_wait_s": 0.02,

@@ -212,7 +212,8 @@ def test_settings_are_drawn_by_the_seed_and_can_be_used(tmp_path):
     assert drawn[:5] == [draw_settings(seed) for seed in range(5)]
     path = tmp_path / "kvray.yaml"
     for settings in drawn:
-        path.write_text(yaml.safe_dump(settings))
+        nvme = {"dir": str(tmp_path), **settings["nvme"]}
+        path.write_text(yaml.safe_dump({**settings, "nvme": nvme}))
         load_config(path)
     for section, name in (("arena", "policy"), ("lookup", "partitions"), ("nvme", "admission")):
         assert len({settings[section][name] for settings in drawn}) > 1
