@@ -1,6 +1,7 @@
 """Nodes in one process: real arenas, and what their shards would call over Ray."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,11 @@ def prefix_of(
         block_bytes={one.part: SLOT for one in parts},
         seconds_per_block=seconds_per_block,
     )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds, of which nobody is told."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,15 @@ from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.actors.two_shards import Tier
-from tests.unit.store.small_arena import chain, fetch, make_tables, num_here, put, store, take
+from tests.unit.store.small_arena import (
+    chain,
+    make_tables,
+    num_here,
+    put,
+    served,
+    store,
+    take,
+)
 from tests.waiting import wait_for
 
 B = "kvray-shard-b"
@@ -44,9 +53,7 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
     tier.store_far(keys)
     drain_b(tier)
     wait_for(lambda: tier.has("a", keys))
-    leases = tier.arena("a").lease(keys)
-    assert leases
-    assert fetch(tier.arena("a"), keys, leases[0])
+    assert served(tier.arena("a"), keys) == 12
     wait_for(lambda: progress(tier)["state"] == "moved")
     assert progress(tier) == {
         "by": ["somebody"],
@@ -216,21 +223,19 @@ def tree(sizes: list[tuple[int, int]]) -> Tables:
     return tables
 
 
-def rank_of(tables: Tables, seed: int) -> "Array":
-    return np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
+def ranked(sizes: list[tuple[int, int]], seed: int) -> tuple[Tables, Callable[[Array], Array]]:
+    """Return the tables, and what ranks their slots."""
+    tables = tree(sizes)
+    ranks = np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
+    return tables, ranks.__getitem__
 
 
 @settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_the_order_is_that_of_eviction_from_its_end(sizes, seed):
-    tables = tree(sizes)
-    ranks = rank_of(tables, seed)
-    everything = np.arange(tables.geometry.num_slots)
-
-    hottest = hottest_first(tables, lambda slots: ranks[slots])
-
-    going = choose_victims(tables, 99, within=everything, rank=lambda slots: ranks[slots])
-    assert hottest.tolist() == going[::-1].tolist()
+    tables, rank = ranked(sizes, seed)
+    going = choose_victims(tables, 99, within=np.arange(tables.geometry.num_slots), rank=rank)
+    assert hottest_first(tables, rank).tolist() == going[::-1].tolist()
 
 
 def test_a_block_that_is_read_goes_like_any_other():
@@ -244,12 +249,9 @@ def test_a_block_that_is_read_goes_like_any_other():
 @settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_spans_have_every_block_once_and_parents_first(sizes, seed):
-    tables = tree(sizes)
-    ranks = rank_of(tables, seed)
-    slots = hottest_first(tables, lambda slots: ranks[slots])
-
+    tables, rank = ranked(sizes, seed)
+    slots = hottest_first(tables, rank)
     spans = [span_of(tables, chain, "mover") for chain in chains_of(tables, slots)]
-
     keys = [key for span in spans for key in split_keys(span.keys)]
     assert sorted(keys) == sorted(tables.slot_key[slot].tobytes() for slot in slots)
     slot_of = {tables.slot_key[slot].tobytes(): slot for slot in slots.tolist()}

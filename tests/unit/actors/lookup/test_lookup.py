@@ -13,7 +13,6 @@ from kvray.actors.lookup.lookup import (
     SILENT_S,
     Lookup,
     PartialBlocks,
-    RankDirectory,
 )
 from kvray.actors.lookup.partitions import partition_of, shares
 from kvray.errors import ConfigError
@@ -216,11 +215,14 @@ def test_ranks_are_found_where_they_are_registered_until_others_are_named(lookup
     assert lookup.replica("r", now=0.0) == {1: "b"}
 
 
-def test_a_rank_that_moved_is_where_it_was_named_last(lookup):
+def test_a_rank_that_moved_is_where_it_was_named_last_and_there_is_a_bound(lookup, monkeypatch):
+    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
     lookup.hear("b", is_full=True, ranks=(("r", 0),))
     lookup.hear(ranks=(("r", 0),))
-    lookup.hear("b", ranks=(("r", 0), ("r", 1)))
+    lookup.hear("b", ranks=(("r", 0), *(("r", rank) for rank in range(1, 5))))
     assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
+    lookup.keep("a")
+    assert lookup.replica("r", now=0.0) == {0: "a"}
 
 
 def test_ranks_of_a_shard_that_is_silent_or_gone_are_left_out(lookup):
@@ -315,16 +317,6 @@ def test_a_dropped_shard_is_told_nothing(blocks):
     lose(blocks, 0)
     blocks.drop("a")
     assert taken(blocks) == []
-
-
-def test_a_rank_that_two_shards_name_is_with_the_later_one_and_there_is_a_bound(monkeypatch):
-    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
-    ranks = RankDirectory()
-    ranks.name("a", [("r", 0)])
-    ranks.name("b", [("r", 0)])
-    ranks.name("a", [("r", rank) for rank in range(5)])
-    assert ranks.replica("r", ["a", "b"]) == {0: "b", 1: "a"}
-    assert ranks.replica("r", ["a"]) == {0: "a", 1: "a"}
 
 
 def told(heads: list[int], num_partitions: int) -> list[list[int]]:

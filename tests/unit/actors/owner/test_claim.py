@@ -23,7 +23,7 @@ from kvray.store.machine.side_file import OWNER_BYTE
 from tests.far import ROOT, Far
 from tests.unit.actors.shard_process import STORED, shard_process
 from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
-from tests.unit.store.small_arena import fetch
+from tests.unit.store.small_arena import served
 from tests.waiting import HANG_S, wait_for
 
 
@@ -53,11 +53,7 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     shard = make_shard()
     assert older.process.wait(HANG_S) == -signal.SIGKILL
     assert f"a: ended process {older.process.pid}, an earlier self" in caplog.text
-    arena = attach()
-    leases = arena.lease(STORED)
-    assert leases
-    assert fetch(arena, STORED, leases[0])
-    arena.release(*leases)
+    assert served(attach(), STORED) == 4
     wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0, "ending its leases")
     assert shard.status()["arena"]["shard_epoch"] == 2
     assert owner_of(directory) == Owner(

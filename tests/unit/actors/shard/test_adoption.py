@@ -21,7 +21,7 @@ from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import failed_with
 from tests.unit.store.child import Child
-from tests.unit.store.small_arena import chain, fetch, spec, store
+from tests.unit.store.small_arena import chain, fetch, served, spec, store
 from tests.waiting import wait_for
 
 Damage = Callable[[Path], None]
@@ -80,8 +80,7 @@ def goes_on(link: NodeLink, *, before: str) -> bool:
     if arena is None or arena.arena_id == before:
         return False
     store(arena, keys)
-    leases = arena.lease(keys)
-    return bool(leases) and fetch(arena, keys, leases[0]) and arena.release(*leases)
+    return served(arena, keys) == 3
 
 
 DAMAGE: dict[str, tuple[Damage, str, bool]] = {

@@ -26,7 +26,6 @@ def test_what_goes_wrong_is_logged_once_and_tried_again(caplog):
         assert enough.wait(PATIENT_S)
     finally:
         thread.stop()
-
     assert [record.getMessage() for record in caplog.records] == [
         "the export of figures failed and will be tried again"
     ]
@@ -38,7 +37,6 @@ def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(caplog):
 
     with caplog.at_level(logging.INFO):
         MetricsExport("tier").attempt(look, 1.0)
-
     assert caplog.records == []
 
 
@@ -52,7 +50,6 @@ def test_figures_are_not_looked_at_twice_in_a_moment():
     export = MetricsExport("tier")
     for now in (10.0, 10.1, 10.2, 11.0):
         export.attempt(look, now)
-
     assert looks == [10.0, 11.0]
 
 
@@ -70,5 +67,4 @@ def test_the_more_work_it_is_to_look_the_longer_is_the_pause(monkeypatch):
     export = MetricsExport("tier")
     for tenths in range(100, 170):
         export.attempt(look, tenths / 10)
-
     assert looks == [10.0, 15.0]
