@@ -25,15 +25,7 @@ from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.actors.two_shards import Tier
-from tests.unit.store.small_arena import (
-    chain,
-    make_tables,
-    num_here,
-    put,
-    served,
-    store,
-    take,
-)
+from tests.unit.store.small_arena import chain, make_tables, num_here, put, served, store, take
 from tests.waiting import wait_for
 
 B = "kvray-shard-b"

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from kvray.actors.lookup import lookup as lookup_module
 from kvray.actors.lookup.delta import Delta, Poll, packed_parts
-from kvray.actors.lookup.lookup import (
-    CALLS_PER_S,
-    SILENT_S,
-    Lookup,
-    PartialBlocks,
-)
+from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Lookup, PartialBlocks
 from kvray.actors.lookup.partitions import partition_of, shares
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey, head_number, split_keys

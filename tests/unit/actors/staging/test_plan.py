@@ -79,13 +79,9 @@ GAP = [(4, B), (5, {}), (10, B)]
             id="what is here bridges what nobody has",
         ),
         pytest.param(
-            *(request(3), (0, 1, 2), [], [], 3, "none"),
-            id="if all is here nothing is needed",
+            *(request(3), (0, 1, 2), [], [], 3, "none"), id="if all is here nothing is needed"
         ),
-        pytest.param(
-            *(request(3), (), [], [], 0, "not_stored"),
-            id="nobody has anything",
-        ),
+        pytest.param(*(request(3), (), [], [], 0, "not_stored"), id="nobody has anything"),
         pytest.param(
             *(request(3), (), [(3, {"a": 1, "b": 1})], [("b", 0, 0, 3)], 3, "none"),
             id="a shard that must not be asked is not asked",
