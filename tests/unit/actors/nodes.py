@@ -86,6 +86,9 @@ class Nodes:
         for node in self.by_name.values():
             node.close()
 
+    def _peers(self, name: str, settings: StagingConfig) -> Peers:
+        return Peers(self[name].shard, self.ask, call_timeout_s=settings.call_timeout_s)
+
     def stager(
         self,
         name: str = "a",
@@ -94,20 +97,13 @@ class Nodes:
         num_shards: int = 2,
         num_partitions: int = 1,
     ) -> Stager:
-        node = self.by_name[name]
-        peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
-        return Stager(
-            node.arena,
-            peers,
-            settings,
-            num_shards=lambda: num_shards,
-            num_partitions=num_partitions,
-        )
+        arena = self.by_name[name].arena
+        count = {"num_shards": lambda: num_shards, "num_partitions": num_partitions}
+        return Stager(arena, self._peers(name, settings), settings, **count)
 
     def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
         """Return what stages at a node, where those ranks of the replica `r` are registered."""
-        node, replicas = self.by_name[name], Replicas()
-        peers = Peers(node.shard, self.ask, call_timeout_s=SETTINGS.call_timeout_s)
+        node, replicas, peers = self.by_name[name], Replicas(), self._peers(name, SETTINGS)
         stager = Stager(node.arena, peers, SETTINGS, num_shards=lambda: 2)
         for rank, reader in ranks.items():
             replicas.register(rank, "r", rank, reader)
@@ -187,64 +183,47 @@ class Nodes:
         here, sources = [], {}
         for span in order.spans:
             source = self.by_name[span.source.rpartition("-")[2]]
-            is_gone = span.source in self.gone | self.frozen
-            count = 0 if is_gone else await self._move(source, target, span, order.purpose)
-            here.append(count)
-            sources[span.source] = SourceReport.of(
-                ShardUnavailable("It is gone.") if is_gone else None,
-                num_blocks=count,
-                num_bytes=count * SLOT,
-                seconds=0.0 if is_gone else 0.001,
-                transport="copy",
+            gone = (
+                ShardUnavailable("It is gone.") if span.source in self.gone | self.frozen else None
             )
+            here.append(0 if gone else await self._move(source, target, span, order.purpose))
+            moved = {"num_blocks": here[-1], "num_bytes": here[-1] * SLOT, "transport": "copy"}
+            seconds = 0.0 if gone else 0.001
+            sources[span.source] = SourceReport.of(gone, seconds=seconds, **moved)
         if order.purpose == "use":
             for span in reversed(order.spans):
                 target.mover.note_use(split_keys(span.keys), span.part)
         return FetchReport(here=tuple(here), sources=sources)
 
     async def _move(self, source: Node, target: Node, span: Span, purpose: str) -> int:
-        keys = split_keys(span.keys)
+        keys, parts, is_use = split_keys(span.keys), [PartRequest(span.part)], purpose == "prompt"
         moved = num_here(target.mover, keys) if purpose == "use" else 0
         while moved < len(keys):
             await self.may_move.wait()
             step = keys[moved : moved + self.blocks_per_step]
-            parent = keys[moved - 1] if moved else BlockKey(span.parent)
-            place = span.depth + moved
-            brought = self._copy(source, target, span, step, parent, place, purpose == "prompt")
+            held = source.mover.lease_for(step, [parts], is_use=is_use)
+            if not held.num_blocks:
+                break
+            pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
+            source.mover.read(held.leases[0], pool, np.arange(held.num_blocks), verify=True)
+            source.mover.release(*held.leases)
+            made = target.mover.reserve(
+                step[: held.num_blocks],
+                parent=keys[moved - 1] if moved else BlockKey(span.parent) or None,
+                depth=span.depth + moved,
+                part=span.part,
+                block_bytes=SLOT,
+                head=span.head,
+                needs_parent=span.needs_parent,
+            )
+            assert not made.existing, "a block was brought twice"
+            target.mover.commit(made, target.mover.write(made, pool, made.rows))
+            brought = held.num_blocks - made.dropped
             moved += brought
             if brought < len(step):
                 break
             await asyncio.sleep(0)
         return moved
-
-    def _copy(
-        self,
-        source: Node,
-        target: Node,
-        span: Span,
-        keys: Sequence[BlockKey],
-        parent: BlockKey,
-        depth: int,
-        is_use: bool,
-    ) -> int:
-        held = source.mover.lease_for(keys, [[PartRequest(span.part)]], is_use=is_use)
-        if not held.num_blocks:
-            return 0
-        pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
-        source.mover.read(held.leases[0], pool, np.arange(held.num_blocks), verify=True)
-        source.mover.release(*held.leases)
-        made = target.mover.reserve(
-            keys[: held.num_blocks],
-            parent=parent or None,
-            depth=depth,
-            part=span.part,
-            block_bytes=SLOT,
-            head=span.head,
-            needs_parent=span.needs_parent,
-        )
-        assert not made.existing, "a block was brought twice"
-        target.mover.commit(made, target.mover.write(made, pool, made.rows))
-        return held.num_blocks - made.dropped
 
 
 def prefix_of(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,18 +123,6 @@ def blocks(count: int) -> Alike:
     return Alike(keys=same, parts=np.zeros(count, dtype=np.uint32), heads=heads)
 
 
-class FullTier:
-    """A tier that holds blocks, and keeps them."""
-
-    num_held = np.zeros(PARTS_MAX, dtype=np.int64)
-
-    def __init__(self, held: Entries) -> None:
-        self._held = held
-
-    def held(self) -> Entries:
-        return self._held
-
-
 async def until(condition: Callable[[], bool], look_s: float) -> None:
     """Return once it holds, which costs nothing in a time that is counted."""
     while not condition():  # noqa: ASYNC110 - nobody tells when
@@ -214,7 +203,9 @@ class Tier:
 
     def add(self, shard: str) -> None:
         made = Announcer(self._num_partitions, clock=self.loop.time)
-        made._deltas = [FullTier(self._held)]  # type: ignore[list-item]
+        num_held = np.zeros(PARTS_MAX, dtype=np.int64)
+        full = SimpleNamespace(held=lambda: self._held, num_held=num_held)  # keeps what it holds
+        made._deltas = [full]  # type: ignore[list-item]
         self.shards[shard] = made
 
     @property

@@ -89,9 +89,7 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     assert len(ready) == 64
     pusher.far.wake()
     time.sleep(1.0)
-    again, after = sums_of_ready(target)
-    assert (ready == again).all()
-    assert (before == after).all()
+    np.testing.assert_array_equal(sums_of_ready(target), (ready, before))
     assert payload.verify(target.arena.tables, ready).all()
 
 

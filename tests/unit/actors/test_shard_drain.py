@@ -29,11 +29,11 @@ from tests.unit.store.small_arena import chain, make_tables, num_here, put, serv
 from tests.waiting import wait_for
 
 B = "kvray-shard-b"
+KEYS = chain(12)
 
 
 def progress(tier: Tier) -> dict[str, Any]:
-    found: dict[str, Any] = tier.b.status().get("drain") or {}
-    return found
+    return dict(tier.b.status().get("drain") or {})
 
 
 def drain_b(tier: Tier, seconds: float | None = None, by: str = "somebody") -> None:
@@ -41,11 +41,10 @@ def drain_b(tier: Tier, seconds: float | None = None, by: str = "somebody") -> N
 
 
 def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
-    keys = chain(12)
-    tier.store_far(keys)
+    tier.store_far(KEYS)
     drain_b(tier)
-    wait_for(lambda: tier.has("a", keys))
-    assert served(tier.arena("a"), keys) == 12
+    wait_for(lambda: tier.has("a", KEYS))
+    assert served(tier.arena("a"), KEYS) == 12
     wait_for(lambda: progress(tier)["state"] == "moved")
     assert progress(tier) == {
         "by": ["somebody"],
@@ -57,21 +56,13 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
     }
 
 
-def test_what_is_saved_meanwhile_goes_too(tier):
-    drain_b(tier)
-    keys = chain(5, seed="later")
-    store(tier.arena("b"), keys)
-    wait_for(lambda: tier.has("a", keys))
-
-
 def test_what_another_node_has_too_is_not_sent(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    store(tier.arena("a"), keys[:7])
-    wait_for(lambda: tier.locate(keys) == [(7, {"kvray-shard-a", B}), (12, {B})])
+    store(tier.arena("b"), KEYS)
+    store(tier.arena("a"), KEYS[:7])
+    wait_for(lambda: tier.locate(KEYS) == [(7, {"kvray-shard-a", B}), (12, {B})])
     drain_b(tier)
     wait_for(lambda: progress(tier)["state"] == "moved")
-    assert tier.has("a", keys)
+    assert tier.has("a", KEYS)
     assert progress(tier)["moved_blocks"] == 5
 
 
@@ -85,41 +76,35 @@ def test_what_is_on_disk_only_goes_too(tier):
 
 
 def test_without_time_nothing_moves_and_the_status_says_so(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
+    store(tier.arena("b"), KEYS)
     drain_b(tier, 0.0)
     wait_for(lambda: progress(tier).get("state") == "late")
     time.sleep(1.5)  # it looks again meanwhile
     assert progress(tier)["state"] == "late"
-    assert not num_here(tier.arena("a"), keys)
+    assert not num_here(tier.arena("a"), KEYS)
 
 
 def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(tier):
+    def is_leaving() -> bool:
+        """Return whether those hear it who ask about blocks."""
+        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
+
+    assert not is_leaving()
     drain_b(tier)
     drain_b(tier, 60.0, by="another")
+    wait_for(is_leaving)
     tier.b.requests.call_off_drain("somebody")
     assert progress(tier)["by"] == ["another"]
     tier.b.requests.call_off_drain("another")
     tier.b.requests.call_off_drain("nobody")
     assert not progress(tier)
-    time.sleep(0.2)
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    time.sleep(1.5)
-    assert not num_here(tier.arena("a"), keys)
-    drain_b(tier)
-    wait_for(lambda: tier.has("a", keys))
-
-
-def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(tier):
-    def is_leaving() -> bool:
-        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
-
-    assert not is_leaving()
-    drain_b(tier)
-    wait_for(is_leaving)
-    tier.b.requests.call_off_drain("somebody")
     wait_for(lambda: not is_leaving())
+    time.sleep(0.2)
+    store(tier.arena("b"), KEYS)
+    time.sleep(1.5)
+    assert not num_here(tier.arena("a"), KEYS)
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_an_order_right_after_a_call_off_counts(tier):
@@ -127,9 +112,8 @@ def test_an_order_right_after_a_call_off_counts(tier):
         drain_b(tier)
         tier.b.requests.call_off_drain("somebody")
     drain_b(tier)
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    wait_for(lambda: tier.has("a", keys))
+    store(tier.arena("b"), KEYS)
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_without_another_node_it_waits_and_says_so(tier):
@@ -139,13 +123,12 @@ def test_without_another_node_it_waits_and_says_so(tier):
 
 
 def test_a_lookup_that_is_gone_for_a_while_ends_nothing(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
+    store(tier.arena("b"), KEYS)
     tier.nodes.gone.add("kvray-lookup")
     drain_b(tier)
     wait_for(lambda: progress(tier).get("message"))
     tier.nodes.gone.clear()
-    wait_for(lambda: tier.has("a", keys))
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_a_node_that_takes_nothing_is_named(tier):

@@ -89,7 +89,7 @@ class Node:
     def __init__(
         self, make_shard: StartShard, attach: Callable[[], Arena], directory: Path
     ) -> None:
-        self._make_shard, self._attach, self.directory = make_shard, attach, directory
+        self._make_shard, self.attach, self.directory = make_shard, attach, directory
         self.stack = contextlib.ExitStack()
 
     def start(self, **changes: Any) -> Shard:
@@ -101,9 +101,6 @@ class Node:
         engine = Engine(self.directory, replica, namespace)
         self.stack.callback(engine.close)
         return engine
-
-    def attach(self) -> Arena:
-        return self._attach()
 
     def addresses(self, replica: str = "r") -> list[str]:
         wait_for(lambda: replica in self.shard.status()["events"]["replicas"], "the ports")

@@ -1,7 +1,6 @@
 """Whatever comes through a shard's socket, it is answered or hung up on, and the shard lives on."""
 
 import contextlib
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -44,26 +43,12 @@ VALUES = st.recursive(
 RANK = {"replica": "r", "rank": 0}
 GOOD: dict[str, dict[str, Any]] = {
     "hello": {},
-    "register": {
-        **RANK,
-        "namespace": NAMESPACE.to_wire(),
-        "wanted": [[0, None]],
-        "num_ranks": 1,
-        "holder": ["0" * 16, 0, 1],
-        "adapters": "x",
-        "tenants": "0" * 16,
-    },
+    "register": {**RANK, "namespace": NAMESPACE.to_wire(), "wanted": [[0, None]], "num_ranks": 1}
+    | {"holder": ["0" * 16, 0, 1], "adapters": "x", "tenants": "0" * 16},
     "report": {**RANK, "counters": {"requests": 1}, "requests": [], "leaving": False},
     "describe": {**RANK, "chains": []},
-    "stage": {
-        **RANK,
-        "keys": bytes(64),
-        "wait_s": 0.0,
-        "tokens_per_s": 1.0,
-        "verify_from": 0,
-        "token": "t",
-        "unread": [],
-    },
+    "stage": {**RANK, "keys": bytes(64), "wait_s": 0.0, "tokens_per_s": 1.0}
+    | {"verify_from": 0, "token": "t", "unread": []},
 }
 OF_OTHERS = [
     b"GET / HTTP/1.1\r\n\r\n",
@@ -93,13 +78,12 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    shard = Shard("s", settings_for(parent / "node"))
-    shard.start()
-    wait_until_serving(shard)
-    yield shard
-    shard.stop(retire=True, timeout_s=10)
-    shutil.rmtree(parent)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as parent:
+        shard = Shard("s", settings_for(Path(parent) / "node"))
+        shard.start()
+        wait_until_serving(shard)
+        yield shard
+        shard.stop(retire=True, timeout_s=10)
 
 
 @pytest.fixture

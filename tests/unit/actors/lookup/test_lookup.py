@@ -308,13 +308,9 @@ def test_one_partition_is_told_of_a_block(heads, num_partitions):
     assert sorted(block for some in found for block in some) == list(range(len(heads)))
 
 
-@pytest.mark.parametrize("num_partitions", [1, 2, 64])
-def test_all_partitions_are_told_of_a_block_whose_chain_is_not_known(num_partitions):
-    assert told([0], num_partitions) == [[0]] * num_partitions
-
-
 @pytest.mark.parametrize("num_partitions", [1, 2, 3, 64])
 def test_the_partition_that_is_told_of_a_chain_is_the_one_that_is_asked(num_partitions):
+    assert told([0], num_partitions) == [[0]] * num_partitions, "if it is not known, all are"
     for number in range(100):
         keys = chain(3, seed=str(number))
         asked = partition_of(keys[0], num_partitions)

@@ -91,8 +91,7 @@ def target(make_node: MakeNode, firewall: Firewall) -> Node:
 
 
 def failing(node: Node) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = node.mover.status()["failing_links"]
-    return found
+    return list(node.mover.status()["failing_links"])
 
 
 def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, firewall):

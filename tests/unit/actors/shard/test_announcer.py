@@ -1,8 +1,7 @@
 import asyncio
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ MOST = 1000
 
 @contextmanager
 def another_arena() -> Iterator[Arena]:
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    made = make_arena(directory)
-    made.join("test")
-    yield made
-    made.close()
-    shutil.rmtree(directory)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
+        with closing(make_arena(Path(directory))) as made:
+            made.join("test")
+            yield made
 
 
 @pytest.fixture

@@ -242,7 +242,8 @@ def test_layout_mismatch_reaches_the_engine_while_both_are_connected(engine, dir
 
 def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
     register(engine, "one")
-    rank, good = {"replica": "one", "rank": 0}, NAMESPACE.to_wire()
+    rank, other = ({"replica": name, "rank": 0} for name in ("one", "x"))
+    good = NAMESPACE.to_wire()
     stage = {**rank, "keys": bytes(32), "wait_s": 0.1}
     for op, fields in [
         ("nonsense", {}),
@@ -251,8 +252,8 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
         ("hello", {"connection": 1}),
         ("register", {}),
         ("register", {"replica": ["x"], "rank": 0, "namespace": good}),
-        *(("register", {**rank, "namespace": one}) for one in (5, {"model": None})),
-        ("register", {**rank, "namespace": good | {"model": 5}}),
+        *(("register", other | {"namespace": one}) for one in (5, {"model": None})),
+        ("register", other | {"namespace": good | {"model": 5}}),
         *(("stage", stage | {"keys": keys}) for keys in (b"", bytes(33))),
         *(("stage", stage | {"wait_s": wait_s}) for wait_s in ("soon", -1)),
         ("stage", stage | {"replica": "none"}),

@@ -46,11 +46,17 @@ async def stager(nodes: Nodes, request: pytest.FixtureRequest) -> AsyncIterator[
 
 
 @pytest.fixture
-def slow(nodes: Nodes) -> Nodes:
-    """The nodes, where `b` has KEYS, and nothing moves before it is allowed."""
+def full(nodes: Nodes) -> Nodes:
+    """The nodes, where `b` has KEYS."""
     store(nodes["b"].arena, KEYS)
-    nodes.may_move.clear()
     return nodes
+
+
+@pytest.fixture
+def slow(full: Nodes) -> Nodes:
+    """Nothing moves before it is allowed."""
+    full.may_move.clear()
+    return full
 
 
 def later() -> float:
@@ -139,19 +145,17 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
 # -- one fetch a block ----------------------------------------------------------------------------
 
 
-async def test_two_requests_for_the_same_blocks_fetch_them_once(nodes, stager):
-    store(nodes["b"].arena, KEYS)
+async def test_two_requests_for_the_same_blocks_fetch_them_once(full, stager):
     answers = await asyncio.gather(*(stage(stager) for _ in range(5)), stage(stager, KEYS[:10]))
     assert [one.num_blocks for one in answers] == [20] * 5 + [10]
-    assert len(nodes.orders) == 1
+    assert len(full.orders) == 1
     assert stager.status()["joined"] == 5
 
 
-async def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(nodes, stager):
-    store(nodes["b"].arena, KEYS)
+async def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(full, stager):
     answers = await asyncio.gather(stage(stager, KEYS[:8]), stage(stager))
     assert [one.num_blocks for one in answers] == [8, 20]
-    assert [order.spans[0].depth for order in nodes.orders] == [0, 8]
+    assert [order.spans[0].depth for order in full.orders] == [0, 8]
 
 
 async def test_who_joins_need_not_wait_for_what_he_does_not_want(slow, stager):
@@ -275,17 +279,16 @@ async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monke
     await stager.close()
 
 
-async def test_what_was_staged_is_kept_until_the_handover_is_over(nodes, stager):
-    store(nodes["b"].arena, KEYS)
+async def test_what_was_staged_is_kept_until_the_handover_is_over(full, stager):
     assert (await stage(stager)).num_blocks == 20
     for number in range(8):
-        store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
-    assert num_here(nodes["a"].arena, KEYS) == 20
+        store(full["a"].arena, chain(30, seed=f"flood {number}"))
+    assert num_here(full["a"].arena, KEYS) == 20
     stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
     assert len(stager.handovers) == 0
     for number in range(8):
-        store(nodes["a"].arena, chain(30, seed=f"more {number}"))
-    assert num_here(nodes["a"].arena, KEYS) == 0
+        store(full["a"].arena, chain(30, seed=f"more {number}"))
+    assert num_here(full["a"].arena, KEYS) == 0
 
 
 async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch):
@@ -299,11 +302,15 @@ async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch)
 # -- what fails -----------------------------------------------------------------------------------
 
 
-async def test_a_lookup_that_does_not_answer_is_asked_no_more(nodes, stager):
-    nodes.frozen.add("kvray-lookup")
+@pytest.mark.parametrize(
+    ("frozen", "gone"), [({"kvray-lookup"}, set()), (set(), {"kvray-mover-a"})]
+)
+async def test_who_does_not_answer_makes_a_miss_and_is_asked_no_more(full, stager, frozen, gone):
+    full.frozen, full.gone = frozen, gone
+    assert await stage(stager) == Staged(num_blocks=0, reason="store_down")
+    calls = len(full.calls)
     assert (await stage(stager)).reason == "store_down"
-    assert (await stage(stager)).reason == "store_down"
-    assert len(nodes.calls) == 1
+    assert len(full.calls) == calls
 
 
 async def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(nodes, stager):
@@ -328,27 +335,17 @@ async def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure
     assert [span.source for span in nodes.orders[orders].spans] == ["kvray-mover-c"]
 
 
-async def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(nodes, stager):
-    store(nodes["b"].arena, KEYS)
-    nodes.gone.add("kvray-mover-a")
-    assert await stage(stager) == Staged(num_blocks=0, reason="store_down")
-    calls = len(nodes.calls)
-    assert (await stage(stager)).reason == "store_down"
-    assert len(nodes.calls) == calls
-
-
 @pytest.mark.parametrize(
     "stager", [{"settings": SETTINGS.model_copy(update={"deadline_s": 60.0})}], indirect=True
 )
 async def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
-    nodes, stager
+    full, stager
 ):
-    store(nodes["b"].arena, KEYS)
-    nodes.frozen.add("kvray-mover-a")
+    full.frozen.add("kvray-mover-a")
     began = time.monotonic()
     assert await stage(stager, wait_s=60) == Staged(num_blocks=0, reason="store_down")
     assert time.monotonic() - began < 5
-    assert ("kvray-mover-a", "ping") in nodes.calls
+    assert ("kvray-mover-a", "ping") in full.calls
 
 
 async def test_an_index_out_of_date_ends_in_a_miss(nodes, stager):

@@ -126,7 +126,11 @@ class Parts:
         monkeypatch.setattr(watch, "ray", self)
 
     def actor(self, name: str) -> Any:
-        return SimpleNamespace(ping=SimpleNamespace(remote=lambda: self._ask(name)))
+        def ask() -> int:
+            self.asked.append(name)
+            return len(self.asked) - 1
+
+        return SimpleNamespace(ping=SimpleNamespace(remote=ask))
 
     def wait(self, pings: list[int], *, num_returns: int, timeout: float) -> Any:
         return [one for one in pings if one in self.answers], []
@@ -135,10 +139,6 @@ class Parts:
         if isinstance(self.answers[ping], Exception):
             raise self.answers[ping]
         return self.answers[ping]
-
-    def _ask(self, name: str) -> int:
-        self.asked.append(name)
-        return len(self.asked) - 1
 
 
 @pytest.fixture
@@ -406,34 +406,6 @@ def test_who_answers_the_lookup_or_is_cut_off_is_not_frozen(tier):
 
 
 NODES = st.frozensets(st.sampled_from("abc"))
-
-
-@pytest.mark.parametrize(
-    "rounds",
-    [
-        pytest.param(
-            [("ab", 0, ""), ("a", 9, ""), ("ab", 10, "a"), ("ab", 19, "a"), ("ab", 20, "ab")],
-            id="once it was unused for so long",
-        ),
-        pytest.param(
-            [("a", 0, ""), ("a", 10, "a"), ("", 11, ""), ("a", 12, "")],
-            id="not when somebody uses it again",
-        ),
-        pytest.param(
-            [("a", 0, ""), ("a", 10, "a"), ("A", 10, ""), ("a", 11, ""), ("a", 21, "a")],
-            id="again after the same time when it could not be left",
-        ),
-    ],
-)
-def test_when_a_node_is_left(rounds):
-    """A round is who is unused (as a capital: and could not be left), when, and who is left."""
-    idle = IdleNodes(10.0)
-    for unused, now, left in rounds:
-        if unused.isupper():
-            idle.stay(unused.lower())
-        else:
-            idle.note(set(unused), set(), float(now))
-        assert idle.left == set(left), now
 
 
 def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting():

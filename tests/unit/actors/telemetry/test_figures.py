@@ -195,7 +195,6 @@ def test_frozen_parts_that_were_ended_are_counted():
 
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"
-HIT = "hit_tokens_total"
 RANK = ("node", "r", "0")
 
 
@@ -208,37 +207,11 @@ def counted(figures: Figures) -> list[tuple[str, ...]]:
     return [labels for one in figures.totals for name, labels in one.totals if name == REQUESTS]
 
 
-class Exported:
-    """What a counter has that is given all increments."""
-
-    def __init__(self, figures: RankFigures) -> None:
-        self._figures = figures
-        self._increments: Increments[Series] = Increments()
-        self.sums: dict[Series, float] = {}
-
-    def look(self, counters: dict[str, int], now: float, *, connected: bool) -> None:
-        found = self._figures.look([rank(counters, connected=connected)], now).totals
-        for one in found:
-            before = one.counted_before
-            grown = self._increments.take(one.source, one.totals, counted_before=before)
-            for (name, labels), by in grown.items():
-                assert labels[:3] == RANK
-                series = name, labels[3:]
-                self.sums[series] = self.sums.get(series, 0.0) + by
-        self._increments.retain({one.source for one in found})
-
-
 def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all():
-    counters = {
-        "requests": 4,
-        "hit_tokens": 100,
-        "hit_tokens_from_host": 60,
-        "hit_tokens_from_nvme": 10,
-        "hit_tokens_from_nixl": 20,
-        "hit_tokens_from_object_ref": 10,
-    }
-    totals = totals_of(counters)
-    hits = {labels: value for (name, labels), value in totals.items() if name == HIT}
+    sources = {"host": 60, "nvme": 10, "nixl": 20, "object_ref": 10}
+    by_source = {f"hit_tokens_from_{source}": count for source, count in sources.items()}
+    totals = totals_of({"requests": 4, "hit_tokens": 100, **by_source})
+    hits = {labels: n for (name, labels), n in totals.items() if name == "hit_tokens_total"}
     near = {("host", "none"): 60, ("nvme", "none"): 10}
     assert hits == near | {("remote", "nixl"): 20, ("remote", "object_ref"): 10}
 
@@ -252,10 +225,8 @@ def test_reasons_that_nobody_knows_are_one_label():
 def test_unsaved_blocks_have_the_reasons_that_engines_name():
     counters = {f"dropped_blocks_{reason}": 2 for reason in REASONS}
     totals = totals_of({"dropped_blocks": 2 * len(REASONS) + 3, **counters, "dropped_blocks_x": 3})
-    assert totals["engine_blocks_total", ("dropped",)] == 2 * len(REASONS) + 3
-    unsaved = {
-        labels[0]: n for (name, labels), n in totals.items() if name != "engine_blocks_total"
-    }
+    assert totals.pop(("engine_blocks_total", ("dropped",))) == 2 * len(REASONS) + 3
+    unsaved = {labels[0]: value for (_, labels), value in totals.items()}
     assert unsaved == {**dict.fromkeys(REASONS, 2), "other": 3}
 
 
@@ -311,12 +282,17 @@ after each look."""
 @pytest.mark.parametrize("name", LIVES)
 def test_a_rank_is_counted_once_over_its_lives_and_the_shards(name):
     began, looks, sums = LIVES[name]
-    exported = Exported(RankFigures("node", began))
-    found = []
+    figures, increments, total, found = RankFigures("node", began), Increments[Series](), 0.0, []
     for requests, uptime_s, now in looks:
         counters = {"requests": requests, "uptime_s": uptime_s} if requests else {}
-        exported.look(counters, now, connected=requests is not None)
-        found.append(exported.sums.get(("requests_total", ()), 0))
+        totals = figures.look([rank(counters, connected=requests is not None)], now).totals
+        for one in totals:
+            before = one.counted_before
+            grown = increments.take(one.source, one.totals, counted_before=before)
+            assert all(labels[:3] == RANK for _, labels in grown)
+            total += grown.get((REQUESTS, RANK), 0.0)
+        increments.retain({one.source for one in totals})
+        found.append(total)
     assert found == sums
 
 
