@@ -127,23 +127,10 @@ def far_mover(directory: str) -> Mover:
     return mover
 
 
-def span(
-    source: str,
-    keys: list[BlockKey],
-    *,
-    part: int = 0,
-    parent: bytes = b"",
-    depth: int = 0,
-    needs_parent: bool = True,
-) -> Span:
-    return Span(
-        source=source,
-        part=part,
-        keys=b"".join(keys),
-        parent=parent,
-        depth=depth,
-        needs_parent=needs_parent,
-    )
+def span(source: str, keys: list[BlockKey], **place: Any) -> Span:
+    """Return a span of part 0 from the root, or where `place` says."""
+    made = {"part": 0, "parent": b"", "depth": 0, "needs_parent": True} | place
+    return Span(source=source, keys=b"".join(keys), **made)
 
 
 def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: int) -> bool:

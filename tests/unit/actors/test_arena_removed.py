@@ -95,9 +95,7 @@ def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(shard, direct
             wait_for(lambda: new.call("hello", timeout_s=5)["arena_id"] == before)
 
 
-def test_an_owner_file_that_is_removed_is_made_again_before_another_shard_takes_it(
-    shard, start_shard, directory
-):
+def test_a_removed_owner_file_is_made_again_before_another_takes_it(shard, start_shard, directory):
     before = arena_id(shard)
     (directory / "owner").unlink()
     wait_for(lambda: owner_of(directory) is not None)

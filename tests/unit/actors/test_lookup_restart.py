@@ -187,7 +187,12 @@ class Tier:
     """
 
     def __init__(
-        self, loop: CountedTime, num_shards: int, num_keys: int, key_s: float, partitions: int
+        self,
+        loop: CountedTime,
+        num_shards: int,
+        num_keys: int,
+        key_s: float = KEY_S,
+        partitions: int = 1,
     ) -> None:
         self.loop, self.key_s, self._num_partitions = loop, key_s, partitions
         self.frozen: dict[str, asyncio.Event] = {}
@@ -223,19 +228,13 @@ class Tier:
         return self.loop.time() - began
 
 
-def play(
-    scene: Callable[[Tier], Coroutine[Any, Any, Any]],
-    num_shards: int,
-    num_keys: int,
-    key_s: float = KEY_S,
-    partitions: int = 1,
-) -> Any:
-    """Return what a scene returns, in a time that is counted."""
+def play(scene: Callable[[Tier], Coroutine[Any, Any, Any]], *asked: Any) -> Any:
+    """Return what a scene returns with such a tier, in a time that is counted."""
     loop = CountedTime()
     try:
 
         async def main() -> Any:
-            tier = Tier(loop, num_shards, num_keys, key_s, partitions)
+            tier = Tier(loop, *asked)
             try:
                 return await scene(tier)
             finally:
@@ -249,12 +248,12 @@ def play(
         loop.close()
 
 
-def played(num_shards: int, num_keys: int, key_s: float = KEY_S) -> Callable[..., Any]:
-    """Make a test of a scene, which is played with a tier of so many shards and keys of each."""
+def played(*asked: Any) -> Callable[..., Any]:
+    """Make a test of a scene, which is played with such a tier."""
 
     def decorate(scene: Callable[[Tier], Coroutine[Any, Any, Any]]) -> Callable[[], None]:
         def test() -> None:
-            play(scene, num_shards, num_keys, key_s)
+            play(scene, *asked)
 
         test.__name__ = scene.__name__
         return test
@@ -309,9 +308,7 @@ async def staleness(tier: Tier, num_changes: int, every_s: float, look_s: float)
         pytest.param(10_000, 16_000, KEY_S, 1, marks=pytest.mark.long),
     ],
 )
-def test_a_restarted_lookup_knows_all_in_a_time_that_the_work_asks_for(
-    num_shards, num_keys, key_s, partitions
-):
+def test_a_restarted_lookup_knows_all_in_due_time(num_shards, num_keys, key_s, partitions):
     share = num_keys // partitions
     limit_s = 1.3 * num_shards * (share * key_s + 10 * CALL_S) + 5
 

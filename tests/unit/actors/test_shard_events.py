@@ -370,26 +370,28 @@ def peer_of(directory: Path, replica: str = "p") -> Iterator[Callable[..., dict[
 
 HASH = bytes(8)
 GOOD = [b"", HASH, bytes(4 * SIZE)]
+BAD_SIZES = (0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32")
 BAD_CHAINS = [[[b"", HASH, b""]], [GOOD, 7], [{}], {"a": 1}, "chains", 7, None]
 """Not chains of blocks; `check_chain` is tried with more that are none."""
 
 
-def test_what_is_told_in_another_form_costs_itself(node):
-    node.start()
-    engine, peer = node.join(), node.peer()
-    for chains in BAD_CHAINS:
-        with pytest.raises(ConfigError):
-            peer("describe", chains=chains)
-    node.check(engine)
-
-
-def test_who_registers_with_another_size_of_blocks_costs_itself(node):
+@pytest.mark.parametrize(
+    ("op", "field", "values"),
+    [
+        ("describe", "chains", BAD_CHAINS),
+        (
+            "register",
+            "namespace",
+            [MINE.to_wire() | {"tokens_per_block": bad} for bad in BAD_SIZES],
+        ),
+    ],
+)
+def test_what_is_told_in_another_form_costs_itself(node, op, field, values):
     node.start()
     engine = node.join()
-    for size in (0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32"):
-        namespace = {**MINE.to_wire(), "tokens_per_block": size}
+    for value in values:
         with pytest.raises(ConfigError):
-            node.peer()("register", namespace=namespace)
+            node.peer()(op, **{field: value})
     node.check(engine)
 
 
@@ -472,9 +474,7 @@ FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
     "seconds",
     [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
 )
-def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
-    node, line, what, seconds
-):
+def test_whatever_is_done_memory_is_bounded_and_who_behaves_is_served(node, line, what, seconds):
     shard, engine, process = node.start(), node.join(), psutil.Process()
     live, replay = node.addresses()
     arena, sub = node.attach(), node.subscribe()

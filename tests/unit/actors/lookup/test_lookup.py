@@ -204,14 +204,15 @@ def test_ranks_are_found_where_they_were_named_last_until_others_are(lookup, mon
     assert lookup.replica("r", now=0.0) == {1: "b"}
 
 
-def test_ranks_of_a_shard_that_is_silent_or_gone_are_left_out(lookup):
-    lookup.hear(ranks=(("r", 0),))
+def test_ranks_of_a_shard_that_is_silent_or_gone_are_where_they_were_named_before(lookup):
+    lookup.hear("b", is_full=True, ranks=(("r", 0),))
+    lookup.hear(ranks=(("r", 0), ("r", 1)))
     lookup.ask()
-    assert lookup.replica("r", now=LATE) == {}
+    assert lookup.replica("r", now=LATE) == {0: "b"}
     lookup.hear(now=LATE, ranks=(("r", 0),))
     assert lookup.replica("r", now=LATE) == {0: "a"}
     lookup.keep("b")
-    assert lookup.replica("r", now=LATE) == {}
+    assert lookup.replica("r", now=LATE) == {0: "b"}
 
 
 # -- partial blocks --------------------------------------------------------------------------------

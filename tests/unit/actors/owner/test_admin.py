@@ -95,9 +95,7 @@ def supervise(config: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "ask", ask)
 
 
-def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configuration(
-    tmp_path, broken, monkeypatch
-):
+def test_a_tier_that_has_lost_its_token_is_ended_by_its_user_anyhow(tmp_path, broken, monkeypatch):
     supervise(broken, monkeypatch)
     for asked in (broken, with_token(tmp_path / "other", OTHER), KVRayConfig(), None):
         ask_to_be_admitted(asked, timeout_s=1)

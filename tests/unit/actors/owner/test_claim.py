@@ -81,9 +81,7 @@ def test_an_earlier_self_that_is_ending_is_given_time(older, start_shard):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
-def test_an_owner_of_another_name_is_named_and_never_harmed(
-    stranger, start_shard, directory, hasty, signum
-):
+def test_another_owner_is_named_and_never_harmed(stranger, start_shard, directory, hasty, signum):
     stranger.process.send_signal(signum)
     message = failed_with(start_shard())
     assert message.startswith(f"Shard b (process {stranger.process.pid}, since 20")
@@ -116,9 +114,7 @@ def test_an_owner_is_known_by_its_lock_whatever_the_note_says(shard, directory, 
     assert str(owner_of(directory)) == f"Process {os.getpid()}"
 
 
-def test_nobody_owns_what_is_not_there_or_was_left_and_it_is_taken_at_once(
-    older, make_shard, directory
-):
+def test_nobody_owns_what_is_not_there_or_was_left_and_it_is_taken(older, make_shard, directory):
     assert owner_of(directory) is not None
     older.kill()
     assert owner_of(directory) is None
@@ -140,9 +136,7 @@ def test_a_second_shard_waits_and_then_takes_over(shard, start_shard, child, ret
     assert child().say(lock) == "False", "its lock is on a file without a name"
 
 
-def test_a_second_shard_says_who_owns_the_arena_and_leaves_it_alone(
-    shard, start_shard, arena, directory, hasty
-):
+def test_a_second_shard_names_the_owner_and_leaves_it(shard, start_shard, arena, directory, hasty):
     second = start_shard("b")
     assert f"Shard a (process {os.getpid()}, since 20" in failed_with(second)
     second.stop(retire=True, timeout_s=5)

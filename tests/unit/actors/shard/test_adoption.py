@@ -128,9 +128,7 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     assert not list(directory.glob("*.new"))
 
 
-def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
-    link, make_shard, line
-):
+def test_an_arena_that_fits_is_adopted_announced_and_engines_notice_nothing(link, make_shard, line):
     arena, keys = link.arena, chain(4)
     store(arena, keys)
     (held,) = arena.lease(keys)
@@ -144,9 +142,7 @@ def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
     assert (status["shard_epoch"], status["arena_id"]) == (2, arena.arena_id)
 
 
-def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adopted(
-    link, make_shard, directory
-):
+def test_what_a_dead_owner_left_half_made_goes_beside_an_adopted_arena(link, make_shard, directory):
     leave_half_made(directory)
     make_shard()
     assert not list(directory.glob("*.new"))

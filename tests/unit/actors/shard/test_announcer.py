@@ -130,9 +130,7 @@ def test_what_is_only_reserved_is_not_announced(tier, arena):
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
-def test_slots_that_are_given_to_other_blocks_between_two_looks_are_told_right(
-    tier, arena, is_back
-):
+def test_slots_that_get_other_blocks_between_two_looks_are_told_right(tier, arena, is_back):
     old, new = chain(4, seed="old"), chain(2 if is_back else 4, seed="new")
     store(arena, old)
     tier.see(arena)
@@ -144,9 +142,7 @@ def test_slots_that_are_given_to_other_blocks_between_two_looks_are_told_right(
     assert (tier.matched(old), tier.matched(new)) == (4 * is_back, len(new))
 
 
-def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
-    tier, arena, tmp_path
-):
+def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, arena, tmp_path):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
@@ -166,9 +162,7 @@ def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_
     below.close()
 
 
-def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_left_it(
-    tier, announcer, arena, tmp_path
-):
+def test_what_leaves_memory_for_an_unseen_disk_has_not_left_it(tier, announcer, arena, tmp_path):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
@@ -255,9 +249,7 @@ def test_two_parts_of_a_block_are_announced_both(tier, arena):
     assert tier.lookups[0].index.match(b"".join(keys), 2).holders == {"a": 2}
 
 
-def test_a_log_that_nobody_reads_takes_no_memory_and_starts_over(
-    tier, announcer, arena, monkeypatch
-):
+def test_a_log_without_readers_takes_no_memory_and_starts_over(tier, announcer, arena, monkeypatch):
     monkeypatch.setattr(announcer_module, "CHANGES_MAX", 5)
     keys = chain(8)
     tier.look(arena)
@@ -315,9 +307,7 @@ async def test_a_greeting_is_answered_at_once_and_brings_no_block(tier, announce
 
 
 @pytest.mark.anyio
-async def test_a_poll_that_was_given_up_ends_with_the_next_and_harms_nothing(
-    tier, announcer, arena
-):
+async def test_a_poll_that_is_given_up_ends_with_the_next_and_harms_nothing(tier, announcer, arena):
     store(arena, chain(2))
     tier.look(arena)
     first = await announcer.delta(polled(None), 60.0)

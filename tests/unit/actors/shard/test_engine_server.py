@@ -179,9 +179,7 @@ async def test_silent_connections_keep_nobody_out(connect, silent, monkeypatch):
     assert sum(not hung_up(one) for one in clients) == 3, "half of the places, with the last"
 
 
-async def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
-    connect, monkeypatch, caplog
-):
+async def test_a_process_that_uses_its_share_of_places_gets_no_more(connect, monkeypatch, caplog):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     engines = [await connect() for _ in range(4)]
     assert all([(await engine.ask())["ok"] for engine in engines])
@@ -190,9 +188,7 @@ async def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
     assert f"one more connection of process {os.getpid()} was refused" in caplog.text
 
 
-async def test_of_its_own_connections_a_process_loses_the_one_that_was_silent_for_longest(
-    connect, monkeypatch
-):
+async def test_of_its_connections_a_process_loses_the_longest_silent_one(connect, monkeypatch):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
     engines = [await connect() for _ in range(3)]
@@ -210,9 +206,7 @@ async def test_processes_that_nobody_can_tell_apart_have_all_places(connect, mon
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_does_not(
-    connect, silent, monkeypatch
-):
+async def test_who_was_silent_loses_his_place_and_an_engine_does_not(connect, silent, monkeypatch):
     pids = iter(range(1, 100))
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 4)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: next(pids))
@@ -224,9 +218,7 @@ async def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_the_process_with_most_connections_loses_one_to_a_newcomer(
-    connect, silent, monkeypatch
-):
+async def test_who_has_most_connections_loses_one_to_a_newcomer(connect, silent, monkeypatch):
     pids = iter([*[8] * 3, *[7] * 4, 9])
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
@@ -253,9 +245,7 @@ async def test_whoever_connects_and_says_nothing_is_hung_up_on(connect, monkeypa
     assert (await engine.ask())["ok"], "an engine may be silent"
 
 
-async def test_large_frames_that_are_not_finished_have_a_bound_together(
-    connect, silent, monkeypatch
-):
+async def test_large_frames_that_are_unfinished_have_a_bound_together(connect, silent, monkeypatch):
     monkeypatch.setattr(engine_server, "_LARGE_BYTES_MAX", 2**20)
     clients = silent(10)
     for client in clients:
@@ -312,9 +302,7 @@ async def test_without_descriptors_it_waits_and_says_so_once(server, tmp_path, m
     assert "no connection can be accepted at the moment (Too many open files)" in caplog.text
 
 
-async def test_connections_leave_descriptors_to_everything_else(
-    server, connect, silent, monkeypatch
-):
+async def test_connections_leave_descriptors_to_all_others(server, connect, silent, monkeypatch):
     """A quarter of the limit is taken by others: connections get half of the rest."""
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)
     had = [os.dup(0) for _ in range(40)]
@@ -335,9 +323,7 @@ async def test_connections_leave_descriptors_to_everything_else(
 # -- its socket's file ----------------------------------------------------------------------------
 
 
-async def test_a_removed_socket_is_made_again_and_another_ones_is_let_be(
-    server, connect, tmp_path, caplog
-):
+async def test_a_removed_socket_is_made_again_and_no_other_one(server, connect, tmp_path, caplog):
     path, first = tmp_path / "socket", server._listener
     await server.keep_bound()
     assert server._listener is first

@@ -77,9 +77,7 @@ def test_a_commit_of_another_process_appears_in_the_lookup(holder, line):
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
-    make_shard, attach, monkeypatch, caplog, is_full
-):
+def test_smaller_blocks_wait_for_their_rows(make_shard, attach, monkeypatch, caplog, is_full):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
     make_shard(spec=spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS))
@@ -189,9 +187,7 @@ def test_a_namespace_is_kept_within_its_quota(make_shard, attach, line):
 
 
 @pytest.mark.parametrize("stopped_s", [30.0, 0.02])
-def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_time(
-    make_shard, child, stopped_s
-):
+def test_who_stopped_with_the_lock_is_shown_and_ended_in_time(make_shard, child, stopped_s):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
     other = child()
     assert other.say("small.acquire(arena._lock, 10)") == "True"
@@ -348,9 +344,7 @@ HUGE = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30
     ],
     ids=["larger than the mount", "no such directory"],
 )
-def test_an_arena_that_cannot_be_made_is_refused_with_the_fix_and_leaves_nothing(
-    start_shard, directory, changes, fix
-):
+def test_an_impossible_arena_is_refused_and_leaves_nothing(start_shard, directory, changes, fix):
     assert fix in failed_with(start_shard(**changes))
     wait_for(lambda: not directory.exists())
 

@@ -244,9 +244,7 @@ async def test_a_lookup_that_does_not_answer_is_asked_again_later(line):
 
 
 @pytest.mark.parametrize(("num_shards", "num_asked"), [(2, 300), (1000, 2)])
-async def test_nodes_that_come_and_go_all_the_time_have_a_large_tier_ask_for_names_rarely(
-    line, num_shards, num_asked
-):
+async def test_nodes_that_come_and_go_have_a_large_tier_ask_rarely(line, num_shards, num_asked):
     line.answers = [[]] * 1000
     for tenth in range(300):
         await line.tick(tenth / 10, num_shards + tenth % 2)

@@ -234,9 +234,7 @@ async def test_a_rank_that_is_nowhere_makes_a_miss(pair):
 
 
 @pytest.mark.parametrize("has_died", [False, True], ids=["is lost", "was cut off by its death"])
-async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next_one(
-    pair, has_died
-):
+async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next(pair, has_died):
     store_both(pair)
 
     async def lose(*args: Any) -> Any:
@@ -264,9 +262,7 @@ async def test_a_token_that_was_released_leases_nothing_any_more(pair):
 
 
 @pytest.mark.parametrize(("num_blocks", "has_left"), [(20, True), (19, False)])
-async def test_no_lease_is_taken_for_a_rank_that_has_left_nor_of_less_than_asked_for(
-    pair, num_blocks, has_left
-):
+async def test_no_lease_is_taken_for_who_left_nor_of_less_than_asked(pair, num_blocks, has_left):
     store(pair.nodes["b"].arena, KEYS[:num_blocks], part=1)
     if has_left:
         pair.ranks[1].leave()

@@ -90,9 +90,7 @@ async def test_what_another_node_has_is_brought_verified_and_can_be_leased(nodes
     assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
 
 
-async def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_valid(
-    nodes, stager
-):
+async def test_blocks_that_came_without_a_checksum_are_counted_though_none_was_valid(nodes, stager):
     store(nodes["b"].arena, KEYS[:12])
     source = SourceReport(num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12)
     report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
@@ -167,9 +165,7 @@ async def test_who_joins_need_not_wait_for_what_he_does_not_want(slow, stager):
     assert (await first).num_blocks == 20
 
 
-async def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
-    slow, stager
-):
+async def test_a_stage_that_nobody_waits_for_does_not_end_a_fetch_others_joined(slow, stager):
     first = stage(stager)
     await slow.was_ordered.wait()
     second = stage(stager)
@@ -213,9 +209,7 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
-async def test_a_stage_that_is_late_before_it_knows_who_has_blocks_brings_them_all_the_same(
-    nodes, stager
-):
+async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow(nodes, stager):
     async def slowly(*keys: bytes) -> list[Run]:
         await asyncio.sleep(0.1)
         return nodes.locate(*keys)
@@ -338,9 +332,7 @@ async def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure
 @pytest.mark.parametrize(
     "stager", [{"settings": SETTINGS.model_copy(update={"deadline_s": 60.0})}], indirect=True
 )
-async def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
-    full, stager
-):
+async def test_a_mover_of_its_own_that_is_frozen_is_found_out_before_the_deadline(full, stager):
     full.frozen.add("kvray-mover-a")
     began = time.monotonic()
     assert await stage(stager, wait_s=60) == Staged(num_blocks=0, reason="store_down")
@@ -443,9 +435,7 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
 
 @pytest.mark.parametrize("have", [0, 7, 20])
 @pytest.mark.parametrize("nodes", [16], indirect=True)
-async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
-    nodes, stager, monkeypatch, have
-):
+async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, monkeypatch, have):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     asked: list[int] = []
 
@@ -487,9 +477,7 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
 
 
 @pytest.mark.parametrize("nodes", [16], indirect=True)
-async def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
-    nodes, stager, monkeypatch
-):
+async def test_what_comes_during_a_long_look_is_not_fetched_again(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     present = Arena.present
 
