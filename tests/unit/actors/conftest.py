@@ -81,7 +81,6 @@ def attach(directory: Path, start_shard: StartShard) -> Iterator[Callable[[], Ar
 
 @pytest.fixture
 def arena(shard: Shard, attach: Callable[[], Arena]) -> Arena:
-    """The arena of the shard that serves."""
     return attach()
 
 

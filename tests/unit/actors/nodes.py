@@ -113,7 +113,6 @@ class Nodes:
         return made
 
     def replica(self, replica: str) -> dict[int, str]:
-        """Answer as the lookup does."""
         return {
             rank: shard
             for shard, replicas in self.replicas.items()
@@ -122,7 +121,6 @@ class Nodes:
         }
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """As `Ask`."""
         self.calls.append((actor, method))
         if actor in self.gone:
             raise ShardUnavailable(f"There is no {actor}.")
@@ -138,16 +136,12 @@ class Nodes:
         if (other := self.others.get(f"{actor}.{method}")) is not None:
             answer = other(*args)
             return await answer if asyncio.iscoroutine(answer) else answer
-        if method in ("ping", "connect"):
-            return None
-        if method == "promote":
-            return 0
+        if method in ("ping", "connect", "promote"):
+            return 0 if method == "promote" else None
         if method == "shards":
             return [node.shard for node in self.by_name.values()]
-        if method == "locate":
-            return self.locate(*args)
-        if method == "replica":
-            return self.replica(*args)
+        if method in ("locate", "replica"):
+            return getattr(self, method)(*args)
         if (there := self.rank_stagers.get(actor)) is not None:
             if method == "stage_ranks":
                 return await there.stage_here(*args[1:])
@@ -157,7 +151,6 @@ class Nodes:
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
 
     def locate(self, *pieces: bytes) -> list[Run]:
-        """Answer as the lookup does."""
         keys = b"".join(pieces)
         blocks = [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
         masks = {}
@@ -175,7 +168,6 @@ class Nodes:
         return runs
 
     async def fetch(self, target: Node, order: FetchOrder) -> FetchReport:
-        """Answer as the mover of `target` does."""
         if not order.spans:
             return FetchReport(here=())
         self.orders.append(order)

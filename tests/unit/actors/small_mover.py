@@ -120,7 +120,6 @@ class Peer:
 
 
 def far_mover(directory: str) -> Mover:
-    """Return a mover of the process that calls this."""
     mover = Mover("far", Path(directory), SETTINGS, _no_peer, lock_wait_s=LOCK_WAIT_S)
     mover.start()
     wait_for(lambda: mover.status()["state"] == "serving")

@@ -30,7 +30,6 @@ KEYS = chain(4)
 
 @pytest.fixture
 def link(shard: Shard, directory: Path) -> Iterator[NodeLink]:
-    """An engine that is attached."""
     made = attach(directory, label="engine", lock_wait_s=PATIENT_S, attach_retry_s=0.05)
     yield made
     made.detach()

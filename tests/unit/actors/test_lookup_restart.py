@@ -138,7 +138,6 @@ class Partition:
         self.start()
 
     def start(self) -> None:
-        """Know nothing."""
         lookup, index = Lookup(), CountingIndex(self._tier.loop, self._tier.key_s)
         lookup.index = index  # type: ignore[assignment]
         self.index = index

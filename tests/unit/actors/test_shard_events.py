@@ -74,7 +74,6 @@ class Engine:
         return keys
 
     def keys(self, *blocks: int) -> list[BlockKey]:
-        """Return the keys of a prompt."""
         seed = request_seed(self.namespace.digest())
         return chain_packed(_packed(*blocks), tokens_per_block=SIZE, seed=seed)
 

@@ -94,7 +94,6 @@ def engine(shard: Shard) -> Iterator[ShardSocket]:
 
 @contextlib.contextmanager
 def stranger(shard: Shard) -> Iterator[socket.socket]:
-    """Give a connection to the shard's socket."""
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(WAIT_S)
         peer.connect(shard.status()["directory"] + "/socket")

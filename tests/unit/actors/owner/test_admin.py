@@ -26,7 +26,6 @@ def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
 
 @pytest.fixture
 def config(tmp_path: Path) -> KVRayConfig:
-    """The configuration of a tier with a token."""
     return with_token(tmp_path / "token", TOKEN)
 
 

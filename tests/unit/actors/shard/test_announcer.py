@@ -78,7 +78,6 @@ class Tier:
             more = delta.more
 
     def look(self, arena: Arena, below: NvmeStore | None = None, *, name: str = "a") -> None:
-        """Have a shard look at its tables."""
         self.announcers[name].collect(ArenaOwner(arena), below)
 
     def see(self, arena: Arena, below: NvmeStore | None = None, *, name: str = "a") -> None:
@@ -343,7 +342,6 @@ two = pytest.mark.parametrize("tier", [2], indirect=True)
 
 
 def matched(tier: Tier, keys: list[BlockKey]) -> list[int]:
-    """Return what each partition says of `keys`."""
     return [one.index.match(b"".join(keys), 1).num_blocks for one in tier.lookups]
 
 

@@ -66,7 +66,6 @@ async def connect(
 
 @pytest.fixture
 def silent(server: EngineServer, tmp_path: Path) -> Iterator[Callable[[int], list[socket.socket]]]:
-    """Makes connections that say nothing."""
     clients: list[socket.socket] = []
 
     def connect(count: int) -> list[socket.socket]:

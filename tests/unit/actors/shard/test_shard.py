@@ -41,7 +41,6 @@ StartChild = Callable[[], Child]
 
 @pytest.fixture
 def engine(shard: Shard, directory: Path) -> Any:
-    """An engine's end of the shard's socket."""
     made = ShardSocket(directory)
     yield made
     made.close()
@@ -53,7 +52,6 @@ def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> N
 
 @pytest.fixture
 def stranger(directory: Path, shard: Shard) -> Iterator[socket.socket]:
-    """A connection to the shard's socket."""
     with socket.socket(socket.AF_UNIX) as made:
         made.connect(str(directory / "socket"))
         made.settimeout(5)

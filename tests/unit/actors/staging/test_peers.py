@@ -265,7 +265,6 @@ def rates() -> Rates:
 def note(
     rates: Rates, megabytes: float, seconds: float, *, transport: str = "nixl", now: float = 0.0
 ) -> None:
-    """Note a fetch from `b`."""
     num_bytes = int(megabytes * MB)
     report = SourceReport(num_bytes=num_bytes, seconds=seconds, transport=transport)
     rates.note("b", report, now=now)

@@ -211,7 +211,6 @@ class Visitors(Replicas):
         self.disconnect(1)
 
     def add_up_at(self, now: float) -> list[dict[str, Any]]:
-        """Return who is listed then."""
         self.now = now
         self.add_up()
         return self.status()

@@ -206,7 +206,7 @@ class Tier:
             "ray": SimpleNamespace(
                 nodes=self.nodes,
                 kill=self.kill,
-                wait=self.wait,
+                wait=lambda asked, **_: ([one for one in asked if one in self.answered], []),
                 get=self.get,
                 exceptions=SimpleNamespace(RayError=RuntimeError),
                 get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: ""),
@@ -236,19 +236,12 @@ class Tier:
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
         class Shard(str):
             drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
-            leave = SimpleNamespace(remote=lambda seconds: self.leave(node))
+            leave = SimpleNamespace(remote=lambda seconds: self.leaving.append(node) or node)
 
             def call_off_drain(shard, by: str) -> None:
                 self.told.append((node, by))
 
         return Shard(shard_name(node))
-
-    def leave(self, node: str) -> str:
-        self.leaving.append(node)
-        return node
-
-    def wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        return [one for one in asked if one in self.answered], []
 
     def get(self, node: str, timeout: float) -> bool:
         if shard_name(node) in self.names - self.forgetting:
