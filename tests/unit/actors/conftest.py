@@ -1,7 +1,6 @@
 """Shards without Ray, on directories of their own."""
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -28,9 +27,8 @@ StartShard = Callable[..., Shard]
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A cluster's directory, which the shard makes."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield parent / "kvray-test"
-    shutil.rmtree(parent)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as parent:
+        yield Path(parent) / "kvray-test"
 
 
 @pytest.fixture
@@ -83,7 +81,6 @@ def attach(directory: Path, start_shard: StartShard) -> Iterator[Callable[[], Ar
 
 @pytest.fixture
 def arena(shard: Shard, attach: Callable[[], Arena]) -> Arena:
-    """The arena of the shard that serves."""
     return attach()
 
 

@@ -1,6 +1,7 @@
 """Nodes in one process: real arenas, and what their shards would call over Ray."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ class Nodes:
         for node in self.by_name.values():
             node.close()
 
+    def _peers(self, name: str, settings: StagingConfig) -> Peers:
+        return Peers(self[name].shard, self.ask, call_timeout_s=settings.call_timeout_s)
+
     def stager(
         self,
         name: str = "a",
@@ -93,20 +97,13 @@ class Nodes:
         num_shards: int = 2,
         num_partitions: int = 1,
     ) -> Stager:
-        node = self.by_name[name]
-        peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
-        return Stager(
-            node.arena,
-            peers,
-            settings,
-            num_shards=lambda: num_shards,
-            num_partitions=num_partitions,
-        )
+        arena = self.by_name[name].arena
+        count = {"num_shards": lambda: num_shards, "num_partitions": num_partitions}
+        return Stager(arena, self._peers(name, settings), settings, **count)
 
     def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
         """Return what stages at a node, where those ranks of the replica `r` are registered."""
-        node, replicas = self.by_name[name], Replicas()
-        peers = Peers(node.shard, self.ask, call_timeout_s=SETTINGS.call_timeout_s)
+        node, replicas, peers = self.by_name[name], Replicas(), self._peers(name, SETTINGS)
         stager = Stager(node.arena, peers, SETTINGS, num_shards=lambda: 2)
         for rank, reader in ranks.items():
             replicas.register(rank, "r", rank, reader)
@@ -116,7 +113,6 @@ class Nodes:
         return made
 
     def replica(self, replica: str) -> dict[int, str]:
-        """Answer as the lookup does."""
         return {
             rank: shard
             for shard, replicas in self.replicas.items()
@@ -125,7 +121,6 @@ class Nodes:
         }
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """As `Ask`."""
         self.calls.append((actor, method))
         if actor in self.gone:
             raise ShardUnavailable(f"There is no {actor}.")
@@ -141,16 +136,12 @@ class Nodes:
         if (other := self.others.get(f"{actor}.{method}")) is not None:
             answer = other(*args)
             return await answer if asyncio.iscoroutine(answer) else answer
-        if method in ("ping", "connect"):
-            return None
-        if method == "promote":
-            return 0
+        if method in ("ping", "connect", "promote"):
+            return 0 if method == "promote" else None
         if method == "shards":
             return [node.shard for node in self.by_name.values()]
-        if method == "locate":
-            return self.locate(*args)
-        if method == "replica":
-            return self.replica(*args)
+        if method in ("locate", "replica"):
+            return getattr(self, method)(*args)
         if (there := self.rank_stagers.get(actor)) is not None:
             if method == "stage_ranks":
                 return await there.stage_here(*args[1:])
@@ -160,7 +151,6 @@ class Nodes:
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
 
     def locate(self, *pieces: bytes) -> list[Run]:
-        """Answer as the lookup does."""
         keys = b"".join(pieces)
         blocks = [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
         masks = {}
@@ -178,7 +168,6 @@ class Nodes:
         return runs
 
     async def fetch(self, target: Node, order: FetchOrder) -> FetchReport:
-        """Answer as the mover of `target` does."""
         if not order.spans:
             return FetchReport(here=())
         self.orders.append(order)
@@ -186,64 +175,47 @@ class Nodes:
         here, sources = [], {}
         for span in order.spans:
             source = self.by_name[span.source.rpartition("-")[2]]
-            is_gone = span.source in self.gone | self.frozen
-            count = 0 if is_gone else await self._move(source, target, span, order.purpose)
-            here.append(count)
-            sources[span.source] = SourceReport.of(
-                ShardUnavailable("It is gone.") if is_gone else None,
-                num_blocks=count,
-                num_bytes=count * SLOT,
-                seconds=0.0 if is_gone else 0.001,
-                transport="copy",
+            gone = (
+                ShardUnavailable("It is gone.") if span.source in self.gone | self.frozen else None
             )
+            here.append(0 if gone else await self._move(source, target, span, order.purpose))
+            moved = {"num_blocks": here[-1], "num_bytes": here[-1] * SLOT, "transport": "copy"}
+            seconds = 0.0 if gone else 0.001
+            sources[span.source] = SourceReport.of(gone, seconds=seconds, **moved)
         if order.purpose == "use":
             for span in reversed(order.spans):
                 target.mover.note_use(split_keys(span.keys), span.part)
         return FetchReport(here=tuple(here), sources=sources)
 
     async def _move(self, source: Node, target: Node, span: Span, purpose: str) -> int:
-        keys = split_keys(span.keys)
+        keys, parts, is_use = split_keys(span.keys), [PartRequest(span.part)], purpose == "prompt"
         moved = num_here(target.mover, keys) if purpose == "use" else 0
         while moved < len(keys):
             await self.may_move.wait()
             step = keys[moved : moved + self.blocks_per_step]
-            parent = keys[moved - 1] if moved else BlockKey(span.parent)
-            place = span.depth + moved
-            brought = self._copy(source, target, span, step, parent, place, purpose == "prompt")
+            held = source.mover.lease_for(step, [parts], is_use=is_use)
+            if not held.num_blocks:
+                break
+            pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
+            source.mover.read(held.leases[0], pool, np.arange(held.num_blocks), verify=True)
+            source.mover.release(*held.leases)
+            made = target.mover.reserve(
+                step[: held.num_blocks],
+                parent=keys[moved - 1] if moved else BlockKey(span.parent) or None,
+                depth=span.depth + moved,
+                part=span.part,
+                block_bytes=SLOT,
+                head=span.head,
+                needs_parent=span.needs_parent,
+            )
+            assert not made.existing, "a block was brought twice"
+            target.mover.commit(made, target.mover.write(made, pool, made.rows))
+            brought = held.num_blocks - made.dropped
             moved += brought
             if brought < len(step):
                 break
             await asyncio.sleep(0)
         return moved
-
-    def _copy(
-        self,
-        source: Node,
-        target: Node,
-        span: Span,
-        keys: Sequence[BlockKey],
-        parent: BlockKey,
-        depth: int,
-        is_use: bool,
-    ) -> int:
-        held = source.mover.lease_for(keys, [[PartRequest(span.part)]], is_use=is_use)
-        if not held.num_blocks:
-            return 0
-        pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
-        source.mover.read(held.leases[0], pool, np.arange(held.num_blocks), verify=True)
-        source.mover.release(*held.leases)
-        made = target.mover.reserve(
-            keys[: held.num_blocks],
-            parent=parent or None,
-            depth=depth,
-            part=span.part,
-            block_bytes=SLOT,
-            head=span.head,
-            needs_parent=span.needs_parent,
-        )
-        assert not made.existing, "a block was brought twice"
-        target.mover.commit(made, target.mover.write(made, pool, made.rows))
-        return held.num_blocks - made.dropped
 
 
 def prefix_of(
@@ -256,3 +228,11 @@ def prefix_of(
         block_bytes={one.part: SLOT for one in parts},
         seconds_per_block=seconds_per_block,
     )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds, of which nobody is told."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)

@@ -35,5 +35,4 @@ class InUse:
         assert self._arena.reserve(RESERVED, parent=None, depth=0, part=0, block_bytes=SLOT)
 
     def stop(self) -> None:
-        """End the shard in order."""
         self._shard.stop(retire=False, timeout_s=10)

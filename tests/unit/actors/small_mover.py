@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,6 @@ from kvray.actors.mover.mover import Mover
 from kvray.actors.mover.orders import (
     FetchOrder,
     FetchReport,
-    LeaseRequest,
-    ReadLease,
-    SendOrder,
     Span,
 )
 from kvray.actors.mover.peer_links import RemoteMover
@@ -117,42 +115,21 @@ class Peer:
         """Return a mover of this process, which answers at once."""
         return cls(lambda method, *args, timeout_s: getattr(mover, method)(*args))
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
-        lease: ReadLease = self._call("lease", request, timeout_s=timeout_s)
-        return lease
-
-    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
-        return self._call("send", order, timeout_s=timeout_s)
-
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        self._call("release", token, suspects, timeout_s=timeout_s)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, method)
 
 
 def far_mover(directory: str) -> Mover:
-    """Return a mover of the process that calls this."""
     mover = Mover("far", Path(directory), SETTINGS, _no_peer, lock_wait_s=LOCK_WAIT_S)
     mover.start()
     wait_for(lambda: mover.status()["state"] == "serving")
     return mover
 
 
-def span(
-    source: str,
-    keys: list[BlockKey],
-    *,
-    part: int = 0,
-    parent: bytes = b"",
-    depth: int = 0,
-    needs_parent: bool = True,
-) -> Span:
-    return Span(
-        source=source,
-        part=part,
-        keys=b"".join(keys),
-        parent=parent,
-        depth=depth,
-        needs_parent=needs_parent,
-    )
+def span(source: str, keys: list[BlockKey], **place: Any) -> Span:
+    """Return a span of part 0 from the root, or where `place` says."""
+    made = {"part": 0, "parent": b"", "depth": 0, "needs_parent": True} | place
+    return Span(source=source, keys=b"".join(keys), **made)
 
 
 def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: int) -> bool:

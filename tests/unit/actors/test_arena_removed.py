@@ -22,7 +22,7 @@ from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.owner import ArenaOwner
 from tests.unit.actors.small_shard import nvme_for
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import PATIENT_S, chain, fetch, num_here, overwrite, store
+from tests.unit.store.small_arena import PATIENT_S, chain, num_here, overwrite, served, store
 from tests.waiting import wait_for
 
 KEYS = chain(4)
@@ -30,7 +30,6 @@ KEYS = chain(4)
 
 @pytest.fixture
 def link(shard: Shard, directory: Path) -> Iterator[NodeLink]:
-    """An engine that is attached."""
     made = attach(directory, label="engine", lock_wait_s=PATIENT_S, attach_retry_s=0.05)
     yield made
     made.detach()
@@ -75,10 +74,7 @@ def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_
     wait_for(lambda: link.arena and link.arena.arena_id == arena_id(shard))
     wait_for(lambda: line.matched(KEYS) == 0, "the withdrawal")
     store(link.arena, KEYS)
-    held = link.arena.lease(KEYS)
-    assert held
-    assert fetch(link.arena, KEYS, held[0])
-    link.arena.release(held[0], wait_s=5)
+    assert served(link.arena, KEYS) == 4
     wait_for(lambda: line.matched(KEYS) == 4, "the announcement")
     assert shard.status()["state"] == "serving"
     assert "message" not in shard.status()
@@ -98,9 +94,7 @@ def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(shard, direct
             wait_for(lambda: new.call("hello", timeout_s=5)["arena_id"] == before)
 
 
-def test_an_owner_file_that_is_removed_is_made_again_before_another_shard_takes_it(
-    shard, start_shard, directory
-):
+def test_a_removed_owner_file_is_made_again_before_another_takes_it(shard, start_shard, directory):
     before = arena_id(shard)
     (directory / "owner").unlink()
     wait_for(lambda: owner_of(directory) is not None)

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from kvray.actors.explain import (
-    EVICTED,
-    NEVER_STORED,
-    PARTIAL,
-    STORED,
-    block_states,
-    state_runs,
-)
+from kvray.actors.explain import EVICTED, NEVER_STORED, PARTIAL, STORED, block_states, state_runs
 from kvray.actors.shard.actor_requests import Whereabouts
 from kvray.store.block_history import AHEAD, CLEARED, HOST, NVME
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,18 +123,6 @@ def blocks(count: int) -> Alike:
     return Alike(keys=same, parts=np.zeros(count, dtype=np.uint32), heads=heads)
 
 
-class FullTier:
-    """A tier that holds blocks, and keeps them."""
-
-    num_held = np.zeros(PARTS_MAX, dtype=np.int64)
-
-    def __init__(self, held: Entries) -> None:
-        self._held = held
-
-    def held(self) -> Entries:
-        return self._held
-
-
 async def until(condition: Callable[[], bool], look_s: float) -> None:
     """Return once it holds, which costs nothing in a time that is counted."""
     while not condition():  # noqa: ASYNC110 - nobody tells when
@@ -149,7 +138,6 @@ class Partition:
         self.start()
 
     def start(self) -> None:
-        """Know nothing."""
         lookup, index = Lookup(), CountingIndex(self._tier.loop, self._tier.key_s)
         lookup.index = index  # type: ignore[assignment]
         self.index = index
@@ -198,7 +186,12 @@ class Tier:
     """
 
     def __init__(
-        self, loop: CountedTime, num_shards: int, num_keys: int, key_s: float, partitions: int
+        self,
+        loop: CountedTime,
+        num_shards: int,
+        num_keys: int,
+        key_s: float = KEY_S,
+        partitions: int = 1,
     ) -> None:
         self.loop, self.key_s, self._num_partitions = loop, key_s, partitions
         self.frozen: dict[str, asyncio.Event] = {}
@@ -214,7 +207,9 @@ class Tier:
 
     def add(self, shard: str) -> None:
         made = Announcer(self._num_partitions, clock=self.loop.time)
-        made._deltas = [FullTier(self._held)]  # type: ignore[list-item]
+        num_held = np.zeros(PARTS_MAX, dtype=np.int64)
+        full = SimpleNamespace(held=lambda: self._held, num_held=num_held)  # keeps what it holds
+        made._deltas = [full]  # type: ignore[list-item]
         self.shards[shard] = made
 
     @property
@@ -232,19 +227,13 @@ class Tier:
         return self.loop.time() - began
 
 
-def play(
-    scene: Callable[[Tier], Coroutine[Any, Any, Any]],
-    num_shards: int,
-    num_keys: int,
-    key_s: float = KEY_S,
-    partitions: int = 1,
-) -> Any:
-    """Return what a scene returns, in a time that is counted."""
+def play(scene: Callable[[Tier], Coroutine[Any, Any, Any]], *asked: Any) -> Any:
+    """Return what a scene returns with such a tier, in a time that is counted."""
     loop = CountedTime()
     try:
 
         async def main() -> Any:
-            tier = Tier(loop, num_shards, num_keys, key_s, partitions)
+            tier = Tier(loop, *asked)
             try:
                 return await scene(tier)
             finally:
@@ -256,6 +245,19 @@ def play(
         return loop.run_until_complete(main())
     finally:
         loop.close()
+
+
+def played(*asked: Any) -> Callable[..., Any]:
+    """Make a test of a scene, which is played with such a tier."""
+
+    def decorate(scene: Callable[[Tier], Coroutine[Any, Any, Any]]) -> Callable[[], None]:
+        def test() -> None:
+            play(scene, *asked)
+
+        test.__name__ = scene.__name__
+        return test
+
+    return decorate
 
 
 async def waits_of_queries(tier: Tier, for_s: float) -> list[float]:
@@ -305,9 +307,7 @@ async def staleness(tier: Tier, num_changes: int, every_s: float, look_s: float)
         pytest.param(10_000, 16_000, KEY_S, 1, marks=pytest.mark.long),
     ],
 )
-def test_a_restarted_lookup_knows_all_in_a_time_that_the_work_asks_for(
-    num_shards, num_keys, key_s, partitions
-):
+def test_a_restarted_lookup_knows_all_in_due_time(num_shards, num_keys, key_s, partitions):
     share = num_keys // partitions
     limit_s = 1.3 * num_shards * (share * key_s + 10 * CALL_S) + 5
 
@@ -321,105 +321,90 @@ def test_a_restarted_lookup_knows_all_in_a_time_that_the_work_asks_for(
     play(scene, num_shards, num_keys, key_s, partitions)
 
 
-def test_steps_are_as_short_as_a_slow_index_asks_for():
-    async def scene(tier: Tier) -> None:
-        assert await tier.until_told(60) < 60
-        took = [end - began for began, end in tier.loop.worked]
-        # Of the fewest keys that a step has.
-        assert np.percentile(took[len(took) // 2 :], 50) < 0.016
-
-    play(scene, 20, 4_000, SHARED_KEY_S)
+@played(20, 4_000, SHARED_KEY_S)
+async def test_steps_are_as_short_as_a_slow_index_asks_for(tier):
+    assert await tier.until_told(60) < 60
+    took = [end - began for began, end in tier.loop.worked]
+    # Of the fewest keys that a step has.
+    assert np.percentile(took[len(took) // 2 :], 50) < 0.016
 
 
-def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call():
-    async def scene(tier: Tier) -> None:
-        thaw = asyncio.Event()
-        tier.frozen = {f"s{n}": thaw for n in range(40)}
-        tier.slow = {"s50": 1.0}
-        assert await tier.until_told(60) < 60
-        before = tier.one.num_calls
-        assert all(tier.one.index.keys[shard] == 0 for shard in tier.frozen)
-        assert len(tier.under_way & {(shard, 0) for shard in tier.frozen}) == 40
-        assert tier.one.num_calls == before
-        tier.frozen = {}
-        thaw.set()
-        assert await tier.until_told(120) < 120
-
-    play(scene, 120, 16_000)
+@played(120, 16_000)
+async def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call(tier):
+    thaw = asyncio.Event()
+    tier.frozen = {f"s{n}": thaw for n in range(40)}
+    tier.slow = {"s50": 1.0}
+    assert await tier.until_told(60) < 60
+    before = tier.one.num_calls
+    assert all(tier.one.index.keys[shard] == 0 for shard in tier.frozen)
+    assert len(tier.under_way & {(shard, 0) for shard in tier.frozen}) == 40
+    assert tier.one.num_calls == before
+    tier.frozen = {}
+    thaw.set()
+    assert await tier.until_told(120) < 120
 
 
-def test_shards_that_freeze_with_a_turn_give_it_back():
-    async def scene(tier: Tier) -> None:
-        tier.frozen = {f"s{n}": asyncio.Event() for n in range(2 * TURNS)}
-        tier.freezes_above = 0
-        assert await tier.until_told(40) < 40
-        assert not any(tier.one.index.keys[shard] for shard in tier.frozen)
-
-    play(scene, 100, 16_000)
+@played(100, 16_000)
+async def test_shards_that_freeze_with_a_turn_give_it_back(tier):
+    tier.frozen = {f"s{n}": asyncio.Event() for n in range(2 * TURNS)}
+    tier.freezes_above = 0
+    assert await tier.until_told(40) < 40
+    assert not any(tier.one.index.keys[shard] for shard in tier.frozen)
 
 
-def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed():
-    async def scene(tier: Tier) -> None:
-        assert await tier.until_told(30) < 30
-        del tier.shards["s0"]
-        tier.add("new")
-        await asyncio.sleep(3)
-        assert sorted(tier.one.index.keys) == ["new", "s1", "s2"]
-        assert tier.is_told
-        tier.shards["s1"] = tier.shards["new"]  # with another log
-        before = tier.one.index.num_taken
-        del tier.shards["new"]
-        await asyncio.sleep(3)
-        assert tier.one.index.num_taken == before + 1000, "it is told all again"
-
-    play(scene, 3, 1000)
+@played(3, 1000)
+async def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed(tier):
+    assert await tier.until_told(30) < 30
+    del tier.shards["s0"]
+    tier.add("new")
+    await asyncio.sleep(3)
+    assert sorted(tier.one.index.keys) == ["new", "s1", "s2"]
+    assert tier.is_told
+    tier.shards["s1"] = tier.shards["new"]  # with another log
+    before = tier.one.index.num_taken
+    del tier.shards["new"]
+    await asyncio.sleep(3)
+    assert tier.one.index.num_taken == before + 1000, "it is told all again"
 
 
-def test_queries_wait_for_a_step_while_a_lookup_that_restarted_is_told_all():
-    async def scene(tier: Tier) -> list[float]:
-        return await waits_of_queries(tier, 3.0)
-
-    waits = play(scene, 300, 131_000)
+@played(300, 131_000)
+async def test_queries_wait_for_a_step_while_a_lookup_that_restarted_is_told_all(tier):
+    waits = await waits_of_queries(tier, 3.0)
     assert np.percentile(waits, 50) < 0.005
 
 
-def test_however_many_shards_there_are_their_polls_leave_time_for_queries():
-    async def scene(tier: Tier) -> list[float]:
-        assert await tier.until_told(60) < 60
-        await asyncio.sleep(5)
-        before = tier.one.num_calls
-        waits = await waits_of_queries(tier, 10.0)
-        assert tier.one.num_calls - before < 1.1 * CALLS_PER_S * 10
-        return waits
-
-    assert np.percentile(play(scene, 1000, 10), 50) < 0.005
+@played(1000, 10)
+async def test_however_many_shards_there_are_their_polls_leave_time_for_queries(tier):
+    assert await tier.until_told(60) < 60
+    await asyncio.sleep(5)
+    before = tier.one.num_calls
+    waits = await waits_of_queries(tier, 10.0)
+    assert tier.one.num_calls - before < 1.1 * CALLS_PER_S * 10
+    assert np.percentile(waits, 50) < 0.005
 
 
-def test_a_new_block_is_soon_found_elsewhere_in_a_quiet_tier():
-    async def scene(tier: Tier) -> list[float]:
-        assert await tier.until_told(30) < 30
-        return await staleness(tier, 300, every_s=0.1, look_s=4 * ANNOUNCE_S)
+@played(100, 100)
+async def test_a_new_block_is_soon_found_elsewhere_in_a_quiet_tier(tier):
+    assert await tier.until_told(30) < 30
+    found = await staleness(tier, 300, every_s=0.1, look_s=4 * ANNOUNCE_S)
+    assert np.percentile(found, 99) < 0.3
 
-    assert np.percentile(play(scene, 100, 100), 99) < 0.3
 
-
-def test_a_partition_that_does_not_ask_costs_no_memory_and_is_told_all_later():
-    async def scene(tier: Tier) -> None:
-        assert await tier.until_told(30) < 30
-        tier.one.task.cancel()
-        await asyncio.sleep(0.1)
-        shard = tier.shards["s0"]
-        for _ in range(30):
-            shard._note(blocks(10_000), True)
-        assert not shard._logs[0]._runs
-        assert shard.status()["lag_s"] == 0.0
-        await asyncio.sleep(60)
-        assert (shard.num_shards, round(shard.status()["lag_s"])) == (0, 60)
-        tier.one.start()
-        assert await tier.until_told(30) < 30
-        assert shard.num_shards == 5
-
-    play(scene, 5, 1000)
+@played(5, 1000)
+async def test_a_partition_that_does_not_ask_costs_no_memory_and_is_told_all_later(tier):
+    assert await tier.until_told(30) < 30
+    tier.one.task.cancel()
+    await asyncio.sleep(0.1)
+    shard = tier.shards["s0"]
+    for _ in range(30):
+        shard._note(blocks(10_000), True)
+    assert not shard._logs[0]._runs
+    assert shard.status()["lag_s"] == 0.0
+    await asyncio.sleep(60)
+    assert (shard.num_shards, round(shard.status()["lag_s"])) == (0, 60)
+    tier.one.start()
+    assert await tier.until_told(30) < 30
+    assert shard.num_shards == 5
 
 
 def _key_s(step: int, num_keys: int = 2_000_000) -> float:

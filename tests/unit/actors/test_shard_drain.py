@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,15 @@ from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.actors.two_shards import Tier
-from tests.unit.store.small_arena import chain, fetch, make_tables, num_here, put, store, take
+from tests.unit.store.small_arena import chain, make_tables, num_here, put, served, store, take
 from tests.waiting import wait_for
 
 B = "kvray-shard-b"
+KEYS = chain(12)
 
 
 def progress(tier: Tier) -> dict[str, Any]:
-    found: dict[str, Any] = tier.b.status().get("drain") or {}
-    return found
+    return dict(tier.b.status().get("drain") or {})
 
 
 def drain_b(tier: Tier, seconds: float | None = None, by: str = "somebody") -> None:
@@ -40,13 +41,10 @@ def drain_b(tier: Tier, seconds: float | None = None, by: str = "somebody") -> N
 
 
 def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
-    keys = chain(12)
-    tier.store_far(keys)
+    tier.store_far(KEYS)
     drain_b(tier)
-    wait_for(lambda: tier.has("a", keys))
-    leases = tier.arena("a").lease(keys)
-    assert leases
-    assert fetch(tier.arena("a"), keys, leases[0])
+    wait_for(lambda: tier.has("a", KEYS))
+    assert served(tier.arena("a"), KEYS) == 12
     wait_for(lambda: progress(tier)["state"] == "moved")
     assert progress(tier) == {
         "by": ["somebody"],
@@ -58,21 +56,13 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
     }
 
 
-def test_what_is_saved_meanwhile_goes_too(tier):
-    drain_b(tier)
-    keys = chain(5, seed="later")
-    store(tier.arena("b"), keys)
-    wait_for(lambda: tier.has("a", keys))
-
-
 def test_what_another_node_has_too_is_not_sent(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    store(tier.arena("a"), keys[:7])
-    wait_for(lambda: tier.locate(keys) == [(7, {"kvray-shard-a", B}), (12, {B})])
+    store(tier.arena("b"), KEYS)
+    store(tier.arena("a"), KEYS[:7])
+    wait_for(lambda: tier.locate(KEYS) == [(7, {"kvray-shard-a", B}), (12, {B})])
     drain_b(tier)
     wait_for(lambda: progress(tier)["state"] == "moved")
-    assert tier.has("a", keys)
+    assert tier.has("a", KEYS)
     assert progress(tier)["moved_blocks"] == 5
 
 
@@ -86,41 +76,35 @@ def test_what_is_on_disk_only_goes_too(tier):
 
 
 def test_without_time_nothing_moves_and_the_status_says_so(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
+    store(tier.arena("b"), KEYS)
     drain_b(tier, 0.0)
     wait_for(lambda: progress(tier).get("state") == "late")
     time.sleep(1.5)  # it looks again meanwhile
     assert progress(tier)["state"] == "late"
-    assert not num_here(tier.arena("a"), keys)
+    assert not num_here(tier.arena("a"), KEYS)
 
 
 def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(tier):
+    def is_leaving() -> bool:
+        """Return whether those hear it who ask about blocks."""
+        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
+
+    assert not is_leaving()
     drain_b(tier)
     drain_b(tier, 60.0, by="another")
+    wait_for(is_leaving)
     tier.b.requests.call_off_drain("somebody")
     assert progress(tier)["by"] == ["another"]
     tier.b.requests.call_off_drain("another")
     tier.b.requests.call_off_drain("nobody")
     assert not progress(tier)
-    time.sleep(0.2)
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    time.sleep(1.5)
-    assert not num_here(tier.arena("a"), keys)
-    drain_b(tier)
-    wait_for(lambda: tier.has("a", keys))
-
-
-def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(tier):
-    def is_leaving() -> bool:
-        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
-
-    assert not is_leaving()
-    drain_b(tier)
-    wait_for(is_leaving)
-    tier.b.requests.call_off_drain("somebody")
     wait_for(lambda: not is_leaving())
+    time.sleep(0.2)
+    store(tier.arena("b"), KEYS)
+    time.sleep(1.5)
+    assert not num_here(tier.arena("a"), KEYS)
+    drain_b(tier)
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_an_order_right_after_a_call_off_counts(tier):
@@ -128,9 +112,8 @@ def test_an_order_right_after_a_call_off_counts(tier):
         drain_b(tier)
         tier.b.requests.call_off_drain("somebody")
     drain_b(tier)
-    keys = chain(12)
-    store(tier.arena("b"), keys)
-    wait_for(lambda: tier.has("a", keys))
+    store(tier.arena("b"), KEYS)
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_without_another_node_it_waits_and_says_so(tier):
@@ -140,13 +123,12 @@ def test_without_another_node_it_waits_and_says_so(tier):
 
 
 def test_a_lookup_that_is_gone_for_a_while_ends_nothing(tier):
-    keys = chain(12)
-    store(tier.arena("b"), keys)
+    store(tier.arena("b"), KEYS)
     tier.nodes.gone.add("kvray-lookup")
     drain_b(tier)
     wait_for(lambda: progress(tier).get("message"))
     tier.nodes.gone.clear()
-    wait_for(lambda: tier.has("a", keys))
+    wait_for(lambda: tier.has("a", KEYS))
 
 
 def test_a_node_that_takes_nothing_is_named(tier):
@@ -216,21 +198,19 @@ def tree(sizes: list[tuple[int, int]]) -> Tables:
     return tables
 
 
-def rank_of(tables: Tables, seed: int) -> "Array":
-    return np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
+def ranked(sizes: list[tuple[int, int]], seed: int) -> tuple[Tables, Callable[[Array], Array]]:
+    """Return the tables, and what ranks their slots."""
+    tables = tree(sizes)
+    ranks = np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
+    return tables, ranks.__getitem__
 
 
 @settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_the_order_is_that_of_eviction_from_its_end(sizes, seed):
-    tables = tree(sizes)
-    ranks = rank_of(tables, seed)
-    everything = np.arange(tables.geometry.num_slots)
-
-    hottest = hottest_first(tables, lambda slots: ranks[slots])
-
-    going = choose_victims(tables, 99, within=everything, rank=lambda slots: ranks[slots])
-    assert hottest.tolist() == going[::-1].tolist()
+    tables, rank = ranked(sizes, seed)
+    going = choose_victims(tables, 99, within=np.arange(tables.geometry.num_slots), rank=rank)
+    assert hottest_first(tables, rank).tolist() == going[::-1].tolist()
 
 
 def test_a_block_that_is_read_goes_like_any_other():
@@ -244,12 +224,9 @@ def test_a_block_that_is_read_goes_like_any_other():
 @settings(max_examples=examples(100))
 @given(TREES, st.integers(0, 9))
 def test_spans_have_every_block_once_and_parents_first(sizes, seed):
-    tables = tree(sizes)
-    ranks = rank_of(tables, seed)
-    slots = hottest_first(tables, lambda slots: ranks[slots])
-
+    tables, rank = ranked(sizes, seed)
+    slots = hottest_first(tables, rank)
     spans = [span_of(tables, chain, "mover") for chain in chains_of(tables, slots)]
-
     keys = [key for span in spans for key in split_keys(span.keys)]
     assert sorted(keys) == sorted(tables.slot_key[slot].tobytes() for slot in slots)
     slot_of = {tables.slot_key[slot].tobytes(): slot for slot in slots.tolist()}

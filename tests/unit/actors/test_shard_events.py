@@ -3,11 +3,11 @@
 import contextlib
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,18 @@ import psutil
 import pytest
 import zmq
 
-from kvray import wire
 from kvray.actors.owner.ownership import EVENTS_FILE
 from kvray.actors.shard.events import described_blocks, publisher
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.shard import Shard
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import Packed, chain_packed, pack, request_seed
 from kvray.node import Registration, attach, link
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, PartRequest
 from kvray.store.machine.access import OWN_USER
-from kvray.wire import SOCKET_FILE
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
@@ -74,7 +74,6 @@ class Engine:
         return keys
 
     def keys(self, *blocks: int) -> list[BlockKey]:
-        """Return the keys of a prompt."""
         seed = request_seed(self.namespace.digest())
         return chain_packed(_packed(*blocks), tokens_per_block=SIZE, seed=seed)
 
@@ -89,7 +88,7 @@ class Node:
     def __init__(
         self, make_shard: StartShard, attach: Callable[[], Arena], directory: Path
     ) -> None:
-        self._make_shard, self._attach, self.directory = make_shard, attach, directory
+        self._make_shard, self.attach, self.directory = make_shard, attach, directory
         self.stack = contextlib.ExitStack()
 
     def start(self, **changes: Any) -> Shard:
@@ -102,9 +101,6 @@ class Node:
         self.stack.callback(engine.close)
         return engine
 
-    def attach(self) -> Arena:
-        return self._attach()
-
     def addresses(self, replica: str = "r") -> list[str]:
         wait_for(lambda: replica in self.shard.status()["events"]["replicas"], "the ports")
         found: list[str] = self.shard.status()["events"]["replicas"][replica]
@@ -113,8 +109,8 @@ class Node:
     def subscribe(self, *addresses: str) -> KvSubscriber:
         return self.stack.enter_context(KvSubscriber(*(addresses or self.addresses())))
 
-    def peer(self, replica: str = "p") -> "Peer":
-        return self.stack.enter_context(Peer(self.directory, replica))
+    def peer(self) -> Callable[..., dict[str, Any]]:
+        return self.stack.enter_context(peer_of(self.directory))
 
     def check(self, engine: Engine) -> None:
         """Return once what an engine stores now is published."""
@@ -318,13 +314,6 @@ def test_of_too_much_the_connection_that_told_most_loses_its_latest(monkeypatch)
     assert waiting.take(0.0) is first
 
 
-def test_tokens_beyond_the_bound_are_dropped_and_counted(node, monkeypatch):
-    monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
-    shard = node.start()
-    node.join().prompt(1, 2, 3)
-    wait_for(lambda: shard.status()["events"]["dropped"])
-
-
 # -- ports and files ------------------------------------------------------------------------------
 
 
@@ -369,48 +358,39 @@ def test_all_addresses_of_a_node_are_those_of_both_kinds(node):
 # -- peers that say anything ----------------------------------------------------------------------
 
 
-class Peer:
-    """An end of the node's socket that says anything, registered as a replica."""
-
-    def __init__(self, directory: Path, replica: str = "p", namespace: Namespace = MINE) -> None:
-        self.replica = replica
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(directory / SOCKET_FILE))
-        self.ask(op="register", namespace=namespace.to_wire())
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._socket.close()
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Return the shard's answer."""
-        self._socket.sendall(wire.encode({"replica": self.replica, "rank": 0, **request}))
-        head = self._socket.recv(4, socket.MSG_WAITALL)
-        return wire.decode(self._socket.recv(wire.body_length(head), socket.MSG_WAITALL))
+@contextlib.contextmanager
+def peer_of(directory: Path, replica: str = "p") -> Iterator[Callable[..., dict[str, Any]]]:
+    """Give an end of the node's socket that says anything, registered as a replica."""
+    with contextlib.closing(ShardSocket(directory)) as engine:
+        ask = partial(engine.call, timeout_s=60, replica=replica, rank=0)
+        ask("register", namespace=MINE.to_wire())
+        yield ask
 
 
 HASH = bytes(8)
 GOOD = [b"", HASH, bytes(4 * SIZE)]
+BAD_SIZES = (0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32")
 BAD_CHAINS = [[[b"", HASH, b""]], [GOOD, 7], [{}], {"a": 1}, "chains", 7, None]
 """Not chains of blocks; `check_chain` is tried with more that are none."""
 
 
-def test_what_is_told_in_another_form_costs_itself(node):
-    node.start()
-    engine, peer = node.join(), node.peer()
-    for chains in BAD_CHAINS:
-        assert peer.ask(op="describe", chains=chains)["error"] == "ConfigError", chains
-    node.check(engine)
-
-
-def test_who_registers_with_another_size_of_blocks_costs_itself(node):
+@pytest.mark.parametrize(
+    ("op", "field", "values"),
+    [
+        ("describe", "chains", BAD_CHAINS),
+        (
+            "register",
+            "namespace",
+            [MINE.to_wire() | {"tokens_per_block": bad} for bad in BAD_SIZES],
+        ),
+    ],
+)
+def test_what_is_told_in_another_form_costs_itself(node, op, field, values):
     node.start()
     engine = node.join()
-    for size in (0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32"):
-        namespace = {**MINE.to_wire(), "tokens_per_block": size}
-        assert not node.peer().ask(op="register", namespace=namespace)["ok"], size
+    for value in values:
+        with pytest.raises(ConfigError):
+            node.peer()(op, **{field: value})
     node.check(engine)
 
 
@@ -418,7 +398,7 @@ def test_chains_of_no_blocks_count_towards_what_waits(node, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
     shard = node.start()
     node.join()
-    node.peer().ask(op="describe", chains=[[b"", b"", b""]] * 100)
+    node.peer()("describe", chains=[[b"", b"", b""]] * 100)
     assert shard.status()["events"]["dropped"] == 1
 
 
@@ -426,8 +406,8 @@ def test_only_the_connection_of_a_rank_tells_its_tokens(node):
     node.start()
     node.join("r")
     peer, chains = node.peer(), [GOOD]
-    assert peer.ask(op="describe", chains=chains)["describe"]
-    assert peer.ask(op="describe", chains=chains, replica="r")["describe"] is None
+    assert peer("describe", chains=chains)["describe"]
+    assert peer("describe", chains=chains, replica="r")["describe"] is None
 
 
 def test_of_too_many_namespaces_the_first_are_published(node, monkeypatch):
@@ -472,14 +452,17 @@ def told_without_end(directory: Path, until: float) -> None:
     """Tell tokens of blocks that nobody stores, as fast as the shard takes them."""
     rng = random.Random(0)
     while time.monotonic() < until:
-        with contextlib.suppress(OSError), Peer(directory, f"p{rng.randrange(9)}") as peer:
+        with (
+            contextlib.suppress(ShardUnavailable),
+            peer_of(directory, f"p{rng.randrange(9)}") as ask,
+        ):
             for _ in range(rng.randrange(100)):
                 num = rng.choice([1, 20, 500])
                 parent = rng.choice([b"", HASH])
                 chain = [parent, rng.randbytes(8 * num), rng.randbytes(4 * SIZE * num)]
                 is_good = rng.random() < 0.8
-                chains: Any = [chain] if is_good else rng.choice(BAD_CHAINS)
-                peer.ask(op="describe", chains=chains)
+                with contextlib.suppress(ConfigError):
+                    ask("describe", chains=[chain] if is_good else rng.choice(BAD_CHAINS))
 
 
 FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
@@ -490,9 +473,7 @@ FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
     "seconds",
     [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
 )
-def test_whatever_is_done_to_a_port_memory_is_bounded_and_who_behaves_is_served(
-    node, line, what, seconds
-):
+def test_whatever_is_done_memory_is_bounded_and_who_behaves_is_served(node, line, what, seconds):
     shard, engine, process = node.start(), node.join(), psutil.Process()
     live, replay = node.addresses()
     arena, sub = node.attach(), node.subscribe()

@@ -6,7 +6,6 @@ If its disk fails or hangs it serves from its memory, says so, and takes the dis
 import contextlib
 import errno
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -38,7 +37,7 @@ from tests.unit.actors.small_shard import (
 )
 from tests.unit.store.mounted import run_mounted
 from tests.unit.store.nvme.small_store import spec
-from tests.unit.store.small_arena import SLOT, chain, fetch, store
+from tests.unit.store.small_arena import SLOT, chain, served, store
 from tests.waiting import wait_for
 
 MINE = replace(NAMESPACE, part_bytes=SLOT)
@@ -75,8 +74,7 @@ class Node:
             self.shard = None
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.shard.status()["nvme"]
-        return found
+        return dict(self.shard.status()["nvme"])
 
     def store(self, keys: list[BlockKey]) -> None:
         with contextlib.closing(open_arena(self.parent / "shm")) as arena:
@@ -102,24 +100,18 @@ class Node:
     def num_right(self, keys: list[BlockKey]) -> int:
         """Return how many leading keys are in the arena, all of their bytes right."""
         with contextlib.closing(open_arena(self.parent / "shm")) as arena:
-            held = arena.lease(keys)
-            if not held:
-                return 0
-            assert fetch(arena, keys, held[0])
-            arena.release(held[0], wait_s=5)
-            return held[0].num_slots
+            return served(arena, keys)
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    parent = Path(tempfile.mkdtemp(prefix="kvray-test-"))
-    (parent / "shm").mkdir()
-    node = Node(parent)
-    yield node
-    with contextlib.suppress(Exception):
-        node.stop(flush=False)
-    sweep(parent / "shm")
-    shutil.rmtree(parent)
+    with tempfile.TemporaryDirectory(prefix="kvray-test-") as parent:
+        node = Node(Path(parent))
+        (node.parent / "shm").mkdir()
+        yield node
+        with contextlib.suppress(Exception):
+            node.stop(flush=False)
+        sweep(node.parent / "shm")
 
 
 @pytest.fixture
@@ -151,29 +143,18 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node):
     assert node.status()["promoted_blocks"] == staging["transports"]["nvme"]["blocks"]
 
 
-def test_what_nobody_has_is_not_stored(full):
-    assert full.stage(chain(5, seed="other"))["reason"] == "not_stored"
-
-
-def test_a_flushed_tier_has_everything_after_a_new_start(node):
+@pytest.mark.parametrize(("flush", "num_blocks"), [(True, 20), (False, 0)])
+def test_a_flushed_tier_and_no_other_has_everything_after_a_new_start(node, flush, num_blocks):
     node.serve()
     keys = chain(20)
     node.store(keys)
-    node.stop(flush=True)
+    node.stop(flush=flush)
     assert not (node.parent / "shm" / ARENA_FILE).exists()
     node.serve()
-    assert node.status()["recovered_blocks"] == 20
+    assert node.status()["recovered_blocks"] == num_blocks
     assert node.num_right(keys) == 0
-    assert node.stage(keys)["num_blocks"] == 20
-    assert node.num_right(keys) == 20
-
-
-def test_without_a_flush_what_was_not_demoted_is_gone(node):
-    node.serve()
-    node.store(chain(20))
-    node.stop(flush=False)
-    node.serve()
-    assert node.status()["recovered_blocks"] == 0
+    assert node.stage(keys)["num_blocks"] == num_blocks
+    assert node.num_right(keys) == num_blocks
 
 
 def test_what_was_cleared_does_not_come_back(full):
@@ -245,10 +226,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made.answers.set()
 
 
+def has_open(directory: Path) -> bool:
+    return any(one.path.startswith(str(directory)) for one in psutil.Process().open_files())
+
+
 def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(full, device, caplog):
+    segments = full.parent / "nvme" / "segment"
+    assert has_open(segments)
     device.error = errno.EIO
     full.store(chain(40, seed="more"))
     wait_for(lambda: full.status()["state"] == "out", "the disk's end")
+    wait_for(lambda: not has_open(segments), "the end of its files")
     assert "cannot be written (Input/output error)" in full.status()["message"]
     assert "goes on without its disk" in caplog.text
     full.store(chain(20, seed="memory"))
@@ -273,19 +261,6 @@ def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(full, device):
     wait_for(lambda: full.line.matched(KEYS) == 0, "the withdrawal")
     device.error = 0
     wait_for(lambda: full.line.matched(KEYS) == 40, "the return")
-
-
-def test_nothing_of_a_disk_that_is_out_stays_open(full, device):
-    segments = str(full.parent / "nvme" / "segment")
-
-    def is_open() -> bool:
-        return any(one.path.startswith(segments) for one in psutil.Process().open_files())
-
-    assert is_open()
-    device.error = errno.EIO
-    full.store(chain(40, seed="more"))
-    wait_for(lambda: full.status()["state"] == "out")
-    wait_for(lambda: not is_open(), "the end of its files")
 
 
 def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(full, device, caplog):

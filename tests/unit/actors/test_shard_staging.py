@@ -18,7 +18,7 @@ from kvray.store.arena.tables import Array
 from kvray.trace import spans
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.actors.two_shards import HURRIED, MINE, Tier
-from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
+from tests.unit.store.small_arena import SLOT, chain, served, store
 from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 from tests.waiting import wait_for
 
@@ -36,16 +36,9 @@ def keys_of(tokens: np.ndarray, salt: str | None = None) -> list[BlockKey]:
 
 def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier):
     tier.store_far(KEYS)
-    assert tier.stage(KEYS) == {
-        "ok": True,
-        "num_blocks": 12,
-        "reason": "none",
-        "leases": {},
-        "arrivals": [[12, "copy", "kvray-shard-b"]],
-    }
-    leases = tier.arena("a").lease(KEYS)
-    assert leases
-    assert fetch(tier.arena("a"), KEYS, leases[0])
+    whole = {"ok": True, "num_blocks": 12, "reason": "none", "leases": {}}
+    assert tier.stage(KEYS) == whole | {"arrivals": [[12, "copy", "kvray-shard-b"]]}
+    assert served(tier.arena("a"), KEYS) == 12
     staging = tier.a.status()["staging"]
     assert (staging["stages"], staging["staged_blocks"]) == (1, 12)
 
@@ -61,9 +54,7 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier):
     answer = tier.stage(keys)
     assert (answer["num_blocks"], answer["reason"]) == (40, "none")
     assert answer["arrivals"] == [[7, "host", ""], [40, "copy", "kvray-shard-b"]]
-    leases = tier.arena("a").lease(keys)
-    assert leases
-    assert fetch(tier.arena("a"), keys, leases[0])
+    assert served(tier.arena("a"), keys) == 40
     assert tier.a.status()["staging"]["promoted_blocks"] == 33
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
@@ -117,17 +108,10 @@ def test_a_shard_says_what_it_has_on_its_disk_only(tier):
 def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier):
     tokens = np.arange(SIZE * 5 + 1, dtype="<i4")
     tier.store_far(keys_of(tokens, salt="tenant"))
-    found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
-    assert found == {
-        "num_tokens": 160,
-        "staged_tokens": 160,
-        "num_blocks": 5,
-        "sources": [[160, "remote"]],
-        "reason": "none",
-    }
-    again = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
-    assert (again["num_tokens"], again["staged_tokens"]) == (160, 0)
-    assert again["sources"] == [[160, "host"]]
+    whole = {"num_tokens": 160, "num_blocks": 5, "reason": "none"}
+    for staged, source in ((160, "remote"), (0, "host")):
+        found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
+        assert found == whole | {"staged_tokens": staged, "sources": [[160, source]]}
     assert tier.a.requests.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
     with pytest.raises(ConfigError, match="No rank of 'unknown'"):
         tier.a.requests.prefetch("unknown", tokens.tobytes())
@@ -141,8 +125,7 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier):
     tier.store_far(KEYS)
     staged = tier.a.requests.stage_ranks("", "r", [0], 30.0, 0.0, None, packed)
     assert staged == {"num_blocks": 12, "reason": "none"}
-    leases = tier.a.requests.lease_ranks("r", [0], "token", packed)
-    assert leases[0][0] == arena.arena_id
+    assert tier.a.requests.lease_ranks("r", [0], "token", packed)[0][0] == arena.arena_id
     tier.a.requests.release_ranks("token")
     assert tier.a.requests.lease_ranks("r", [0], "token", packed) == {}
 
@@ -283,10 +266,7 @@ def test_the_last_holder_of_a_block_does_not_let_it_go(copies):
     getattr(copies, loser).clear(10.0)
 
     def nothing_is_extra() -> bool:
-        arena = copies.arena(other)
-        (held,) = arena.lease(CHAINS[0])
-        arena.release(held, wait_s=PATIENT_S)
-        return extra(copies, other) == 0
+        return served(copies.arena(other), CHAINS[0]) == 6 and extra(copies, other) == 0
 
     wait_for(nothing_is_extra)
     assert not any(goes_first(copies, other, keys).any() for keys in CHAINS)

@@ -153,30 +153,22 @@ class Besiegers:
 
 
 @pytest.mark.parametrize(
-    "seconds",
-    [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    "seconds", [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directory, seconds):
     with contextlib.ExitStack() as stack:
         shard = Far(f"{__name__}:Besieged", directory)
         stack.callback(shard.kill)
         engine = stack.enter_context(contextlib.closing(ShardSocket(directory)))
-        namespace = NAMESPACE.to_wire()
-        engine.call("register", timeout_s=WAIT_S, replica="good", rank=0, namespace=namespace)
+        rank = {"timeout_s": WAIT_S, "replica": "good", "rank": 0}
+        engine.call("register", **rank, namespace=NAMESPACE.to_wire())
         stack.callback(Far(f"{__name__}:Besiegers", directory, 7).kill)
         slowest_s, count, before = 0.0, 0, None
         until = time.monotonic() + seconds
         while time.monotonic() < until or count < 10:
             began, count = time.monotonic(), count + 1
             note = pack(RequestNote(count, 1.0, 40, 4, 0, 0, 9, "not_stored"))
-            answer = engine.call(
-                "report",
-                timeout_s=WAIT_S,
-                replica="good",
-                rank=0,
-                counters={"requests": count},
-                requests=[note],
-            )
+            answer = engine.call("report", **rank, counters={"requests": count}, requests=[note])
             assert answer["known"], "its connection was ended"
             slowest_s = max(slowest_s, time.monotonic() - began)
             if before is None and time.monotonic() > until - 0.8 * seconds:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -94,12 +93,12 @@ class Tier:
 @contextlib.contextmanager
 def make_tier(*, staging: StagingConfig = PATIENT, **changes: Any) -> Iterator[Tier]:
     """Have the shards `a` and `b` with these settings."""
-    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     line, calls = Line(), Calls()
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, parent)
-        stack.callback(shutil.rmtree, disk)
+        parent, disk = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where, prefix="kvray-test-")))
+            for where in ("/dev/shm", None)
+        )
         shards = {}
         for name in "ab":
             settings = settings_for(

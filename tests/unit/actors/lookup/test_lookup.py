@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from kvray.actors.lookup import lookup as lookup_module
 from kvray.actors.lookup.delta import Delta, Poll, packed_parts
-from kvray.actors.lookup.lookup import (
-    CALLS_PER_S,
-    SILENT_S,
-    Lookup,
-    PartialBlocks,
-    RankDirectory,
-)
+from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Lookup, PartialBlocks
 from kvray.actors.lookup.partitions import partition_of, shares
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey, head_number, split_keys
@@ -67,18 +61,12 @@ def lookup() -> Hearing:
     return made
 
 
-def test_changes_are_taken_and_the_next_poll_acknowledges_them(lookup):
-    assert lookup.ask("b").cursor is None, "it knows nothing of it"
-    lookup.hear(added=[2], removed=[0], cursor=("log", 7))
-    assert lookup.has == {1, 2}
-    assert lookup.ask().cursor == ("log", 7)
-
-
 @pytest.mark.parametrize("since", [None, ("log", 0), ("other", 1)])
 def test_a_reply_to_another_cursor_is_ignored(lookup, since):
     assert lookup.hear(since=since, added=[2]) == 0
     assert lookup.has == {0, 1}
     assert lookup.ask().cursor == ("log", 1)
+    assert lookup.ask("b").cursor is None, "it knows nothing of it"
 
 
 def test_a_list_of_all_blocks_replaces_what_the_shard_had_and_leaves_others_alone(lookup):
@@ -148,6 +136,9 @@ def test_a_shard_that_does_not_answer_its_poll_is_left_out_until_it_does(lookup)
     assert lookup.locate(BOTH, now=LATE) == []
     assert lookup.targets(now=LATE) == []
     assert lookup.status(now=LATE)["silent"] == ["a"]
+    lookup.hear("b", is_full=True, added=[0], now=LATE)
+    assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}, "what another one has is found"
+    lookup.hear("b", is_full=True, now=LATE)
     lookup.hear(now=LATE)
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 2
     assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
@@ -170,12 +161,6 @@ def test_the_more_shards_the_longer_each_pauses_and_may_be_silent(lookup):
     assert lookup.ask(now=0.0).pace_s == pytest.approx(1000 / CALLS_PER_S)
     assert lookup.match(BOTH, 1, now=SILENT_S + 3 * 2.4).num_blocks == 2
     assert lookup.match(BOTH, 1, now=SILENT_S + 3 * 2.6).num_blocks == 0
-
-
-def test_what_another_shard_has_is_found_while_one_is_silent(lookup):
-    lookup.hear("b", is_full=True, added=[0])
-    lookup.ask()
-    assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}
 
 
 def test_a_shard_that_falls_silent_is_visited_once(monkeypatch):
@@ -206,31 +191,28 @@ def test_shards_are_told_how_many_are_heard(lookup):
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_ranks_are_found_where_they_are_registered_until_others_are_named(lookup):
+def test_ranks_are_found_where_they_were_named_last_until_others_are(lookup, monkeypatch):
+    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
+    lookup.hear("b", is_full=True, ranks=(("r", 0),))
     lookup.hear(ranks=(("r", 0), ("other", 1)))
-    lookup.hear("b", is_full=True, ranks=(("r", 1),))
-    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
-    assert lookup.replica("nobody", now=0.0) == {}
     assert lookup.status(now=0.0)["ranks"] == 3
+    lookup.hear("b", ranks=tuple(("r", rank) for rank in range(5)))
+    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}, "as many as are kept"
+    assert lookup.replica("nobody", now=0.0) == {}
+    lookup.hear("b", ranks=(("r", 1),))
     lookup.hear()
     assert lookup.replica("r", now=0.0) == {1: "b"}
 
 
-def test_a_rank_that_moved_is_where_it_was_named_last(lookup):
+def test_ranks_of_a_shard_that_is_silent_or_gone_are_where_they_were_named_before(lookup):
     lookup.hear("b", is_full=True, ranks=(("r", 0),))
-    lookup.hear(ranks=(("r", 0),))
-    lookup.hear("b", ranks=(("r", 0), ("r", 1)))
-    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
-
-
-def test_ranks_of_a_shard_that_is_silent_or_gone_are_left_out(lookup):
-    lookup.hear(ranks=(("r", 0),))
+    lookup.hear(ranks=(("r", 0), ("r", 1)))
     lookup.ask()
-    assert lookup.replica("r", now=LATE) == {}
+    assert lookup.replica("r", now=LATE) == {0: "b"}
     lookup.hear(now=LATE, ranks=(("r", 0),))
     assert lookup.replica("r", now=LATE) == {0: "a"}
     lookup.keep("b")
-    assert lookup.replica("r", now=LATE) == {}
+    assert lookup.replica("r", now=LATE) == {0: "b"}
 
 
 # -- partial blocks --------------------------------------------------------------------------------
@@ -290,8 +272,10 @@ def taken(blocks: PartialBlocks, shard: str = "a") -> list[int]:
 
 
 def test_every_shard_that_has_a_part_is_told_once(blocks):
-    lose(blocks, 0, shards=("a", "b"))
+    lose(blocks, 0, shards=("a", "b", "gone"))
     lose(blocks, 1, shards=("b",))
+    blocks.drop("gone")
+    assert taken(blocks, "gone") == []
     assert (taken(blocks, "a"), taken(blocks, "b")) == ([0], [0, 1])
     assert (taken(blocks, "a"), taken(blocks, "b")) == ([], [])
 
@@ -311,22 +295,6 @@ def test_what_is_too_much_to_wait_drops_the_oldest(blocks, monkeypatch):
     assert taken(blocks) == [2, 3, 4]
 
 
-def test_a_dropped_shard_is_told_nothing(blocks):
-    lose(blocks, 0)
-    blocks.drop("a")
-    assert taken(blocks) == []
-
-
-def test_a_rank_that_two_shards_name_is_with_the_later_one_and_there_is_a_bound(monkeypatch):
-    monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
-    ranks = RankDirectory()
-    ranks.name("a", [("r", 0)])
-    ranks.name("b", [("r", 0)])
-    ranks.name("a", [("r", rank) for rank in range(5)])
-    assert ranks.replica("r", ["a", "b"]) == {0: "b", 1: "a"}
-    assert ranks.replica("r", ["a"]) == {0: "a", 1: "a"}
-
-
 def told(heads: list[int], num_partitions: int) -> list[list[int]]:
     """Return for each partition the numbers of the blocks that it is told of."""
     masks = shares(np.array(heads, dtype=np.uint32), num_partitions)
@@ -341,13 +309,9 @@ def test_one_partition_is_told_of_a_block(heads, num_partitions):
     assert sorted(block for some in found for block in some) == list(range(len(heads)))
 
 
-@pytest.mark.parametrize("num_partitions", [1, 2, 64])
-def test_all_partitions_are_told_of_a_block_whose_chain_is_not_known(num_partitions):
-    assert told([0], num_partitions) == [[0]] * num_partitions
-
-
 @pytest.mark.parametrize("num_partitions", [1, 2, 3, 64])
 def test_the_partition_that_is_told_of_a_chain_is_the_one_that_is_asked(num_partitions):
+    assert told([0], num_partitions) == [[0]] * num_partitions, "if it is not known, all are"
     for number in range(100):
         keys = chain(3, seed=str(number))
         asked = partition_of(keys[0], num_partitions)

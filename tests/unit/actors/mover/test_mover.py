@@ -40,15 +40,13 @@ def keys(source: Node) -> list[BlockKey]:
     return made
 
 
-def test_blocks_of_another_node_are_ready_here(source, target):
-    keys = chain(20)
-    store(source.arena, keys)
+def test_blocks_of_another_node_are_ready_here(target, keys):
     report = target.fetch(span("a", keys))
-    assert report.here == (20,)
+    assert report.here == (10,)
     assert is_right(target.arena, keys, block_bytes=SLOT)
     got = report.sources["a"]
-    assert (got.num_blocks, got.num_bytes, got.transport) == (20, 20 * SLOT, "nixl")
-    assert got.error is None
+    told = (got.num_blocks, got.num_bytes, got.transport, got.error)
+    assert told == (10, 10 * SLOT, "nixl", None)
     assert got.seconds > 0
 
 
@@ -81,11 +79,9 @@ def test_chain_is_fetched_from_several_nodes_at_once(source, target, make_node):
     assert np.count_nonzero(tables.slot_parent[ready] >= 0) == 29
 
 
-def test_parts_of_different_sizes_are_fetched_by_one_order(source, target):
-    keys = chain(6)
-    store(source.arena, keys, part=0, block_bytes=SLOT)
+def test_parts_of_different_sizes_are_fetched_by_one_order(source, target, keys):
     store(source.arena, keys, part=3, block_bytes=1000)
-    assert target.fetch(span("a", keys), span("a", keys, part=3)).here == (6, 6)
+    assert target.fetch(span("a", keys), span("a", keys, part=3)).here == (10, 10)
     assert is_right(target.arena, keys, block_bytes=SLOT)
     assert is_right(target.arena, keys, part=3, block_bytes=1000)
 
@@ -108,9 +104,8 @@ def test_block_that_somebody_else_is_writing_does_not_count(source, target, keys
 
 
 def test_what_the_source_has_no_more_is_left_out(source, target):
-    keys = chain(10)
-    store(source.arena, keys[:7])
-    report = target.fetch(span("a", keys))
+    store(source.arena, chain(7))
+    report = target.fetch(span("a", chain(10)))
     assert report.here == (7,)
     assert report.sources["a"].error is None
 
@@ -123,18 +118,14 @@ def test_blocks_without_their_parent_are_left_out(source, target, keys):
     assert target.fetch(free).here == (5,)
 
 
-def test_arena_without_room_gets_a_shorter_prefix(source, make_node):
-    small = make_node("b", asked={"num_slabs": 4, "slots_per_slab": 4})
+@pytest.mark.parametrize("in_flight", [1, 2**26], ids=["block after block", "at once"])
+def test_arena_without_room_gets_a_shorter_prefix(source, make_node, in_flight):
+    room = {"num_slabs": 4, "slots_per_slab": 4}
+    small = make_node("b", asked=room, bytes_in_flight=in_flight)
     keys = chain(40)
     store(source.arena, keys)
     assert small.fetch(span("a", keys)).here == (16,)
     assert is_right(small.arena, keys[:16], block_bytes=SLOT)
-
-
-def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(source, make_node):
-    keys = chain(40)
-    store(source.arena, keys)
-    assert make_node("b", bytes_in_flight=1).fetch(span("a", keys)).here == (40,)
 
 
 def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target):
@@ -142,9 +133,8 @@ def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target)
     made = store(source.arena, keys)
     source.arena.slot_bytes(int(made.slots[6]))[5] ^= 1
     report = target.fetch(span("a", keys))
-    assert report.here == (6,)
-    assert report.sources["a"].corrupt == 1
-    assert report.sources["a"].error is None
+    got = report.sources["a"]
+    assert (report.here, got.corrupt, got.error) == ((6,), 1, None)
     wait_for(lambda: num_here(source.arena, keys) == 6)
     assert source.arena.stats()["corrupt"] == 1
     wait_for(lambda: target.num_reserved == 0)
@@ -175,9 +165,9 @@ def test_two_movers_fetch_from_each_other_at_once(source, target):
 
 def test_peer_that_is_not_there_is_reported(target):
     report = target.fetch(span("nobody", chain(3)))
-    assert report.here == (0,)
-    assert report.sources["nobody"].error == "ShardUnavailable"
-    assert report.sources["nobody"].message == "There is no nobody."
+    got = report.sources["nobody"]
+    told = (report.here, got.error, got.message)
+    assert told == ((0,), "ShardUnavailable", "There is no nobody.")
 
 
 def test_ends_without_a_common_transport_say_so(make_node, target, monkeypatch):
@@ -191,9 +181,7 @@ def test_ends_without_a_common_transport_say_so(make_node, target, monkeypatch):
     assert "Ray" in a.mover.status()["transports"]["object_ref"]["reason"]
 
 
-def test_order_whose_time_is_up_is_refused(source, target):
-    keys = chain(3)
-    store(source.arena, keys)
+def test_order_whose_time_is_up_is_refused(target, keys):
     report = target.fetch(span("a", keys), deadline_s=0.0)
     assert report.here == (0,)
     assert report.sources["a"].error in ("TransferTimeout", "ShardUnavailable")
@@ -248,8 +236,14 @@ def test_leased_blocks_cannot_be_evicted(source, target, keys):
     assert num_here(source.arena, keys) == 0
 
 
-def test_read_lease_that_nobody_renews_ends(source, target, keys):
-    lease = source.mover.lease(_request(target, keys, lease_s=0.2))
+@pytest.mark.parametrize(
+    ("given_s", "asked_s"),
+    [(SETTINGS.lease_s, 0.2), pytest.param(0.5, 1e6, id="no longer than the source gives")],
+)
+def test_read_lease_that_nobody_renews_ends(make_node, target, given_s, asked_s):
+    source, keys = make_node("a", lease_s=given_s), chain(10)
+    store(source.arena, keys)
+    lease = source.mover.lease(_request(target, keys, lease_s=asked_s))
     wait_for(lambda: source.num_leases == 0)
     with pytest.raises(LeaseExpired):
         source.mover.send(_nothing(lease.token))
@@ -261,14 +255,6 @@ def test_sends_renew_a_read_lease(source, target, keys):
         time.sleep(0.3)
         source.mover.send(_nothing(lease.token))
     assert source.num_leases == 1
-
-
-def test_lease_is_not_longer_than_the_source_gives(make_node, target):
-    source = make_node("a", lease_s=0.5)
-    keys = chain(10)
-    store(source.arena, keys)
-    source.mover.lease(_request(target, keys, lease_s=1e6))
-    wait_for(lambda: source.num_leases == 0)
 
 
 def test_read_leases_are_bounded(source, target):

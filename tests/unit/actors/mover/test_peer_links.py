@@ -91,8 +91,7 @@ def target(make_node: MakeNode, firewall: Firewall) -> Node:
 
 
 def failing(node: Node) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = node.mover.status()["failing_links"]
-    return found
+    return list(node.mover.status()["failing_links"])
 
 
 def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, firewall):
@@ -104,9 +103,7 @@ def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, fire
     wait_for(lambda: len(source.mover._attached.read_leases) == 0)
 
 
-def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
-    source, target, firewall
-):
+def test_what_fails_between_nodes_is_left_out_until_a_handshake_arrives(source, target, firewall):
     firewall.is_shut = True
     target.mover.connect(["a"])
     wait_for(lambda: any(one["left_out"] for one in failing(target)))

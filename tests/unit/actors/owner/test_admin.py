@@ -26,7 +26,6 @@ def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
 
 @pytest.fixture
 def config(tmp_path: Path) -> KVRayConfig:
-    """The configuration of a tier with a token."""
     return with_token(tmp_path / "token", TOKEN)
 
 
@@ -80,39 +79,29 @@ def broken(tmp_path: Path, config: KVRayConfig, request: pytest.FixtureRequest) 
     return config
 
 
-class Tier:
-    """A supervisor without Ray, and callers of it."""
+def supervise(config: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a supervisor without Ray answer whoever asks to be admitted to the tier."""
 
-    def __init__(self, config: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.config = config
-        monkeypatch.setattr(admin, "list_actors", lambda prefix: ["kvray-shard-a"])
-        monkeypatch.setattr(admin, "ask", self._ask)
+    def ask(names: Iterable[str], method: str, timeout_s: float, proof: str) -> dict[str, Any]:
+        assert method == "admit"
+        try:
+            check_proof(config, proof)
+        except KVRayError as error:
+            return dict.fromkeys(names, error)
+        return dict.fromkeys(names)
 
-    def admit(self, proof: str) -> None:
-        check_proof(self.config, proof)
-
-    def _ask(
-        self, names: Iterable[str], method: str, timeout_s: float, *args: Any
-    ) -> dict[str, Any]:
-        answers: dict[str, Any] = {}
-        for name in names:
-            try:
-                answers[name] = getattr(self, method)(*args)
-            except KVRayError as error:
-                answers[name] = error
-        return answers
+    monkeypatch.setattr(admin, "list_actors", lambda prefix: ["kvray-shard-a"])
+    monkeypatch.setattr(admin, "ask", ask)
 
 
-def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configuration(
-    tmp_path, broken, monkeypatch
-):
-    Tier(broken, monkeypatch)
+def test_a_tier_that_has_lost_its_token_is_ended_by_its_user_anyhow(tmp_path, broken, monkeypatch):
+    supervise(broken, monkeypatch)
     for asked in (broken, with_token(tmp_path / "other", OTHER), KVRayConfig(), None):
         ask_to_be_admitted(asked, timeout_s=1)
 
 
 def test_another_user_is_not_let_in_for_a_token_that_is_lost(broken, monkeypatch):
-    Tier(broken, monkeypatch)
+    supervise(broken, monkeypatch)
     uid = os.geteuid()
     monkeypatch.setattr(admin.os, "geteuid", lambda: uid + 1)
     for asked in (broken, KVRayConfig(), None):
@@ -121,7 +110,7 @@ def test_another_user_is_not_let_in_for_a_token_that_is_lost(broken, monkeypatch
 
 
 def test_a_token_that_is_there_is_asked_for_of_everybody(tmp_path, config, monkeypatch):
-    Tier(config, monkeypatch)
+    supervise(config, monkeypatch)
     ask_to_be_admitted(config, timeout_s=1)
     with pytest.raises(ConfigError, match="with a token only"):
         ask_to_be_admitted(KVRayConfig(), timeout_s=1)
@@ -130,35 +119,21 @@ def test_a_token_that_is_there_is_asked_for_of_everybody(tmp_path, config, monke
 
 
 def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(tmp_path, monkeypatch):
-    Tier(KVRayConfig(), monkeypatch)
+    supervise(KVRayConfig(), monkeypatch)
     ask_to_be_admitted(with_token(tmp_path / "broken", b"short"), timeout_s=1)
 
 
 def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path):
-    nonce = "ab" * 32
-    path = tmp_path / "file"
-    path.write_text(nonce)
-    path.chmod(0o600)
-    assert admin._is_own(f"{nonce} {path}")
-    (tmp_path / "link").symlink_to(path)
-    for no_witness in (
-        f"{'cd' * 32} {path}",
-        f" {path}",
-        f"{nonce} {tmp_path / 'link'}",
-        f"{nonce} {tmp_path / 'none'}",
-        f"{nonce} {tmp_path}",
-        f"{nonce} \0",
-        "",
-    ):
-        assert not admin._is_own(no_witness)
-    path.chmod(0o644)
-    assert not admin._is_own(f"{nonce} {path}")
-
-
-def test_nothing_is_left_of_what_shows_whose_a_caller_is():
     with admin._witness() as witness:
-        path = Path(witness.split(" ", 1)[1])
+        nonce, file = witness.split(" ", 1)
+        path = Path(file)
         assert admin._is_own(witness)
+        (tmp_path / "link").symlink_to(path)
+        others = (tmp_path / "link", tmp_path / "none", tmp_path, "\0")
+        wrong = (f"{'cd' * 32} {path}", f" {path}", *(f"{nonce} {other}" for other in others), "")
+        assert not any(map(admin._is_own, wrong))
+        path.chmod(0o644)
+        assert not admin._is_own(witness)
     assert not path.exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
 from kvray.actors.owner.inventory import find_arenas, look_at
-from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, sweep
+from kvray.actors.owner.ownership import NOTE_FILE, sweep
 from kvray.errors import ConfigError
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
@@ -23,7 +23,7 @@ from kvray.store.machine.side_file import OWNER_BYTE
 from tests.far import ROOT, Far
 from tests.unit.actors.shard_process import STORED, shard_process
 from tests.unit.actors.small_shard import failed_with, open_arena, wait_until_serving
-from tests.unit.store.small_arena import fetch
+from tests.unit.store.small_arena import served
 from tests.waiting import HANG_S, wait_for
 
 
@@ -53,11 +53,7 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     shard = make_shard()
     assert older.process.wait(HANG_S) == -signal.SIGKILL
     assert f"a: ended process {older.process.pid}, an earlier self" in caplog.text
-    arena = attach()
-    leases = arena.lease(STORED)
-    assert leases
-    assert fetch(arena, STORED, leases[0])
-    arena.release(*leases)
+    assert served(attach(), STORED) == 4
     wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0, "ending its leases")
     assert shard.status()["arena"]["shard_epoch"] == 2
     assert owner_of(directory) == Owner(
@@ -81,20 +77,11 @@ def test_an_earlier_self_that_is_ending_is_given_time(older, start_shard):
     assert older.process.poll() is None, "it has ended in order"
 
 
-def test_a_killed_owner_is_followed_at_once(older, make_shard):
-    older.kill()
-    began = time.monotonic()
-    make_shard()
-    assert time.monotonic() - began < claim._GRACE_S
-
-
 # -- another shard --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
-def test_an_owner_of_another_name_is_named_and_never_harmed(
-    stranger, start_shard, directory, hasty, signum
-):
+def test_another_owner_is_named_and_never_harmed(stranger, start_shard, directory, hasty, signum):
     stranger.process.send_signal(signum)
     message = failed_with(start_shard())
     assert message.startswith(f"Shard b (process {stranger.process.pid}, since 20")
@@ -106,24 +93,15 @@ def test_an_owner_of_another_name_is_named_and_never_harmed(
         assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
 
 
-def test_a_note_alone_makes_nobody_an_earlier_self(start_shard, directory, child, hasty):
-    directory.mkdir(mode=0o700)
-    process = child()
-    process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
-    note = {"shard": "a", "pid": process.pid, "since": time.time()}
-    (directory / NOTE_FILE).write_text(json.dumps(note))
-    assert f"Shard a (process {process.pid}, since" in failed_with(start_shard())
-    assert process.say("1 + 1") == "2"
-
-
-def test_the_name_alone_makes_nobody_an_owner(start_shard, directory, child, hasty):
+def test_neither_a_note_nor_a_name_alone_makes_an_owner(start_shard, directory, child, hasty):
     directory.mkdir(mode=0o700)
     named, owner = child(), child()
-    named.say(
-        f"(kept := SideFile.at(directory / 'owner')).try_lock({Claim(directory, 'a')._name_byte})"
-    )
-    owner.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
+    for process, byte in ((named, Claim(directory, "a")._name_byte), (owner, OWNER_BYTE)):
+        process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({byte})")
     assert f"Process {owner.pid} owns" in failed_with(start_shard())
+    note = {"shard": "a", "pid": owner.pid, "since": time.time()}
+    (directory / NOTE_FILE).write_text(json.dumps(note))
+    assert f"Shard a (process {owner.pid}, since" in failed_with(start_shard())
     assert (named.say("1 + 1"), owner.say("1 + 1")) == ("2", "2")
 
 
@@ -136,54 +114,36 @@ def test_an_owner_is_known_by_its_lock_whatever_the_note_says(shard, directory, 
     assert str(owner_of(directory)) == f"Process {os.getpid()}"
 
 
-def test_nobody_owns_what_is_not_there_or_was_left(older, directory):
+def test_nobody_owns_what_is_not_there_or_was_left_and_it_is_taken(older, make_shard, directory):
     assert owner_of(directory) is not None
     older.kill()
     assert owner_of(directory) is None
     assert owner_of(directory / "nowhere") is None
     assert not (directory / "nowhere").exists()
+    began = time.monotonic()
+    make_shard()
+    assert time.monotonic() - began < claim._GRACE_S
 
 
 @pytest.mark.parametrize("retire", [False, True])
-def test_a_second_shard_waits_and_then_takes_over(shard, start_shard, directory, retire):
+def test_a_second_shard_waits_and_then_takes_over(shard, start_shard, child, retire):
     second = start_shard("b")
     time.sleep(0.2)
     assert second.status()["state"] == "starting"
     shard.stop(retire=retire, timeout_s=5)
     wait_until_serving(second)
-    assert is_locked_for_others(directory), "its lock is on a file without a name"
+    lock = f"SideFile.at(directory / 'owner').try_lock({OWNER_BYTE})"
+    assert child().say(lock) == "False", "its lock is on a file without a name"
 
 
-def test_a_second_shard_says_who_owns_the_arena_and_leaves_it_alone(
-    shard, start_shard, arena, hasty
-):
+def test_a_second_shard_names_the_owner_and_leaves_it(shard, start_shard, arena, directory, hasty):
     second = start_shard("b")
     assert f"Shard a (process {os.getpid()}, since 20" in failed_with(second)
     second.stop(retire=True, timeout_s=5)
+    assert not sweep(directory)
+    assert (directory / "arena").exists()
     assert not arena.retired
     assert shard.status()["state"] == "serving"
-
-
-LOCK_OWNER = f"""
-import fcntl, sys
-try:
-    fcntl.lockf(open(sys.argv[1], "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, {OWNER_BYTE})
-except OSError:
-    sys.exit(1)
-"""
-
-
-def is_locked_for_others(directory: Path) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", LOCK_OWNER, str(directory / OWNER_FILE)], check=False, timeout=30
-    )
-    return done.returncode == 1
-
-
-def test_sweep_leaves_an_owned_directory_alone(shard, directory):
-    assert not sweep(directory)
-    assert shard.status()["state"] == "serving"
-    assert (directory / "arena").exists()
 
 
 def test_sweep_removes_what_a_dead_shard_left(older, directory):

@@ -18,17 +18,19 @@ def test_a_small_order_is_sent_as_it_is():
     assert unpacked(*packed(order(10))) == order(10)
 
 
-@pytest.mark.parametrize("num_blocks", [2048, 4096, 20_000])
-def test_a_large_one_comes_in_pieces_that_are_sent_with_the_call(num_blocks):
-    sent = packed(order(num_blocks))
+@pytest.mark.parametrize(
+    "large",
+    [
+        *map(order, (2048, 4096, 20_000)),
+        LeaseRequest(groups=((0, bytes(2**18)),), lease_s=1.0, addresses={"nixl": b"a"}),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_large_one_comes_in_pieces_that_are_sent_with_the_call(large):
+    sent = packed(large)
+    assert len(sent) > 1
     assert all(len(piece) < 100 * 2**10 for piece in sent)
-    assert unpacked(*sent) == order(num_blocks)
-
-
-def test_so_does_what_a_mover_wants():
-    request = LeaseRequest(groups=((0, bytes(2**18)),), lease_s=1.0, addresses={"nixl": b"a"})
-    assert len(packed(request)) > 1
-    assert unpacked(*packed(request)) == request
+    assert unpacked(*sent) == large
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 2**16, 2**16 + 1, 200_000])

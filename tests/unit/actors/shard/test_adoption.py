@@ -21,7 +21,7 @@ from kvray.store.machine.side_file import ARENA_BYTE, SideFile
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import failed_with
 from tests.unit.store.child import Child
-from tests.unit.store.small_arena import chain, fetch, spec, store
+from tests.unit.store.small_arena import chain, fetch, served, spec, store
 from tests.waiting import wait_for
 
 Damage = Callable[[Path], None]
@@ -80,8 +80,7 @@ def goes_on(link: NodeLink, *, before: str) -> bool:
     if arena is None or arena.arena_id == before:
         return False
     store(arena, keys)
-    leases = arena.lease(keys)
-    return bool(leases) and fetch(arena, keys, leases[0]) and arena.release(*leases)
+    return served(arena, keys) == 3
 
 
 DAMAGE: dict[str, tuple[Damage, str, bool]] = {
@@ -129,9 +128,7 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     assert not list(directory.glob("*.new"))
 
 
-def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
-    link, make_shard, line
-):
+def test_an_arena_that_fits_is_adopted_announced_and_engines_notice_nothing(link, make_shard, line):
     arena, keys = link.arena, chain(4)
     store(arena, keys)
     (held,) = arena.lease(keys)
@@ -145,9 +142,7 @@ def test_an_arena_that_fits_is_adopted_announced_and_its_engines_notice_nothing(
     assert (status["shard_epoch"], status["arena_id"]) == (2, arena.arena_id)
 
 
-def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adopted(
-    link, make_shard, directory
-):
+def test_what_a_dead_owner_left_half_made_goes_beside_an_adopted_arena(link, make_shard, directory):
     leave_half_made(directory)
     make_shard()
     assert not list(directory.glob("*.new"))

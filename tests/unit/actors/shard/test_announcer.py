@@ -1,8 +1,7 @@
 import asyncio
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ MOST = 1000
 
 @contextmanager
 def another_arena() -> Iterator[Arena]:
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    made = make_arena(directory)
-    made.join("test")
-    yield made
-    made.close()
-    shutil.rmtree(directory)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
+        with closing(make_arena(Path(directory))) as made:
+            made.join("test")
+            yield made
 
 
 @pytest.fixture
@@ -80,6 +77,15 @@ class Tier:
                 pass
             more = delta.more
 
+    def look(self, arena: Arena, below: NvmeStore | None = None, *, name: str = "a") -> None:
+        self.announcers[name].collect(ArenaOwner(arena), below)
+
+    def see(self, arena: Arena, below: NvmeStore | None = None, *, name: str = "a") -> None:
+        """Have a shard look at its tables, and every partition follow it."""
+        self.look(arena, below, name=name)
+        for partition in range(len(self.lookups)):
+            self.follow(name, partition)
+
     def matched(self, keys: list[BlockKey]) -> int:
         return max(one.match(b"".join(keys), 1, self.now).num_blocks for one in self.lookups)
 
@@ -92,86 +98,70 @@ class Tier:
 
 
 @pytest.fixture
-def tier() -> Tier:
-    return Tier()
+def tier(request: pytest.FixtureRequest) -> Tier:
+    """One shard `a` and one partition, or as many as its parameter says."""
+    made = Tier(getattr(request, "param", 1))
+    made.shard()
+    return made
 
 
 @pytest.fixture
 def announcer(tier: Tier) -> Announcer:
-    return tier.shard()
+    return tier.announcers["a"]
 
 
-def look(announcer: Announcer, arena: Arena, store: NvmeStore | None = None) -> None:
-    announcer.collect(ArenaOwner(arena), store)
-
-
-def test_what_is_committed_and_evicted_is_announced(tier, announcer, arena):
+def test_what_is_committed_and_evicted_is_announced(tier, arena):
     keys = chain(5)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     store(arena, keys)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert tier.matched(keys) == 5
     ArenaOwner(arena).clear()
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert (tier.matched(keys), len(tier.lookups[0].index)) == (0, 0)
     assert tier.sizes() == [(True, 0), (False, 5), (False, 5)]
 
 
-def test_what_is_only_reserved_is_not_announced(tier, announcer, arena):
+def test_what_is_only_reserved_is_not_announced(tier, arena):
     arena.reserve(chain(3), parent=None, depth=0, part=0, block_bytes=4096)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert tier.matched(chain(3)) == 0
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
-def test_slots_that_are_given_to_other_blocks_between_two_looks_are_told_right(
-    tier, announcer, arena, is_back
-):
+def test_slots_that_get_other_blocks_between_two_looks_are_told_right(tier, arena, is_back):
     old, new = chain(4, seed="old"), chain(2 if is_back else 4, seed="new")
     store(arena, old)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     ArenaOwner(arena).clear()
     store(arena, new)
     if is_back:
         store(arena, old)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert (tier.matched(old), tier.matched(new)) == (4 * is_back, len(new))
 
 
-def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
-    tier, announcer, arena, tmp_path
-):
+def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, arena, tmp_path):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
-    look(announcer, arena, below)
-    tier.follow()
+    tier.see(arena, below)
     assert tier.matched(keys) == 5
     demote(below, keys)
     owner.clear()
-    look(announcer, arena, below)
-    tier.follow()
+    tier.see(arena, below)
     assert tier.matched(keys) == 5, "the disk has them"
     below.evict(np.arange(below.geometry.num_slots))
 
     def are_gone() -> bool:
-        look(announcer, arena, below)
-        tier.follow()
+        tier.see(arena, below)
         return tier.matched(keys) == 0
 
     wait_for(are_gone, "the next look at the disk")
     below.close()
 
 
-def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_left_it(
-    tier, announcer, arena, tmp_path
-):
+def test_what_leaves_memory_for_an_unseen_disk_has_not_left_it(tier, announcer, arena, tmp_path):
     below = open_store(tmp_path / "nvme")
     owner, keys = ArenaOwner(arena), chain(5)
     store(arena, keys)
@@ -185,43 +175,40 @@ def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_l
     below.close()
 
 
-def test_a_lookup_or_a_shard_that_restarts_brings_all_blocks_again(tier, announcer, arena):
+def test_a_lookup_or_a_shard_that_restarts_brings_all_blocks_again(tier, arena):
     keys = chain(6)
     store(arena, keys)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     tier.restart()
     tier.follow()
     assert tier.matched(keys) == 6
-    look(tier.shard(), arena)
-    tier.follow()
+    tier.shard()
+    tier.see(arena)
     assert tier.matched(keys) == 6
     assert tier.sizes() == [(True, 6)] * 3
 
 
-def test_another_arena_is_listed_in_place_of_the_one_before(tier, announcer, arena):
+def test_another_arena_is_listed_in_place_of_the_one_before(tier, arena):
     gone, kept = chain(3, seed="gone"), chain(3, seed="kept")
     store(arena, gone)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     with another_arena() as other:
         store(other, kept)
-        look(announcer, other)
-        tier.follow()
+        tier.see(other)
     assert (tier.matched(gone), tier.matched(kept)) == (0, 3)
 
 
-def test_replies_are_bounded_and_the_order_of_changes_is_kept(tier, announcer, arena):
+def test_replies_are_bounded_and_the_order_of_changes_is_kept(tier, arena):
     first, second = chain(20, seed="first"), chain(20, seed="second")
     store(arena, first)
-    look(announcer, arena)
+    tier.look(arena)
     tier.follow(most=4)
     assert tier.sizes() == [(True, 4), *[(False, 4)] * 4]
     ArenaOwner(arena).clear()
-    look(announcer, arena)
+    tier.look(arena)
     store(arena, second)
     store(arena, first)
-    look(announcer, arena)
+    tier.look(arena)
     tier.follow(most=30)
     assert (tier.matched(first), tier.matched(second)) == (20, 20)
     assert max(size for _, size in tier.sizes()) <= 30
@@ -230,13 +217,11 @@ def test_replies_are_bounded_and_the_order_of_changes_is_kept(tier, announcer, a
 def test_a_list_in_pieces_replaces_what_was_there_only_when_it_is_complete(tier, announcer, arena):
     keys = chain(10)
     store(arena, keys)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     with another_arena() as other:
-        b = tier.shard("b")
+        tier.shard("b")
         store(other, keys, part=1)
-        look(b, other)
-        tier.follow("b")
+        tier.see(other, name="b")
     announcer._start_over()
     first = tier.ask(most=4)
     assert list(tier.lookups[0].take("a", first, lambda: tier.now)) == [4]
@@ -245,38 +230,34 @@ def test_a_list_in_pieces_replaces_what_was_there_only_when_it_is_complete(tier,
     assert tier.matched(keys) == 10
 
 
-def test_an_absurd_part_keeps_nothing_else_from_being_announced(tier, announcer, arena):
+def test_an_absurd_part_keeps_nothing_else_from_being_announced(tier, arena):
     absurd = chain(1, seed="absurd")
     made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
     keys = chain(2)
     store(arena, keys)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert tier.matched(keys) == 2
 
 
-def test_two_parts_of_a_block_are_announced_both(tier, announcer, arena):
+def test_two_parts_of_a_block_are_announced_both(tier, arena):
     keys: list[BlockKey] = chain(3)
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     assert tier.lookups[0].index.match(b"".join(keys), 2).holders == {"a": 2}
 
 
-def test_a_log_that_nobody_reads_takes_no_memory_and_starts_over(
-    tier, announcer, arena, monkeypatch
-):
+def test_a_log_without_readers_takes_no_memory_and_starts_over(tier, announcer, arena, monkeypatch):
     monkeypatch.setattr(announcer_module, "CHANGES_MAX", 5)
     keys = chain(8)
-    look(announcer, arena)
+    tier.look(arena)
     store(arena, keys[:1])
-    look(announcer, arena)
+    tier.look(arena)
     assert not announcer._logs[0]._runs, "nobody has asked yet"
     tier.follow()
     store(arena, keys[1:], parent=keys[0], depth=1)
-    look(announcer, arena)
+    tier.look(arena)
     assert not announcer._logs[0]._runs, "too much is noted"
     tier.now += 9.0
     assert (announcer.status()["lag_s"], announcer.num_shards) == (9.0, 0)
@@ -293,8 +274,8 @@ def polled(cursor: Any, *, most: int = MOST, **fields: Any) -> Poll:
 
 
 @pytest.mark.anyio
-async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(announcer, arena):
-    look(announcer, arena)
+async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(tier, announcer, arena):
+    tier.look(arena)
     first = await announcer.delta(polled(None), 60.0)
     beat = await announcer.delta(polled(first.cursor), 0.01)
     assert (beat.cursor, beat.more, beat.added_keys) == (first.cursor, False, b"")
@@ -308,7 +289,7 @@ async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(announcer
         await asyncio.sleep(0)
         assert not waiting.done()
         act()
-        look(announcer, arena)
+        tier.look(arena)
         beat = await waiting
     assert (beat.ranks, beat.namespaces, beat.is_leaving) == ((("r", 0),), (7,), True)
     assert beat.is_full
@@ -316,18 +297,18 @@ async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(announcer
 
 
 @pytest.mark.anyio
-async def test_a_greeting_is_answered_at_once_and_brings_no_block(announcer, arena):
+async def test_a_greeting_is_answered_at_once_and_brings_no_block(tier, announcer, arena):
     store(arena, chain(2))
-    look(announcer, arena)
+    tier.look(arena)
     said = await announcer.delta(polled(None, most=0, num_shards=7, namespaces=(5,)), 60.0)
     assert (said.cursor, said.added_keys, said.more) == (None, b"", True)
     assert (announcer.num_shards, announcer.namespaces) == (7, {5})
 
 
 @pytest.mark.anyio
-async def test_a_poll_that_was_given_up_ends_with_the_next_and_harms_nothing(announcer, arena):
+async def test_a_poll_that_is_given_up_ends_with_the_next_and_harms_nothing(tier, announcer, arena):
     store(arena, chain(2))
-    look(announcer, arena)
+    tier.look(arena)
     first = await announcer.delta(polled(None), 60.0)
     older = asyncio.ensure_future(announcer.delta(polled(first.cursor), 60.0))
     await asyncio.sleep(0)
@@ -335,15 +316,15 @@ async def test_a_poll_that_was_given_up_ends_with_the_next_and_harms_nothing(ann
     with pytest.raises(ShardUnavailable, match="asked again"):
         await older
     store(arena, chain(1, seed="more"))
-    look(announcer, arena)
+    tier.look(arena)
     assert not (await newer).is_full
 
 
 @pytest.mark.anyio
-async def test_who_asks_too_early_or_for_a_partition_too_many_is_told_so(announcer, arena):
+async def test_who_asks_too_early_or_for_a_partition_too_many_is_told_so(tier, announcer, arena):
     with pytest.raises(ShardUnavailable, match="not looked"):
         await announcer.delta(polled(None), 1.0)
-    look(announcer, arena)
+    tier.look(arena)
     with pytest.raises(ShardUnavailable, match="knows 1 partitions"):
         await announcer.delta(polled(None, partition=1), 1.0)
 
@@ -357,82 +338,67 @@ def chain_of(partition: int, length: int = 3) -> list[BlockKey]:
     return next(keys for keys in chains if partition_of(keys[0], 2) == partition)
 
 
-@pytest.fixture
-def two() -> Tier:
-    made = Tier(2)
-    made.shard()
-    return made
+two = pytest.mark.parametrize("tier", [2], indirect=True)
 
 
-def matched(two: Tier, keys: list[BlockKey]) -> list[int]:
-    """Return what each partition says of `keys`."""
-    for partition in range(2):
-        two.follow(partition=partition)
-    return [one.index.match(b"".join(keys), 1).num_blocks for one in two.lookups]
+def matched(tier: Tier, keys: list[BlockKey]) -> list[int]:
+    return [one.index.match(b"".join(keys), 1).num_blocks for one in tier.lookups]
 
 
-def test_a_chain_is_announced_to_one_partition_and_removed_there(two, arena):
+@two
+def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
     store(arena, chain_of(0))
     store(arena, chain_of(1))
-    look(two.announcers["a"], arena)
-    assert (matched(two, chain_of(0)), matched(two, chain_of(1))) == ([3, 0], [0, 3])
+    tier.see(arena)
+    assert (matched(tier, chain_of(0)), matched(tier, chain_of(1))) == ([3, 0], [0, 3])
+    tier.replies.clear()
+    tier.restart(1)
+    tier.see(arena)
+    assert matched(tier, chain_of(1)) == [0, 3]
+    assert tier.sizes() == [(False, 0), (True, 3)], "who restarts is rebuilt alone"
     ArenaOwner(arena).clear()
-    look(two.announcers["a"], arena)
-    assert matched(two, chain_of(0)) == [0, 0]
-    assert [len(one.index) for one in two.lookups] == [0, 0]
+    tier.see(arena)
+    assert [len(one.index) for one in tier.lookups] == [0, 0]
 
 
-def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(two, arena):
+@two
+def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(tier, arena):
     keys = chain_of(1)
     made = arena.reserve(
         keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
     )
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
-    look(two.announcers["a"], arena)
-    assert matched(two, keys[1:]) == [2, 2]
+    tier.see(arena)
+    assert matched(tier, keys[1:]) == [2, 2]
     ArenaOwner(arena).clear()
-    look(two.announcers["a"], arena)
-    assert matched(two, keys[1:]) == [0, 0]
+    tier.see(arena)
+    assert matched(tier, keys[1:]) == [0, 0]
 
 
-def test_a_partition_that_restarts_is_rebuilt_alone(two, arena):
-    store(arena, chain_of(0))
-    store(arena, chain_of(1))
-    look(two.announcers["a"], arena)
-    matched(two, chain_of(0))
-    two.replies.clear()
-    two.restart(1)
-    assert matched(two, chain_of(1)) == [0, 3]
-    assert two.sizes() == [(False, 0), (True, 3)]
-
-
-def test_a_shard_goes_by_the_partitions_that_ask(two, arena):
-    announcer = two.announcers["a"]
-    look(announcer, arena)
-    two.follow(partition=1)
+@two
+def test_a_shard_goes_by_the_partitions_that_ask(tier, announcer, arena):
+    tier.look(arena)
+    tier.follow(partition=1)
     assert announcer.num_shards == 1
-    two.now += 60.0
+    tier.now += 60.0
     assert announcer.num_shards == 0
 
 
 # -- partial blocks ------------------------------------------------------------------------------
 
 
-def test_what_lost_its_other_part_is_evicted_first(tier, announcer, arena):
+def test_what_lost_its_other_part_is_evicted_first(tier, arena):
     old, partial, used = (chain(1, seed=seed) for seed in ("old", "partial", "used"))
     slots = [store(arena, keys, part=1).slots[0] for keys in (old, partial, used)]
-    look(announcer, arena)
-    tier.follow()
+    tier.see(arena)
     with another_arena() as other:
-        other_shard = tier.shard("b")
+        tier.shard("b")
         store(other, partial, part=0)
-        look(other_shard, other)
-        tier.follow("b")
+        tier.see(other, name="b")
         ArenaOwner(other).clear()
-        look(other_shard, other)
-        tier.follow("b")
+        tier.see(other, name="b")
     tier.follow()
-    look(announcer, arena)
+    tier.look(arena)
     within = np.arange(arena.tables.geometry.num_slots)
     victims = choose_victims(arena.tables, 3, within=within, protect=NOBODY)
     assert victims.tolist() == [slots[1], slots[0], slots[2]]

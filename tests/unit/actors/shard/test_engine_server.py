@@ -66,7 +66,6 @@ async def connect(
 
 @pytest.fixture
 def silent(server: EngineServer, tmp_path: Path) -> Iterator[Callable[[int], list[socket.socket]]]:
-    """Makes connections that say nothing."""
     clients: list[socket.socket] = []
 
     def connect(count: int) -> list[socket.socket]:
@@ -98,24 +97,16 @@ async def test_a_slow_answer_holds_up_its_own_connection_only(server, connect):
 
     async def slow(connection: int) -> dict[str, Any]:
         await may_go_on.wait()
-        return {"was": "slow"}
-
-    server._handlers |= {"slow": slow, "quick": lambda connection: {"was": "quick"}}
-    engine, other = await connect(), await connect()
-    engine.send("slow", "quick")
-    assert (await other.ask("quick"))["was"] == "quick"
-    may_go_on.set()
-    assert [(await engine.answer())["was"] for _ in range(2)] == ["slow", "quick"]
-
-
-async def test_an_error_of_a_slow_answer_is_answered(server, connect):
-    async def slow(connection: int) -> dict[str, Any]:
-        await asyncio.sleep(0)
         raise ShardUnavailable("Not now.")
 
-    server._handlers["slow"] = slow
-    reply = await (await connect()).ask("slow")
-    assert (reply["error"], reply["message"]) == ("ShardUnavailable", "Not now.")
+    server._handlers |= {"slow": slow, "quick": lambda connection: {"message": "quick"}}
+    engine, other = await connect(), await connect()
+    engine.send("slow", "quick")
+    assert (await other.ask("quick"))["message"] == "quick"
+    may_go_on.set()
+    error, quick = await engine.answer(), await engine.answer()
+    assert (error["error"], error["message"]) == ("ShardUnavailable", "Not now.")
+    assert quick["message"] == "quick"
 
 
 async def test_what_was_wrong_is_not_repeated_at_any_length(server, connect):
@@ -187,9 +178,7 @@ async def test_silent_connections_keep_nobody_out(connect, silent, monkeypatch):
     assert sum(not hung_up(one) for one in clients) == 3, "half of the places, with the last"
 
 
-async def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
-    connect, monkeypatch, caplog
-):
+async def test_a_process_that_uses_its_share_of_places_gets_no_more(connect, monkeypatch, caplog):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     engines = [await connect() for _ in range(4)]
     assert all([(await engine.ask())["ok"] for engine in engines])
@@ -198,9 +187,7 @@ async def test_a_process_that_uses_its_share_of_the_places_gets_no_more(
     assert f"one more connection of process {os.getpid()} was refused" in caplog.text
 
 
-async def test_of_its_own_connections_a_process_loses_the_one_that_was_silent_for_longest(
-    connect, monkeypatch
-):
+async def test_of_its_connections_a_process_loses_the_longest_silent_one(connect, monkeypatch):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
     engines = [await connect() for _ in range(3)]
@@ -218,9 +205,7 @@ async def test_processes_that_nobody_can_tell_apart_have_all_places(connect, mon
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_does_not(
-    connect, silent, monkeypatch
-):
+async def test_who_was_silent_loses_his_place_and_an_engine_does_not(connect, silent, monkeypatch):
     pids = iter(range(1, 100))
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 4)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: next(pids))
@@ -232,9 +217,7 @@ async def test_who_has_said_nothing_loses_his_place_to_a_newcomer_and_an_engine_
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_the_process_with_most_connections_loses_one_to_a_newcomer(
-    connect, silent, monkeypatch
-):
+async def test_who_has_most_connections_loses_one_to_a_newcomer(connect, silent, monkeypatch):
     pids = iter([*[8] * 3, *[7] * 4, 9])
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
@@ -261,9 +244,7 @@ async def test_whoever_connects_and_says_nothing_is_hung_up_on(connect, monkeypa
     assert (await engine.ask())["ok"], "an engine may be silent"
 
 
-async def test_large_frames_that_are_not_finished_have_a_bound_together(
-    connect, silent, monkeypatch
-):
+async def test_large_frames_that_are_unfinished_have_a_bound_together(connect, silent, monkeypatch):
     monkeypatch.setattr(engine_server, "_LARGE_BYTES_MAX", 2**20)
     clients = silent(10)
     for client in clients:
@@ -320,9 +301,7 @@ async def test_without_descriptors_it_waits_and_says_so_once(server, tmp_path, m
     assert "no connection can be accepted at the moment (Too many open files)" in caplog.text
 
 
-async def test_connections_leave_descriptors_to_everything_else(
-    server, connect, silent, monkeypatch
-):
+async def test_connections_leave_descriptors_to_all_others(server, connect, silent, monkeypatch):
     """A quarter of the limit is taken by others: connections get half of the rest."""
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)
     had = [os.dup(0) for _ in range(40)]
@@ -343,9 +322,7 @@ async def test_connections_leave_descriptors_to_everything_else(
 # -- its socket's file ----------------------------------------------------------------------------
 
 
-async def test_a_removed_socket_is_made_again_and_another_ones_is_let_be(
-    server, connect, tmp_path, caplog
-):
+async def test_a_removed_socket_is_made_again_and_no_other_one(server, connect, tmp_path, caplog):
     path, first = tmp_path / "socket", server._listener
     await server.keep_bound()
     assert server._listener is first

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,16 +74,18 @@ def report(**fields: Any) -> FetchReport:
 
 
 async def test_a_call_that_failed_is_not_made_again_until_a_ping_was_answered(line, peers):
-    line.answers = [NO_ANSWER, None, "ok"]
+    line.answers = [ConfigError("An error is an answer."), NO_ANSWER, None, "ok"]
+    with pytest.raises(ConfigError):
+        await peers.call("lookup", "x")
     for _ in range(3):
         with pytest.raises(ShardUnavailable, match="No answer"):
             await peers.call("lookup", "x")
     await line.tick()
-    assert line.methods == ["x"]
+    assert line.methods == ["x", "x"]
     line.now += 0.3
     await line.tick()
     assert await peers.call("lookup", "x") == "ok"
-    assert line.methods == ["x", "ping", "x"]
+    assert line.methods == ["x", "x", "ping", "x"]
 
 
 async def test_who_does_not_answer_costs_no_request_any_time(line, peers):
@@ -114,13 +117,6 @@ async def test_there_is_one_ping_at_a_time_and_none_is_left_behind(line, peers):
     assert asyncio.all_tasks() == before
 
 
-async def test_an_error_that_it_answers_with_is_an_answer(line, peers):
-    line.answers = [ConfigError("No."), "ok"]
-    with pytest.raises(ConfigError):
-        await peers.call("b", "x")
-    assert await peers.call("b", "x") == "ok"
-
-
 async def test_deadlines_are_those_of_the_work_and_of_an_answer(line, peers):
     line.answers = ["ok", report()]
     await peers.call("b", "x")
@@ -131,7 +127,10 @@ async def test_deadlines_are_those_of_the_work_and_of_an_answer(line, peers):
 
 async def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while(line, peers):
     failed = report(num_bytes=0, error="TransferTimeout", message="Late.")
-    line.answers = [failed, None, report()]
+    no_fault = report(error="CapacityError", message="Full.")
+    line.answers = [no_fault, failed, None, report()]
+    await peers.fetch(ORDER)
+    assert not line.known()["kvray-shard-b"].has_failed
     await peers.fetch(ORDER)
     assert list(line.known()) == ["kvray-shard-c"]
     line.now += 0.3
@@ -140,12 +139,6 @@ async def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while(line, pe
     await peers.fetch(ORDER)
     known = line.known()["kvray-shard-b"]
     assert (known.has_failed, known.bytes_per_s) == (False, pytest.approx(1e9))
-
-
-async def test_what_is_no_fault_of_the_source_is_not_held_against_it(line, peers):
-    line.answers = [report(error="CapacityError", message="Full.")]
-    await peers.fetch(ORDER)
-    assert not line.known()["kvray-shard-b"].has_failed
 
 
 async def test_neither_itself_nor_who_is_left_out_is_asked(peers):
@@ -251,9 +244,7 @@ async def test_a_lookup_that_does_not_answer_is_asked_again_later(line):
 
 
 @pytest.mark.parametrize(("num_shards", "num_asked"), [(2, 300), (1000, 2)])
-async def test_nodes_that_come_and_go_all_the_time_have_a_large_tier_ask_for_names_rarely(
-    line, num_shards, num_asked
-):
+async def test_nodes_that_come_and_go_have_a_large_tier_ask_rarely(line, num_shards, num_asked):
     line.answers = [[]] * 1000
     for tenth in range(300):
         await line.tick(tenth / 10, num_shards + tenth % 2)
@@ -274,24 +265,36 @@ def rates() -> Rates:
 def note(
     rates: Rates, megabytes: float, seconds: float, *, transport: str = "nixl", now: float = 0.0
 ) -> None:
-    """Note a fetch from `b`."""
     num_bytes = int(megabytes * MB)
     report = SourceReport(num_bytes=num_bytes, seconds=seconds, transport=transport)
     rates.note("b", report, now=now)
 
 
-def test_a_large_fetch_tells_the_rate_and_a_small_one_the_latency(rates):
-    note(rates, 0.001, 0.01)
-    note(rates, 100, 0.11)
-    rate = rates.peer("b", 0.0)
-    assert (rate.latency_s, rate.bytes_per_s) == (0.01, pytest.approx(1e9))
-
-
-def test_new_measurements_count_more_the_newer_they_are(rates):
-    note(rates, 100, 0.1)
-    for _ in range(20):
-        note(rates, 100, 0.2)
-    assert rates.peer("b", 0.0).bytes_per_s == pytest.approx(0.5e9, rel=0.01)
+@pytest.mark.parametrize(
+    ("fetches", "now", "peer"),
+    [
+        pytest.param(
+            [(0.001, 0.01), (100, 0.11)],
+            *(0.0, Peer(latency_s=0.01, bytes_per_s=1e9)),
+            id="a large one tells the rate and a small one the latency",
+        ),
+        pytest.param([(100, 0.1)], 31.0, Peer(), id="what is old says nothing"),
+        pytest.param([(0, 1.0), (5, 0.0)], 0.0, Peer(), id="nothing that came measures nothing"),
+        pytest.param(
+            [(100, 0.1), *[(100, 0.2)] * 20],
+            *(0.0, Peer(bytes_per_s=0.5e9)),
+            id="new ones count more the newer they are",
+        ),
+    ],
+)
+def test_what_fetches_tell_of_the_one_that_sends(rates, fetches, now, peer):
+    """A fetch is megabytes and seconds."""
+    for megabytes, seconds in fetches:
+        note(rates, megabytes, seconds)
+    found = rates.peer("b", now)
+    assert replace(found, bytes_per_s=peer.bytes_per_s) == peer
+    assert found.bytes_per_s == (peer.bytes_per_s and pytest.approx(peer.bytes_per_s, rel=0.01))
+    assert rates.peer("c", 0.0) == Peer()
 
 
 def test_transports_are_measured_apart_and_the_last_one_counts(rates):
@@ -299,19 +302,7 @@ def test_transports_are_measured_apart_and_the_last_one_counts(rates):
     note(rates, 100, 1.0, transport="object_ref", now=1.0)
     assert rates.latest()["b"].transport == "object_ref"
     assert rates.peer("b", 1.0).bytes_per_s == pytest.approx(1e8)
-
-
-def test_what_is_old_says_nothing(rates):
-    note(rates, 100, 0.1)
-    assert rates.peer("b", 31.0) == Peer()
-    assert rates.peer("c", 0.0) == Peer()
-    assert rates.latest()["b"].bytes_per_s == pytest.approx(1e9)
-
-
-def test_nothing_that_came_measures_nothing(rates):
-    note(rates, 0, 1.0)
-    note(rates, 5, 0.0)
-    assert rates.peer("b", 0.0) == Peer()
+    assert rates.latest()["b"].bytes_per_s == pytest.approx(1e8), "however old it is"
 
 
 def test_of_too_many_rates_the_one_used_longest_ago_goes(rates, monkeypatch):

@@ -1,6 +1,6 @@
 """What is planned to be brought: all that helps, nothing that does not, from those who have it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +21,15 @@ from kvray.actors.staging.plan import (
 from kvray.index import Run
 from kvray.store import PartRequest
 from tests.examples import examples
+from tests.unit.actors.nodes import prefix_of
 from tests.unit.store.small_arena import chain
 
 MB = 10**6
 
 
 def request(num_blocks: int, *requests: PartRequest, seconds_per_block: float = 0.0) -> Prefix:
-    parts = requests or (PartRequest(0),)
-    return Prefix(
-        keys=tuple(chain(num_blocks)),
-        readers=(parts,),
-        block_bytes={one.part: MB for one in parts},
-        seconds_per_block=seconds_per_block,
-    )
+    made = prefix_of(chain(num_blocks), *requests, seconds_per_block=seconds_per_block)
+    return replace(made, block_bytes=dict.fromkeys(made.block_bytes, MB))
 
 
 def mask(num_blocks: int, *blocks: int) -> Mask:
@@ -83,13 +79,9 @@ GAP = [(4, B), (5, {}), (10, B)]
             id="what is here bridges what nobody has",
         ),
         pytest.param(
-            *(request(3), (0, 1, 2), [], [], 3, "none"),
-            id="if all is here nothing is needed",
+            *(request(3), (0, 1, 2), [], [], 3, "none"), id="if all is here nothing is needed"
         ),
-        pytest.param(
-            *(request(3), (), [], [], 0, "not_stored"),
-            id="nobody has anything",
-        ),
+        pytest.param(*(request(3), (), [], [], 0, "not_stored"), id="nobody has anything"),
         pytest.param(
             *(request(3), (), [(3, {"a": 1, "b": 1})], [("b", 0, 0, 3)], 3, "none"),
             id="a shard that must not be asked is not asked",
@@ -174,39 +166,27 @@ def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on():
 # -- many nodes, and long prompts -----------------------------------------------------------------
 
 
-def fetch_in_turns(asked: Prefix, runs: list[Run], peers: Mapping[str, Peer]) -> tuple[int, int]:
-    """Return what is here once there is nothing left to plan, and the most steps of one plan."""
-    here, most = nothing(asked), 0
-    while (plan := plan_staging(asked, here, runs, peers)).steps:
-        most = max(most, len(plan.steps))
-        for step in plan.steps:
+@pytest.mark.parametrize(
+    ("num_blocks", "num_parts", "num_shards", "stride", "most"),
+    [
+        pytest.param(1990, 1, 50, 7, 64, id="every block is elsewhere"),
+        pytest.param(200, 32, 64, 1, 32 * 4, id="parts are on many nodes"),
+    ],
+)
+def test_what_is_on_many_nodes_comes_bit_by_bit(num_blocks, num_parts, num_shards, stride, most):
+    parts = range(num_parts)
+    runs = []
+    for block in range(num_blocks):
+        holders = {f"s{(block * stride + part) % num_shards}": 1 << part for part in parts}
+        runs.append(Run(stop=block + 1, holders=holders))
+    peers = {f"s{number}": Peer() for number in range(num_shards)}
+    asked = request(num_blocks + 10, *map(PartRequest, parts))
+    here = nothing(asked)
+    while (planned := plan_staging(asked, here, runs, peers)).steps:
+        assert len(planned.steps) <= most
+        for step in planned.steps:
             here[step.part][step.start : step.stop] = True
-    return longest_prefix(asked, here), most
-
-
-def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit():
-    shards = [f"s{number}" for number in range(50)]
-    peers = dict.fromkeys(shards, Peer())
-    asked = request(2000)
-    runs: list[Run] = [
-        Run(stop=block + 1, holders={shards[block * 7 % 50]: 1}) for block in range(1990)
-    ]
-    reached, most = fetch_in_turns(asked, runs, peers)
-    assert reached == 1990
-    assert most <= 64
-
-
-def test_parts_that_are_on_many_nodes_come_bit_by_bit_too():
-    shards = [f"s{number}" for number in range(64)]
-    peers = dict.fromkeys(shards, Peer())
-    asked = request(200, *(PartRequest(part) for part in range(32)))
-    runs: list[Run] = [
-        Run(stop=block + 1, holders={shards[(block + part) % 64]: 1 << part for part in range(32)})
-        for block in range(200)
-    ]
-    reached, most = fetch_in_turns(asked, runs, peers)
-    assert reached == 200
-    assert most <= 32 * 4
+    assert longest_prefix(asked, here) == num_blocks
 
 
 def test_of_very_many_holders_some_are_chosen_that_have_all_parts():

@@ -15,7 +15,7 @@ from kvray.actors.staging.stager import Staged
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, PartRequest
 from kvray.store.arena.layout import READY
-from tests.unit.actors.nodes import Nodes
+from tests.unit.actors.nodes import Nodes, until
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
 from tests.waiting import HANG_S
@@ -35,6 +35,11 @@ class Pair:
     other: ReplicaStager
     ranks: tuple[Arena, ...]
     """The arena as each rank's process has it."""
+
+    async def stage(self, wait_s: float = 2.0, **more: Any) -> tuple[int, str, dict[int, Any]]:
+        """Have the leader stage KEYS; return how many came, why no more, and leases elsewhere."""
+        answer = await self.leader.stage("r", 0, PACKED, wait_s, **more)
+        return answer["num_blocks"], answer["reason"], answer["leases"]
 
     def leased(self, rank: int) -> int:
         """Return how many slots are leased in the name of a rank."""
@@ -70,14 +75,6 @@ def _reader(rank: int, arena: Arena) -> Reader:
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds, of which nobody is told."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
-
-
 def flip_a_byte(arena: Arena, *, depth: int, part: int = 1) -> None:
     """Change a block that is stored, as broken memory does."""
     tables = arena.tables
@@ -93,9 +90,9 @@ def store_both(pair: Pair, num_blocks: int = 20) -> None:
 
 async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pair):
     store_both(pair, 12)
-    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-    assert (answer["num_blocks"], answer["reason"]) == (12, "not_stored")
-    ((rank, (arena_id, *numbers)),) = answer["leases"].items()
+    num_blocks, reason, leases = await pair.stage()
+    assert (num_blocks, reason) == (12, "not_stored")
+    ((rank, (arena_id, *numbers)),) = leases.items()
     lease_id, page, num_slots, check = numbers
     lease = Lease(lease_id=lease_id, page=page, num_slots=num_slots, check=check)
     assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
@@ -111,21 +108,19 @@ async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pai
 async def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(pair, first, second):
     store(pair.nodes["a"].arena, KEYS[:first], part=0)
     store(pair.nodes["b"].arena, KEYS[:second], part=1)
-    answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
-    num_blocks = min(first, second)
-    assert (answer["num_blocks"], answer["reason"]) == (num_blocks, "not_stored")
-    assert [one[3] for one in answer["leases"].values()] == [num_blocks] * bool(num_blocks)
+    num_blocks, reason, leases = await pair.stage()
+    assert (num_blocks, reason) == (min(first, second), "not_stored")
+    assert [one[3] for one in leases.values()] == [num_blocks] * bool(num_blocks)
     assert pair.leased(1) == num_blocks
 
 
 async def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(pair):
     store_both(pair)
     pair.nodes.frozen.add("kvray-shard-b")
-    answer = await pair.leader.stage("r", 0, PACKED, 0.1, 0.0)
-    assert (answer["num_blocks"], answer["reason"]) == (0, "too_slow")
+    assert await pair.stage(0.1) == (0, "too_slow", {})
     await until(lambda: any(peer["error"] for peer in pair.leader.status()["peers"]))
     calls = len(pair.nodes.calls)
-    assert (await pair.leader.stage("r", 0, PACKED, 0.1, 0.0))["reason"] == "store_down"
+    assert await pair.stage(0.1) == (0, "store_down", {})
     assert ("kvray-shard-b", "stage_ranks") not in pair.nodes.calls[calls:]
 
 
@@ -133,15 +128,14 @@ async def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(pair)
     store(pair.nodes["a"].arena, KEYS, part=0)
     store(pair.nodes["b"].arena, KEYS, part=1)
     flip_a_byte(pair.ranks[1], depth=12)
-    unchecked = await pair.leader.stage("r", 0, PACKED, 2.0)
-    assert unchecked["num_blocks"] == 20
-    beyond = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=13)
-    assert (beyond["num_blocks"], beyond["reason"]) == (20, "none")
-    answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
-    assert (answer["num_blocks"], answer["reason"]) == (12, "corrupt")
-    assert answer["leases"][1][3] == 12
-    again = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
-    assert (again["num_blocks"], again["reason"]) == (12, "not_stored")
+    for verify_from, expected in (
+        (None, (20, "none")),
+        (13, (20, "none")),
+        (3, (12, "corrupt")),
+        (3, (12, "not_stored")),
+    ):
+        *found, leases = await pair.stage(verify_from=verify_from)
+        assert (*found, leases[1][3]) == (*expected, expected[0])
 
 
 async def test_without_its_whole_window_no_prefix_counts(pair):
@@ -169,8 +163,7 @@ async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
     for part in (1, 2):
         store(pair.nodes["b"].arena, KEYS, part=part)
     flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
-    answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=0)
-    assert (answer["num_blocks"], answer["reason"]) == (0, "corrupt")
+    assert await pair.stage(verify_from=0) == (0, "corrupt", {})
     assert pair.leased(1) == 0
     valid = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
     assert valid["num_blocks"] == 8
@@ -206,12 +199,9 @@ async def test_a_check_that_hangs_holds_up_nobody(pair, monkeypatch):
     may_sum.set()
     await pair.other.close()
     assert not pair.nodes["b"].arena.stats()["leased_blocks"]
-    refused = await pair.other._verifier.valid(
-        prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0),
-        Staged(num_blocks=20, reason="none"),
-        0,
-        until=time.monotonic() + 1,
-    )
+    prefix = prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0)
+    staged = Staged(num_blocks=20, reason="none")
+    refused = await pair.other._verifier.valid(prefix, staged, 0, until=time.monotonic() + 1)
     assert refused.num_blocks == 0
 
 
@@ -240,14 +230,11 @@ async def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(pair
 async def test_a_rank_that_is_nowhere_makes_a_miss(pair):
     store_both(pair)
     pair.nodes.replicas["kvray-shard-b"].disconnect(1)
-    answer = await pair.leader.stage("r", 0, PACKED, 0.5, 0.0)
-    assert answer == {"num_blocks": 0, "reason": "store_down", "leases": {}}
+    assert await pair.stage(0.5) == (0, "store_down", {})
 
 
 @pytest.mark.parametrize("has_died", [False, True], ids=["is lost", "was cut off by its death"])
-async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next_one(
-    pair, has_died
-):
+async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next(pair, has_died):
     store_both(pair)
 
     async def lose(*args: Any) -> Any:
@@ -259,8 +246,7 @@ async def test_leases_whose_answer_is_lost_are_released_by_the_shard_or_the_next
         raise ShardUnavailable("The shard died.")
 
     pair.nodes.others["kvray-shard-b.lease_ranks"] = lose
-    answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
-    assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+    assert await pair.stage(0.2) == (0, "too_slow", {})
     await until(lambda: not pair.leased(1))
 
 
@@ -276,9 +262,7 @@ async def test_a_token_that_was_released_leases_nothing_any_more(pair):
 
 
 @pytest.mark.parametrize(("num_blocks", "has_left"), [(20, True), (19, False)])
-async def test_no_lease_is_taken_for_a_rank_that_has_left_nor_of_less_than_asked_for(
-    pair, num_blocks, has_left
-):
+async def test_no_lease_is_taken_for_who_left_nor_of_less_than_asked(pair, num_blocks, has_left):
     store(pair.nodes["b"].arena, KEYS[:num_blocks], part=1)
     if has_left:
         pair.ranks[1].leave()

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from kvray.index import Run
 from kvray.store import Arena, PartRequest
 from kvray.trace.arrival import NVME
 from tests.examples import examples
-from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
-from tests.unit.store.small_arena import chain, fetch, num_here, store
+from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of, until
+from tests.unit.store.small_arena import chain, num_here, served, store
 
 pytestmark = pytest.mark.anyio
 
@@ -46,11 +46,17 @@ async def stager(nodes: Nodes, request: pytest.FixtureRequest) -> AsyncIterator[
 
 
 @pytest.fixture
-def slow(nodes: Nodes) -> Nodes:
-    """The nodes, where `b` has KEYS, and nothing moves before it is allowed."""
+def full(nodes: Nodes) -> Nodes:
+    """The nodes, where `b` has KEYS."""
     store(nodes["b"].arena, KEYS)
-    nodes.may_move.clear()
     return nodes
+
+
+@pytest.fixture
+def slow(full: Nodes) -> Nodes:
+    """Nothing moves before it is allowed."""
+    full.may_move.clear()
+    return full
 
 
 def later() -> float:
@@ -79,16 +85,12 @@ async def test_what_another_node_has_is_brought_verified_and_can_be_leased(nodes
     staged = await stage(stager)
     assert staged == Staged(num_blocks=12, reason="not_stored")
     assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
-    leases = nodes["a"].arena.lease(KEYS)
-    assert leases
-    assert fetch(nodes["a"].arena, KEYS[:12], leases[0])
+    assert served(nodes["a"].arena, KEYS) == 12
     assert [span.depth for order in nodes.orders for span in order.spans] == [3]
     assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
 
 
-async def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_valid(
-    nodes, stager
-):
+async def test_blocks_that_came_without_a_checksum_are_counted_though_none_was_valid(nodes, stager):
     store(nodes["b"].arena, KEYS[:12])
     source = SourceReport(num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12)
     report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
@@ -141,37 +143,29 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
 # -- one fetch a block ----------------------------------------------------------------------------
 
 
-async def test_two_requests_for_the_same_blocks_fetch_them_once(nodes, stager):
-    store(nodes["b"].arena, KEYS)
-    answers = await asyncio.gather(
-        *(stage(stager) for _ in range(5)),
-        stage(stager, KEYS[:10]),
-    )
+async def test_two_requests_for_the_same_blocks_fetch_them_once(full, stager):
+    answers = await asyncio.gather(*(stage(stager) for _ in range(5)), stage(stager, KEYS[:10]))
     assert [one.num_blocks for one in answers] == [20] * 5 + [10]
-    assert len(nodes.orders) == 1
+    assert len(full.orders) == 1
     assert stager.status()["joined"] == 5
 
 
-async def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(nodes, stager):
-    store(nodes["b"].arena, KEYS)
+async def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(full, stager):
     answers = await asyncio.gather(stage(stager, KEYS[:8]), stage(stager))
     assert [one.num_blocks for one in answers] == [8, 20]
-    assert [order.spans[0].depth for order in nodes.orders] == [0, 8]
+    assert [order.spans[0].depth for order in full.orders] == [0, 8]
 
 
 async def test_who_joins_need_not_wait_for_what_he_does_not_want(slow, stager):
     first = stage(stager)
     await move_five(slow)
-    joined = await stage(stager, KEYS[:5], wait_s=1.5)
-    assert joined == Staged(num_blocks=5, reason="none")
+    assert await stage(stager, KEYS[:5], wait_s=1.5) == Staged(num_blocks=5, reason="none")
     assert not first.done()
     slow.may_move.set()
     assert (await first).num_blocks == 20
 
 
-async def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
-    slow, stager
-):
+async def test_a_stage_that_nobody_waits_for_does_not_end_a_fetch_others_joined(slow, stager):
     first = stage(stager)
     await slow.was_ordered.wait()
     second = stage(stager)
@@ -215,9 +209,7 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
-async def test_a_stage_that_is_late_before_it_knows_who_has_blocks_brings_them_all_the_same(
-    nodes, stager
-):
+async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow(nodes, stager):
     async def slowly(*keys: bytes) -> list[Run]:
         await asyncio.sleep(0.1)
         return nodes.locate(*keys)
@@ -225,10 +217,7 @@ async def test_a_stage_that_is_late_before_it_knows_who_has_blocks_brings_them_a
     store(nodes["b"].arena, KEYS)
     nodes.others["kvray-lookup.locate"] = slowly
     assert await stage(stager, wait_s=0.02) == Staged(num_blocks=0, reason="too_slow")
-    until = later()
-    while num_here(nodes["a"].arena, KEYS) < 20:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.01)
+    await until(lambda: num_here(nodes["a"].arena, KEYS) == 20)
     assert len(nodes.orders) == 1
 
 
@@ -284,17 +273,16 @@ async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monke
     await stager.close()
 
 
-async def test_what_was_staged_is_kept_until_the_handover_is_over(nodes, stager):
-    store(nodes["b"].arena, KEYS)
+async def test_what_was_staged_is_kept_until_the_handover_is_over(full, stager):
     assert (await stage(stager)).num_blocks == 20
     for number in range(8):
-        store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
-    assert num_here(nodes["a"].arena, KEYS) == 20
+        store(full["a"].arena, chain(30, seed=f"flood {number}"))
+    assert num_here(full["a"].arena, KEYS) == 20
     stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
     assert len(stager.handovers) == 0
     for number in range(8):
-        store(nodes["a"].arena, chain(30, seed=f"more {number}"))
-    assert num_here(nodes["a"].arena, KEYS) == 0
+        store(full["a"].arena, chain(30, seed=f"more {number}"))
+    assert num_here(full["a"].arena, KEYS) == 0
 
 
 async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch):
@@ -308,11 +296,15 @@ async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch)
 # -- what fails -----------------------------------------------------------------------------------
 
 
-async def test_a_lookup_that_does_not_answer_is_asked_no_more(nodes, stager):
-    nodes.frozen.add("kvray-lookup")
+@pytest.mark.parametrize(
+    ("frozen", "gone"), [({"kvray-lookup"}, set()), (set(), {"kvray-mover-a"})]
+)
+async def test_who_does_not_answer_makes_a_miss_and_is_asked_no_more(full, stager, frozen, gone):
+    full.frozen, full.gone = frozen, gone
+    assert await stage(stager) == Staged(num_blocks=0, reason="store_down")
+    calls = len(full.calls)
     assert (await stage(stager)).reason == "store_down"
-    assert (await stage(stager)).reason == "store_down"
-    assert len(nodes.calls) == 1
+    assert len(full.calls) == calls
 
 
 async def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(nodes, stager):
@@ -326,48 +318,33 @@ async def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(nodes
 
 
 async def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(nodes, stager):
+    other = chain(20, seed="other")
     for name in "bc":
         store(nodes[name].arena, KEYS)
-        store(nodes[name].arena, chain(20, seed="other"))
+        store(nodes[name].arena, other)
     nodes.gone.add("kvray-mover-b")
     assert (await stage(stager)).num_blocks == 20
     orders = len(nodes.orders)
-    other = chain(20, seed="other")
     assert (await stage(stager, other)).num_blocks == 20
     assert [span.source for span in nodes.orders[orders].spans] == ["kvray-mover-c"]
-
-
-async def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(nodes, stager):
-    store(nodes["b"].arena, KEYS)
-    nodes.gone.add("kvray-mover-a")
-    staged = await stage(stager)
-    assert staged == Staged(num_blocks=0, reason="store_down")
-    calls = len(nodes.calls)
-    assert (await stage(stager)).reason == "store_down"
-    assert len(nodes.calls) == calls
 
 
 @pytest.mark.parametrize(
     "stager", [{"settings": SETTINGS.model_copy(update={"deadline_s": 60.0})}], indirect=True
 )
-async def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
-    nodes, stager
-):
-    store(nodes["b"].arena, KEYS)
-    nodes.frozen.add("kvray-mover-a")
+async def test_a_mover_of_its_own_that_is_frozen_is_found_out_before_the_deadline(full, stager):
+    full.frozen.add("kvray-mover-a")
     began = time.monotonic()
-    staged = await stage(stager, wait_s=60)
-    assert staged == Staged(num_blocks=0, reason="store_down")
+    assert await stage(stager, wait_s=60) == Staged(num_blocks=0, reason="store_down")
     assert time.monotonic() - began < 5
-    assert ("kvray-mover-a", "ping") in nodes.calls
+    assert ("kvray-mover-a", "ping") in full.calls
 
 
 async def test_an_index_out_of_date_ends_in_a_miss(nodes, stager):
     store(nodes["b"].arena, KEYS[:4])
     said = nodes.locate(b"".join(KEYS))
     nodes.others["kvray-lookup.locate"] = lambda keys: [replace(said[0], stop=20)]
-    staged = await stage(stager)
-    assert staged.num_blocks == 4
+    assert (await stage(stager)).num_blocks == 4
     assert len(nodes.orders) <= 4
 
 
@@ -444,11 +421,8 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
             assert answer.num_blocks <= most
             if wait_s > 1 and not gone:
                 assert answer.num_blocks == most
-            leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
             if answer.num_blocks:
-                assert leases[0].num_slots == answer.num_blocks
-                assert fetch(nodes["a"].arena, keys, leases[0])
-            nodes["a"].arena.release(*leases)
+                assert served(nodes["a"].arena, keys[: answer.num_blocks]) == answer.num_blocks
     finally:
         await stager.close()
         assert stager.status()["under_way"] == 0
@@ -461,23 +435,19 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
 
 @pytest.mark.parametrize("have", [0, 7, 20])
 @pytest.mark.parametrize("nodes", [16], indirect=True)
-async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
-    nodes, stager, monkeypatch, have
-):
+async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, monkeypatch, have):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     asked: list[int] = []
-    own: list[Arena] = []
-    present, lease_for = Arena.present, Arena.lease_for
 
-    def seen_present(arena: Arena, keys: Any, parts: Any) -> Any:
-        if arena is own[0]:
-            asked.append(len(keys) * len(parts))
-        return present(arena, keys, parts)
+    def see(method: str, count: Callable[[Any, Any], int]) -> None:
+        real = getattr(Arena, method)
 
-    def seen_lease(arena: Arena, keys: Any, readers: Any, **more: Any) -> Any:
-        if arena is own[0]:
-            asked.append(len(readers) * len(readers[0]))
-        return lease_for(arena, keys, readers, **more)
+        def seen(arena: Arena, keys: Any, others: Any, **more: Any) -> Any:
+            if arena is stager._arena:
+                asked.append(count(keys, others))
+            return real(arena, keys, others, **more)
+
+        monkeypatch.setattr(Arena, method, seen)
 
     store(nodes["b"].arena, KEYS[:18], part=0)
     store(nodes["b"].arena, KEYS, part=1)
@@ -492,9 +462,8 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
             await asyncio.sleep(0)
 
     task = asyncio.ensure_future(others())
-    own.append(stager._arena)
-    monkeypatch.setattr(Arena, "present", seen_present)
-    monkeypatch.setattr(Arena, "lease_for", seen_lease)
+    see("present", lambda keys, parts: len(keys) * len(parts))
+    see("lease_for", lambda _, readers: len(readers) * len(readers[0]))
     asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
     staged = await stager.stage(asks, until=later())
     monkeypatch.undo()
@@ -508,9 +477,7 @@ async def test_a_large_stage_is_done_in_pieces_and_brings_the_same(
 
 
 @pytest.mark.parametrize("nodes", [16], indirect=True)
-async def test_what_comes_while_a_large_prefix_is_looked_for_is_not_fetched_again(
-    nodes, stager, monkeypatch
-):
+async def test_what_comes_during_a_long_look_is_not_fetched_again(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
     present = Arena.present
 

@@ -95,24 +95,18 @@ def test_a_part_that_is_no_more_is_forgotten(silences):
     assert silences.note({"a"}, set(), 6) == []
 
 
-def test_a_machine_is_reachable_if_its_ray_can_be_connected_to():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
-        assert reachable({"a": node}, timeout_s=1)
-    assert not reachable({"a": node}, timeout_s=1)
+def test_nodes_that_can_be_connected_to_are_reachable_and_all_are_tried_at_once():
+    def node(host: str, port: int) -> dict[str, Any]:
+        return {"NodeManagerAddress": host, "NodeManagerPort": port}
 
-
-def test_nodes_that_are_cut_off_are_tried_all_at_once():
     # Of a network for documentation: nothing answers from there, as behind a cut cable.
-    cut = {
-        f"cut {n}": {"NodeManagerAddress": f"192.0.2.{n}", "NodeManagerPort": 1} for n in range(9)
-    }
+    cut = {f"cut {n}": node(f"192.0.2.{n}", 1) for n in range(9)}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        here = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
+        here = node("127.0.0.1", server.getsockname()[1])
         began = time.monotonic()
         assert reachable(cut | {"here": here}, timeout_s=1) == {"here"}
         assert time.monotonic() - began < 6, "one after the other takes longer"
-    assert reachable({}, timeout_s=1) == frozenset()
+    assert reachable({"here": here}, timeout_s=1) == reachable({}, timeout_s=1) == frozenset()
 
 
 def test_a_long_round_with_one_ping_missed_makes_no_part_frozen():
@@ -132,7 +126,11 @@ class Parts:
         monkeypatch.setattr(watch, "ray", self)
 
     def actor(self, name: str) -> Any:
-        return SimpleNamespace(ping=SimpleNamespace(remote=lambda: self._ask(name)))
+        def ask() -> int:
+            self.asked.append(name)
+            return len(self.asked) - 1
+
+        return SimpleNamespace(ping=SimpleNamespace(remote=ask))
 
     def wait(self, pings: list[int], *, num_returns: int, timeout: float) -> Any:
         return [one for one in pings if one in self.answers], []
@@ -141,10 +139,6 @@ class Parts:
         if isinstance(self.answers[ping], Exception):
             raise self.answers[ping]
         return self.answers[ping]
-
-    def _ask(self, name: str) -> int:
-        self.asked.append(name)
-        return len(self.asked) - 1
 
 
 @pytest.fixture
@@ -207,29 +201,33 @@ class Tier:
         self.nodes_now = [{"NodeID": node_id(n), "Alive": True} for n in range(num_nodes)]
         self.names = {shard_name(node["NodeID"]) for node in self.nodes_now}
         self.movers = {mover_name(node["NodeID"]) for node in self.nodes_now}
-        module = supervisor_module
-        ray = SimpleNamespace(nodes=self.nodes, kill=self.kill, wait=self.wait, get=self.get)
-        ray.exceptions = SimpleNamespace(RayError=RuntimeError)
-        monkeypatch.setattr(module, "ray", ray)
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(module, "draining_nodes", lambda: self.draining)
-        monkeypatch.setattr(module, "unused_nodes", lambda: self.unused)
-        monkeypatch.setattr(module.calls, "kill_actor", self.ended.append)
-        monkeypatch.setattr(module, "create_shard", self.make_shard)
-        monkeypatch.setattr(module, "create_mover", lambda node, _: mover_name(node))
-        monkeypatch.setattr(module.calls, "list_actors", lambda: [*self.names, LOOKUP_NAME])
         lookup = SimpleNamespace(status=lambda: self.status)
-        monkeypatch.setattr(module.calls, "get_actor", lambda _: lookup)
-        monkeypatch.setattr(module.calls, "call", lambda method, *args, timeout_s: method(*args))
-        monkeypatch.setattr(module.calls, "ask_all", self.ask_all)
-        monkeypatch.setattr(
-            module, "reachable", lambda nodes, timeout_s: frozenset(nodes) - self.cut
-        )
-        monkeypatch.setattr(SupervisorActor, "_run", lambda self: None)
-        monkeypatch.setattr(module.calls, "log_to_stderr", lambda: None)
-        monkeypatch.setattr(module, "build_info_of", lambda *args: {})
-        runtime = SimpleNamespace(get_node_id=lambda: "")
-        monkeypatch.setattr(module.ray, "get_runtime_context", lambda: runtime, raising=False)
+        fakes = {
+            "ray": SimpleNamespace(
+                nodes=self.nodes,
+                kill=self.kill,
+                wait=lambda asked, **_: ([one for one in asked if one in self.answered], []),
+                get=self.get,
+                exceptions=SimpleNamespace(RayError=RuntimeError),
+                get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: ""),
+            ),
+            "time": SimpleNamespace(monotonic=lambda: self.now),
+            "draining_nodes": lambda: self.draining,
+            "unused_nodes": lambda: self.unused,
+            "create_shard": self.make_shard,
+            "create_mover": lambda node, _: mover_name(node),
+            "reachable": lambda nodes, timeout_s: frozenset(nodes) - self.cut,
+            "build_info_of": lambda *args: {},
+            "calls.kill_actor": self.ended.append,
+            "calls.list_actors": lambda: [*self.names, LOOKUP_NAME],
+            "calls.get_actor": lambda _: lookup,
+            "calls.call": lambda method, *args, timeout_s: method(*args),
+            "calls.ask_all": self.ask_all,
+            "calls.log_to_stderr": lambda: None,
+            "SupervisorActor._run": lambda self: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(f"{supervisor_module.__name__}.{name}", fake)
         self.supervisor = SupervisorActor(KVRayConfig(cluster_name="x"))
         self.supervisor._looked.set()
         monkeypatch.setattr(self.supervisor._pings, "round", self.ping)
@@ -238,19 +236,12 @@ class Tier:
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
         class Shard(str):
             drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
-            leave = SimpleNamespace(remote=lambda seconds: self.leave(node))
+            leave = SimpleNamespace(remote=lambda seconds: self.leaving.append(node) or node)
 
             def call_off_drain(shard, by: str) -> None:
                 self.told.append((node, by))
 
         return Shard(shard_name(node))
-
-    def leave(self, node: str) -> str:
-        self.leaving.append(node)
-        return node
-
-    def wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        return [one for one in asked if one in self.answered], []
 
     def get(self, node: str, timeout: float) -> bool:
         if shard_name(node) in self.names - self.forgetting:
@@ -281,15 +272,15 @@ class Tier:
             self.now += 1.0
 
 
+large = pytest.mark.parametrize("tier", [NUM_NODES], indirect=True)
+
+
 @pytest.fixture
 def tier(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tier:
     """Three nodes, or as many as its parameter says; the lookup hears all their shards."""
     made = Tier(monkeypatch, getattr(request, "param", 3))
     made.hear(made.names)
     return made
-
-
-large = pytest.mark.parametrize("tier", [NUM_NODES], indirect=True)
 
 
 @pytest.mark.parametrize("tier", [100], indirect=True)
@@ -394,53 +385,20 @@ def test_the_shards_of_living_nodes_are_named_to_the_lookup_after_the_first_look
     assert set(tier.supervisor.shard_names()) == tier.names - {shard_name(node_id(0))}
 
 
-def test_who_answers_the_lookup_is_not_frozen(tier):
+def test_who_answers_the_lookup_or_is_cut_off_is_not_frozen(tier):
     tier.rounds(1)
-    tier.mute = tier.names
-    tier.status["silent"] = [shard_name(node_id(1))]
+    tier.mute = tier.names | tier.movers
+    tier.status["silent"] = [shard_name(node_id(n)) for n in (0, 1)]
+    tier.cut = {node_id(0)}
     tier.rounds(6)
-    assert tier.ended == [shard_name(node_id(1))]
-
-
-def test_who_is_cut_off_is_not_frozen(tier):
-    tier.rounds(1)
-    tier.mute = tier.movers
-    tier.cut = {node_id(0), node_id(2)}
-    tier.rounds(6)
-    assert tier.ended == [mover_name(node_id(1))]
+    movers = {mover_name(node_id(n)) for n in (1, 2)}
+    assert {*tier.ended} == movers | {shard_name(node_id(1))}
 
 
 # -- nodes that are left --------------------------------------------------------------------------
 
 
 NODES = st.frozensets(st.sampled_from("abc"))
-
-
-@pytest.fixture
-def idle() -> IdleNodes:
-    return IdleNodes(10.0)
-
-
-def left_at(idle: IdleNodes, unused: str, now: float) -> str:
-    idle.note(set(unused), set(), now)
-    return "".join(sorted(idle.left))
-
-
-def test_a_node_is_left_once_it_was_unused_for_so_long(idle):
-    rounds = [("ab", 0.0), ("a", 9.0), ("ab", 10.0), ("ab", 19.0), ("ab", 20.0)]
-    assert [left_at(idle, *one) for one in rounds] == ["", "", "a", "a", "ab"]
-
-
-def test_a_node_that_somebody_uses_again_gets_its_shard_back(idle):
-    rounds = [("a", 0.0), ("a", 10.0), ("", 11.0), ("a", 12.0)]
-    assert [left_at(idle, *one) for one in rounds] == ["", "a", "", ""]
-
-
-def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time(idle):
-    assert [left_at(idle, "a", now) for now in (0.0, 10.0)] == ["", "a"]
-    idle.stay("a")
-    assert not idle.left
-    assert [left_at(idle, "a", now) for now in (11.0, 21.0)] == ["", "a"]
 
 
 def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting():

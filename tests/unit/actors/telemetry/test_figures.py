@@ -4,10 +4,8 @@ A rank's counters become totals of metrics, told apart by lives; growth is given
 """
 
 import math
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,8 @@ from kvray.actors.telemetry.figures import (
 from kvray.engine.figures import DropReason, TimeHistogram
 from kvray.metrics import METRICS, PREFIX
 from kvray.node.stage_calls import ShardSocket
-from tests.unit.actors.small_shard import (
-    NAMESPACE,
-    Line,
-    nvme_for,
-    open_arena,
-    settings_for,
-    wait_until_serving,
-)
+from tests.unit.actors.conftest import StartShard
+from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.store.small_arena import SLOT, chain, store
 from tests.waiting import wait_for
 
@@ -48,28 +40,15 @@ MINE = replace(NAMESPACE, part_bytes=SLOT)
 
 
 @pytest.fixture
-def shard() -> Iterator[Shard]:
-    parent = Path(tempfile.mkdtemp(prefix="kvray-test-", dir="/dev/shm"))
-    settings = settings_for(parent / "shm", nvme=nvme_for(parent), quotas={"": 2**20})
-    made = Line().follow(Shard(f"kvray-shard-{NODE}", settings))
-    made.start()
-    try:
-        wait_until_serving(made)
-        yield made
-    finally:
-        made.stop(retire=True, timeout_s=20)
-        shutil.rmtree(parent)
+def shard(make_shard: StartShard, tmp_path: Path) -> Shard:
+    return make_shard(f"kvray-shard-{NODE}", nvme=nvme_for(tmp_path), quotas={"": 2**20})
 
 
 def report(shard: Shard, **counters: int) -> None:
-    directory = Path(shard.status()["directory"])
-    socket = ShardSocket(directory)
-    try:
-        who = {"replica": "r", "rank": 0}
-        socket.call("register", timeout_s=5, namespace=MINE.to_wire(), **who)
-        socket.call("report", timeout_s=5, counters=counters, leaving=False, **who)
-    finally:
-        socket.close()
+    with closing(ShardSocket(Path(shard.status()["directory"]))) as socket:
+        who = {"replica": "r", "rank": 0, "timeout_s": 5}
+        socket.call("register", namespace=MINE.to_wire(), **who)
+        socket.call("report", counters=counters, leaving=False, **who)
 
 
 def totals(figures: Figures) -> dict[Any, float]:
@@ -86,18 +65,12 @@ def check_declared(figures: Figures) -> None:
             assert len(labels) == len(declared.labels), name
 
 
-def test_a_shards_figures_are_declared_and_those_of_its_status(shard):
-    arena = open_arena(Path(shard.status()["directory"]))
-    try:
-        store(arena, chain(3))
-    finally:
-        arena.close()
+def test_a_shards_figures_are_declared_and_those_of_its_status(shard, arena):
+    store(arena, chain(3))
     report(shard, requests=2, hit_tokens=64, hit_tokens_from_host=64, uptime_s=1, lease_us_sum=9)
     wait_for(lambda: shard.status()["announcements"]["announcements"] > 0)
-
     status = shard.status()
     figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
-
     check_declared(figures)
     found = totals(figures)
     placed = {one.name for one in METRICS.values() if one.part == "shard" and one.places}
@@ -119,9 +92,7 @@ def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard
         {"namespace": name, "blocks": 1, "bytes": 10, "quota_bytes": 100}
         for name in (mine, "deadbeef", "")
     ]
-
     figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
-
     sizes = {
         labels[-1]: value
         for (name, labels), value in figures.gauges.items()
@@ -135,15 +106,12 @@ def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard
 def test_what_an_adopted_arena_had_counted_is_not_counted_again(shard):
     status = shard.status()
     status["arena"]["shard_epoch"] = 2
-
     figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
-
     assert {one.source: one.counted_before for one in figures.totals}["arena"]
 
 
 def test_a_shard_that_does_not_serve_says_so_and_no_more():
     figures = ShardFigures(f"kvray-shard-{NODE}", 0.0).of({"state": "preparing"}, 1.0)
-
     assert figures.gauges == {("shard_serving", (NODE,)): 0.0}
     assert figures.totals == []
 
@@ -151,9 +119,7 @@ def test_a_shard_that_does_not_serve_says_so_and_no_more():
 def test_figures_of_lookup_mover_and_supervisor_are_declared():
     lookup = Lookup()
     lookup.match(b"k" * 64, 1, time.monotonic())
-
     found = lookup_figures(lookup.status(time.monotonic()), 0)
-
     check_declared(found)
     assert totals(found)["lookup_queried_blocks_total", ("0",)] == 2
     mover = mover_figures(f"kvray-mover-{NODE}", {"arena_id": "a", "sent_bytes": {"nixl": 7}})
@@ -186,67 +152,49 @@ ALL = {"kvray-shard-a", "kvray-shard-b", "kvray-mover-a", "kvray-lookup"}
 LESS = ALL - {"kvray-shard-a"}
 
 
-def all_parts() -> PartCounts:
+@pytest.mark.parametrize(
+    ("rounds", "shards"),
+    [
+        pytest.param(
+            [(ALL, ALL, LESS), (ALL, ALL, ALL), (ALL, ALL, LESS), (ALL, ALL, LESS)],
+            {"parts": 2, "answering_parts": 1, "outages_total": 1},
+            id="one that starts is none and one that stops is one",
+        ),
+        pytest.param(
+            [(ALL, ALL, ALL), (LESS, LESS, LESS)],
+            {"parts": 1, "answering_parts": 1, "outages_total": 0},
+            id="one whose node has left is none",
+        ),
+        pytest.param(
+            [(ALL, ALL, ALL), (ALL, {"kvray-shard-b"}, set())],
+            {"parts": 2, "answering_parts": 1, "outages_total": 1},
+            id="one that was not asked has not stopped",
+        ),
+    ],
+)
+def test_which_parts_are_an_outage(rounds, shards):
+    """A round is who is there, who is asked and who answers."""
     counts = PartCounts()
-    counts.expect(ALL)
-    return counts
-
-
-def total(figures: Figures, name: str, kind: str) -> float:
-    (one,) = figures.totals
-    return one.totals[name, (kind,)]
-
-
-def test_a_part_that_starts_is_no_outage_and_one_that_stops_is_one():
-    counts = all_parts()
-    counts.note(ALL, LESS, [])
-    counts.note(ALL, ALL, [])
-    figures = counts.note(ALL, LESS, [])
-    figures = counts.note(ALL, LESS, [])
-
-    assert figures.gauges["parts", ("shard",)] == 2
-    assert figures.gauges["answering_parts", ("shard",)] == 1
-    assert figures.gauges["answering_parts", ("lookup",)] == 1
-    assert total(figures, "outages_total", "shard") == 1
-    assert total(figures, "outages_total", "lookup") == 0
-
-
-def test_a_part_whose_node_has_left_is_no_outage():
-    counts = all_parts()
-    counts.note(ALL, ALL, [])
-
-    counts.expect(LESS)
-    figures = counts.note(LESS, LESS, [])
-
-    assert total(figures, "outages_total", "shard") == 0
-    assert figures.gauges["parts", ("shard",)] == 1
-    assert figures.gauges["answering_parts", ("shard",)] == 1
-
-
-def test_a_part_that_was_not_asked_has_not_stopped():
-    counts = all_parts()
-    counts.note(ALL, ALL, [])
-    figures = counts.note({"kvray-shard-b"}, set(), [])
-
-    assert figures.gauges["answering_parts", ("shard",)] == 1
-    assert figures.gauges["answering_parts", ("mover",)] == 1
-    assert total(figures, "outages_total", "shard") == 1
+    for there, asked, alive in rounds:
+        counts.expect(there)
+        figures = counts.note(asked, alive, [])
+    found = figures.gauges | totals(figures)
+    assert {name: found[name, ("shard",)] for name in shards} == shards
+    assert found["answering_parts", ("lookup",)] == found["answering_parts", ("mover",)] == 1
+    assert found["outages_total", ("lookup",)] == 0
 
 
 def test_frozen_parts_that_were_ended_are_counted():
-    figures = all_parts().note(ALL, LESS, ["kvray-shard-a"])
+    counts = PartCounts()
+    counts.expect(ALL)
+    figures = counts.note(ALL, LESS, ["kvray-shard-a"])
+    assert totals(figures)["ended_parts_total", ("shard",)] == 1
 
-    assert total(figures, "ended_parts_total", "shard") == 1
 
-
-# Ranks.
-
+# -- ranks ----------------------------------------------------------------------------------------
 
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"
-HIT = "hit_tokens_total"
-
-
 RANK = ("node", "r", "0")
 
 
@@ -259,50 +207,17 @@ def counted(figures: Figures) -> list[tuple[str, ...]]:
     return [labels for one in figures.totals for name, labels in one.totals if name == REQUESTS]
 
 
-class Exported:
-    """What a counter has that is given all increments."""
-
-    def __init__(self, figures: RankFigures) -> None:
-        self._figures = figures
-        self._increments: Increments[Series] = Increments()
-        self.sums: dict[Series, float] = {}
-
-    def look(self, counters: dict[str, int], now: float, *, connected: bool) -> None:
-        found = self._figures.look([rank(counters, connected=connected)], now).totals
-        for one in found:
-            before = one.counted_before
-            grown = self._increments.take(one.source, one.totals, counted_before=before)
-            for (name, labels), by in grown.items():
-                assert labels[:3] == RANK
-                series = name, labels[3:]
-                self.sums[series] = self.sums.get(series, 0.0) + by
-        self._increments.retain({one.source for one in found})
-
-
 def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all():
-    counters = {
-        "requests": 4,
-        "hit_tokens": 100,
-        "hit_tokens_from_host": 60,
-        "hit_tokens_from_nvme": 10,
-        "hit_tokens_from_nixl": 20,
-        "hit_tokens_from_object_ref": 10,
-    }
-
-    totals = totals_of(counters)
-
-    hits = {labels: value for (name, labels), value in totals.items() if name == HIT}
-    assert hits == {
-        ("host", "none"): 60,
-        ("nvme", "none"): 10,
-        ("remote", "nixl"): 20,
-        ("remote", "object_ref"): 10,
-    }
+    sources = {"host": 60, "nvme": 10, "nixl": 20, "object_ref": 10}
+    by_source = {f"hit_tokens_from_{source}": count for source, count in sources.items()}
+    totals = totals_of({"requests": 4, "hit_tokens": 100, **by_source})
+    hits = {labels: n for (name, labels), n in totals.items() if name == "hit_tokens_total"}
+    near = {("host", "none"): 60, ("nvme", "none"): 10}
+    assert hits == near | {("remote", "nixl"): 20, ("remote", "object_ref"): 10}
 
 
 def test_reasons_that_nobody_knows_are_one_label():
     totals = totals_of({"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3})
-
     misses = {labels: value for (name, labels), value in totals.items()}
     assert misses == {("evicted",): 1, ("other",): 5}
 
@@ -310,11 +225,8 @@ def test_reasons_that_nobody_knows_are_one_label():
 def test_unsaved_blocks_have_the_reasons_that_engines_name():
     counters = {f"dropped_blocks_{reason}": 2 for reason in REASONS}
     totals = totals_of({"dropped_blocks": 2 * len(REASONS) + 3, **counters, "dropped_blocks_x": 3})
-
-    assert totals["engine_blocks_total", ("dropped",)] == 2 * len(REASONS) + 3
-    unsaved = {
-        labels[0]: n for (name, labels), n in totals.items() if name != "engine_blocks_total"
-    }
+    assert totals.pop(("engine_blocks_total", ("dropped",))) == 2 * len(REASONS) + 3
+    unsaved = {labels[0]: value for (_, labels), value in totals.items()}
     assert unsaved == {**dict.fromkeys(REASONS, 2), "other": 3}
 
 
@@ -322,14 +234,9 @@ def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum():
     timings = TimeHistogram()
     for nanoseconds in (1_000, 40_000, 40_000, 1_000_000, 10**11):
         timings.observe(nanoseconds)
-
     totals = totals_of(timings.counters("lease"))
-
-    buckets = {
-        float(labels[0]): value
-        for (name, labels), value in totals.items()
-        if name == "lease_seconds_bucket_total"
-    }
+    found = [(labels, n) for (name, labels), n in totals.items() if "_bucket_" in name]
+    buckets = {float(bound): value for (bound,), value in found}
     assert buckets[2**15 / 1e9] == 1
     assert buckets[2**16 / 1e9] == 3
     assert buckets[2**20 / 1e9] == 4
@@ -340,7 +247,6 @@ def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum():
 
 def test_a_bound_that_is_none_of_ours_counts_in_the_next_one():
     totals = totals_of({"stage_ns_below_100000": 2, "stage_us_sum": 150})
-
     assert totals["stage_seconds_bucket_total", (f"{2**17 / 1e9:.9f}",)] == 2
     assert totals["stage_seconds_bucket_total", (f"{2**16 / 1e9:.9f}",)] == 0
 
@@ -376,21 +282,24 @@ after each look."""
 @pytest.mark.parametrize("name", LIVES)
 def test_a_rank_is_counted_once_over_its_lives_and_the_shards(name):
     began, looks, sums = LIVES[name]
-    exported = Exported(RankFigures("node", began))
-    found = []
+    figures, increments, total, found = RankFigures("node", began), Increments[Series](), 0.0, []
     for requests, uptime_s, now in looks:
         counters = {"requests": requests, "uptime_s": uptime_s} if requests else {}
-        exported.look(counters, now, connected=requests is not None)
-        found.append(exported.sums.get(("requests_total", ()), 0))
+        totals = figures.look([rank(counters, connected=requests is not None)], now).totals
+        for one in totals:
+            before = one.counted_before
+            grown = increments.take(one.source, one.totals, counted_before=before)
+            assert all(labels[:3] == RANK for _, labels in grown)
+            total += grown.get((REQUESTS, RANK), 0.0)
+        increments.retain({one.source for one in totals})
+        found.append(total)
     assert found == sums
 
 
 def test_ranks_beyond_a_number_share_their_labels():
     figures = RankFigures("node", 0.0)
     ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]
-
     found = figures.look(ranks, 1.0)
-
     labels = set(counted(found))
     assert len(labels) == 129
     assert ("node", "other", "0") in labels
@@ -398,9 +307,7 @@ def test_ranks_beyond_a_number_share_their_labels():
 
 def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one():
     strange = rank({"requests": 1}, replica="a\udc80" + "b" * 300)
-
     ((_, name, _),) = counted(RankFigures("node", 0.0).look([strange], 1.0))
-
     assert name.encode().decode() == "a?" + "b" * 62
 
 
@@ -409,7 +316,6 @@ def test_however_many_have_come_and_gone_those_that_are_here_are_named():
     for number in range(200):
         gone = [rank({"requests": 1}, replica=f"r{number}", connected=False)]
         found = figures.look([*gone, rank({"requests": 1}, replica=f"s{number}")], number)
-
     assert counted(found)[1] == ("node", "other", "0"), "Ray keeps a counter's labels for ever"
     assert found.gauges["rank_connected", ("node", "s199", "0")] == 1
     many = [rank({}, replica=f"r{number}") for number in range(200)]
@@ -420,7 +326,6 @@ def test_however_many_have_come_and_gone_those_that_are_here_are_named():
 def test_a_total_that_falls_gives_nothing_until_it_is_higher_than_ever():
     increments: Increments[str] = Increments()
     increments.take("rank", {"not_stored": 10})
-
     assert increments.take("rank", {"not_stored": 4}) == {"not_stored": 0}
     assert increments.take("rank", {"not_stored": 10}) == {"not_stored": 0}
     assert increments.take("rank", {"not_stored": 11}) == {"not_stored": 1}
@@ -430,9 +335,7 @@ def test_sources_do_not_meet_and_those_that_are_gone_are_forgotten():
     increments: Increments[str] = Increments()
     increments.take("a", {"hits": 5})
     assert increments.take("b", {"hits": 3}) == {"hits": 3}
-
     increments.retain({"a"})
-
     assert increments.take("a", {"hits": 5}) == {"hits": 0}
     assert increments.take("b", {"hits": 3}) == {"hits": 3}
 

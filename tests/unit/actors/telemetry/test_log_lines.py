@@ -44,7 +44,6 @@ class Log:
 
     @property
     def lines(self) -> list[str]:
-        """What was written."""
         return self.output.getvalue().splitlines()
 
 

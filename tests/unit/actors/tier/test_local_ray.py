@@ -193,9 +193,7 @@ time.sleep(60)
     ("text", "until", "signum"),
     [(STAYS, "waiting", signal.SIGINT), (STARTS, "started", signal.SIGKILL)],
 )
-def test_it_ends_with_an_interrupted_start_and_with_its_parent_if_asked_to(
-    name, script, text, until, signum
-):
+def test_it_ends_with_an_interrupted_start_and_with_its_parent(name, script, text, until, signum):
     command = [sys.executable, "-c", STARTING, script(text), name]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:

@@ -1,5 +1,6 @@
 """What a change of settings or code takes of a tier that runs, and how long it is waited for."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,25 +65,6 @@ def test_another_value_restarts_the_parts_that_were_started_with_the_setting(set
     assert bool(planned.costs) == (effect_of(setting) is Effect.RECREATE)
 
 
-def test_a_tier_as_it_should_be_needs_nothing():
-    assert plan(tier(), DEFAULTS).steps == ()
-    assert plan(tier(), DEFAULTS, installed=INSTALLED).steps == ()
-
-
-def test_what_a_run_before_has_restarted_already_is_left_alone():
-    wanted = changed("arena.free_target")
-    parts = tier()
-    parts |= {name: made(settings=wanted) for name in (SUPERVISOR_NAME, SHARD, MOVER)}
-    parts[f"{SHARD_PREFIX}b"] = made()
-    assert names(plan(parts, wanted)) == [f"{SHARD_PREFIX}b"]
-
-
-def test_one_node_follows_the_other_each_with_its_shard_first():
-    parts = tier() | {f"{SHARD_PREFIX}b": made(), f"{MOVER_PREFIX}b": made()}
-    planned = plan(parts, changed("staging.fetches_max"))
-    assert names(planned) == [SUPERVISOR_NAME, SHARD, MOVER, f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"]
-
-
 def test_reasons_name_the_setting_and_both_values():
     (step,) = plan({SHARD: made()}, changed("arena.free_target")).steps
     assert step.reasons == ("arena.free_target is 7.5 now and was 0.05",)
@@ -103,10 +85,36 @@ def test_an_arena_that_the_next_shard_would_take_over_is_retired(setting, retire
     assert steps[SHARD].retire is retire
 
 
-def test_other_code_restarts_everything_that_runs_it():
-    now = {"node": {**INSTALLED["node"], "code": "2"}}
-    assert names(plan(tier(), DEFAULTS, installed=now)) == list(PARTS)
-    assert plan(tier(), DEFAULTS, installed={}).steps == (), "its node is gone"
+OTHER_CODE = {"node": {**INSTALLED["node"], "code": "2"}}
+SHARD_B, MOVER_B = f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"
+
+
+@pytest.mark.parametrize(
+    ("others", "wanted", "more", "restarted"),
+    [
+        pytest.param({}, DEFAULTS, {}, [], id="a tier as it should be needs nothing"),
+        pytest.param({}, DEFAULTS, {"installed": INSTALLED}, [], id="nor with the same code"),
+        pytest.param({}, DEFAULTS, {"installed": OTHER_CODE}, PARTS, id="other code restarts all"),
+        pytest.param({}, DEFAULTS, {"installed": {}}, [], id="unless its node is gone"),
+        pytest.param({}, DEFAULTS, {"restart": True}, PARTS, id="so does who asks for it"),
+        pytest.param({SHARD: made(state="failed")}, DEFAULTS, {}, [SHARD], id="what has failed"),
+        pytest.param(
+            {SHARD_B: made(), MOVER_B: made()},
+            *(changed("staging.fetches_max"), {}),
+            [SUPERVISOR_NAME, SHARD, MOVER, SHARD_B, MOVER_B],
+            id="one node follows the other, each with its shard first",
+        ),
+        pytest.param(
+            {name: made(settings=changed("arena.free_target")) for name in PARTS}
+            | {LOOKUP_NAME: tier()[LOOKUP_NAME], SHARD_B: made()},
+            *(changed("arena.free_target"), {}),
+            [SHARD_B],
+            id="what a run before has restarted already is left alone",
+        ),
+    ],
+)
+def test_what_is_restarted_and_in_which_order(others, wanted, more, restarted):
+    assert names(plan(tier() | others, wanted, **more)) == list(restarted)
 
 
 def test_another_format_of_the_arena_costs_its_blocks():
@@ -116,19 +124,13 @@ def test_another_format_of_the_arena_costs_its_blocks():
     assert planned.steps[0].reasons == ("kvray is 0.2.0 now and was 0.1.0",)
 
 
-def test_a_part_that_has_failed_is_restarted_and_so_is_what_is_asked_for():
-    parts = tier() | {SHARD: made(state="failed")}
-    assert names(plan(parts, DEFAULTS)) == [SHARD]
-    assert names(plan(tier(), DEFAULTS, restart=True)) == list(PARTS)
-
-
 def test_what_differs_on_nodes_with_a_label_concerns_those_only():
-    parts = {SHARD: made(), f"{SHARD_PREFIX}b": made(node_id="big"), MOVER: made(node_id="big")}
+    parts = {SHARD: made(), SHARD_B: made(node_id="big"), MOVER: made(node_id="big")}
     labels = {"big": {"pool": "big"}, "node": {"pool": "small"}}
     planned = plan(parts, changed("nodes"), labels=labels)
-    assert names(planned) == [MOVER, f"{SHARD_PREFIX}b"]
+    assert names(planned) == [MOVER, SHARD_B]
     assert planned.costs == ["arena.capacity is 8GiB now and was 4GiB"]
-    for name in (f"{SHARD_PREFIX}b", MOVER):
+    for name in (SHARD_B, MOVER):
         parts[name] = made(node_id="big", settings=changed("nodes"))
     assert plan(parts, changed("nodes"), labels=labels).steps == ()
 
@@ -149,47 +151,31 @@ def test_settings_are_plain_values_under_dotted_names():
     assert settings["cluster_name"] == "kvray"
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(rollout, "time", made)
-    return made
-
-
-def test_a_wait_in_which_nothing_moves_ends(clock):
-    wait = Patience(30)
-    assert not wait.is_over("starting")
-    clock.now += 29
-    assert not wait.is_over("starting")
-    clock.now += 2
-    assert wait.is_over("starting")
-
-
-def test_a_wait_in_which_something_moves_goes_on_until_it_has_taken_long(clock):
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param(
+            [(0, "starting", {}, False), (29, "starting", {}, False), (31, "starting", {}, True)],
+            id="one in which nothing moves ends",
+        ),
+        pytest.param(
+            [*((seconds, seconds, {}, False) for seconds in (25, 50, 75, 100)), (101, 5, {}, True)],
+            id="one in which something moves goes on until it has taken long",
+        ),
+        pytest.param(
+            [(0, "none", {}, False), (5, "none", {}, False), (5, "none", {"still_s": 2}, True)],
+            id="a look may have a limit of its own",
+        ),
+    ],
+)
+def test_when_a_wait_is_over(monkeypatch, looks):
+    """A look is after how many seconds, what is seen, its limit, and whether the wait is over."""
+    now = 1000.0
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))
     wait = Patience(30, most_s=100)
-    for done in range(4):
-        clock.now += 25
-        assert not wait.is_over(done)
-    clock.now += 1
-    assert wait.is_over(5)
-
-
-def test_a_look_may_have_a_limit_of_its_own(clock):
-    wait = Patience(30)
-    wait.is_over("no node")
-    clock.now += 5
-    assert not wait.is_over("no node")
-    assert wait.is_over("no node", still_s=2)
+    for seconds, seen, limit, is_over in looks:
+        now = 1000.0 + seconds
+        assert wait.is_over(seen, **limit) is is_over
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -150,28 +151,42 @@ TestPublished = Published.TestCase
 TestPublished.settings = settings(max_examples=examples(120), stateful_step_count=25)
 
 
-@pytest.fixture
-def blocks(tmp_path: Path):
-    with contextlib.closing(DescribedBlocks(tmp_path / "events.sqlite", bytes_max=2**24)) as made:
+@contextlib.contextmanager
+def opened(path: Path, *, bytes_max: int = 2**24) -> Iterator[DescribedBlocks]:
+    """Give a file in which namespace 1 has one part."""
+    with contextlib.closing(DescribedBlocks(path, bytes_max=bytes_max)) as made:
         made.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
         yield made
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Iterator[DescribedBlocks]:
+    with opened(tmp_path / "events.sqlite") as made:
+        yield made
+
+
+def change(blocks: DescribedBlocks, *numbers: int, has: bool, namespace: int = 1) -> None:
+    """Have the memory hold part 0 of blocks, or no more."""
+    keys = table_keys(*(key_of(namespace, block) for block in numbers))
+    blocks.change(HOST, keys, np.zeros(len(numbers), dtype=np.uint32), has=has)
+
+
+def publish_all(blocks: DescribedBlocks) -> None:
+    while blocks.take_news(100) is not None:
+        pass
+
+
+def num_rows(blocks: DescribedBlocks) -> int:
+    return blocks._file.execute("SELECT count(*) FROM blocks").fetchone()[0]
 
 
 @pytest.mark.parametrize(
     "chain",
     [
-        (b"", b"1" * 7, b""),
-        (b"1", b"1" * 8, bytes(8)),
-        (b"", b"1" * 8, bytes(9)),
-        (b"", b"1" * 8, b""),
-        (b"", b"1" * 16, bytes(8)),
-        (b"", b"1" * 8, "8 letters"[:8]),
-        (b"", b"1" * 8, [0] * 8),
-        ("", b"1" * 8, bytes(8)),
-        (None, b"1" * 8, bytes(8)),
-        (b"", b"1" * 8),
-        b"chain",
-        7,
+        *((b"", b"1" * size, tokens) for size, tokens in ((7, b""), (8, b""), (16, bytes(8)))),
+        *((b"", b"1" * 8, tokens) for tokens in (bytes(9), "8 letters"[:8], [0] * 8)),
+        *((parent, b"1" * 8, bytes(8)) for parent in (b"1", "", None)),
+        *((b"", b"1" * 8), b"chain", 7),
     ],
 )
 def test_what_is_no_chain_is_refused(chain):
@@ -186,27 +201,19 @@ def test_a_chain_counts_all_that_it_takes():
 
 def test_a_full_file_takes_no_more_and_has_room_again_when_blocks_are_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(described_blocks, "_GONE_MIN", 10)
-    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**17)) as blocks:
-        blocks.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
-        keys = []
+    with opened(tmp_path / "a", bytes_max=2**17) as blocks:
         for block in range(10_000):
-            key = table_keys(key_of(1, block))
-            keys.append(key)
-            blocks.change(HOST, key, np.zeros(1, dtype=np.uint32), has=True)
+            change(blocks, block, has=True)
             if not blocks.describe(1, SIZE, chain_of(1, block, block + 1)):
                 break
-        assert 500 < len(keys) < 5000
-        before = blocks.generation
-        held = blocks._file.execute("SELECT count(*) FROM blocks").fetchone()[0]
-        more = table_keys(*(key_of(2, block) for block in range(2000)))
-        blocks.change(HOST, more, np.zeros(2000, dtype=np.uint32), has=True)
-        assert blocks._file.execute("SELECT count(*) FROM blocks").fetchone()[0] == held
-        while blocks.take_news(128) is not None:
-            pass
-        for key in keys:
-            blocks.change(HOST, key, np.zeros(1, dtype=np.uint32), has=False)
-        while blocks.take_news(128) is not None:
-            pass
+        assert 500 < block < 5000
+        before, held = blocks.generation, num_rows(blocks)
+        change(blocks, *range(2000), has=True, namespace=2)
+        assert num_rows(blocks) == held
+        publish_all(blocks)
+        for gone in range(block + 1):
+            change(blocks, gone, has=False)
+        publish_all(blocks)
         assert blocks.num_told(1) == 0
         assert blocks.describe(1, SIZE, chain_of(1, 20_000, 20_001))
         assert blocks.generation > before, "what was forgotten is to be told again"
@@ -216,11 +223,10 @@ def test_a_full_file_takes_no_more_and_has_room_again_when_blocks_are_gone(tmp_p
 def test_what_was_published_is_not_forgotten_before_its_end_is(blocks, monkeypatch):
     monkeypatch.setattr(described_blocks, "_GONE_MAX", 0)
     blocks.describe(1, SIZE, chain_of(1, 5, 9))
-    key, part = table_keys(key_of(1, 0)), np.zeros(1, dtype=np.uint32)
     blocks.describe(1, SIZE, chain_of(1, 0, 1))
-    blocks.change(HOST, key, part, has=True)
+    change(blocks, 0, has=True)
     assert blocks.take_news(9)
-    blocks.change(HOST, key, part, has=False)
+    change(blocks, 0, has=False)
     blocks.prune()
     ((event,),) = blocks.take_news(9).values()
     assert event == BlockRemoved(block_hashes=[number_of(1, 0)], medium="CPU")
@@ -231,40 +237,32 @@ def test_too_much_that_waits_to_be_published_is_seen(blocks, monkeypatch):
     assert not blocks.is_behind
     blocks.describe(1, SIZE, chain_of(1, 0, 9))
     assert blocks.is_behind
-    while blocks.take_news(4) is not None:
-        pass
+    publish_all(blocks)
     assert not blocks.is_behind
 
 
 def test_what_nobody_told_of_leaves_nothing_behind(blocks):
-    keys = table_keys(*(key_of(1, block) for block in range(5)))
-    parts = np.zeros(5, dtype=np.uint32)
-    blocks.change(HOST, keys, parts, has=True)
-    blocks.change(HOST, keys, parts, has=False)
-    while blocks.take_news(2) is not None:
-        pass
-    assert blocks._file.execute("SELECT count(*) FROM blocks").fetchone() == (0,)
+    change(blocks, *range(5), has=True)
+    change(blocks, *range(5), has=False)
+    publish_all(blocks)
+    assert num_rows(blocks) == 0
 
 
 def test_another_run_finds_tokens_ports_and_notes_and_nothing_held(tmp_path):
-    keys = table_keys(key_of(1, 0))
-    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**24)) as first:
-        first.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+    with opened(tmp_path / "a") as first:
         first.describe(1, SIZE, chain_of(1, 0, 1))
-        first.change(HOST, keys, np.zeros(1, dtype=np.uint32), has=True)
+        change(first, 0, has=True)
         assert first.take_news(9)
         first.set_ports({"r": 5557})
         first.set_note("last", 2**60)
         generation = first.generation
-    with contextlib.closing(DescribedBlocks(tmp_path / "a", bytes_max=2**24)) as again:
-        again.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+    with opened(tmp_path / "a") as again:
         assert again.num_told(1) == 0
         assert again.ports() == {"r": 5557}
         assert again.note("last") == 2**60
         assert again.generation == generation
-        while again.take_news(9) is not None:
-            pass
-        again.change(HOST, keys, np.zeros(1, dtype=np.uint32), has=True)
+        publish_all(again)
+        change(again, 0, has=True)
         ((event,),) = again.take_news(9).values()
         assert event.block_hashes == [number_of(1, 0)]
 
