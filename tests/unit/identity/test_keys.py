@@ -348,10 +348,7 @@ def test_a_field_that_is_neither_text_nor_number_is_refused(value):
 
 def test_difference_names_the_fields_that_differ_with_both_values():
     other = replace(NAMESPACE, kv_dtype="bfloat16", num_parts=2)
-    assert NAMESPACE.difference(other) == {
-        "kv_dtype": ("float32", "bfloat16"),
-        "num_parts": (1, 2),
-    }
+    assert NAMESPACE.difference(other) == {"kv_dtype": ("float32", "bfloat16"), "num_parts": (1, 2)}
     assert NAMESPACE.difference(replace(NAMESPACE)) == {}
 
 

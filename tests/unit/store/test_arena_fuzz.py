@@ -30,8 +30,7 @@ SIZES = {
 }
 TABLES = sorted(SIZES)
 fuzzed = settings(
-    max_examples=examples(60),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 FIELDS = st.fixed_dictionaries(
     {},

@@ -301,8 +301,6 @@ class ArenaLife(RuleBasedStateMachine):
 
 
 ArenaLife.TestCase.settings = settings(
-    max_examples=examples(80),
-    stateful_step_count=40,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(80), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
 TestArenaLife = ArenaLife.TestCase

@@ -13,15 +13,7 @@ from kvray.store.arena.layout import PAGE_SLOTS
 from kvray.store.arena.lease import Lease, PartRequest
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import (
-    SLOT,
-    chain,
-    find,
-    make_tables,
-    put,
-    slots_named,
-    take,
-)
+from tests.unit.store.small_arena import SLOT, chain, find, make_tables, put, slots_named, take
 
 NAMES = ("token", "another")
 names = st.sampled_from(NAMES)

@@ -14,13 +14,7 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Reservation
 from kvray.store.arena import audit, prefault, slots
 from kvray.store.arena import file as arena_file
-from kvray.store.arena.layout import (
-    ALIGNMENT,
-    BUCKET_WAYS,
-    RESERVED,
-    RUN_SLOTS,
-    Geometry,
-)
+from kvray.store.arena.layout import ALIGNMENT, BUCKET_WAYS, RESERVED, RUN_SLOTS, Geometry
 from kvray.store.arena.prefault import Populator, pieces_of
 from kvray.store.arena.tables import EventReader, Tables
 from tests.examples import examples
