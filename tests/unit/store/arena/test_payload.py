@@ -41,15 +41,6 @@ def valid_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
     return len(valid) if valid.all() else int(valid.argmin())
 
 
-@pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
-def test_any_block_size_comes_back(arena, block_bytes):
-    store(arena, KEYS[:3], block_bytes=block_bytes)
-    held = leased(arena, KEYS)
-    assert held.num_slots == 3
-    assert fetch(arena, KEYS, held, block_bytes=block_bytes)
-    assert valid_run(arena, held) == 3
-
-
 def test_blocks_may_lie_anywhere_in_the_pool(arena):
     where = np.array([7, 3, 4, 5, 29, 0])
     pool = np.zeros((30, SLOT), dtype=np.uint8)
@@ -259,40 +250,35 @@ def seeds_of(keys: list[BlockKey]) -> list[int]:
 
 
 def expected(blocks: Array, seeds: list[int]) -> list[int]:
-    return [
-        xxhash.xxh3_64_intdigest(block.tobytes(), seed)
-        for block, seed in zip(blocks, seeds, strict=True)
-    ]
+    each = zip(blocks, seeds, strict=True)
+    return [xxhash.xxh3_64_intdigest(block.tobytes(), seed) for block, seed in each]
 
 
-@pytest.mark.parametrize("shared_bytes", [1, 2**40])
+@pytest.mark.parametrize("shared_bytes", [0, 1, 2**40])
 @pytest.mark.parametrize(
-    ("num_blocks", "block_bytes"), [(0, 4096), (1, 1), (7, 4097), (300, 4096), (3, 1_100_000)]
+    ("num_blocks", "block_bytes", "cuts"),
+    [
+        (0, 4096, ()),
+        (1, 1, ()),
+        (7, 4097, (2,)),
+        (3, 1_100_000, (1,)),
+        *((300, 5000, cuts) for cuts in ((), (1,), (4, 5), (10, 200, 299))),
+    ],
 )
 def test_copies_have_their_bytes_and_their_checksums(
-    copier, monkeypatch, num_blocks, block_bytes, shared_bytes
+    copier, monkeypatch, num_blocks, block_bytes, cuts, shared_bytes
 ):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
     source, seeds = noise(num_blocks, block_bytes), list(range(10, 10 + num_blocks))
-    target = np.zeros_like(source)
-    cut = num_blocks // 3
-    copies = [Copy(cut, target[cut:], source[cut:]), Copy(0, target[:cut], source[:cut])]
-    assert copier.copy_and_sum(copies, seeds).tolist() == expected(source, seeds)
-    assert (target == source).all()
-
-
-@pytest.mark.parametrize("shared_bytes", [0, 2**40])
-@pytest.mark.parametrize("cuts", [(), (1,), (4, 5), (10, 200, 299)])
-def test_plain_copies_are_whole_wherever_two_threads_part_them(
-    copier, monkeypatch, cuts, shared_bytes
-):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
-    source = noise(300, 5000)
-    target = np.zeros_like(source)
-    edges = [0, *cuts, 300]
-    copier.copy([Copy(at, target[at:end], source[at:end]) for at, end in pairwise(edges)])
-    assert (target == source).all()
+    targets = [np.zeros_like(source) for _ in range(2)]
+    plain, summed = (
+        [Copy(at, target[at:end], source[at:end]) for at, end in pairwise((0, *cuts, num_blocks))]
+        for target in targets
+    )
+    copier.copy(plain)
     copier.copy([])
+    assert copier.copy_and_sum(summed[::-1], seeds).tolist() == expected(source, seeds)
+    assert all((target == source).all() for target in targets)
 
 
 def test_copies_are_made_without_the_second_thread(copier, monkeypatch):

@@ -117,21 +117,16 @@ def test_every_namespace_is_kept_within_the_quota_of_all(arena):
     assert blocks(arena) == {"": 9, "11111111": 6, "22222222": 6}
 
 
-def test_of_a_namespace_the_lower_priorities_go(arena):
-    fill(arena, "low", 2, MINE, priority=1)
-    fill(arena, "high", 2, MINE, priority=90)
-    own(arena, mine=2).evict_ahead(0.0)
-    assert num_here(arena, chain(2, seed="high0")) == 2
-    assert num_here(arena, chain(2, seed="low0")) == 0
-
-
-def test_of_one_priority_the_policy_decides(arena):
+@pytest.mark.parametrize(("last_priority", "left"), [(1, [2, 0]), (90, [0, 2]), (0, [2, 0])])
+def test_of_a_namespace_the_lower_priorities_go_and_of_one_what_the_policy_says(
+    arena, last_priority, left
+):
     fill(arena, "old", 2, MINE)
-    fill(arena, "young", 2, MINE)
-    keeper = own(arena, mine=2)
+    fill(arena, "young", 2, MINE, priority=last_priority)
     ticks = arena.tables.slot_tick.astype(float)
-    assert keeper.evict_ahead(0.0, lambda slots: -ticks[slots]) == 2
-    assert [num_here(arena, chain(2, seed=seed)) for seed in ("old0", "young0")] == [2, 0]
+    rank = None if last_priority else lambda slots: -ticks[slots]
+    assert own(arena, mine=2).evict_ahead(0.0, rank) == 2
+    assert [num_here(arena, chain(2, seed=seed)) for seed in ("old0", "young0")] == left
 
 
 def test_leased_blocks_stay_until_nobody_leases_them(arena):
