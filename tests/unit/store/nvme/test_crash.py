@@ -15,6 +15,7 @@ import pytest
 from tests.unit.store.fork_server import ROOT
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme import crashing
+from tests.unit.store.nvme.crashing import SIZES
 from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss
 from tests.unit.store.nvme.small_store import (
     Block,
@@ -27,14 +28,13 @@ from tests.unit.store.nvme.small_store import (
     promote,
     spec,
 )
-from tests.unit.store.small_arena import SLOT, chain
+from tests.unit.store.small_arena import chain
 
 
 @contextlib.contextmanager
 def crasher(directory: Path, seed: int) -> "Iterator[subprocess.Popen[str]]":
     """Run a process that works on `directory` until it is killed, at the latest when this ends."""
-    module = "tests.unit.store.nvme.crashing"
-    command = [sys.executable, "-m", module, str(directory), str(seed)]
+    command = [sys.executable, "-m", crashing.__name__, str(directory), str(seed)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -93,7 +93,6 @@ def test_kills_lose_and_spoil_no_block(directory, seed, num_lives):
 
 # -- power losses ---------------------------------------------------------------------------------
 
-SIZES = (SLOT, 2 * SLOT + 300)
 CHAINS = {(name, size): chain(24, seed=f"{name} {size}") for name in range(4) for size in SIZES}
 
 
@@ -163,18 +162,13 @@ def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
         missing = promised(log, cut) - valid
         assert not missing, f"{len(missing)} flushed blocks are lost"
         store.close()
-        _check_second_life(directory)
+        store = open_store(directory, spec(num_segments=4))
+        (part, size), keys = next(iter(CHAINS.items()))
+        demote(store, keys, part=part, block_bytes=size)  # as to any other store
+        promote(store, keys, part=part, block_bytes=size)
+        store.close()
     finally:
         shutil.rmtree(directory)
-
-
-def _check_second_life(directory: Path) -> None:
-    """What was recovered can be written to like any other store."""
-    store = open_store(directory, spec(num_segments=4))
-    (part, size), keys = next(iter(CHAINS.items()))
-    demote(store, keys, part=part, block_bytes=size)
-    promote(store, keys, part=part, block_bytes=size)
-    store.close()
 
 
 @pytest.mark.parametrize(
