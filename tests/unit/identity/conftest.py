@@ -39,8 +39,8 @@ def write_checkpoint(directory: Path, **files: bytes | str) -> Path:
     return directory
 
 
-def of(path: Path) -> str:
-    return fingerprint_model(path, cache_dir=None)
+def of(path: Path | str, cache_dir: Path | None = None, **more: Any) -> str:
+    return fingerprint_model(path, cache_dir=cache_dir, **more)
 
 
 def change_byte(path: Path, offset: int) -> None:
