@@ -17,6 +17,7 @@ from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
 from kvray.store.arena.payload import Copier, Copy, Strip, copy_run, slot_bytes
 from kvray.store.arena.tables import Array
+from tests.unit.store.child import in_fork
 from tests.unit.store.small_arena import (
     SLOT,
     chain,
@@ -31,6 +32,7 @@ from tests.unit.store.small_arena import (
     spec,
     store,
 )
+from tests.waiting import HANG_S
 
 KEYS = chain(20)
 
@@ -313,12 +315,8 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(monkeypatch, whole_bytes, 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_waits_for_no_thread_of_its_parent(copier, monkeypatch):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
-    source = noise(4, 4096)
-    target = np.zeros_like(source)
-    copier.copy_and_sum([Copy(0, target, source)], [1, 2, 3, 4])
-    pid = os.fork()
-    if pid == 0:
-        copier.copy_and_sum([Copy(0, target, source)], [1, 2, 3, 4])
-        copier.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    copies = [Copy(0, np.zeros((4, 4096), np.uint8), noise(4, 4096))]
+    copier.copy_and_sum(copies, [1, 2, 3, 4])
+    assert in_fork(
+        lambda: (copier.copy_and_sum(copies, [1, 2, 3, 4]), copier.close()), within_s=HANG_S
+    )

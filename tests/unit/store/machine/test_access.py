@@ -50,19 +50,17 @@ def test_a_group_that_is_none_is_refused(group):
         Access.of(group)
 
 
-def test_own_directories_and_missing_ones_are_trusted(tmp_path):
+def test_own_directories_and_missing_ones_are_trusted_and_no_links(tmp_path):
     OWN_USER.check_trust(tmp_path)
     OWN_USER.check_trust(tmp_path / "none")
     OWN_USER.check_own(tmp_path)
-
-
-def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ShardUnavailable, match="does not trust it"):
         OWN_USER.check_trust(tmp_path / "link")
-    with pytest.raises(ConfigError, match="is a link"):
-        OWN_USER.check_own(tmp_path / "link")
+    for call in (OWN_USER.check_own, lambda path: NvmeStore(path, spec())):
+        with pytest.raises(ConfigError, match="is a link"):
+            call(tmp_path / "link")
 
 
 @needs_root
@@ -92,13 +90,6 @@ def test_files_on_disk_are_let_in_like_the_arena(tmp_path, group, modes):
         os.umask(before)
     assert (mode_of(tmp_path / "nvme"), mode_of(tmp_path / "nvme" / "file")) == modes
     assert mode_of(other) == modes[1], "what was there keeps the mode that it had"
-
-
-def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "nvme").symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigError, match="is a link"):
-        NvmeStore(tmp_path / "nvme", spec())
 
 
 @needs_root
