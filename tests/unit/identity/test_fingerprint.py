@@ -19,7 +19,7 @@ from tests.unit.identity.conftest import (
     GOLDEN,
     change_byte,
     of,
-    refuse_to_read,
+    read_sizes,
     safetensors,
     write_checkpoint,
 )
@@ -200,11 +200,10 @@ def test_a_stamp_changes_with_every_file_that_counts(checkpoint, tmp_path):
 
 
 def test_a_stamp_ignores_other_files_and_reads_none(checkpoint, monkeypatch):
-    monkeypatch.setattr(os, "preadv", refuse_to_read)
-    before = stamp_model(checkpoint)
+    sizes, before = read_sizes(monkeypatch), stamp_model(checkpoint)
     (checkpoint / "README.md").write_text("notes")
     (checkpoint / "checkpoint-500").mkdir()
-    assert stamp_model(checkpoint) == before
+    assert (stamp_model(checkpoint), sizes) == (before, [])
 
 
 # Large checkpoints: every byte of them counts.
@@ -233,9 +232,7 @@ def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path):
     assert of(holes) == of(written)
 
 
-def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
-    checkpoint, monkeypatch
-):
+def test_several_files_read_at_once_in_any_order_give_one_fingerprint(checkpoint, monkeypatch):
     for number in range(4):
         with (checkpoint / f"model-{number}.bin").open("wb") as file:
             file.write(b"%d" % number)
@@ -257,9 +254,7 @@ def test_unreadable_files_end_all_reading(checkpoint, monkeypatch):
 # Files that change while they are read.
 
 
-def change_on_read(
-    monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], times: int = 1
-) -> None:
+def change_on_read(patch: pytest.MonkeyPatch, action: Callable[[], object], times: int = 1) -> None:
     """Call an action after a file was read, so many times."""
     preadv, left = os.preadv, [action] * times
 
@@ -269,7 +264,7 @@ def change_on_read(
             left.pop()()
         return size
 
-    monkeypatch.setattr(os, "preadv", read)
+    patch.setattr(os, "preadv", read)
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,8 @@ def test_a_seed_follows_its_written_format():
     ),
 )
 def test_keys_follow_their_written_format(tokens, size, seed, media):
-    assert keys_of(tokens, size=size, seed=seed, media=media) == derived_keys(
-        tokens, size, seed, media
-    )
+    found = keys_of(tokens, size=size, seed=seed, media=media)
+    assert found == derived_keys(tokens, size, seed, media)
 
 
 # What differs never meets.
@@ -128,9 +127,8 @@ class Request:
 
     def keys(self) -> list[BlockKey]:
         seed = request_seed(self.namespace.digest(), salt=self.salt, lora=self.lora)
-        return keys_of(
-            self.tokens, size=self.namespace.tokens_per_block, seed=seed, media=self.media
-        )
+        size = self.namespace.tokens_per_block
+        return keys_of(self.tokens, size=size, seed=seed, media=self.media)
 
     def contents(self) -> list[object]:
         """Return for each full block all that its bytes depend on besides the blocks before."""

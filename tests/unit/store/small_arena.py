@@ -118,9 +118,8 @@ def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return lease.match(tables, key_index.pack_keys(keys), map(lease.PartRequest, range(num_parts)))[
-        0
-    ]
+    parts = map(lease.PartRequest, range(num_parts))
+    return lease.match(tables, key_index.pack_keys(keys), parts)[0]
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:

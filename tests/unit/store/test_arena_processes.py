@@ -257,9 +257,7 @@ def test_death_or_stop_before_a_store_harms_nobody(dying, survivor, directory, n
         ("holder_live", lambda tables: holders.dead_rows(tables, SimpleNamespace(is_locked=bool))),
     ],
 )
-def test_a_look_without_the_lock_at_what_others_write_raises_nothing(
-    directory, child, column, look
-):
+def test_a_look_without_the_lock_at_what_others_write_raises_not(directory, child, column, look):
     with closing(make_arena(directory, asked=spec(num_slabs=2048))) as arena:
         table, writer = getattr(arena.tables, column), child()
         writer.tell(f"any(arena.tables.{column}.fill(n) for _ in iter(int, 1) for n in (0, 1))")

@@ -76,7 +76,7 @@ class Checked:
         assert (tier._blocks[tier._free] == NOWHERE).all()
         above = self.trace.parents[here]
         assert (tier.slots[above[above != NO_PARENT]] != NOWHERE).all(), (
-            "what is there are prefixes"
+            "only prefixes are"
         )
 
     def check_copies(self) -> None:

@@ -59,7 +59,7 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena):
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_before_the_checksum_is_found(
+def test_what_others_write_before_the_sum_is_found(
     directory, monkeypatch, num_regions, block_bytes
 ):
     arena = make_arena(directory, asked=spec(slots_per_slab=512))

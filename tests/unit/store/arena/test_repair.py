@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from kvray.store import Arena, ArenaOwner, Held, PartRequest
 from kvray.store.arena import audit, lease, slabs, slots
-from kvray.store.arena.layout import (
-    FREE,
-    LIMBO,
-    PAGE_SLOTS,
-    QUARANTINED,
-    READY,
-    RESERVED,
-    UNDO_ENTRIES,
-)
+from kvray.store.arena.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
 from kvray.store.arena.tables import EventReader, Tables
 from kvray.store.scan import scan
 from tests.examples import examples, places
@@ -144,7 +136,6 @@ def check_after(scene: Scene, left: Tables, done: Tables) -> None:
 
 
 def logged(scene: Scene, name: str) -> list[Write]:
-    """Return the stores of an operation."""
     return record(scene.tables, lambda tables: OPERATIONS[name](tables, scene))
 
 
@@ -205,7 +196,7 @@ def test_row_that_occurs_twice_is_put_back_to_what_it_was_first(tables):
 
 def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables):
     row = np.array([1])
-    for _ in range(UNDO_ENTRIES + 1):
+    for _ in range(len(tables.undo_entry) + 1):
         tables.put(row, slot_leases=7)
     assert not copy_of(tables).undo.roll_back()
     tables.undo.settle()

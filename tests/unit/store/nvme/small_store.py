@@ -11,7 +11,7 @@ from kvray.store.arena import key_index, payload, slots
 from kvray.store.arena.layout import READY, Geometry
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore
-from kvray.store.nvme.disk import Disk, aligned
+from kvray.store.nvme.disk import aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
 from tests.unit.store.small_arena import SLOT, content, reserve, victims
 
@@ -40,10 +40,8 @@ def table_of(path: Path) -> "np.memmap[tuple[int], np.dtype[np.void]]":
     return np.memmap(path, RECORD, "r+", PAGE_BYTES, (SHAPE.num_slots,))
 
 
-def open_store(
-    directory: Path, asked: NvmeSpec | None = None, *, disk: Disk | None = None
-) -> NvmeStore:
-    return NvmeStore(directory, asked or spec(), disk=disk)
+def open_store(directory: Path, asked: NvmeSpec | None = None, **more: Any) -> NvmeStore:
+    return NvmeStore(directory, asked or spec(), **more)
 
 
 def arena_tables(*, slab: int = 64 * SLOT, num_slabs: int = 8) -> Tables:
@@ -104,7 +102,7 @@ def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
 
 
 def promote(
-    store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
+    store: NvmeStore, keys: list[BlockKey], part: int = 0, block_bytes: int = SLOT
 ) -> Array:
     """Read `keys`; return a mask of those that are valid, which have the bytes of their keys."""
     arena = arena_tables(num_slabs=max(8, 2 + len(keys) * block_bytes // (32 * SLOT)))

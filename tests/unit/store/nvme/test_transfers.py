@@ -37,9 +37,7 @@ def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call():
 
 
 @given(memory=st.permutations(range(12)), file=st.permutations(range(14)), count=st.integers(0, 12))
-def test_every_byte_goes_where_it_belongs_in_as_few_transfers_and_pieces_as_can_be(
-    memory, file, count
-):
+def test_every_byte_goes_where_it_belongs_in_as_few_pieces_as_can_be(memory, file, count):
     starts, offsets = ([4096 * at for at in some[:count]] for some in (memory, file))
     written, made = np.zeros(4096 * 14, dtype="u1"), plan(starts, offsets, chunk_bytes=5 * 4096)
     for one in made:
