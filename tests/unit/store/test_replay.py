@@ -75,9 +75,7 @@ class Checked:
         assert (tier._blocks[tier.slots[here]] == here).all()
         assert (tier._blocks[tier._free] == NOWHERE).all()
         above = self.trace.parents[here]
-        assert (tier.slots[above[above != NO_PARENT]] != NOWHERE).all(), (
-            "only prefixes are"
-        )
+        assert (tier.slots[above[above != NO_PARENT]] != NOWHERE).all(), "only prefixes are"
 
     def check_copies(self) -> None:
         host, disk = self.replay.host, self.replay.disk

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, block_history
 from kvray.store.arena import key_index
-from kvray.store.arena.tables import Array, Tables
+from kvray.store.arena.tables import Array
 from kvray.store.block_history import AHEAD, CAUSES, CLEARED, HOST, NVME, WRITER, BlockHistory
 from kvray.store.copies import FRESH_S, CopyMarks, are_extra
 from kvray.store.policy import POLICIES
@@ -25,16 +25,19 @@ def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:
 def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena):
     retention = Retention(arena, "lru", "all")
     old, new = chain(4, seed="old"), chain(4, seed="new")
+
+    def ranks(keys: list[BlockKey]) -> Array:
+        retention.observe()
+        return retention.rank(slots_of(arena, keys))
+
     store(arena, old)
     store(arena, new)
-    retention.observe()
-    assert (retention.rank(slots_of(arena, old)) < retention.rank(slots_of(arena, new))).all()
+    assert (ranks(old) < ranks(new)).all()
     served(arena, old)
-    retention.observe()
-    assert (retention.rank(slots_of(arena, old)) > retention.rank(slots_of(arena, new))).all()
+    assert (ranks(old) > ranks(new)).all()
     ArenaOwner(arena).give_up(b"".join(old[3:]), [0])
-    assert retention.rank(slots_of(arena, old)).argmin() == 3
-    assert retention.rank(slots_of(arena, old))[3] == -np.inf
+    assert ranks(old).argmin() == 3
+    assert ranks(old)[3] == -np.inf
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -164,27 +167,23 @@ def test_what_was_found_of_a_block_does_not_count_for_the_next_one_in_its_slot()
     assert marks.num_bytes == 0
 
 
-def due(marks: CopyMarks, tables: Tables, used_at: Array, now: float) -> list[int]:
-    found = marks.due(tables, used_at, now=now, soon_s=5.0, again_s=15.0, most=4)
-    return list(found.tolist())
-
-
 def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often():
     tables = make_tables()
     slots = put(tables, chain(8)).slots
     tables.slot_head[slots[7]] = 0  # its chain is not known
     marks, used_at = CopyMarks(tables.geometry.num_slots), np.zeros(tables.geometry.num_slots)
     used_at[slots] = np.arange(8)[::-1]
-    first = due(marks, tables, used_at, 100.0)
-    assert first == slots[:4].tolist()
+
+    def due(now: float) -> list[int]:
+        found = marks.due(tables, used_at, now=now, soon_s=5.0, again_s=15.0, most=4)
+        return list(np.searchsorted(slots, found))
+
+    assert due(100.0) == [0, 1, 2, 3]
     is_extra = np.array([True, True, True, False])
     marks.note(slots[:4], tables.slot_number[slots[:4]], is_extra, now=100.0)
-    assert due(marks, tables, used_at, 101.0) == slots[4:7].tolist()
-    nothing = np.zeros(3, dtype=bool)
-    marks.note(slots[4:7], tables.slot_number[slots[4:7]], nothing, now=101.0)
-    assert due(marks, tables, used_at, 104.0) == []
-    assert due(marks, tables, used_at, 105.0) == [slots[2], slots[1]]
-    assert due(marks, tables, used_at, 115.0) == [slots[2], slots[1], slots[0], slots[3]]
+    assert due(101.0) == [4, 5, 6]
+    marks.note(slots[4:7], tables.slot_number[slots[4:7]], np.zeros(3, dtype=bool), now=101.0)
+    assert [due(now) for now in (104.0, 105.0, 115.0)] == [[], [2, 1], [2, 1, 0, 3]]
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
@@ -272,35 +271,24 @@ def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause():
     assert found["at"].tolist() == [20.0, 10.0, 0.0]
     assert found["tier"][:2].tolist() == [NVME, HOST]
     assert found["cause"][:2].tolist() == [CLEARED, AHEAD]
+    for moment, at in ((15.0, 10.0), (5.0, 0.0)):
+        assert gone.of(words(2), before=moment)["at"].tolist() == [at], "what left before counts"
     assert gone.counts() == {"ahead": 2, "cleared": 1}
     causes = [CAUSES[one] for one in (WRITER, block_history.QUOTA, block_history.CORRUPT)]
     assert causes == ["writer", "quota", "corrupt"]
 
 
-def test_of_a_moment_only_what_left_before_counts():
+def test_what_its_owner_noted_of_a_tier_is_not_put_down_to_a_writer():
     gone = BlockHistory(8)
-    gone.note(words(1), HOST, AHEAD, now=10.0)
-    gone.note(words(1), HOST, CLEARED, now=20.0)
-    assert gone.of(words(1), before=15.0)["at"].tolist() == [10.0]
-    assert gone.of(words(1), before=5.0)["at"].tolist() == [0.0]
-
-
-def test_what_its_owner_noted_is_not_put_down_to_a_writer():
-    gone = BlockHistory(8)
-    gone.note(words(1, 2), HOST, AHEAD, now=10.0)
+    gone.note(words(1, 2, 4), HOST, AHEAD, now=10.0)
     gone.note_rest(words(2, 3), HOST, np.full(2, WRITER), now=11.0)
     assert gone.of(words(1, 2, 3))["cause"].tolist() == [AHEAD, AHEAD, WRITER]
     # Found once: the next time it was somebody else.
     gone.note_rest(words(2), HOST, np.full(1, WRITER), now=12.0)
     assert gone.of(words(2))["cause"].tolist() == [WRITER]
-
-
-def test_what_is_noted_of_one_tier_says_nothing_of_the_other():
-    gone = BlockHistory(8)
-    gone.note(words(1), HOST, AHEAD, now=10.0)
-    gone.note_rest(words(1), NVME, np.full(1, WRITER), now=11.0)
-    found = gone.of(words(1))
-    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [WRITER])
+    gone.note_rest(words(4), NVME, np.full(1, block_history.CORRUPT), now=13.0)
+    found = gone.of(words(4))
+    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [block_history.CORRUPT])
 
 
 def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known():

@@ -21,7 +21,7 @@ from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.child import Child, in_fork
 from tests.unit.store.small_arena import acquire, chain, num_here, release, store
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -50,6 +50,11 @@ def held_by_thread(lock: ArenaLock) -> Iterator[None]:
 @pytest.fixture
 def side_file(directory: Path) -> SideFile:
     return SideFile.at(directory / "lock.test")
+
+
+@pytest.fixture
+def lock(side_file: SideFile) -> ArenaLock:
+    return ArenaLock(side_file)
 
 
 def test_processes_exclude_each_other(side_file, other):
@@ -88,8 +93,8 @@ def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
-def test_threads_exclude_each_other(side_file):
-    lock, inside, most = ArenaLock(side_file), [0], [0]
+def test_threads_exclude_each_other(side_file, lock):
+    inside, most = [0], [0]
 
     def work() -> None:
         for _ in range(50):
@@ -107,9 +112,8 @@ def test_threads_exclude_each_other(side_file):
     assert not side_file.turn.locked()
 
 
-def test_threads_wait_behind_others(side_file, monkeypatch):
-    lock, looks = ArenaLock(side_file), [0]
-    really = Description.set
+def test_threads_wait_behind_others(lock, monkeypatch):
+    looks, really = [0], Description.set
 
     def count(*args: Any) -> bool:
         looks[0] += 1
@@ -121,8 +125,8 @@ def test_threads_wait_behind_others(side_file, monkeypatch):
         assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
-def test_turn_that_an_exception_has_lost_is_recreated(side_file):
-    lock, start = ArenaLock(side_file), time.monotonic()
+def test_turn_that_an_exception_has_lost_is_recreated(side_file, lock):
+    start = time.monotonic()
     side_file.turn.acquire()
     assert acquire(lock, 5)
     release(lock)
@@ -131,9 +135,8 @@ def test_turn_that_an_exception_has_lost_is_recreated(side_file):
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
-def test_wait_is_bounded(side_file, other, wait_s):
+def test_wait_is_bounded(side_file, lock, other, wait_s):
     assert takes(other, ARENA_BYTE)
-    lock = ArenaLock(side_file)
     waits = []
     for _ in range(5):
         start = time.monotonic()
@@ -144,9 +147,8 @@ def test_wait_is_bounded(side_file, other, wait_s):
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
+def test_forked_child_is_detached_and_breaks_no_lock(side_file, lock, other):
     assert side_file.try_lock(HOLDER_BYTES)
-    lock = ArenaLock(side_file)
     assert acquire(lock, 0)
 
     def takes_nothing() -> bool:
@@ -164,8 +166,7 @@ def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
     release(lock)
 
 
-def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file):
-    lock = ArenaLock(side_file)
+def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file, lock):
     assert acquire(lock, 0)
     release(lock)
     with held_by_thread(lock):
@@ -203,12 +204,10 @@ def test_an_unlinked_file_is_not_taken_for_its_successor(directory, other):
     assert not takes(other, ARENA_BYTE)
 
 
-def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, directory, other):
-    lock = ArenaLock(side_file)
+def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, lock, directory, other):
     assert acquire(lock, 0)
     assert side_file.try_lock(HOLDER_BYTES)
-    shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
-    shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
+    shutil.copy(side_file.path, directory / "copy")
     side_file.path.read_bytes()
     for byte in (ARENA_BYTE, HOLDER_BYTES):
         assert not takes(other, byte)
@@ -223,10 +222,8 @@ def test_a_dead_parents_lock_ends_in_its_fork(arena, other, in_section):
     pid = int(other.say("os.fork() or time.sleep(60)"))
     try:
         other.kill()
-        deadline = time.monotonic() + 5  # the fork may not have run yet
-        while arena.side_file.is_locked(HOLDER_BYTES + 1):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        # The fork may not have run yet.
+        wait_for(lambda: not arena.side_file.is_locked(HOLDER_BYTES + 1))
         assert acquire(ArenaLock(arena.side_file), 0)
         release(ArenaLock(arena.side_file))
         assert Path(f"/proc/{pid}").exists()
@@ -272,8 +269,8 @@ def test_fork_opens_what_it_needs_again(arena):
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
-def test_thread_that_ends_leaves_no_descriptor(side_file):
-    lock, before = ArenaLock(side_file), len(os.listdir("/proc/self/fd"))
+def test_thread_that_ends_leaves_no_descriptor(lock):
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         thread = threading.Thread(target=lambda: (acquire(lock, 0), release(lock)))
         thread.start()

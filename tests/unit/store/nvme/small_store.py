@@ -102,7 +102,7 @@ def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
 
 
 def promote(
-    store: NvmeStore, keys: list[BlockKey], part: int = 0, block_bytes: int = SLOT
+    store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
 ) -> Array:
     """Read `keys`; return a mask of those that are valid, which have the bytes of their keys."""
     arena = arena_tables(num_slabs=max(8, 2 + len(keys) * block_bytes // (32 * SLOT)))
