@@ -62,7 +62,7 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint, cache):
 
 
 @pytest.mark.parametrize(("every_s", "is_said"), [(0.0, True), (60.0, False)])
-def test_what_is_known_so_far_is_kept_and_said_now_and_then(
+def test_what_is_known_is_kept_and_said_now_and_then(
     checkpoint, cache, monkeypatch, every_s, is_said
 ):
     progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep

@@ -278,9 +278,7 @@ def test_a_file_that_changes_once_while_it_is_read_is_read_again(checkpoint, mon
     assert changed == of(checkpoint) != GOLDEN
 
 
-def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
-    checkpoint, cache, monkeypatch
-):
+def test_files_that_keep_changing_are_refused_and_not_remembered(checkpoint, cache, monkeypatch):
     change_on_read(monkeypatch, lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
     with pytest.raises(ConfigError, match="change while they are read; wait until"):
         of(checkpoint, cache)

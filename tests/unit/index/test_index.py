@@ -211,9 +211,7 @@ def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves):
 @pytest.mark.parametrize(
     ("keeper", "part", "is_silent"), [("c", 0, False), ("c", 0, True), ("a", 2, False)]
 )
-def test_a_part_that_another_shard_has_or_only_the_one_that_kept_it_is_no_loss(
-    halves, keeper, part, is_silent
-):
+def test_a_part_that_others_have_or_nobody_else_misses_is_no_loss(halves, keeper, part, is_silent):
     halves.add(keeper, KEYS[1], [part])
     halves.set_silent(keeper, is_silent)
     assert halves.remove("a", KEYS[1], [part]) == []

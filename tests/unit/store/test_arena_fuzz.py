@@ -26,9 +26,8 @@ KEYS = chain(8)
 GEOMETRY = spec().geometry()
 OFFSETS, TABLES = GEOMETRY.offsets(), GEOMETRY.tables()
 SIZES = {name: np.dtype(kind).itemsize * math.prod(shape) for name, kind, shape in TABLES}
-fuzzed = settings(
-    max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+of_one_directory = [HealthCheck.function_scoped_fixture]
+fuzzed = settings(max_examples=examples(60), suppress_health_check=of_one_directory)
 WORDS = st.integers(0, 2**64 - 1)
 FIELDS = st.fixed_dictionaries(
     {},

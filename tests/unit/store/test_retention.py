@@ -131,9 +131,7 @@ TIMES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=40, max
 
 
 @given(TIMES, st.integers(0, 40), st.booleans())
-def test_extra_copies_that_are_idle_or_beyond_the_bound_go_first_and_no_others(
-    blocks, most, is_stale
-):
+def test_extra_copies_that_are_idle_or_beyond_the_bound_alone_go_first(blocks, most, is_stale):
     tables = make_tables()
     slots = put(tables, chain(40)).slots
     used_at = np.zeros(tables.geometry.num_slots)

@@ -118,9 +118,7 @@ def test_blocks_that_come_and_go_are_never_called_corrupt(arena, directory):
     assert (arena.tables.slot_state == READY).any()
 
 
-def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
-    arena, directory, monkeypatch
-):
+def test_an_arena_that_stays_busy_is_passed_over_and_waits_end(arena, directory, monkeypatch):
     monkeypatch.setattr("kvray.store.scan._PATIENT_S", 0.1)
     store(arena, KEYS)
     hurried = Arena.attach(directory, label="hurried", lock_wait_s=0.001)

@@ -6,10 +6,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -46,9 +45,15 @@ def test_new_arena_says_what_was_asked_and_is_allocated(directory, monkeypatch, 
     arena.close()
 
 
-def test_missing_arena_is_one_sentence(directory):
+def test_missing_arena_and_one_without_its_lock_file_are_one_sentence(directory):
     with pytest.raises(ShardUnavailable, match=r"no arena at .*kvray up"):
         Arena(directory, lock_wait_s=1)
+    arena = make_arena(directory)
+    (directory / f"lock.{arena.arena_id}").unlink()
+    arena.close()
+    with pytest.raises(ShardUnavailable, match="no lock file"):
+        Arena(directory, lock_wait_s=1)
+    assert [path.name for path in directory.iterdir()] == [ARENA_FILE]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +84,6 @@ def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory):
         Arena(directory, lock_wait_s=1)
     assert kept.tb is not None
     assert str(directory / ARENA_FILE) not in Path("/proc/self/maps").read_text()
-
-
-def test_arena_without_its_lock_file_is_refused(directory):
-    arena = make_arena(directory)
-    (directory / f"lock.{arena.arena_id}").unlink()
-    arena.close()
-    with pytest.raises(ShardUnavailable, match="no lock file"):
-        Arena(directory, lock_wait_s=1)
-    assert [path.name for path in directory.iterdir()] == [ARENA_FILE]
 
 
 def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory):
@@ -215,15 +211,12 @@ def test_largest_capacity_is_the_last_that_fits():
     assert replace(spec(), slot_min=2**30).largest_capacity(2**29) == 0
 
 
-def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory):
+def test_arena_that_cannot_fit_or_has_no_directory_is_refused_in_a_sentence(directory):
     with pytest.raises(CapacityError, match=r"needs 1048576.* but"):
         make_arena(directory, asked=replace(spec(), capacity=2**50, slab=2**40, slot_min=2**30))
-    assert list(directory.iterdir()) == []
-
-
-def test_directory_that_cannot_be_used_is_one_sentence(directory):
     with pytest.raises(ConfigError, match="No arena can be made in"):
         make_arena(directory / "missing")
+    assert list(directory.iterdir()) == []
 
 
 # -- memory behind it, at once --------------------------------------------------------------------
@@ -255,13 +248,12 @@ def mapped_share(memory: Array) -> float:
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
 def test_all_is_allocated_and_mapped(directory, threads):
-    memory = map_new(directory)
-    told: list[tuple[int, int]] = []
-    assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
+    memory, told = map_new(directory), Mock()
+    assert populate(memory, threads=threads, progress=told)
     assert mapped_share(memory) == 1
     assert (directory / "file").stat().st_blocks * 512 == memory.nbytes
-    assert [done for done, _ in told] == [*range(MIB, 6 * MIB, MIB), memory.nbytes]
-    assert {total for _, total in told} == {memory.nbytes}
+    steps = [*range(MIB, 6 * MIB, MIB), memory.nbytes]
+    assert told.call_args_list == [call(done, memory.nbytes) for done in steps]
 
 
 def test_what_the_pages_hold_stays(directory):
@@ -288,21 +280,18 @@ def test_pages_that_cannot_be_had_are_no_signal(directory):
 
 
 def test_other_threads_of_python_go_on_meanwhile(directory):
-    memory = map_new(directory, 256 * MIB)
-    turns = 0
+    memory, over, turns = map_new(directory, 256 * MIB), threading.Event(), [0]
 
-    def count(is_over: Callable[[], bool]) -> None:
-        nonlocal turns
-        while not is_over():
-            turns += 1
+    def count() -> None:
+        while not over.is_set():
+            turns[0] += 1
             time.sleep(0)
 
-    over = threading.Event()
-    counter = threading.Thread(target=count, args=(over.is_set,))
+    counter = threading.Thread(target=count)
     counter.start()
-    before = turns
+    before = turns[0]
     prefault._populate(memory)
-    gained = turns - before
+    gained = turns[0] - before
     over.set()
     counter.join()
     assert gained > 10
@@ -353,13 +342,8 @@ def test_background_work_can_end(directory, monkeypatch, how):
     make_arena(directory).close()
     arena = Arena(directory, lock_wait_s=1)
     entered, go_on = threading.Event(), threading.Event()
-
-    def populate_slowly(chunk: Array) -> bool:
-        entered.set()
-        go_on.wait(HANG_S)
-        return True
-
-    monkeypatch.setattr(prefault, "_populate", populate_slowly)
+    slowly = Mock(side_effect=lambda chunk: (entered.set(), go_on.wait(HANG_S))[1])
+    monkeypatch.setattr(prefault, "_populate", slowly)
     populator = Populator(arena.tables)
     assert entered.wait(HANG_S)
     if how == "stop":

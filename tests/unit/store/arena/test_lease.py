@@ -157,13 +157,11 @@ def test_match_ends_where_a_part_ends_and_a_window_wants_only_trailing_blocks(ta
 )
 def test_usable_prefixes_are_those_of_a_search(here, windows):
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
-    fits = [
-        run
-        for run in range(9)
-        if all(mask[max(0, run - window) : run].all() for window, mask in pairs)
-    ]
 
-    assert lease.usable_lengths(8, pairs).tolist() == fits
+    def fits(run: int) -> bool:
+        return all(mask[max(0, run - window) : run].all() for window, mask in pairs)
+
+    assert lease.usable_lengths(8, pairs).tolist() == list(filter(fits, range(9)))
 
 
 @given(

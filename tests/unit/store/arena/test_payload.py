@@ -59,9 +59,7 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena):
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_before_the_sum_is_found(
-    directory, monkeypatch, num_regions, block_bytes
-):
+def test_what_others_write_before_a_sum_is_found(directory, monkeypatch, num_regions, block_bytes):
     arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
     made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
@@ -88,9 +86,7 @@ PIECE = 512 * 1024
 
 @pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
 @pytest.mark.parametrize("cores", [{0}, {0, 1}])
-def test_pieces_and_threads_change_neither_bytes_nor_checksums(
-    directory, monkeypatch, block_bytes, cores
-):
+def test_pieces_and_threads_change_no_bytes_and_no_sums(directory, monkeypatch, block_bytes, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     arena = make_arena(directory, asked=spec(slots_per_slab=1024))
     arena.join("test")

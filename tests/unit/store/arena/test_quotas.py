@@ -110,7 +110,7 @@ def test_every_namespace_is_kept_within_the_quota_of_all(arena):
 
 
 @pytest.mark.parametrize(("last_priority", "left"), [(1, [2, 0]), (90, [0, 2]), (0, [2, 0])])
-def test_of_a_namespace_the_lower_priorities_go_and_of_one_what_the_policy_says(
+def test_of_a_namespace_lower_priorities_go_and_of_one_what_the_policy_says(
     arena, last_priority, left
 ):
     fill(arena, "old", 2, MINE)

@@ -86,9 +86,7 @@ def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(tmp_path, monk
     assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
 
 
-def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bounds(
-    tmp_path, monkeypatch
-):
+def test_ray_sees_no_cgroups_but_a_container_s_and_every_one_bounds(tmp_path, monkeypatch):
     own = [make_cgroup(limit=50, usage=1, is_root=False)]
     monkeypatch.setattr(capacity, "limiting_cgroups", lambda: own)
     check(tmp_path, 47 * GIB, RAY)

@@ -35,16 +35,13 @@ def takes(other: Child, byte: int) -> bool:
 def held_by_thread(lock: ArenaLock) -> Iterator[None]:
     """Let another thread of this process have the lock."""
     has_it, go_on = threading.Event(), threading.Event()
-    thread = threading.Thread(
-        target=lambda: (acquire(lock, 1), has_it.set(), go_on.wait(60), release(lock))
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    try:
-        yield
-    finally:
-        go_on.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (acquire(lock, 1), has_it.set(), go_on.wait(60), release(lock)))
+        assert has_it.wait(HANG_S)
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 @pytest.fixture

@@ -108,9 +108,7 @@ def rewrite(path: Path, row: int, **values: object) -> None:
     ),
     bit=st.integers(0, 7),
 )
-def test_one_flipped_bit_costs_one_block_or_the_file_and_serves_nothing_wrong(
-    filled, image, at, bit
-):
+def test_a_flipped_bit_costs_one_block_or_the_file_and_serves_nothing_wrong(filled, image, at, bit):
     filled.put(image)
     filled.flip(at, bit)
     store = filled.reopen()

@@ -202,9 +202,7 @@ def test_file_size_limit_is_no_room(reopen, directory):
 
 
 @pytest.mark.parametrize("at_open", [True, False])
-def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
-    reopen, monkeypatch, caplog, at_open
-):
+def test_refused_direct_io_is_done_without_and_told_once(reopen, monkeypatch, caplog, at_open):
     """As the kernel refuses O_DIRECT for some file systems at open and for others later."""
 
     def refuse(call, flags_of):  # type: ignore[no-untyped-def]
