@@ -3,8 +3,10 @@
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -34,17 +36,15 @@ UNKNOWN = -1e29
 def arena(directory: Path) -> Iterator[Arena]:
     """An arena of 64 slots, on a real disk like the store."""
     (directory / "arena").mkdir()
-    made = make_arena(directory / "arena")
-    made.join("shard")
-    yield made
-    made.close()
+    with closing(make_arena(directory / "arena")) as made:
+        made.join("shard")
+        yield made
 
 
 @pytest.fixture
 def below(directory: Path) -> Iterator[NvmeStore]:
-    made = open_store(directory / "nvme", spec(num_segments=8))
-    yield made
-    made.close()
+    with closing(open_store(directory / "nvme", spec(num_segments=8))) as made:
+        yield made
 
 
 class Refusing(Retention):
@@ -82,6 +82,14 @@ def demoter_of(
     )
 
 
+def demoted(arena: Arena, below: NvmeStore, **options: Any) -> Demoter:
+    """Have all written that is to be written now."""
+    demoter = demoter_of(arena, below, **options)
+    while demoter.demote_ahead():
+        pass
+    return demoter
+
+
 def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int = 0) -> int:
     brought = Promoter(arena, below, lambda copies, slots: None).promote(
         keys[first:],
@@ -112,9 +120,7 @@ def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
     store(arena, new)
-    demoter = demoter_of(arena, below)
-    while demoter.demote_ahead():
-        pass
+    demoter = demoted(arena, below)
     assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"
     assert present(below, new) == 0
     assert demoter.counts.demoted_blocks == 30
@@ -125,9 +131,7 @@ def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
 def test_evicted_blocks_come_back_as_they_were(arena, below):
     keys = chain(40)
     store(arena, keys)
-    demoter = demoter_of(arena, below, high_watermark=0.1)
-    while demoter.demote_ahead():
-        pass
+    demoted(arena, below, high_watermark=0.1)
     ArenaOwner(arena).clear()
     store(arena, keys[:7])
     assert promote(arena, below, keys) == 33, "7 of them are here"
@@ -201,14 +205,11 @@ def test_a_flush_begins_with_the_latest_and_ends_in_time(arena, below):
 
 
 def test_a_block_that_is_too_large_for_a_segment_stays_above(arena, directory):
-    small = open_store(directory / "small", spec(segment=4 * SLOT))
-    keys = chain(6)
-    store(arena, keys, block_bytes=8 * SLOT)
-    demoter = demoter_of(arena, small, high_watermark=0.1)
-    assert demoter.demote_ahead() == 0
-    assert demoter.demote_ahead() == 0
+    with closing(open_store(directory / "small", spec(segment=4 * SLOT))) as small:
+        store(arena, chain(6), block_bytes=8 * SLOT)
+        demoter = demoter_of(arena, small, high_watermark=0.1)
+        assert [demoter.demote_ahead() for _ in range(2)] == [0, 0]
     assert arena.stats()["leased_blocks"] == 0
-    small.close()
 
 
 def test_a_full_store_drops_what_was_used_longest_ago(arena, directory):
