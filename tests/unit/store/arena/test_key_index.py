@@ -27,15 +27,10 @@ PARTS = (0, 1, 16)
 """The first and the last of a key are in one bucket."""
 Named = list[tuple[int, int]]
 """Rows of KEYS and their parts."""
-blocks = st.lists(
-    st.tuples(st.integers(0, len(KEYS) - 1), st.sampled_from(PARTS)), unique=True, max_size=20
-)
-
-
-def head(part_and_length: tuple[int, int]) -> Named:
-    """Return a head of CHAIN."""
-    part, length = part_and_length
-    return [(row, part) for row in range(length)]
+rows, some_part = st.integers(0, len(KEYS) - 1), st.sampled_from(PARTS)
+blocks = st.lists(st.tuples(rows, some_part), unique=True, max_size=20)
+heads = st.builds(lambda part, n: [(at, part) for at in range(n)], some_part, st.integers(1, 20))
+"""Of CHAIN."""
 
 
 def bucket_of(row: int, part: int) -> int:
@@ -52,10 +47,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         self.free = list(range(64))
         self.model: dict[tuple[int, int], int] = {}
 
-    @rule(
-        named=blocks | st.tuples(st.sampled_from(PARTS), st.integers(1, 20)).map(head),
-        is_ready=st.booleans(),
-    )
+    @rule(named=blocks | heads, is_ready=st.booleans())
     def insert(self, named: Named, is_ready: bool) -> None:
         tables = self.tables
         new = [one for one in named if one not in self.model][: len(self.free)]

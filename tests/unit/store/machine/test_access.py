@@ -21,31 +21,25 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
-def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path):
-    file = tmp_path / "file"
+@pytest.mark.parametrize(
+    ("group", "modes"),
+    [(None, (0o600, 0o700)), pytest.param(str(GROUP), (0o660, 0o750), marks=needs_root)],
+)
+def test_files_are_the_users_alone_or_a_groups_which_may_not_write_to_directories(
+    tmp_path, group, modes
+):
+    file, access = tmp_path / "file", Access.of(group)
     file.touch(mode=0o666)
-    OWN_USER.give(file)
-    OWN_USER.give_directory(tmp_path)
-    assert (mode_of(file), mode_of(tmp_path)) == (0o600, 0o700)
-
-
-@needs_root
-def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path):
-    (tmp_path / "file").touch()
-    access = Access.of(str(GROUP))
-    access.give(tmp_path / "file")
+    access.give(file)
     access.give_directory(tmp_path)
-    assert (mode_of(tmp_path / "file"), mode_of(tmp_path)) == (0o660, 0o750)
-    assert (tmp_path / "file").stat().st_gid == tmp_path.stat().st_gid == GROUP
-
-
-def test_a_group_has_a_name_or_a_number():
-    assert Access.of("root") == Access.of("0") == Access(gid=0)
-    assert Access.of(None) == OWN_USER
+    assert (mode_of(file), mode_of(tmp_path)) == modes
+    assert group is None or file.stat().st_gid == tmp_path.stat().st_gid == GROUP
 
 
 @pytest.mark.parametrize("group", ["no such group", "-1", "4294967295", "9" * 40, "a\0b", "", "²"])
-def test_a_group_that_is_none_is_refused(group):
+def test_a_group_has_a_name_or_a_number_and_others_are_refused(group):
+    assert Access.of("root") == Access.of("0") == Access(gid=0)
+    assert Access.of(None) == OWN_USER
     with pytest.raises(ConfigError, match="no such group"):
         Access.of(group)
 

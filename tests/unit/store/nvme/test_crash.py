@@ -51,19 +51,15 @@ def live_and_die(directory: Path, seed: int, life_s: float) -> set[str]:
         process.kill()
         lines += process.stdout.read().splitlines(keepends=True)
         assert process.wait() == -9, "the process failed; its traceback is above"
-    return must_be_there([line for line in lines if line.endswith("\n")])
-
-
-def must_be_there(lines: list[str]) -> set[str]:
     kept: set[str] = set()
     for line in lines:
         what, *names = line.rstrip("\n").split("\t")
+        if not line.endswith("\n"):
+            continue  # it died inside of it
         if what == "ready":
             kept = {name for name in names if name}
-        elif "*" in names:
-            kept = set()
         else:
-            kept -= set(names)
+            kept = set() if "*" in names else kept - set(names)
     return kept
 
 
@@ -117,9 +113,8 @@ class Life:
         for _ in range(self._chance.randrange(1, 4)):
             (name, size), keys = self._chance.choice(list(CHAINS.items()))
             until = self._chance.randrange(1, len(keys) + 1)
-            demotions.append(
-                chain_for(self.store, arena, keys[:until], part=name, block_bytes=size)
-            )
+            one = chain_for(self.store, arena, keys[:until], part=name, block_bytes=size)
+            demotions.append(one)
             self._note()  # it may have evicted what the next one stores again
         self.store.write(demotions, arena)
 
