@@ -302,15 +302,12 @@ def test_difference_names_the_fields_that_differ_with_both_values():
     assert NAMESPACE.difference(replace(NAMESPACE)) == {}
 
 
-def test_a_namespace_comes_back_from_the_wire():
+def test_a_namespace_comes_back_from_the_wire_and_no_other_mapping_does():
     values = msgpack.unpackb(msgpack.packb(NAMESPACE.to_wire()))
     assert Namespace.from_wire(values) == NAMESPACE
-
-
-@pytest.mark.parametrize("values", [{}, NAMESPACE.to_wire() | {"colour": "red"}])
-def test_a_wire_mapping_with_other_fields_is_refused(values):
-    with pytest.raises(TypeError):
-        Namespace.from_wire(values)
+    for other in ({}, values | {"colour": "red"}):
+        with pytest.raises(TypeError):
+            Namespace.from_wire(other)
 
 
 @given(st.lists(st.binary(max_size=9)), st.lists(st.binary(max_size=9)), st.integers(0, 9))

@@ -138,14 +138,11 @@ def test_much_goes_in_several_steps(arena, monkeypatch):
     assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]
 
 
-def test_the_next_owner_has_its_own_quotas(arena):
+def test_the_next_owner_has_its_own_quotas_or_is_none(arena):
     fill(arena, "mine", 6, MINE)
     own(arena, mine=4)
     assert own(arena).evict_ahead(0.0) == 0
     assert own(arena, each=5).evict_ahead(0.0) == 1
-
-
-def test_quotas_that_cannot_be_kept_end_the_adoption(arena):
     epoch = arena.tables.counts.shard_epoch
     with pytest.raises(ConfigError):
         ArenaOwner(arena, {"model": 1}).adopt()
