@@ -275,14 +275,14 @@ def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause():
 def test_what_its_owner_noted_of_a_tier_is_not_put_down_to_a_writer():
     gone = BlockHistory(8)
     gone.note(words(1, 2, 4), HOST, AHEAD, now=10.0)
+    gone.note_rest(words(4), NVME, np.full(1, block_history.CORRUPT), now=10.5)
+    found = gone.of(words(4))
+    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [block_history.CORRUPT])
     gone.note_rest(words(2, 3), HOST, np.full(2, WRITER), now=11.0)
     assert gone.of(words(1, 2, 3))["cause"].tolist() == [AHEAD, AHEAD, WRITER]
     # Found once: the next time it was somebody else.
     gone.note_rest(words(2), HOST, np.full(1, WRITER), now=12.0)
     assert gone.of(words(2))["cause"].tolist() == [WRITER]
-    gone.note_rest(words(4), NVME, np.full(1, block_history.CORRUPT), now=13.0)
-    found = gone.of(words(4))
-    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [block_history.CORRUPT])
 
 
 def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known():
