@@ -41,8 +41,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(checkpoint, cache, m
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
 
     def find(_: int) -> str:
-        progress = Progress(on_step=waiting.set)
-        return of(checkpoint, cache, progress=progress)
+        return of(checkpoint, cache, progress=Progress(on_step=waiting.set))
 
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(find, range(3))
@@ -116,21 +115,20 @@ def test_who_stands_still_is_not_waited_for(checkpoint, cache, held, monkeypatch
     assert held.poll() is None
 
 
-def stopping(*, beyond_bytes: int = -1) -> Progress:
-    """Return a progress that ends a reading when more bytes are done, and how many are known."""
-    progress = Progress()
+def stopping(*, beyond_bytes: int) -> Progress:
+    """Return a progress that ends a reading when more bytes are done."""
 
     def stop() -> None:
-        if progress.total_bytes and progress.done_bytes > beyond_bytes:
+        if progress.done_bytes > beyond_bytes:
             raise ConfigError("stopped")
 
-    progress.on_step = stop
+    progress = Progress(on_step=stop)
     return progress
 
 
 @pytest.mark.usefixtures("held")
 def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint, cache):
-    progress = stopping()
+    progress = stopping(beyond_bytes=6)
     with pytest.raises(ConfigError, match="stopped"):
         of(checkpoint, cache, progress=progress)
     assert (progress.done_bytes, progress.total_bytes) == (7, 9)

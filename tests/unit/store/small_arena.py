@@ -67,9 +67,8 @@ def content(key: BlockKey, part: int = 0, *, block_bytes: int = SLOT) -> Array:
 
 def pool_of(keys: list[BlockKey], part: int = 0, *, block_bytes: int = SLOT) -> Array:
     """Return the content of `keys` as an engine's pool, one row a key."""
-    if not keys:
-        return np.empty((0, block_bytes), dtype=np.uint8)
-    return np.stack([content(key, part, block_bytes=block_bytes) for key in keys])
+    blocks = [content(key, part, block_bytes=block_bytes) for key in keys]
+    return np.array(blocks, dtype=np.uint8).reshape(len(keys), block_bytes)
 
 
 # -- over bare tables -----------------------------------------------------------------------------

@@ -240,10 +240,6 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(arena, second, directo
 # -- the owner's part -----------------------------------------------------------------------------
 
 
-def test_adopting_counts_the_epoch_up(arena, second):
-    assert [ArenaOwner(arena).adopt(), ArenaOwner(second).adopt()] == [1, 2]
-
-
 def test_evicting_ahead_frees_the_share_that_is_asked(arena):
     for number in range(4):
         store(arena, chain(14, seed=str(number)))
@@ -280,6 +276,7 @@ def test_figures_are_those_of_the_tables(arena):
 
 
 def test_a_retired_arena_only_takes_back(arena, second, directory):
+    assert [ArenaOwner(one).adopt() for one in (arena, second)] == [1, 2]
     store(arena, KEYS)
     held, made = leased(second, KEYS), reserved(second, chain(3, seed="x"))
     ArenaOwner(arena).retire()

@@ -100,12 +100,10 @@ def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory
 
 
 def test_retiring_spares_the_successor(directory):
-    old = make_arena(directory)
-    new = make_arena(directory)
+    old, new = make_arena(directory), make_arena(directory)
     ArenaOwner(old).retire()
-    opened = Arena(directory, lock_wait_s=1)
+    opened = Arena.attach(directory, label="x", lock_wait_s=1)
     assert opened.arena_id == new.arena_id
-    opened.join("x")
     store(opened, chain(3))
     for arena in (old, new, opened):
         arena.close()
@@ -202,8 +200,7 @@ arena.close()
 
 
 def test_largest_capacity_is_the_last_that_fits():
-    asked = replace(spec(), slab=2**20, slot_min=2**16)
-    room = 2**30
+    asked, room = replace(spec(), slab=2**20, slot_min=2**16), 2**30
     largest = asked.largest_capacity(room)
     assert replace(asked, capacity=largest).geometry().file_bytes <= room
     assert replace(asked, capacity=largest + 2**20).geometry().file_bytes > room

@@ -62,11 +62,10 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena):
 def test_what_others_write_before_a_sum_is_found(directory, monkeypatch, num_regions, block_bytes):
     arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
-    made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
-    copy = np.copyto
+    made, copyto = reserved(arena, KEYS[:2], block_bytes=block_bytes), np.copyto
 
     def copy_and_spoil(target: Array, source: Array) -> None:
-        copy(target, source)
+        copyto(target, source)
         target[..., 0] ^= 8
 
     monkeypatch.setattr(np, "copyto", copy_and_spoil)
@@ -143,14 +142,8 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena):
 
 def test_leases_that_end_in_a_copy_void_it(arena, monkeypatch):
     store(arena, KEYS)
-    held = leased(arena, KEYS)
-    copyto = np.copyto
-
-    def release_and_copy(target: Array, source: Array) -> None:
-        arena.release(held)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", release_and_copy)
+    held, copyto = leased(arena, KEYS), np.copyto
+    monkeypatch.setattr(np, "copyto", lambda *both: (arena.release(held), copyto(*both)))
     with pytest.raises(LeaseExpired, match="void"):
         fetch(arena, KEYS, held)
 
@@ -182,19 +175,12 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena):
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
-    strips = {
-        part: [
-            Strip(region[:, None], start, size)
-            for region, start, size in zip(
-                regions, accumulate(sizes[part], initial=0), sizes[part], strict=False
-            )
-        ]
-        for part, regions in back.items()
-    }
-    reads = [
-        PartRead(slots[:5], strips[0], pages, sum(sizes[0])),
-        PartRead(slots[5:], strips[1], pages[3:], sum(sizes[1])),
-    ]
+    reads = []
+    for part, start, stop in ((0, 0, 5), (1, 5, 7)):
+        starts = accumulate(sizes[part], initial=0)
+        each = zip(back[part], starts, sizes[part], strict=False)
+        strips = [Strip(region[:, None], at, size) for region, at, size in each]
+        reads.append(PartRead(slots[start:stop], strips, pages[3 * part :], sum(sizes[part])))
     arena.read_slots(reads)
     arena.check(held.leases[0], slots, verify=True)
     for region, copy in zip(pools[0], back[0], strict=True):

@@ -73,13 +73,8 @@ def demoter_of(
 ) -> Demoter:
     retention = Refusing(arena, refused)
     retention.put_below(below)
-    return Demoter(
-        arena,
-        below,
-        high_watermark=high_watermark,
-        budget=WriteBudget(bytes_per_day, now=time.time()),
-        retention=retention,
-    )
+    budget = WriteBudget(bytes_per_day, now=time.time())
+    return Demoter(arena, below, high_watermark=high_watermark, budget=budget, retention=retention)
 
 
 def demoted(arena: Arena, below: NvmeStore, **options: Any) -> Demoter:
@@ -90,15 +85,10 @@ def demoted(arena: Arena, below: NvmeStore, **options: Any) -> Demoter:
     return demoter
 
 
-def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int = 0) -> int:
-    brought = Promoter(arena, below, lambda copies, slots: None).promote(
-        keys[first:],
-        parent=keys[first - 1] if first else None,
-        depth=first,
-        part=0,
-        needs_parent=first > 0,
-        deadline=FOREVER,
-    )
+def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> int:
+    promoter = Promoter(arena, below, lambda copies, slots: None)
+    place: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "needs_parent": False}
+    brought = promoter.promote(keys, **place, deadline=FOREVER)
     assert brought.num_bytes == brought.num_blocks * SLOT
     return brought.num_blocks
 
@@ -250,10 +240,8 @@ def test_what_a_busy_arena_held_up_is_written_later(arena, below, monkeypatch, f
 
 def test_a_full_store_forgets_the_blocks_that_leave_it(arena, directory):
     below = open_store(directory / "small", spec(num_segments=1))
-    retention = Retention(arena, "lru", "all")
-    retention.put_below(below)
-    budget = WriteBudget(None, now=time.time())
-    demoter = Demoter(arena, below, high_watermark=0.0, budget=budget, retention=retention)
+    demoter = demoter_of(arena, below)
+    retention = demoter._retention
     old, new = chain(16, seed="old"), chain(4, seed="new")
     store(arena, old)
     retention.observe()

@@ -303,12 +303,10 @@ def test_what_leaves_again_soon_is_admitted_also_from_another_slot(num_slots, le
 
 @pytest.mark.parametrize("make", [LRU, Gittins])
 def test_what_is_likely_to_come_back_is_admitted(make):
-    policy = make(200)
+    policy, slots = make(200), np.concatenate((HOT, COLD))
     likely = Likely(200, policy)
     now = taught(policy, likely)
-    slots = np.concatenate((HOT, COLD))
-    mask = likely.admits(slots, slots, now=now)
-    assert slots[mask].tolist() == HOT.tolist()
+    assert slots[likely.admits(slots, slots, now=now)].tolist() == HOT.tolist()
 
 
 def test_before_it_has_learned_everything_is_likely():
