@@ -15,8 +15,8 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import audit, prefault, slots
 from kvray.store.arena import file as arena_file
-from kvray.store.arena.layout import BUCKET_WAYS, RESERVED, RUN_SLOTS, Geometry
-from kvray.store.arena.prefault import Populator
+from kvray.store.arena.layout import ALIGNMENT, BUCKET_WAYS, RESERVED, RUN_SLOTS, Geometry
+from kvray.store.arena.prefault import Populator, pieces_of
 from kvray.store.arena.tables import EventReader
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
@@ -196,6 +196,13 @@ def test_rows_without_memory_are_refused(thrifty, monkeypatch):
         ArenaOwner(thrifty).add_rows()
     assert store(thrifty, KEYS[:3]).dropped == 3
     assert len(store(thrifty, KEYS[:3], block_bytes=4 * SLOT).slots) == 3
+
+
+def test_pieces_with_memory_are_whole_pages_and_leave_out_the_rest(thrifty):
+    sizes = [piece.nbytes for piece in pieces_of(thrifty.tables)]
+    assert len(sizes) > 10
+    assert not any(size % ALIGNMENT for size in sizes)
+    assert sum(sizes) == memory(thrifty)
 
 
 def test_a_slab_whose_size_has_no_rows_is_mended(thrifty):
