@@ -83,9 +83,10 @@ def test_a_block_takes_the_place_of_another_and_has_one_place_of_a_prompt(known)
     number = known.begin(now=0.0)
     for place, name in ((1, 70), (1, 71), (0, 72), (3, 72)):
         known.watch(number, place, name, hits=0, depth=0)
-    for name, now in ((70, 9.0), (72, 10.0), (71, 11.0)):
-        known.use(known.begin(now=now), [name], now=now)
-    assert [returned_after(known, number, place) for place in (1, 3)] == [11.0, 10.0]
+    known.use(known.begin(now=9.0), [70], now=9.0)
+    assert returned_after(known, number, 1) == math.inf
+    known.use(known.begin(now=11.0), [71, 72], now=11.0)
+    assert [returned_after(known, number, place) for place in (1, 3)] == [11.0, 11.0]
     assert not is_watched(known, number, 0)
 
 
