@@ -39,8 +39,8 @@ def write_checkpoint(directory: Path, **files: bytes | str) -> Path:
     return directory
 
 
-def of(path: Path) -> str:
-    return fingerprint_model(path, cache_dir=None)
+def of(path: Path | str, cache_dir: Path | None = None, **more: Any) -> str:
+    return fingerprint_model(path, cache_dir=cache_dir, **more)
 
 
 def change_byte(path: Path, offset: int) -> None:
@@ -54,23 +54,16 @@ def change_byte(path: Path, offset: int) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def refuse_to_read(*_arguments: object) -> bytes:
-    raise AssertionError("a file was read although its fingerprint is known")
-
-
-def read_sizes(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None
-) -> list[int]:
+def read_sizes(patch: pytest.MonkeyPatch, before: Callable[[], object] = int) -> list[int]:
     """Return a list to which the size of each read is added; `before` is called ahead of each."""
-    sizes: list[int] = []
-    preadv = os.preadv
+    sizes, preadv = list[int](), os.preadv
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         before()
         sizes.append(preadv(descriptor, buffers, offset))
         return sizes[-1]
 
-    monkeypatch.setattr(os, "preadv", read)
+    patch.setattr(os, "preadv", read)
     return sizes
 
 

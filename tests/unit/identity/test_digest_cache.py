@@ -2,7 +2,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import stat
 import struct
@@ -12,15 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
-from kvray.identity.fingerprint import Progress, fingerprint_model
+from kvray.identity.fingerprint import Progress
 from tests.unit.identity.conftest import (
     CONFIG,
     GOLDEN,
@@ -28,7 +27,6 @@ from tests.unit.identity.conftest import (
     change_byte,
     of,
     read_sizes,
-    refuse_to_read,
     safetensors,
     write_checkpoint,
 )
@@ -43,8 +41,7 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(checkpoint, cache, m
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.001)
 
     def find(_: int) -> str:
-        progress = Progress(on_step=waiting.set)
-        return fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+        return of(checkpoint, cache, progress=Progress(on_step=waiting.set))
 
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(find, range(3))
@@ -55,20 +52,16 @@ def test_of_processes_that_want_one_checkpoint_one_reads_it(checkpoint, cache, m
 
 
 def test_a_known_checkpoint_waits_for_nobody(checkpoint, cache):
-    fingerprint_model(checkpoint, cache_dir=cache)
+    of(checkpoint, cache)
     (lock,) = cache.glob("*.lock")
-
-    def refuse() -> None:
-        raise AssertionError("it waits")
-
+    waits = Progress(on_step=Mock(side_effect=AssertionError("it waits")))
     with lock.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        progress = Progress(on_step=refuse)
-        assert fingerprint_model(checkpoint, cache_dir=cache, progress=progress) == GOLDEN
+        assert of(checkpoint, cache, progress=waits) == GOLDEN
 
 
 @pytest.mark.parametrize(("every_s", "is_said"), [(0.0, True), (60.0, False)])
-def test_what_is_known_so_far_is_kept_and_said_now_and_then(
+def test_what_is_known_is_kept_and_said_now_and_then(
     checkpoint, cache, monkeypatch, every_s, is_said
 ):
     progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep
@@ -79,88 +72,82 @@ def test_what_is_known_so_far_is_kept_and_said_now_and_then(
 
     monkeypatch.setattr(fingerprint.DigestCache, "keep", note)
     monkeypatch.setattr(fingerprint, "_KEEP_S", every_s)
-    fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+    of(checkpoint, cache, progress=progress)
     assert kept == ([0, 1, 2] if is_said else [2])
     (lock,) = cache.glob("*.lock")
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
     assert lock.read_bytes() == (struct.pack("<QQ", size, size) if is_said else b"")
 
 
-@contextmanager
-def held_turn(checkpoint: Path, cache: Path) -> "Iterator[subprocess.Popen[str]]":
-    """Run a process that has its turn to read the checkpoint and does not get on."""
-    fingerprint_model(checkpoint, cache_dir=cache)
-    (lock,) = cache.glob("*.lock")
-    for entry in cache.glob("*.json"):
-        entry.unlink()
-    script = (
-        "import fcntl, os, struct, sys, time\n"
-        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
-        "fcntl.flock(fd, fcntl.LOCK_EX)\n"
-        "os.pwrite(fd, struct.pack('<QQ', 7, 9), 0)\n"
-        "print(flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", script, str(lock)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as held:
-        assert held.stdout is not None
-        held.stdout.readline()
-        yield held
-        held.kill()
+TURN = """
+import fcntl, os, struct, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(fd, fcntl.LOCK_EX)
+os.pwrite(fd, struct.pack('<QQ', 7, 9), 0)
+print(flush=True)
+time.sleep(60)
+"""
 
 
-def test_the_turn_of_a_process_that_died_is_over(checkpoint, cache):
+@pytest.fixture
+def held(entry: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A process that has its turn to read the checkpoint and does not get on."""
+    entry.unlink()
+    command = [sys.executable, "-c", TURN, str(entry.with_suffix(".lock"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_the_turn_of_a_process_that_died_is_over(checkpoint, cache, held):
     steps: list[int] = []
-    with held_turn(checkpoint, cache) as held:
-        progress = Progress(on_step=lambda: (held.kill(), held.wait(10), steps.append(1))[2])
-        assert fingerprint_model(checkpoint, cache_dir=cache, progress=progress) == GOLDEN
+    progress = Progress(on_step=lambda: (held.kill(), held.wait(10), steps.append(1))[2])
+    assert of(checkpoint, cache, progress=progress) == GOLDEN
     assert steps
 
 
-def test_who_stands_still_is_not_waited_for(checkpoint, cache, monkeypatch):
+def test_who_stands_still_is_not_waited_for(checkpoint, cache, held, monkeypatch):
     monkeypatch.setattr(fingerprint, "_STALL_S", 0.05)
     monkeypatch.setattr(fingerprint, "_POLL_S", 0.01)
-    with held_turn(checkpoint, cache) as held:
-        assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-        assert held.poll() is None
+    assert of(checkpoint, cache) == GOLDEN
+    assert held.poll() is None
 
 
-def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint, cache):
-    progress = Progress()
+def stopping(*, beyond_bytes: int) -> Progress:
+    """Return a progress that ends a reading when more bytes are done."""
 
     def stop() -> None:
-        if progress.total_bytes:
+        if progress.done_bytes > beyond_bytes:
             raise ConfigError("stopped")
 
-    progress.on_step = stop
-    with held_turn(checkpoint, cache), pytest.raises(ConfigError, match="stopped"):
-        fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+    progress = Progress(on_step=stop)
+    return progress
+
+
+@pytest.mark.usefixtures("held")
+def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint, cache):
+    progress = stopping(beyond_bytes=6)
+    with pytest.raises(ConfigError, match="stopped"):
+        of(checkpoint, cache, progress=progress)
     assert (progress.done_bytes, progress.total_bytes) == (7, 9)
 
 
 def test_a_reading_that_was_ended_goes_on_where_it_was(tmp_path, cache, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model", a__bin=b"1" * 1000, b__bin=b"2" * 10)
     monkeypatch.setattr(fingerprint, "_KEEP_S", 0.0)
-    progress = Progress()
-
-    def stop() -> None:
-        if progress.done_bytes > 1000:
-            raise ConfigError("stopped")
-
-    progress.on_step = stop
     with pytest.raises(ConfigError, match="stopped"):
-        fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+        of(checkpoint, cache, progress=stopping(beyond_bytes=1000))
     sizes = read_sizes(monkeypatch)
-    assert fingerprint_model(checkpoint, cache_dir=cache) == of(checkpoint)
+    assert of(checkpoint, cache) == of(checkpoint)
     assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
 def test_a_cache_without_locks_is_used(checkpoint, cache, monkeypatch):
-    def refuse(*_arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
+    refuse = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+    assert of(checkpoint, cache) == GOLDEN
 
 
 # The cache.
@@ -169,7 +156,7 @@ def test_a_cache_without_locks_is_used(checkpoint, cache, monkeypatch):
 @pytest.fixture
 def entry(checkpoint: Path, cache: Path) -> Path:
     """The entry of the checkpoint, which is known."""
-    fingerprint_model(checkpoint, cache_dir=cache)
+    of(checkpoint, cache)
     (found,) = cache.glob("*.json")
     return found
 
@@ -177,39 +164,31 @@ def entry(checkpoint: Path, cache: Path) -> Path:
 def test_known_checkpoints_are_not_read_and_have_one_file_for_this_user_only(
     checkpoint, cache, entry, monkeypatch
 ):
-    monkeypatch.setattr(os, "preadv", refuse_to_read)
-    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+    sizes = read_sizes(monkeypatch)
+    assert (of(checkpoint, cache), sizes) == (GOLDEN, [])
     assert list(cache.glob("*.json")) == [entry]
     assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
 
 
-def mount_another(checkpoint: Path) -> None:
-    checkpoint.rename(checkpoint.with_name("away"))
-    write_checkpoint(checkpoint, config__json=CONFIG.replace("2", "3"))
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "a byte, at once": lambda path: change_byte(path / "model.safetensors", 1000),
-    "another checkpoint is mounted there": mount_another,
-    "a file more": lambda path: (path / "more.bin").write_bytes(b"more"),
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "a byte, at once": lambda path, other: change_byte(path / "model.safetensors", 1000),
+    "another checkpoint is mounted there": lambda path, other: (
+        path.resolve().rename(path.with_name("away")),
+        other.rename(path.resolve()),
+    ),
+    "a file more": lambda path, other: (path / "more.bin").write_bytes(b"more"),
+    "a link leads elsewhere": lambda path, other: (path.unlink(), path.symlink_to(other)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen_through_the_cache(checkpoint, cache, name):
-    before = fingerprint_model(checkpoint, cache_dir=cache)
-    CHANGES[name](checkpoint)
-    assert fingerprint_model(checkpoint, cache_dir=cache) != before
-
-
-def test_retargeted_links_show_in_the_cache(checkpoint, cache, tmp_path):
+def test_a_change_is_seen_through_the_cache(checkpoint, cache, tmp_path, name):
     link = tmp_path / "link"
     link.symlink_to(checkpoint)
-    before = fingerprint_model(link, cache_dir=cache)
     other = write_checkpoint(tmp_path / "other", config__json=CONFIG.replace("2", "3"))
-    link.unlink()
-    link.symlink_to(other)
-    assert fingerprint_model(link, cache_dir=cache) != before
+    before = of(link, cache)
+    CHANGES[name](link, other)
+    assert of(link, cache) != before
 
 
 @pytest.mark.parametrize(
@@ -220,42 +199,32 @@ def test_retargeted_links_show_in_the_cache(checkpoint, cache, tmp_path):
 def test_damaged_caches_are_written_again(checkpoint, cache, entry, content):
     valid = entry.read_bytes()
     entry.write_bytes(content)
-    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+    assert of(checkpoint, cache) == GOLDEN
     assert entry.read_bytes() == valid
 
 
-def test_entries_of_made_up_digests_are_misses(checkpoint, cache, entry):
+def test_entries_of_made_up_digests_are_misses_and_changed_files_are_read(
+    checkpoint, cache, entry, monkeypatch
+):
     kept = json.loads(entry.read_text())
     for made_up in ("short", 7, None, "ab" * 32):
         made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
         entry.write_text(json.dumps(kept | made))
-        assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-
-
-def test_changed_files_are_read(checkpoint, cache, monkeypatch):
-    fingerprint_model(checkpoint, cache_dir=cache)
+        assert of(checkpoint, cache) == GOLDEN
     (checkpoint / "config.json").write_text("{}")
     sizes = read_sizes(monkeypatch)
-    fingerprint_model(checkpoint, cache_dir=cache)
+    of(checkpoint, cache)
     assert sizes == [2]
 
 
-def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
-
-
-def test_irreplaceable_entries_leave_no_file(checkpoint, cache, entry):
+def test_a_cache_that_cannot_be_written_is_a_miss_and_leaves_no_file(checkpoint, cache, entry):
     entry.unlink()
     entry.mkdir()
-    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
-    assert sorted(cache.iterdir()) == [entry, entry.with_suffix(".lock")]
-
-
-def test_no_cache_is_written_without_a_directory_for_it(checkpoint):
+    assert of(checkpoint, cache) == of(checkpoint, checkpoint / "config.json" / "cache") == GOLDEN
     before = sorted(checkpoint.parent.rglob("*"))
+    assert sorted(cache.iterdir()) == [entry, entry.with_suffix(".lock")]
     of(checkpoint)
-    assert sorted(checkpoint.parent.rglob("*")) == before
+    assert sorted(checkpoint.parent.rglob("*")) == before, "nobody asked for a cache"
 
 
 # What a hub's cache names.

@@ -8,41 +8,34 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvray.errors import ConfigError
 from kvray.identity import fingerprint
-from kvray.identity.fingerprint import Progress, fingerprint_model, stamp_model
+from kvray.identity.fingerprint import Progress, stamp_model
 from tests.unit.identity.conftest import (
-    CONFIG,
     GOLDEN,
     change_byte,
     of,
-    refuse_to_read,
+    read_sizes,
     safetensors,
     write_checkpoint,
 )
 from tests.waiting import HANG_S
 
 Change = Callable[[Path], object]
-WhenRead = Callable[[Callable[[], object], int], None]
 
 # The format.
 
 
-def test_a_fingerprint_is_the_golden_one(checkpoint):
+def test_a_fingerprint_is_the_golden_one_and_follows_its_written_format(checkpoint):
     assert of(checkpoint) == GOLDEN
-
-
-def test_a_fingerprint_follows_its_written_format(checkpoint):
-    def framed(item: bytes) -> bytes:
-        return struct.pack("<Q", len(item)) + item
-
-    message = framed(b"kvray.fingerprint.2")
+    items = [b"kvray.fingerprint.2"]
     for name in ("config.json", "model.safetensors"):
-        data = (checkpoint / name).read_bytes()
-        message += framed(name.encode()) + framed(hashlib.sha256(data).digest())
+        items += [name.encode(), hashlib.sha256((checkpoint / name).read_bytes()).digest()]
+    message = b"".join(struct.pack("<Q", len(item)) + item for item in items)
     assert of(checkpoint) == hashlib.sha256(message).hexdigest()
 
 
@@ -95,13 +88,6 @@ def test_what_no_engine_computes_with_plays_no_part(checkpoint, name):
     assert of(next(checkpoint.parent.iterdir())) == before
 
 
-def test_the_name_of_a_single_file_plays_no_part(tmp_path):
-    left, right = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    left.write_bytes(b"GGUF weights")
-    right.write_bytes(b"GGUF weights")
-    assert of(left) == of(right) == fingerprint_model(str(left), cache_dir=None)
-
-
 # What must play a part.
 
 
@@ -110,10 +96,6 @@ def change_weights(at: int) -> Change:
     return lambda path: change_byte(
         path / "model.safetensors", at % (path / "model.safetensors").stat().st_size
     )
-
-
-def cut_weights(path: Path) -> None:
-    os.truncate(path / "model.safetensors", 100)
 
 
 CONFIGURATIONS = (
@@ -171,21 +153,24 @@ def test_bytes_moved_from_one_file_to_the_next_show(tmp_path):
     assert of(left) != of(right)
 
 
-def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path):
+def test_the_name_of_a_single_file_plays_no_part(tmp_path):
+    left, right = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    for path in (left, right):
+        path.write_bytes(b"GGUF weights")
+    assert of(left) == of(right) == of(str(left))
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [("adapter_config.json", "adapter_model.safetensors"), ("config.json", "rank0.engine")],
+)
+def test_adapters_and_engines_have_fingerprints_of_their_own(tmp_path, config, weights):
+    (tmp_path / weights).write_bytes(safetensors({"lora_A": b"1234"}))
     made = set()
     for rank in (8, 16):
-        directory = tmp_path / f"{rank}"
-        directory.mkdir()
-        (directory / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-        (directory / "adapter_model.safetensors").write_bytes(safetensors({"lora_A": b"1234"}))
-        made.add(of(directory))
+        (tmp_path / config).write_text(f'{{"r": {rank}}}')
+        made.add(of(tmp_path))
     assert len(made) == 2
-
-
-def test_an_engine_directory_has_a_fingerprint(tmp_path):
-    (tmp_path / "config.json").write_text(CONFIG)
-    (tmp_path / "rank0.engine").write_bytes(b"engine")
-    assert len(of(tmp_path)) == 64
 
 
 # The stamp.
@@ -215,11 +200,10 @@ def test_a_stamp_changes_with_every_file_that_counts(checkpoint, tmp_path):
 
 
 def test_a_stamp_ignores_other_files_and_reads_none(checkpoint, monkeypatch):
-    monkeypatch.setattr(os, "preadv", refuse_to_read)
-    before = stamp_model(checkpoint)
+    sizes, before = read_sizes(monkeypatch), stamp_model(checkpoint)
     (checkpoint / "README.md").write_text("notes")
     (checkpoint / "checkpoint-500").mkdir()
-    assert stamp_model(checkpoint) == before
+    assert (stamp_model(checkpoint), sizes) == (before, [])
 
 
 # Large checkpoints: every byte of them counts.
@@ -248,10 +232,7 @@ def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path):
     assert of(holes) == of(written)
 
 
-def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
-    tmp_path, monkeypatch
-):
-    checkpoint = write_checkpoint(tmp_path / "model")
+def test_several_files_read_at_once_in_any_order_give_one_fingerprint(checkpoint, monkeypatch):
     for number in range(4):
         with (checkpoint / f"model-{number}.bin").open("wb") as file:
             file.write(b"%d" % number)
@@ -262,13 +243,9 @@ def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
     assert of(checkpoint) == alone
 
 
-def test_unreadable_files_end_all_reading(tmp_path, monkeypatch):
-    checkpoint = write_checkpoint(tmp_path / "model")
-
-    def fail(*_arguments: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
+def test_unreadable_files_end_all_reading(checkpoint, monkeypatch):
     monkeypatch.setattr(fingerprint, "_ALONE_BYTES_MAX", 0)
+    fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\)"):
         of(checkpoint)
@@ -277,47 +254,41 @@ def test_unreadable_files_end_all_reading(tmp_path, monkeypatch):
 # Files that change while they are read.
 
 
-@pytest.fixture
-def change_on_read(monkeypatch: pytest.MonkeyPatch) -> WhenRead:
-    """Call an action when a file is read, so many times."""
+def change_on_read(patch: pytest.MonkeyPatch, action: Callable[[], object], times: int = 1) -> None:
+    """Call an action after a file was read, so many times."""
+    preadv, left = os.preadv, [action] * times
 
-    def install(action: Callable[[], object], times: int) -> None:
-        preadv = os.preadv
-        left = [action] * times
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        size = preadv(descriptor, buffers, offset)
+        if left:
+            left.pop()()
+        return size
 
-        def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-            size = preadv(descriptor, buffers, offset)
-            if left:
-                left.pop()()
-            return size
-
-        monkeypatch.setattr(os, "preadv", read)
-
-    return install
+    patch.setattr(os, "preadv", read)
 
 
-@pytest.mark.parametrize("change", [change_weights(1000), cut_weights], ids=["changed", "cut"])
-def test_a_file_that_changes_once_while_it_is_read_is_read_again(
-    checkpoint, change_on_read, change
-):
-    change_on_read(lambda: change(checkpoint), 1)
+@pytest.mark.parametrize(
+    "change",
+    [change_weights(1000), lambda path: os.truncate(path / "model.safetensors", 100)],
+    ids=["changed", "cut"],
+)
+def test_a_file_that_changes_once_while_it_is_read_is_read_again(checkpoint, monkeypatch, change):
+    change_on_read(monkeypatch, lambda: change(checkpoint))
     changed = of(checkpoint)
     assert changed == of(checkpoint) != GOLDEN
 
 
-def test_files_that_keep_changing_are_refused_and_nothing_is_remembered_of_them(
-    checkpoint, cache, change_on_read
-):
-    change_on_read(lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
+def test_files_that_keep_changing_are_refused_and_not_remembered(checkpoint, cache, monkeypatch):
+    change_on_read(monkeypatch, lambda: change_byte(checkpoint / "model.safetensors", 1000), 9)
     with pytest.raises(ConfigError, match="change while they are read; wait until"):
-        fingerprint_model(checkpoint, cache_dir=cache)
+        of(checkpoint, cache)
     (entry,) = cache.glob("*.json")
     assert json.loads(entry.read_text())["sha256"] == {}
 
 
-def test_a_file_that_vanishes_is_left_out(tmp_path, change_on_read):
+def test_a_file_that_vanishes_is_left_out(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
-    change_on_read((checkpoint / "z.bin").unlink, 1)
+    change_on_read(monkeypatch, (checkpoint / "z.bin").unlink)
     assert of(checkpoint) == GOLDEN
 
 
@@ -333,36 +304,29 @@ def test_files_of_this_tick_wait_for_it(checkpoint, monkeypatch):
 # Bad paths.
 
 
-def test_a_missing_path_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(ConfigError, match=r"no checkpoint at .*nowhere; .* connector\.model_key"):
-        of(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="no checkpoint at"):
-        stamp_model(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["config.json", "training_args.bin", "notes.txt"])
-def test_a_directory_without_weights_is_refused_with_the_fix(tmp_path, name):
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds no weight files .*connector\.model_key"):
-        of(tmp_path)
-
-
-NO_WEIGHTS, PIECE = "holds no weight files", "is one piece of a checkpoint; name its directory"
+NO_WEIGHTS = "holds no weight files"
+NAMED = rf"{NO_WEIGHTS} .*connector\.model_key"
+PIECE = "is one piece of a checkpoint; name its directory"
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "said"),
+    ("made", "make", "asked", "said"),
     [
-        ("config.json", Path.touch, NO_WEIGHTS),
-        ("model.gguf", os.mkfifo, NO_WEIGHTS),
-        ("model-00001-of-00002.gguf", Path.touch, PIECE),
-        ("rank0.engine", Path.touch, PIECE),
+        ("x", Path.touch, "nowhere", r"no checkpoint at .*nowhere; .* connector\.model_key"),
+        ("config.json", Path.touch, "", NAMED),
+        ("training_args.bin", Path.touch, "", NAMED),
+        ("notes.txt", Path.touch, "", NAMED),
+        ("config.json", Path.touch, "config.json", NO_WEIGHTS),
+        ("model.gguf", os.mkfifo, "model.gguf", NO_WEIGHTS),
+        ("model-00001-of-00002.gguf", Path.touch, "model-00001-of-00002.gguf", PIECE),
+        ("rank0.engine", Path.touch, "rank0.engine", PIECE),
     ],
 )
-def test_a_single_file_that_is_no_checkpoint_is_refused(tmp_path, name, make, said):
-    make(tmp_path / name)
-    with pytest.raises(ConfigError, match=said):
-        of(tmp_path / name)
+def test_what_is_no_checkpoint_is_refused_with_the_fix(tmp_path, made, make, asked, said):
+    make(tmp_path / made)
+    for call in (of, stamp_model):
+        with pytest.raises(ConfigError, match=said):
+            call(tmp_path / asked)
 
 
 def test_a_link_to_weights_that_are_not_there_is_refused(checkpoint):
@@ -384,8 +348,7 @@ def test_pipes_for_files_are_not_awaited(checkpoint, monkeypatch):
     assert found == of(checkpoint) != GOLDEN
 
 
-def test_without_enough_threads_none_reads(tmp_path, monkeypatch):
-    checkpoint = write_checkpoint(tmp_path / "model")
+def test_without_enough_threads_none_reads(checkpoint, monkeypatch):
     started, start = list[threading.Thread](), threading.Thread.start
 
     def start_one(thread: threading.Thread) -> None:
@@ -400,7 +363,7 @@ def test_without_enough_threads_none_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint.os, "sched_getaffinity", lambda _: {0, 1})
     progress = Progress(on_step=lambda: may_read.wait(10) and None)
     with pytest.raises(RuntimeError):
-        fingerprint_model(checkpoint, cache_dir=None, progress=progress)
+        of(checkpoint, progress=progress)
     may_read.set()
     started[0].join(HANG_S)
     assert progress.done_bytes == 0

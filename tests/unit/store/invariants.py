@@ -69,9 +69,8 @@ def _check_leases(tables: Tables) -> None:
     held = tables.page_holder > 0
     assert (tables.page_count[held] <= PAGE_SLOTS).all()
     assert (tables.page_holder <= tables.geometry.holders_max).all()
-    assert (tables.slot_leases[tables.backed] == lease.count_leases(tables)).all(), (
-        "lease counts differ"
-    )
+    counts = lease.count_leases(tables)
+    assert (tables.slot_leases[tables.backed] == counts).all(), "lease counts differ"
     states = tables.slot_state[tables.slot_leases > 0]
     assert np.isin(states, (READY, QUARANTINED)).all(), "a leased slot was given away"
 

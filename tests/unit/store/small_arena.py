@@ -67,9 +67,8 @@ def content(key: BlockKey, part: int = 0, *, block_bytes: int = SLOT) -> Array:
 
 def pool_of(keys: list[BlockKey], part: int = 0, *, block_bytes: int = SLOT) -> Array:
     """Return the content of `keys` as an engine's pool, one row a key."""
-    if not keys:
-        return np.empty((0, block_bytes), dtype=np.uint8)
-    return np.stack([content(key, part, block_bytes=block_bytes) for key in keys])
+    blocks = [content(key, part, block_bytes=block_bytes) for key in keys]
+    return np.array(blocks, dtype=np.uint8).reshape(len(keys), block_bytes)
 
 
 # -- over bare tables -----------------------------------------------------------------------------
@@ -118,9 +117,8 @@ def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return lease.match(tables, key_index.pack_keys(keys), map(lease.PartRequest, range(num_parts)))[
-        0
-    ]
+    parts = map(lease.PartRequest, range(num_parts))
+    return lease.match(tables, key_index.pack_keys(keys), parts)[0]
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:

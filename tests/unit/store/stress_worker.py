@@ -43,7 +43,6 @@ _PATIENT_S = 20.0
 
 
 def arena_spec() -> ArenaSpec:
-    """Return the arena of a stress test."""
     return ArenaSpec(
         cluster_name="test", capacity=CAPACITY, slab=256 * 2**10, slot_min=SLOT, holders_max=32
     )
@@ -69,7 +68,6 @@ def board(directory: Path) -> Array:
 
 @cache
 def keys_of(number: int) -> list[BlockKey]:
-    """Return the keys of a chain."""
     return chain(LENGTH, seed=f"stress {number}")
 
 
@@ -80,7 +78,6 @@ def blocks_of(number: int) -> Array:
 
 
 def block_bytes_of(number: int) -> int:
-    """Return the size of a chain's blocks."""
     return BLOCK_BYTES[number % len(BLOCK_BYTES)]
 
 
@@ -135,7 +132,6 @@ class Worker:
         """The longest that a lease took, waits for a core aside."""
 
     def work(self, *, share_of_writes: float) -> None:
-        """Store and load for ever."""
         while True:
             self._step(share_of_writes)
 

@@ -147,10 +147,8 @@ class ArenaLife(RuleBasedStateMachine):
             return
         self.held.discard(one)
         arena, size = self.arenas[one.holder], SIZE_OF.get((one.keys or [TRUNK[0]])[0], SLOT)
-        pool = pool_of(one.keys, block_bytes=size)
-        assert arena.commit(
-            one.reservation, arena.write(one.reservation, pool, np.arange(len(one.keys)))
-        )
+        pool, rows = pool_of(one.keys, block_bytes=size), np.arange(len(one.keys))
+        assert arena.commit(one.reservation, arena.write(one.reservation, pool, rows))
         self.settle(added=set(one.keys))
 
     @rule(holder=holders, which=prefixes, length=st.integers(1, 12))
@@ -269,7 +267,10 @@ class ArenaLife(RuleBasedStateMachine):
         check_invariants(self.arenas[0].tables)
         state = self.arenas[0].tables.slot_state
         self.bad = {slot for slot in self.bad if state[slot] == QUARANTINED}
-        self.links = self.look_at_links()
+        # Key -> its parent's key, for every block that has a parent link.
+        names = {slot: key for key, slot in self.look(READY, RESERVED).items()}
+        parents = {slot: int(self.arenas[0].tables.slot_parent[slot]) for slot in names}
+        self.links = {names[slot]: names[up] for slot, up in parents.items() if up >= 0}
 
     @invariant()
     def every_ready_slot_has_the_bytes_of_its_key(self) -> None:
@@ -292,17 +293,8 @@ class ArenaLife(RuleBasedStateMachine):
         assert sorted(self.look(RESERVED)) == sorted(writing)
         assert np.count_nonzero(reserved) == len(writing)
 
-    def look_at_links(self) -> dict[BlockKey, BlockKey]:
-        """Return key -> its parent's key, for every block that has a parent link."""
-        tables = self.arenas[0].tables
-        names = {slot: key for key, slot in self.look(READY, RESERVED).items()}
-        parents = {slot: int(tables.slot_parent[slot]) for slot in names}
-        return {names[slot]: names[parent] for slot, parent in parents.items() if parent >= 0}
-
 
 ArenaLife.TestCase.settings = settings(
-    max_examples=examples(80),
-    stateful_step_count=40,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(80), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
 TestArenaLife = ArenaLife.TestCase

@@ -23,7 +23,7 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import holders, lease, slabs
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from tests.unit.actors.small_shard import Line, wait_until_serving
-from tests.unit.store.child import Child
+from tests.unit.store.child import Child, in_fork
 from tests.unit.store.dying import OPERATIONS, TRUNK
 from tests.unit.store.fork_server import Workers
 from tests.unit.store.invariants import check_bytes, check_contents, check_invariants
@@ -130,13 +130,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena, other):
 def test_fork_can_do_nothing_and_breaks_nothing(arena, other):
     store(arena, KEYS)
     held = leased(arena, KEYS)
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
-        fine = arena.lease(KEYS) is None
-        arena.close()
-        os._exit(0 if fine and time.monotonic() - start < 1 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert in_fork(lambda: (arena.lease(KEYS), arena.close()) == (None, None))
     assert other.say("ArenaOwner(arena).bury_dead(limbo_s=0)") == "[]"
     assert fetch(arena, KEYS, held)
     check_invariants(arena.tables)
@@ -219,8 +213,8 @@ class Survivor:
 @pytest.fixture
 def survivor(directory: Path) -> Iterator[Survivor]:
     made = Survivor(directory)
-    yield made
-    made.arena.close()
+    with closing(made.arena):
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +257,7 @@ def test_death_or_stop_before_a_store_harms_nobody(dying, survivor, directory, n
         ("holder_live", lambda tables: holders.dead_rows(tables, SimpleNamespace(is_locked=bool))),
     ],
 )
-def test_a_look_without_the_lock_at_what_others_write_raises_nothing(
-    directory, child, column, look
-):
+def test_a_look_without_the_lock_at_what_others_write_raises_not(directory, child, column, look):
     with closing(make_arena(directory, asked=spec(num_slabs=2048))) as arena:
         table, writer = getattr(arena.tables, column), child()
         writer.tell(f"any(arena.tables.{column}.fill(n) for _ in iter(int, 1) for n in (0, 1))")
@@ -350,10 +342,8 @@ class Fire:
 
     def shard_epoch(self) -> int:
         """Return how often the arena has been adopted."""
-        arena = Arena(self._node_dir, lock_wait_s=PATIENT_S)
-        epoch = int(arena.stats()["shard_epoch"])
-        arena.close()
-        return epoch
+        with closing(Arena(self._node_dir, lock_wait_s=PATIENT_S)) as arena:
+            return int(arena.stats()["shard_epoch"])
 
     def _start(self, row: int) -> int:
         seed = self._random.getrandbits(32)

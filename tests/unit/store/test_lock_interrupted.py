@@ -4,6 +4,7 @@ Raised are KeyboardInterrupt before each single bytecode of a section in turn, b
 and real signals and exceptions of other threads at random moments.
 """
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,13 +60,7 @@ class Strike:
 def probe(arena: Arena) -> Callable[[], bool]:
     """Tell whether another process could take the arena's lock now."""
     elsewhere = Description(arena.side_file.path)
-
-    def is_free() -> bool:
-        taken = elsewhere.set(ARENA_BYTE, 1)
-        elsewhere.unlock(0)
-        return taken
-
-    return is_free
+    return lambda: (elsewhere.set(ARENA_BYTE, 1), elsewhere.unlock(0))[0]
 
 
 def read(arena: Arena) -> None:
@@ -79,11 +75,8 @@ def plain(arena: Arena) -> None:
 
 
 def fail(arena: Arena) -> None:
-    try:
-        with arena.section(1):
-            raise Failure
-    except Failure:
-        pass
+    with contextlib.suppress(Failure), arena.section(1):
+        raise Failure
 
 
 @pytest.mark.parametrize("act", [plain, fail, read])
@@ -187,11 +180,8 @@ def test_a_handler_inside_of_a_section_is_refused(arena, probe):
 
 
 def test_leaving_halfway_leaves_no_live_row(arena, monkeypatch):
-    def fail(*_: object) -> None:
-        raise Outside
-
     row = arena.holder
-    monkeypatch.setattr(holders, "leave", fail)
+    monkeypatch.setattr(holders, "leave", Mock(side_effect=Outside))
     with pytest.raises(Outside):
         arena.leave()
     assert arena.leave()
@@ -200,13 +190,10 @@ def test_leaving_halfway_leaves_no_live_row(arena, monkeypatch):
 
 
 def test_joining_halfway_keeps_no_row(arena, monkeypatch):
-    def fail(*_: object, **__: object) -> str:
-        raise IndexError  # as a damaged table makes it
-
     arena.leave()
     arena.tables.holder_live[0] = 1  # of a dead process
     with monkeypatch.context() as patch:
-        patch.setattr(holders, "bury", fail)
+        patch.setattr(holders, "bury", Mock(side_effect=IndexError))  # of a damaged table
         for _ in range(3):
             with pytest.raises(ShardUnavailable):
                 arena.join("again")

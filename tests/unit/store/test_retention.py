@@ -8,20 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
-from kvray.store import Arena, ArenaOwner
+from kvray.store import Arena, ArenaOwner, block_history
 from kvray.store.arena import key_index
-from kvray.store.arena.tables import Array, Tables
-from kvray.store.block_history import (
-    AHEAD,
-    CAUSES,
-    CLEARED,
-    CORRUPT,
-    HOST,
-    NVME,
-    QUOTA,
-    WRITER,
-    BlockHistory,
-)
+from kvray.store.arena.tables import Array
+from kvray.store.block_history import AHEAD, CAUSES, CLEARED, HOST, NVME, WRITER, BlockHistory
 from kvray.store.copies import FRESH_S, CopyMarks, are_extra
 from kvray.store.policy import POLICIES
 from kvray.store.retention import Retention, UseCounts, hot_prefixes
@@ -35,16 +25,19 @@ def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:
 def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena):
     retention = Retention(arena, "lru", "all")
     old, new = chain(4, seed="old"), chain(4, seed="new")
+
+    def ranks(keys: list[BlockKey]) -> Array:
+        retention.observe()
+        return retention.rank(slots_of(arena, keys))
+
     store(arena, old)
     store(arena, new)
-    retention.observe()
-    assert (retention.rank(slots_of(arena, old)) < retention.rank(slots_of(arena, new))).all()
+    assert (ranks(old) < ranks(new)).all()
     served(arena, old)
-    retention.observe()
-    assert (retention.rank(slots_of(arena, old)) > retention.rank(slots_of(arena, new))).all()
+    assert (ranks(old) > ranks(new)).all()
     ArenaOwner(arena).give_up(b"".join(old[3:]), [0])
-    assert retention.rank(slots_of(arena, old)).argmin() == 3
-    assert retention.rank(slots_of(arena, old))[3] == -np.inf
+    assert ranks(old).argmin() == 3
+    assert ranks(old)[3] == -np.inf
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -91,12 +84,10 @@ def test_all_policies_keep_room(arena, policy):
 
 
 NODES = "abcd"
-HELD = st.lists(
-    st.tuples(st.integers(1, 2**24 - 1), st.sets(st.sampled_from(NODES), min_size=1)), min_size=1
-)
+HEADS, HOLDERS = st.integers(1, 2**24 - 1), st.sets(st.sampled_from(NODES), min_size=1)
 
 
-@given(HELD)
+@given(st.lists(st.tuples(HEADS, HOLDERS), min_size=1))
 def test_one_holder_of_a_block_has_the_original(held):
     heads = np.array([head for head, _ in held], dtype="<u4")
     has = {node: np.array([node in holders for _, holders in held]) for node in NODES}
@@ -119,7 +110,7 @@ EVENTS = st.lists(
 )
 
 
-@given(st.integers(1, 2**24 - 1), st.sampled_from(NODES), EVENTS)
+@given(HEADS, st.sampled_from(NODES), EVENTS)
 def test_however_old_a_look_is_the_last_holder_never_lets_go_of_an_extra_copy(head, first, events):
     holders, seen = {first}, dict[str, set[str]]()
     for node, event in events:
@@ -138,9 +129,7 @@ TIMES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=40, max
 
 
 @given(TIMES, st.integers(0, 40), st.booleans())
-def test_extra_copies_that_are_idle_or_beyond_the_bound_go_first_and_no_others(
-    blocks, most, is_stale
-):
+def test_extra_copies_that_are_idle_or_beyond_the_bound_alone_go_first(blocks, most, is_stale):
     tables = make_tables()
     slots = put(tables, chain(40)).slots
     used_at = np.zeros(tables.geometry.num_slots)
@@ -174,27 +163,23 @@ def test_what_was_found_of_a_block_does_not_count_for_the_next_one_in_its_slot()
     assert marks.num_bytes == 0
 
 
-def due(marks: CopyMarks, tables: Tables, used_at: Array, now: float) -> list[int]:
-    found = marks.due(tables, used_at, now=now, soon_s=5.0, again_s=15.0, most=4)
-    return list(found.tolist())
-
-
 def test_new_blocks_are_looked_up_first_and_extra_copies_that_go_next_more_often():
     tables = make_tables()
     slots = put(tables, chain(8)).slots
     tables.slot_head[slots[7]] = 0  # its chain is not known
     marks, used_at = CopyMarks(tables.geometry.num_slots), np.zeros(tables.geometry.num_slots)
     used_at[slots] = np.arange(8)[::-1]
-    first = due(marks, tables, used_at, 100.0)
-    assert first == slots[:4].tolist()
+
+    def due(now: float) -> list[int]:
+        found = marks.due(tables, used_at, now=now, soon_s=5.0, again_s=15.0, most=4)
+        return list(np.searchsorted(slots, found))
+
+    assert due(100.0) == [0, 1, 2, 3]
     is_extra = np.array([True, True, True, False])
     marks.note(slots[:4], tables.slot_number[slots[:4]], is_extra, now=100.0)
-    assert due(marks, tables, used_at, 101.0) == slots[4:7].tolist()
-    nothing = np.zeros(3, dtype=bool)
-    marks.note(slots[4:7], tables.slot_number[slots[4:7]], nothing, now=101.0)
-    assert due(marks, tables, used_at, 104.0) == []
-    assert due(marks, tables, used_at, 105.0) == [slots[2], slots[1]]
-    assert due(marks, tables, used_at, 115.0) == [slots[2], slots[1], slots[0], slots[3]]
+    assert due(101.0) == [4, 5, 6]
+    marks.note(slots[4:7], tables.slot_number[slots[4:7]], np.zeros(3, dtype=bool), now=101.0)
+    assert [due(now) for now in (104.0, 105.0, 115.0)] == [[], [2, 1], [2, 1, 0, 3]]
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
@@ -228,14 +213,12 @@ def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena):
     slots = slots_of(arena, keys)
     marks, now = retention.copies, float(retention.uses.used_at.max())
     marks.note(slots, tables.slot_number[slots], np.arange(6) >= 3, now=now)
-    marks.choose(
-        tables, retention.uses.used_at, retention.rank_alone, now=now, idle_s=60.0, bytes_max=2**30
-    )
+    used_at, alone = retention.uses.used_at, retention.rank_alone
+    marks.choose(tables, used_at, alone, now=now, idle_s=60.0, bytes_max=2**30)
     time.sleep(0.05)
-    alone, ranks = retention.rank_alone(slots), retention.rank(slots)
+    ratio = retention.rank(slots) / alone(slots)
     # Nothing is learned yet, so ranks are negative ages.
-    assert (ranks[3:] < 5 * alone[3:]).all()
-    assert (ranks[:3] > 5 * alone[:3]).all()
+    assert ((ratio > 5) == (np.arange(6) >= 3)).all()
 
 
 # -- which prefixes are used most -----------------------------------------------------------------
@@ -282,34 +265,24 @@ def test_the_latest_departure_of_a_block_is_told_with_its_time_tier_and_cause():
     assert found["at"].tolist() == [20.0, 10.0, 0.0]
     assert found["tier"][:2].tolist() == [NVME, HOST]
     assert found["cause"][:2].tolist() == [CLEARED, AHEAD]
+    for moment, at in ((15.0, 10.0), (5.0, 0.0)):
+        assert gone.of(words(2), before=moment)["at"].tolist() == [at], "what left before counts"
     assert gone.counts() == {"ahead": 2, "cleared": 1}
-    assert (CAUSES[WRITER], CAUSES[QUOTA], CAUSES[CORRUPT]) == ("writer", "quota", "corrupt")
+    causes = [CAUSES[one] for one in (WRITER, block_history.QUOTA, block_history.CORRUPT)]
+    assert causes == ["writer", "quota", "corrupt"]
 
 
-def test_of_a_moment_only_what_left_before_counts():
+def test_what_its_owner_noted_of_a_tier_is_not_put_down_to_a_writer():
     gone = BlockHistory(8)
-    gone.note(words(1), HOST, AHEAD, now=10.0)
-    gone.note(words(1), HOST, QUOTA, now=20.0)
-    assert gone.of(words(1), before=15.0)["at"].tolist() == [10.0]
-    assert gone.of(words(1), before=5.0)["at"].tolist() == [0.0]
-
-
-def test_what_its_owner_noted_is_not_put_down_to_a_writer():
-    gone = BlockHistory(8)
-    gone.note(words(1, 2), HOST, AHEAD, now=10.0)
+    gone.note(words(1, 2, 4), HOST, AHEAD, now=10.0)
+    gone.note_rest(words(4), NVME, np.full(1, block_history.CORRUPT), now=10.5)
+    found = gone.of(words(4))
+    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [block_history.CORRUPT])
     gone.note_rest(words(2, 3), HOST, np.full(2, WRITER), now=11.0)
     assert gone.of(words(1, 2, 3))["cause"].tolist() == [AHEAD, AHEAD, WRITER]
     # Found once: the next time it was somebody else.
     gone.note_rest(words(2), HOST, np.full(1, WRITER), now=12.0)
     assert gone.of(words(2))["cause"].tolist() == [WRITER]
-
-
-def test_what_is_noted_of_one_tier_says_nothing_of_the_other():
-    gone = BlockHistory(8)
-    gone.note(words(1), HOST, AHEAD, now=10.0)
-    gone.note_rest(words(1), NVME, np.full(1, CORRUPT), now=11.0)
-    found = gone.of(words(1))
-    assert (found["tier"].tolist(), found["cause"].tolist()) == ([NVME], [CORRUPT])
 
 
 def test_the_oldest_are_forgotten_and_it_is_told_from_when_on_all_are_known():

@@ -73,15 +73,18 @@ def test_a_reader_always_ends_with_what_is_there(steps, rows, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables_module, "_PIECE", piece)
         reader, known = EventReader(), np.zeros(tables.geometry.num_slots, dtype=bool)
+
+        def look() -> None:
+            found = reader.take(tables)
+            known[found] = tables.slot_state[found] == READY
+
         for number, (count, is_store, looks) in enumerate(steps):
             if is_store:
                 put(tables, chain(count, seed=str(number)))
             else:
                 evict(tables, count)
             if looks:
-                found = reader.take(tables)
-                known[found] = tables.slot_state[found] == READY
+                look()
         while reader.has_more(tables):
-            found = reader.take(tables)
-            known[found] = tables.slot_state[found] == READY
+            look()
         assert (known == (tables.slot_state == READY)).all()

@@ -6,9 +6,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import prefault
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import FORMAT_VERSION, HEADER, RETIRED
-from kvray.store.arena.owner import STATE_BYTES, retire_file
+from kvray.store.arena.owner import retire_file
 from kvray.store.arena.prefault import Populator, mapping_of, populate
 from kvray.store.arena.tables import Array
 from tests.unit.store.mounted import huge_pages, run_mounted
@@ -29,29 +29,31 @@ UNKNOWN_ADVICE = 4242
 """What `madvise` answers with EINVAL, as an older kernel does where this one populates."""
 
 
-def set_field(directory: Path, field: str, value: object) -> None:
-    header = np.memmap(directory / ARENA_FILE, HEADER, "r+", shape=(1,))
-    header[field] = value
-    header.flush()
-
-
-def test_new_arena_says_what_was_asked(directory):
-    done: list[tuple[int, int]] = []
-    arena = Arena.create(
-        directory, spec(), lock_wait_s=1, progress=lambda *figures: done.append(figures)
-    )
-    size = (directory / ARENA_FILE).stat().st_size
-    assert done[-1] == (size, size)
+@pytest.mark.parametrize("is_older_kernel", [False, True])
+def test_new_arena_says_what_was_asked_and_is_allocated(directory, monkeypatch, is_older_kernel):
+    if is_older_kernel:
+        monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
+    told = Mock()
+    arena = Arena.create(directory, spec(), lock_wait_s=1, progress=told)
+    stat = (directory / ARENA_FILE).stat()
+    assert stat.st_blocks * 512 >= stat.st_size, "it is not allocated"
+    assert told.call_args.args == (stat.st_size, stat.st_size)
+    assert not is_older_kernel or told.call_count == 1
     assert (arena.cluster_name, len(arena.arena_id)) == ("test", 16)
     assert arena.tables.geometry == spec().geometry()
     assert sorted(path.name for path in directory.iterdir()) == ["arena", f"lock.{arena.arena_id}"]
-    assert (directory / ARENA_FILE).stat().st_blocks * 512 >= size, "it is not allocated"
     arena.close()
 
 
-def test_missing_arena_is_one_sentence(directory):
+def test_missing_arena_and_one_without_its_lock_file_are_one_sentence(directory):
     with pytest.raises(ShardUnavailable, match=r"no arena at .*kvray up"):
         Arena(directory, lock_wait_s=1)
+    arena = make_arena(directory)
+    (directory / f"lock.{arena.arena_id}").unlink()
+    arena.close()
+    with pytest.raises(ShardUnavailable, match="no lock file"):
+        Arena(directory, lock_wait_s=1)
+    assert [path.name for path in directory.iterdir()] == [ARENA_FILE]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,9 @@ def test_missing_arena_is_one_sentence(directory):
 )
 def test_file_that_is_not_what_it_should_be_is_refused(directory, field, value, said):
     make_arena(directory).close()
-    set_field(directory, field, value)
+    header = np.memmap(directory / ARENA_FILE, HEADER, "r+", shape=(1,))
+    header[field] = value
+    header.flush()
     with pytest.raises(ShardUnavailable, match=said):
         Arena(directory, lock_wait_s=1)
 
@@ -82,15 +86,6 @@ def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory):
     assert str(directory / ARENA_FILE) not in Path("/proc/self/maps").read_text()
 
 
-def test_arena_without_its_lock_file_is_refused(directory):
-    arena = make_arena(directory)
-    (directory / f"lock.{arena.arena_id}").unlink()
-    arena.close()
-    with pytest.raises(ShardUnavailable, match="no lock file"):
-        Arena(directory, lock_wait_s=1)
-    assert [path.name for path in directory.iterdir()] == [ARENA_FILE]
-
-
 def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory):
     arena = make_arena(directory)
     kept = directory / "kept"
@@ -105,12 +100,10 @@ def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory
 
 
 def test_retiring_spares_the_successor(directory):
-    old = make_arena(directory)
-    new = make_arena(directory)
+    old, new = make_arena(directory), make_arena(directory)
     ArenaOwner(old).retire()
-    opened = Arena(directory, lock_wait_s=1)
+    opened = Arena.attach(directory, label="x", lock_wait_s=1)
     assert opened.arena_id == new.arena_id
-    opened.join("x")
     store(opened, chain(3))
     for arena in (old, new, opened):
         arena.close()
@@ -140,11 +133,9 @@ print("left:", list(mounted.iterdir()))
 
 
 def test_failed_create_leaves_no_file(directory, monkeypatch):
-    def fail(fd: int, start: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CapacityError, match=r"No space left on device.*lower arena\.capacity"):
         make_arena(directory)
     assert list(directory.iterdir()) == []
@@ -152,9 +143,7 @@ def test_failed_create_leaves_no_file(directory, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, ShardUnavailable])
 def test_a_making_that_is_interrupted_leaves_no_file(directory, monkeypatch, error):
-    def interrupt(*_: object) -> None:
-        raise error
-
+    interrupt = Mock(side_effect=error)
     with pytest.raises(error):
         Arena.create(directory, spec(), lock_wait_s=1, progress=interrupt)
     monkeypatch.setattr(os, "rename", interrupt)
@@ -167,18 +156,6 @@ def test_half_made_file_of_a_dead_owner_is_removed(directory):
     (directory / "arena.0123456789abcdef.new").write_bytes(b"x")
     make_arena(directory).close()
     assert not list(directory.glob("*.new"))
-
-
-def test_older_kernels_make_an_arena_too(directory, monkeypatch):
-    monkeypatch.setattr(prefault, "_POPULATE_WRITE", UNKNOWN_ADVICE)
-    done: list[tuple[int, int]] = []
-    arena = Arena.create(
-        directory, spec(), lock_wait_s=1, progress=lambda *figures: done.append(figures)
-    )
-    arena.close()
-    stat = (directory / ARENA_FILE).stat()
-    assert stat.st_blocks * 512 >= stat.st_size, "it is not allocated"
-    assert done == [(stat.st_size, stat.st_size)]
 
 
 @pytest.mark.root
@@ -223,8 +200,7 @@ arena.close()
 
 
 def test_largest_capacity_is_the_last_that_fits():
-    asked = replace(spec(), slab=2**20, slot_min=2**16)
-    room = 2**30
+    asked, room = replace(spec(), slab=2**20, slot_min=2**16), 2**30
     largest = asked.largest_capacity(room)
     assert replace(asked, capacity=largest).geometry().file_bytes <= room
     assert replace(asked, capacity=largest + 2**20).geometry().file_bytes > room
@@ -232,15 +208,12 @@ def test_largest_capacity_is_the_last_that_fits():
     assert replace(spec(), slot_min=2**30).largest_capacity(2**29) == 0
 
 
-def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory):
+def test_arena_that_cannot_fit_or_has_no_directory_is_refused_in_a_sentence(directory):
     with pytest.raises(CapacityError, match=r"needs 1048576.* but"):
         make_arena(directory, asked=replace(spec(), capacity=2**50, slab=2**40, slot_min=2**30))
-    assert list(directory.iterdir()) == []
-
-
-def test_directory_that_cannot_be_used_is_one_sentence(directory):
     with pytest.raises(ConfigError, match="No arena can be made in"):
         make_arena(directory / "missing")
+    assert list(directory.iterdir()) == []
 
 
 # -- memory behind it, at once --------------------------------------------------------------------
@@ -272,13 +245,12 @@ def mapped_share(memory: Array) -> float:
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
 def test_all_is_allocated_and_mapped(directory, threads):
-    memory = map_new(directory)
-    told: list[tuple[int, int]] = []
-    assert populate(memory, threads=threads, progress=lambda *figures: told.append(figures))
+    memory, told = map_new(directory), Mock()
+    assert populate(memory, threads=threads, progress=told)
     assert mapped_share(memory) == 1
     assert (directory / "file").stat().st_blocks * 512 == memory.nbytes
-    assert [done for done, _ in told] == [*range(MIB, 6 * MIB, MIB), memory.nbytes]
-    assert {total for _, total in told} == {memory.nbytes}
+    steps = [*range(MIB, 6 * MIB, MIB), memory.nbytes]
+    assert told.call_args_list == [call(done, memory.nbytes) for done in steps]
 
 
 def test_what_the_pages_hold_stays(directory):
@@ -291,12 +263,8 @@ def test_what_the_pages_hold_stays(directory):
 
 def test_what_progress_raises_ends_it_soon(directory):
     memory = map_new(directory, 64 * MIB)
-
-    def stop(done: int, total: int) -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        populate(memory, threads=1, progress=stop)
+        populate(memory, threads=1, progress=Mock(side_effect=ZeroDivisionError))
     assert mapped_share(memory) < 0.5
 
 
@@ -309,21 +277,18 @@ def test_pages_that_cannot_be_had_are_no_signal(directory):
 
 
 def test_other_threads_of_python_go_on_meanwhile(directory):
-    memory = map_new(directory, 256 * MIB)
-    turns = 0
+    memory, over, turns = map_new(directory, 256 * MIB), threading.Event(), [0]
 
-    def count(is_over: Callable[[], bool]) -> None:
-        nonlocal turns
-        while not is_over():
-            turns += 1
+    def count() -> None:
+        while not over.is_set():
+            turns[0] += 1
             time.sleep(0)
 
-    over = threading.Event()
-    counter = threading.Thread(target=count, args=(over.is_set,))
+    counter = threading.Thread(target=count)
     counter.start()
-    before = turns
+    before = turns[0]
     prefault._populate(memory)
-    gained = turns - before
+    gained = turns[0] - before
     over.set()
     counter.join()
     assert gained > 10
@@ -374,13 +339,8 @@ def test_background_work_can_end(directory, monkeypatch, how):
     make_arena(directory).close()
     arena = Arena(directory, lock_wait_s=1)
     entered, go_on = threading.Event(), threading.Event()
-
-    def populate_slowly(chunk: Array) -> bool:
-        entered.set()
-        go_on.wait(HANG_S)
-        return True
-
-    monkeypatch.setattr(prefault, "_populate", populate_slowly)
+    slowly = Mock(side_effect=lambda chunk: (entered.set(), go_on.wait(HANG_S))[1])
+    monkeypatch.setattr(prefault, "_populate", slowly)
     populator = Populator(arena.tables)
     assert entered.wait(HANG_S)
     if how == "stop":
@@ -395,11 +355,7 @@ def test_background_work_can_end(directory, monkeypatch, how):
 
 def test_missing_memory_ends_it_quietly(directory, monkeypatch):
     arena = make_arena(directory)
-
-    def fail(chunk: Array) -> bool:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(prefault, "_populate", fail)
+    monkeypatch.setattr(prefault, "_populate", Mock(side_effect=OSError(errno.EIO, "broken")))
     Populator(arena.tables).stop()
     arena.close()
 
@@ -407,33 +363,16 @@ def test_missing_memory_ends_it_quietly(directory, monkeypatch):
 # -- retired without a mapping --------------------------------------------------------------------
 
 
-def overwrite(path: Path, at: int, what: bytes) -> None:
-    """Change a file under those who map it."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(what)
-
-
-def test_the_state_stands_where_the_layout_says():
-    assert HEADER.fields is not None
-    dtype, at = HEADER.fields["state"][:2]
-    assert slice(at, at + dtype.itemsize) == STATE_BYTES
-
-
-def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena, directory):
+@pytest.mark.parametrize("is_of_another_format", [False, True])
+def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena, directory, is_of_another_format):
     arena.tables.holder_label[7] = b"kept"
+    if is_of_another_format:
+        memory = np.memmap(directory / "arena", np.uint8, "r+")
+        memory[8:12], memory[32:1032] = (99, 0, 0, 0), 255
     retire_file(directory / "arena")
-    assert arena.retired
+    assert int(arena.tables.header["state"]) == RETIRED
     assert arena.tables.holder_label[7] == b"kept"
     assert not (directory / "arena").exists()
-
-
-def test_an_arena_of_another_format_is_retired_too(arena, directory):
-    path = directory / "arena"
-    overwrite(path, 8, (99).to_bytes(4, "little"))
-    overwrite(path, 32, os.urandom(1000))
-    retire_file(path)
-    assert int(arena.tables.header["state"]) == RETIRED
 
 
 @pytest.mark.parametrize("content", [b"", b"KVRAYARN", b"garbage" * 1000])

@@ -27,15 +27,10 @@ PARTS = (0, 1, 16)
 """The first and the last of a key are in one bucket."""
 Named = list[tuple[int, int]]
 """Rows of KEYS and their parts."""
-blocks = st.lists(
-    st.tuples(st.integers(0, len(KEYS) - 1), st.sampled_from(PARTS)), unique=True, max_size=20
-)
-
-
-def head(part_and_length: tuple[int, int]) -> Named:
-    """Return a head of CHAIN."""
-    part, length = part_and_length
-    return [(row, part) for row in range(length)]
+rows, some_part = st.integers(0, len(KEYS) - 1), st.sampled_from(PARTS)
+blocks = st.lists(st.tuples(rows, some_part), unique=True, max_size=20)
+heads = st.builds(lambda part, n: [(at, part) for at in range(n)], some_part, st.integers(1, 20))
+"""Of CHAIN."""
 
 
 def bucket_of(row: int, part: int) -> int:
@@ -52,10 +47,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         self.free = list(range(64))
         self.model: dict[tuple[int, int], int] = {}
 
-    @rule(
-        named=blocks | st.tuples(st.sampled_from(PARTS), st.integers(1, 20)).map(head),
-        is_ready=st.booleans(),
-    )
+    @rule(named=blocks | heads, is_ready=st.booleans())
     def insert(self, named: Named, is_ready: bool) -> None:
         tables = self.tables
         new = [one for one in named if one not in self.model][: len(self.free)]
@@ -117,18 +109,11 @@ def test_what_is_no_key_is_refused(keys):
         key_index.pack_keys(keys)
 
 
-def test_row_of_large_blocks_goes_on_in_the_next_slab(tables):
-    blocks = chain(6)
-    put(tables, blocks, block_bytes=3 * SLOT)
-    row = key_index._find_row(tables, key_index.pack_keys(blocks), 0)
-    assert row is not None
-    assert row[0].tolist() == find(tables, blocks)
-    assert len(set(tables.geometry.slab_of(row[0]))) == 3
-
-
-def test_row_of_small_blocks_goes_on_in_the_next_run_of_the_slab():
-    tables, blocks = make_tables(num_slabs=3, slots_per_slab=3 * RUN_SLOTS), chain(7 * RUN_SLOTS)
-    put(tables, blocks)
+@pytest.mark.parametrize("block_bytes", [SLOT, RUN_SLOTS * SLOT])
+def test_a_row_goes_on_in_the_next_run_of_a_slab_and_in_the_next_slab(block_bytes):
+    tables = make_tables(num_slabs=3 * block_bytes // SLOT, slots_per_slab=3 * RUN_SLOTS)
+    blocks = chain(7 * RUN_SLOTS)
+    put(tables, blocks, block_bytes=block_bytes)
     for start in (0, RUN_SLOTS - 1, RUN_SLOTS):
         for count in (1, 2, RUN_SLOTS, RUN_SLOTS + 1, 6 * RUN_SLOTS):
             part = blocks[start : start + count]

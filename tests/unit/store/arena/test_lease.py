@@ -13,15 +13,7 @@ from kvray.store.arena.layout import PAGE_SLOTS
 from kvray.store.arena.lease import Lease, PartRequest
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import (
-    SLOT,
-    chain,
-    find,
-    make_tables,
-    put,
-    slots_named,
-    take,
-)
+from tests.unit.store.small_arena import SLOT, chain, find, make_tables, put, slots_named, take
 
 NAMES = ("token", "another")
 names = st.sampled_from(NAMES)
@@ -116,21 +108,10 @@ LeaseLife.TestCase.settings = settings(max_examples=examples(60), stateful_step_
 TestLeaseLife = LeaseLife.TestCase
 
 
-def test_match_ends_where_the_first_part_ends(tables):
-    keys = chain(6)
-    for part, count in enumerate((6, 4, 5)):
-        put(tables, keys[:count], part=part)
-    run, slots = lease.match(tables, key_index.pack_keys(keys), map(PartRequest, range(3)))
-    assert run == 4
-    for part in range(3):
-        assert slots[PartRequest(part)].tolist() == find(tables, keys[:4], part=part)
-
-
 def test_lease_that_never_was_is_refused(tables):
     for page in (-1, 0, tables.geometry.num_pages, 10_000):
-        never = Lease(lease_id=7, page=page, num_slots=3, check=0)
-        assert not lease.release(tables, never)
-        never = dataclasses.replace(never, lease_id=0, num_slots=1)
+        assert not lease.release(tables, Lease(lease_id=7, page=page, num_slots=3, check=0))
+        never = Lease(lease_id=0, page=page, num_slots=1, check=0)
         assert lease.leased_slots(tables, never) is None
 
 
@@ -159,14 +140,15 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables):
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5
 
 
-def test_window_wants_only_trailing_blocks(tables):
+def test_match_ends_where_a_part_ends_and_a_window_wants_only_trailing_blocks(tables):
     keys = chain(6)
-    put(tables, keys)
-    put(tables, keys[3:5], part=1)
-    whole, trailing = PartRequest(0), PartRequest(1, window=2)
-    run, slots = lease.match(tables, key_index.pack_keys(keys), [whole, trailing])
-    assert (run, len(slots[whole])) == (5, 5)
-    assert slots[trailing].tolist() == find(tables, keys[3:5], part=1)
+    for part, (start, stop) in enumerate(((0, 6), (0, 5), (3, 5))):
+        put(tables, keys[start:stop], part=part)
+    wanted = [PartRequest(0), PartRequest(1), PartRequest(2, window=2)]
+    run, slots = lease.match(tables, key_index.pack_keys(keys), wanted)
+    assert run == 5
+    for one, start in zip(wanted, (0, 0, 3), strict=True):
+        assert slots[one].tolist() == find(tables, keys[start:5], part=one.part)
 
 
 @given(
@@ -175,13 +157,11 @@ def test_window_wants_only_trailing_blocks(tables):
 )
 def test_usable_prefixes_are_those_of_a_search(here, windows):
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
-    fits = [
-        run
-        for run in range(9)
-        if all(mask[max(0, run - window) : run].all() for window, mask in pairs)
-    ]
 
-    assert lease.usable_lengths(8, pairs).tolist() == fits
+    def fits(run: int) -> bool:
+        return all(mask[max(0, run - window) : run].all() for window, mask in pairs)
+
+    assert lease.usable_lengths(8, pairs).tolist() == list(filter(fits, range(9)))
 
 
 @given(

@@ -17,6 +17,7 @@ from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
 from kvray.store.arena.payload import Copier, Copy, Strip, copy_run, slot_bytes
 from kvray.store.arena.tables import Array
+from tests.unit.store.child import in_fork
 from tests.unit.store.small_arena import (
     SLOT,
     chain,
@@ -31,6 +32,7 @@ from tests.unit.store.small_arena import (
     spec,
     store,
 )
+from tests.waiting import HANG_S
 
 KEYS = chain(20)
 
@@ -39,15 +41,6 @@ def valid_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
     """Return how many blocks from `first` on are valid."""
     valid = arena.valid(held, slice(first, None))
     return len(valid) if valid.all() else int(valid.argmin())
-
-
-@pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
-def test_any_block_size_comes_back(arena, block_bytes):
-    store(arena, KEYS[:3], block_bytes=block_bytes)
-    held = leased(arena, KEYS)
-    assert held.num_slots == 3
-    assert fetch(arena, KEYS, held, block_bytes=block_bytes)
-    assert valid_run(arena, held) == 3
 
 
 def test_blocks_may_lie_anywhere_in_the_pool(arena):
@@ -66,16 +59,13 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena):
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_before_the_checksum_is_found(
-    directory, monkeypatch, num_regions, block_bytes
-):
+def test_what_others_write_before_a_sum_is_found(directory, monkeypatch, num_regions, block_bytes):
     arena = make_arena(directory, asked=spec(slots_per_slab=512))
     arena.join("test")
-    made = reserved(arena, KEYS[:2], block_bytes=block_bytes)
-    copy = np.copyto
+    made, copyto = reserved(arena, KEYS[:2], block_bytes=block_bytes), np.copyto
 
     def copy_and_spoil(target: Array, source: Array) -> None:
-        copy(target, source)
+        copyto(target, source)
         target[..., 0] ^= 8
 
     monkeypatch.setattr(np, "copyto", copy_and_spoil)
@@ -95,9 +85,7 @@ PIECE = 512 * 1024
 
 @pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
 @pytest.mark.parametrize("cores", [{0}, {0, 1}])
-def test_pieces_and_threads_change_neither_bytes_nor_checksums(
-    directory, monkeypatch, block_bytes, cores
-):
+def test_pieces_and_threads_change_no_bytes_and_no_sums(directory, monkeypatch, block_bytes, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     arena = make_arena(directory, asked=spec(slots_per_slab=1024))
     arena.join("test")
@@ -154,34 +142,22 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena):
 
 def test_leases_that_end_in_a_copy_void_it(arena, monkeypatch):
     store(arena, KEYS)
-    held = leased(arena, KEYS)
-    copyto = np.copyto
-
-    def release_and_copy(target: Array, source: Array) -> None:
-        arena.release(held)
-        copyto(target, source)
-
-    monkeypatch.setattr(np, "copyto", release_and_copy)
+    held, copyto = leased(arena, KEYS), np.copyto
+    monkeypatch.setattr(np, "copyto", lambda *both: (arena.release(held), copyto(*both)))
     with pytest.raises(LeaseExpired, match="void"):
         fetch(arena, KEYS, held)
 
 
-def test_pool_of_another_block_size_is_refused(arena):
+def test_pools_of_another_size_and_other_numbers_of_blocks_are_refused(arena):
     made = reserved(arena, KEYS[:2])
     with pytest.raises(LayoutMismatch, match=f"{SLOT // 2} bytes, those in the arena {SLOT}"):
         arena.write(made, np.zeros((2, SLOT // 2), dtype=np.uint8), np.arange(2))
     assert arena.abort(made)
-
-
-def test_as_many_blocks_as_slots_must_be_named(arena):
     store(arena, KEYS[:3])
-    held = leased(arena, KEYS[:3])
-    pool = np.zeros((9, SLOT), dtype=np.uint8)
-    for num_blocks in (4, 9):
+    held, pool = leased(arena, KEYS[:3]), np.zeros((9, SLOT), dtype=np.uint8)
+    for num_blocks, first in ((4, 0), (9, 0), (2, 2)):
         with pytest.raises(ConfigError, match=f"{num_blocks} blocks"):
-            arena.read(held, pool, np.arange(num_blocks), verify=False)
-    with pytest.raises(ConfigError, match="2 blocks"):
-        arena.read(held, pool, np.arange(2), first=2, verify=False)
+            arena.read(held, pool, np.arange(num_blocks), first=first, verify=False)
     arena.read(held, pool, np.arange(0), verify=True)
 
 
@@ -199,19 +175,12 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena):
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
-    strips = {
-        part: [
-            Strip(region[:, None], start, size)
-            for region, start, size in zip(
-                regions, accumulate(sizes[part], initial=0), sizes[part], strict=False
-            )
-        ]
-        for part, regions in back.items()
-    }
-    reads = [
-        PartRead(slots[:5], strips[0], pages, sum(sizes[0])),
-        PartRead(slots[5:], strips[1], pages[3:], sum(sizes[1])),
-    ]
+    reads = []
+    for part, start, stop in ((0, 0, 5), (1, 5, 7)):
+        starts = accumulate(sizes[part], initial=0)
+        each = zip(back[part], starts, sizes[part], strict=False)
+        strips = [Strip(region[:, None], at, size) for region, at, size in each]
+        reads.append(PartRead(slots[start:stop], strips, pages[3 * part :], sum(sizes[part])))
     arena.read_slots(reads)
     arena.check(held.leases[0], slots, verify=True)
     for region, copy in zip(pools[0], back[0], strict=True):
@@ -259,40 +228,35 @@ def seeds_of(keys: list[BlockKey]) -> list[int]:
 
 
 def expected(blocks: Array, seeds: list[int]) -> list[int]:
-    return [
-        xxhash.xxh3_64_intdigest(block.tobytes(), seed)
-        for block, seed in zip(blocks, seeds, strict=True)
-    ]
+    each = zip(blocks, seeds, strict=True)
+    return [xxhash.xxh3_64_intdigest(block.tobytes(), seed) for block, seed in each]
 
 
-@pytest.mark.parametrize("shared_bytes", [1, 2**40])
+@pytest.mark.parametrize("shared_bytes", [0, 1, 2**40])
 @pytest.mark.parametrize(
-    ("num_blocks", "block_bytes"), [(0, 4096), (1, 1), (7, 4097), (300, 4096), (3, 1_100_000)]
+    ("num_blocks", "block_bytes", "cuts"),
+    [
+        (0, 4096, ()),
+        (1, 1, ()),
+        (7, 4097, (2,)),
+        (3, 1_100_000, (1,)),
+        *((300, 5000, cuts) for cuts in ((), (1,), (4, 5), (10, 200, 299))),
+    ],
 )
 def test_copies_have_their_bytes_and_their_checksums(
-    copier, monkeypatch, num_blocks, block_bytes, shared_bytes
+    copier, monkeypatch, num_blocks, block_bytes, cuts, shared_bytes
 ):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
     source, seeds = noise(num_blocks, block_bytes), list(range(10, 10 + num_blocks))
-    target = np.zeros_like(source)
-    cut = num_blocks // 3
-    copies = [Copy(cut, target[cut:], source[cut:]), Copy(0, target[:cut], source[:cut])]
-    assert copier.copy_and_sum(copies, seeds).tolist() == expected(source, seeds)
-    assert (target == source).all()
-
-
-@pytest.mark.parametrize("shared_bytes", [0, 2**40])
-@pytest.mark.parametrize("cuts", [(), (1,), (4, 5), (10, 200, 299)])
-def test_plain_copies_are_whole_wherever_two_threads_part_them(
-    copier, monkeypatch, cuts, shared_bytes
-):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
-    source = noise(300, 5000)
-    target = np.zeros_like(source)
-    edges = [0, *cuts, 300]
-    copier.copy([Copy(at, target[at:end], source[at:end]) for at, end in pairwise(edges)])
-    assert (target == source).all()
+    targets = [np.zeros_like(source) for _ in range(2)]
+    plain, summed = (
+        [Copy(at, target[at:end], source[at:end]) for at, end in pairwise((0, *cuts, num_blocks))]
+        for target in targets
+    )
+    copier.copy(plain)
     copier.copy([])
+    assert copier.copy_and_sum(summed[::-1], seeds).tolist() == expected(source, seeds)
+    assert all((target == source).all() for target in targets)
 
 
 def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
@@ -327,12 +291,8 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(monkeypatch, whole_bytes, 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_waits_for_no_thread_of_its_parent(copier, monkeypatch):
     monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
-    source = noise(4, 4096)
-    target = np.zeros_like(source)
-    copier.copy_and_sum([Copy(0, target, source)], [1, 2, 3, 4])
-    pid = os.fork()
-    if pid == 0:
-        copier.copy_and_sum([Copy(0, target, source)], [1, 2, 3, 4])
-        copier.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    copies = [Copy(0, np.zeros((4, 4096), np.uint8), noise(4, 4096))]
+    copier.copy_and_sum(copies, [1, 2, 3, 4])
+    assert in_fork(
+        lambda: (copier.copy_and_sum(copies, [1, 2, 3, 4]), copier.close()), within_s=HANG_S
+    )

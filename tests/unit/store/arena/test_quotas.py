@@ -9,16 +9,7 @@ from kvray.errors import ConfigError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import owner, quotas
 from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
-from tests.unit.store.small_arena import (
-    SLOT,
-    chain,
-    leased,
-    make_tables,
-    num_here,
-    put,
-    reserve,
-    store,
-)
+from tests.unit.store.small_arena import SLOT, chain, make_tables, num_here, put, reserve, store
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
@@ -40,22 +31,23 @@ def test_many_namespaces_are_summed_up_as_few_are():
     assert quotas.used(tables) == sums
 
 
-def test_the_longest_name_that_fits_says_the_quota(tables):
+@pytest.mark.parametrize(
+    ("names", "bounds"),
+    [
+        (
+            {"": 1, "ab": 2, "ABcd": 3, "abcd0000" + 56 * "1": 4},
+            {ABCD: 4, ABCD + 2**31: 3, ABEF: 2, 1: 1},
+        ),
+        ({"abcd": 3}, {ABEF: None}),
+        ({}, {ABCD: None}),
+        ({"": 1}, {0: None}),  # it is not known
+    ],
+)
+def test_the_longest_name_that_fits_says_the_quota_if_any_does(tables, names, bounds):
     assert quotas.name_of(ABCD) == "abcd0000"
-    quotas.set_quotas(tables, {"": 1, "ab": 2, "ABcd": 3, "abcd0000" + 56 * "1": 4})
-    assert quotas.quota_of(tables, ABCD) == 4
-    assert quotas.quota_of(tables, ABCD + 2**31) == 3
-    assert quotas.quota_of(tables, ABEF) == 2
-    assert quotas.quota_of(tables, 1) == 1
-
-
-def test_without_a_quota_that_fits_there_is_no_bound(tables):
-    quotas.set_quotas(tables, {"abcd": 3})
-    assert quotas.quota_of(tables, ABEF) is None
-    quotas.set_quotas(tables, {})
-    assert quotas.quota_of(tables, ABCD) is None
-    quotas.set_quotas(tables, {"": 1})
-    assert quotas.quota_of(tables, 0) is None, "it is not known"
+    quotas.set_quotas(tables, {"abcd": 9})
+    quotas.set_quotas(tables, names)
+    assert {namespace: quotas.quota_of(tables, namespace) for namespace in bounds} == bounds
 
 
 def test_a_namespace_is_over_by_what_it_has_beyond_its_quota(tables):
@@ -117,29 +109,24 @@ def test_every_namespace_is_kept_within_the_quota_of_all(arena):
     assert blocks(arena) == {"": 9, "11111111": 6, "22222222": 6}
 
 
-def test_of_a_namespace_the_lower_priorities_go(arena):
-    fill(arena, "low", 2, MINE, priority=1)
-    fill(arena, "high", 2, MINE, priority=90)
-    own(arena, mine=2).evict_ahead(0.0)
-    assert num_here(arena, chain(2, seed="high0")) == 2
-    assert num_here(arena, chain(2, seed="low0")) == 0
-
-
-def test_of_one_priority_the_policy_decides(arena):
+@pytest.mark.parametrize(("last_priority", "left"), [(1, [2, 0]), (90, [0, 2]), (0, [2, 0])])
+def test_of_a_namespace_lower_priorities_go_and_of_one_what_the_policy_says(
+    arena, last_priority, left
+):
     fill(arena, "old", 2, MINE)
-    fill(arena, "young", 2, MINE)
-    keeper = own(arena, mine=2)
+    fill(arena, "young", 2, MINE, priority=last_priority)
     ticks = arena.tables.slot_tick.astype(float)
-    assert keeper.evict_ahead(0.0, lambda slots: -ticks[slots]) == 2
-    assert [num_here(arena, chain(2, seed=seed)) for seed in ("old0", "young0")] == [2, 0]
+    rank = None if last_priority else lambda slots: -ticks[slots]
+    assert own(arena, mine=2).evict_ahead(0.0, rank) == 2
+    assert [num_here(arena, chain(2, seed=seed)) for seed in ("old0", "young0")] == left
 
 
 def test_leased_blocks_stay_until_nobody_leases_them(arena):
     fill(arena, "mine", 6, MINE)
-    held = leased(arena, chain(6, seed="mine0"))
+    held = arena.lease(chain(6, seed="mine0"))
     keeper = own(arena, mine=4)
     assert keeper.evict_ahead(0.0) == 0
-    arena.release(held)
+    assert arena.release(*held)
     assert keeper.evict_ahead(0.0) == 2
 
 
@@ -151,14 +138,11 @@ def test_much_goes_in_several_steps(arena, monkeypatch):
     assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]
 
 
-def test_the_next_owner_has_its_own_quotas(arena):
+def test_the_next_owner_has_its_own_quotas_or_is_none(arena):
     fill(arena, "mine", 6, MINE)
     own(arena, mine=4)
     assert own(arena).evict_ahead(0.0) == 0
     assert own(arena, each=5).evict_ahead(0.0) == 1
-
-
-def test_quotas_that_cannot_be_kept_end_the_adoption(arena):
     epoch = arena.tables.counts.shard_epoch
     with pytest.raises(ConfigError):
         ArenaOwner(arena, {"model": 1}).adopt()

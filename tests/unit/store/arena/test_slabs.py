@@ -11,17 +11,7 @@ from kvray.store.arena.mapped import slab_use
 from kvray.store.arena.payload import slot_bytes
 from kvray.store.arena.slabs import num_spare
 from kvray.store.arena.tables import Tables
-from tests.unit.store.small_arena import (
-    SLOT,
-    chain,
-    find,
-    make_tables,
-    matched,
-    put,
-    reserve,
-    store,
-    take,
-)
+from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, reserve, take
 
 EVERY_SLOT = 64
 
@@ -72,16 +62,6 @@ def test_slab_with_a_slot_in_limbo_is_not_given_back(tables):
     assert int(tables.slot_state[made.slots[0]]) == LIMBO
 
 
-def test_slab_of_another_size_is_taken_when_none_is_spare(tables):
-    old, young = chain(32, seed="old"), chain(32, seed="young")
-    put(tables, old)
-    put(tables, young)
-    made = put(tables, chain(2, seed="large"), block_bytes=4 * SLOT)
-    assert (len(made.slots), made.dropped) == (2, 0)
-    assert sizes(tables).count(4 * SLOT) == 1
-    assert matched(tables, young) == 32
-
-
 def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables):
     for number in range(8):
         put(tables, chain(8, seed=f"slab {number}"))
@@ -117,28 +97,16 @@ def test_own_blocks_go_before_a_slab_of_another_size_that_was_used_since(tables,
         put(tables, chain(56))
     put(tables, chain(2, seed="next"), block_bytes=4 * SLOT)
     assert (matched(tables, chain(56)) == 56) is is_used_since
-    assert (find(tables, large) == [-1, -1]) is is_used_since
-
-
-def test_shortfall_counts_free_slots_of_the_size(tables):
-    put(tables, chain(48))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 0, "spare slabs count for every size"
-    assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16
-    put(tables, chain(16, seed="more"))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 16
-    slots.free(tables, np.array([63, 62, 61]))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 13
-    assert slabs.shortfall(tables, SLOT, 0.0) == slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
+    assert (matched(tables, large) == 0) is is_used_since
 
 
 def use_of(*slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
     """Return the use of slabs of `block_bytes`, with a slot for each letter: Ready, busy, free."""
     tables = make_tables()
-    states = {"R": READY, "b": RESERVED, ".": FREE}
     for slab, letters in enumerate(slabs):
         tables.slab_block_bytes[slab] = block_bytes
-        start = slab * tables.geometry.slots_per_slab
-        tables.slot_state[start : start + len(letters)] = [states[letter] for letter in letters]
+        states = [{"R": READY, "b": RESERVED, ".": FREE}[letter] for letter in letters]
+        tables.slot_state[8 * slab : 8 * slab + len(letters)] = states
     (use,) = slab_use(tables)
     return use
 
@@ -147,11 +115,9 @@ def test_each_block_size_is_counted_by_itself(tables):
     assert (slab_use(tables), num_spare(tables)) == ([], 8)
     put(tables, chain(10, seed="small"))
     put(tables, chain(3, seed="large"), block_bytes=3 * SLOT)
-    small, large = slab_use(tables)
-    assert (small["block_bytes"], small["slabs"], small["slots"]) == (SLOT, 2, 16)
-    assert (small["blocks"], small["free_slots"]) == (10, 6)
-    assert (large["block_bytes"], large["slabs"], large["slots"]) == (3 * SLOT, 2, 4)
-    assert (large["blocks"], large["free_slots"]) == (3, 1)
+    names = ("block_bytes", "slabs", "slots", "blocks", "free_slots")
+    small, large = ([use[name] for name in names] for use in slab_use(tables))
+    assert (small, large) == ([SLOT, 2, 16, 10, 6], [3 * SLOT, 2, 4, 3, 1])
     assert num_spare(tables) == 4
 
 
@@ -177,23 +143,3 @@ def test_bytes_that_no_block_can_use_are_counted():
     assert use["slots"] == 2 * 2
     assert use["slot_waste_bytes"] == 4 * (SLOT - 100)
     assert use["slab_waste_bytes"] == 2 * 2 * SLOT
-
-
-def test_the_parts_of_a_slab_add_up_to_it():
-    tables = make_tables(slots_per_slab=32)
-    rng = np.random.default_rng(0)
-    for slab, size in enumerate((SLOT - 1, 5 * SLOT, 7 * SLOT + 1)):
-        usable = tables.geometry.slab_bytes // tables.geometry.stride(size)
-        tables.slab_block_bytes[slab] = size
-        tables.slot_state[slab * 32 : slab * 32 + usable] = rng.choice([FREE, READY], usable)
-    for use in slab_use(tables):
-        wasted = use["slot_waste_bytes"] + use["slab_waste_bytes"]
-        assert use["slots"] * use["block_bytes"] + wasted == tables.geometry.slab_bytes
-        assert use["blocks"] + use["free_slots"] == use["slots"]
-
-
-def test_an_arena_s_figures_name_its_slabs(arena):
-    store(arena, chain(3))
-    figures = arena.stats()
-    assert [(use["block_bytes"], use["blocks"]) for use in figures["slabs"]] == [(SLOT, 3)]
-    assert figures["spare_slabs"] == 7

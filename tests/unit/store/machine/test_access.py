@@ -21,48 +21,40 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
-def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path):
-    file = tmp_path / "file"
+@pytest.mark.parametrize(
+    ("group", "modes"),
+    [(None, (0o600, 0o700)), pytest.param(str(GROUP), (0o660, 0o750), marks=needs_root)],
+)
+def test_files_are_the_users_alone_or_a_groups_which_may_not_write_to_directories(
+    tmp_path, group, modes
+):
+    file, access = tmp_path / "file", Access.of(group)
     file.touch(mode=0o666)
-    OWN_USER.give(file)
-    OWN_USER.give_directory(tmp_path)
-    assert (mode_of(file), mode_of(tmp_path)) == (0o600, 0o700)
-
-
-@needs_root
-def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path):
-    (tmp_path / "file").touch()
-    access = Access.of(str(GROUP))
-    access.give(tmp_path / "file")
+    access.give(file)
     access.give_directory(tmp_path)
-    assert (mode_of(tmp_path / "file"), mode_of(tmp_path)) == (0o660, 0o750)
-    assert (tmp_path / "file").stat().st_gid == tmp_path.stat().st_gid == GROUP
-
-
-def test_a_group_has_a_name_or_a_number():
-    assert Access.of("root") == Access.of("0") == Access(gid=0)
-    assert Access.of(None) == OWN_USER
+    assert (mode_of(file), mode_of(tmp_path)) == modes
+    assert group is None or file.stat().st_gid == tmp_path.stat().st_gid == GROUP
 
 
 @pytest.mark.parametrize("group", ["no such group", "-1", "4294967295", "9" * 40, "a\0b", "", "²"])
-def test_a_group_that_is_none_is_refused(group):
+def test_a_group_has_a_name_or_a_number_and_others_are_refused(group):
+    assert Access.of("root") == Access.of("0") == Access(gid=0)
+    assert Access.of(None) == OWN_USER
     with pytest.raises(ConfigError, match="no such group"):
         Access.of(group)
 
 
-def test_own_directories_and_missing_ones_are_trusted(tmp_path):
+def test_own_directories_and_missing_ones_are_trusted_and_no_links(tmp_path):
     OWN_USER.check_trust(tmp_path)
     OWN_USER.check_trust(tmp_path / "none")
     OWN_USER.check_own(tmp_path)
-
-
-def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ShardUnavailable, match="does not trust it"):
         OWN_USER.check_trust(tmp_path / "link")
-    with pytest.raises(ConfigError, match="is a link"):
-        OWN_USER.check_own(tmp_path / "link")
+    for call in (OWN_USER.check_own, lambda path: NvmeStore(path, spec())):
+        with pytest.raises(ConfigError, match="is a link"):
+            call(tmp_path / "link")
 
 
 @needs_root
@@ -92,13 +84,6 @@ def test_files_on_disk_are_let_in_like_the_arena(tmp_path, group, modes):
         os.umask(before)
     assert (mode_of(tmp_path / "nvme"), mode_of(tmp_path / "nvme" / "file")) == modes
     assert mode_of(other) == modes[1], "what was there keeps the mode that it had"
-
-
-def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "nvme").symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigError, match="is a link"):
-        NvmeStore(tmp_path / "nvme", spec())
 
 
 @needs_root

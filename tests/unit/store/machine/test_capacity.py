@@ -43,13 +43,9 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "read_mount", lambda directory: None)
 
 
-def largest(room: int) -> int:
-    """Stand for tables of half a GiB."""
-    return max(0, room - GIB // 2)
-
-
 def check(directory: Path, size: int, claims: MemoryClaims | None = None) -> None:
-    check_room(directory, size, claims, largest=largest)
+    """Ask for room beside tables of half a GiB."""
+    check_room(directory, size, claims, largest=lambda room: max(0, room - GIB // 2))
 
 
 def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> str:
@@ -90,9 +86,7 @@ def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(tmp_path, monk
     assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
 
 
-def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bounds(
-    tmp_path, monkeypatch
-):
+def test_ray_sees_no_cgroups_but_a_container_s_and_every_one_bounds(tmp_path, monkeypatch):
     own = [make_cgroup(limit=50, usage=1, is_root=False)]
     monkeypatch.setattr(capacity, "limiting_cgroups", lambda: own)
     check(tmp_path, 47 * GIB, RAY)
@@ -103,12 +97,9 @@ def test_ray_does_not_see_cgroups_that_are_none_of_a_container_but_every_one_bou
     assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
 
 
-def test_where_nothing_fits_no_capacity_is_named(tmp_path):
+def test_small_arenas_are_named_in_MiB_and_none_where_nothing_fits(tmp_path, monkeypatch):
     claims = MemoryClaims(object_store_bytes=90 * GIB, threshold=0.9)
     assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
-
-
-def test_small_arenas_are_named_in_MiB(tmp_path, monkeypatch):
     has(monkeypatch, total=GIB, available=GIB)
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
@@ -127,18 +118,14 @@ def at(point: Path, *, kind: str = "cgroup2", root: str = "/", options: str = "r
 
 
 def fill(directory: Path, limit: str, usage: int = GIB, *, idle: int = 0, active: int = 0) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "memory.max").write_text(f"{limit}\n")
-    (directory / "memory.current").write_text(f"{usage}\n")
-    stat = f"anon 1\ninactive_file {idle}\nactive_file {active}\n"
-    (directory / "memory.stat").write_text(stat)
+    stat = f"anon 1\ninactive_file {idle}\nactive_file {active}"
+    write(directory, **{"memory.max": limit, "memory.current": usage, "memory.stat": stat})
 
 
-def fill_v1(directory: Path, limit: int, usage: int) -> None:
+def write(directory: Path, **files: object) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (directory / "memory.usage_in_bytes").write_text(f"{usage}\n")
-    (directory / "memory.stat").write_text("cache 1\ntotal_inactive_file 7\n")
+    for name, value in files.items():
+        (directory / name).write_text(f"{value}\n")
 
 
 def test_own_cgroup_and_those_around_it_count(tmp_path):
@@ -157,32 +144,29 @@ def test_cgroup_of_a_container_is_the_root_of_what_it_sees(tmp_path):
     assert (cgroup.idle_cache, cgroup.active_cache) == (3, 4)
 
 
-@pytest.mark.parametrize("own", ["/docker/abc/inner", "/docker/abc"])
-def test_path_is_that_below_what_is_at(tmp_path, own):
+@pytest.mark.parametrize(
+    ("own", "root"),
+    [
+        ("/docker/abc/inner", "/docker/abc"),
+        ("/docker/abc", "/docker/abc"),
+        ("/elsewhere", "/docker/abc"),
+        ("/../x", "/"),
+    ],
+)
+def test_path_is_that_below_what_is_at_and_outside_of_it_the_mount_s_own(tmp_path, own, root):
     fill(tmp_path, str(4 * GIB))
     fill(tmp_path / "inner", "max")
-    (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root="/docker/abc")])
-    assert cgroup.limit == 4 * GIB
-
-
-@pytest.mark.parametrize(("own", "root"), [("/elsewhere", "/docker/abc"), ("/../x", "/")])
-def test_cgroups_outside_of_the_mount_leave_its_own(tmp_path, own, root):
-    fill(tmp_path, str(4 * GIB))
     (cgroup,) = limiting_cgroups(f"0::{own}\n", [at(tmp_path, root=root)])
     assert cgroup.limit == 4 * GIB
 
 
 def test_version_1_counts_where_its_controller_is_memory(tmp_path):
-    fill_v1(tmp_path / "memory" / "job", 2 * GIB, GIB)
-    fill_v1(tmp_path / "memory", 9223372036854771712, GIB)
-    fill_v1(tmp_path / "cpu" / "job", GIB, GIB)
-    (cgroup,) = limiting_cgroups(
-        "4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n",
-        [
-            at(tmp_path / "memory", kind="cgroup", options="rw,memory"),
-            at(tmp_path / "cpu", kind="cgroup", options="rw,cpu"),
-        ],
-    )
+    for name, limit in (("memory/job", 2 * GIB), ("memory", 2**63 - 4096), ("cpu/job", GIB)):
+        stat = "cache 1\ntotal_inactive_file 7"
+        figures = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": GIB}
+        write(tmp_path / name, **figures, **{"memory.stat": stat})
+    seen = [at(tmp_path / name, kind="cgroup", options=f"rw,{name}") for name in ("memory", "cpu")]
+    (cgroup,) = limiting_cgroups("4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n", seen)
     assert cgroup.left == GIB + 7
 
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,9 @@ from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
-from tests.unit.store.child import Child
+from tests.unit.store.child import Child, in_fork
 from tests.unit.store.small_arena import acquire, chain, num_here, release, store
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -31,34 +31,27 @@ def takes(other: Child, byte: int) -> bool:
     return other.say(f"(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})") == "True"
 
 
-def in_fork(is_fine: Callable[[], bool], *, within_s: float = 1.0) -> bool:
-    """Return what `is_fine` says in a fork of this process, if it says so in time."""
-    pid = os.fork()
-    if pid == 0:
-        start = time.monotonic()
-        os._exit(0 if is_fine() and time.monotonic() - start < within_s else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 @contextlib.contextmanager
 def held_by_thread(lock: ArenaLock) -> Iterator[None]:
     """Let another thread of this process have the lock."""
     has_it, go_on = threading.Event(), threading.Event()
-    thread = threading.Thread(
-        target=lambda: (acquire(lock, 1), has_it.set(), go_on.wait(60), release(lock))
-    )
-    thread.start()
-    assert has_it.wait(HANG_S)
-    try:
-        yield
-    finally:
-        go_on.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (acquire(lock, 1), has_it.set(), go_on.wait(60), release(lock)))
+        assert has_it.wait(HANG_S)
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 @pytest.fixture
 def side_file(directory: Path) -> SideFile:
     return SideFile.at(directory / "lock.test")
+
+
+@pytest.fixture
+def lock(side_file: SideFile) -> ArenaLock:
+    return ArenaLock(side_file)
 
 
 def test_processes_exclude_each_other(side_file, other):
@@ -72,14 +65,17 @@ def test_processes_exclude_each_other(side_file, other):
 
 
 def test_a_file_that_nobody_uses_any_more_is_closed(directory):
-    path = directory / "lock.test"
-    arena_lock = ArenaLock(SideFile.at(path))
+    def num_open() -> int:
+        links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+        return links.count(str(directory / "lock.test"))
+
+    lock = ArenaLock(SideFile.at(directory / "lock.test"))
     for _ in range(2):
-        assert acquire(arena_lock, 0)
-        release(arena_lock)
-    assert open_at(path) == 2, "the file's own, and this thread's"
-    del arena_lock
-    assert open_at(path) == 0
+        assert acquire(lock, 0)
+        release(lock)
+    assert num_open() == 2, "the file's own, and this thread's"
+    del lock
+    assert num_open() == 0
 
 
 def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
@@ -94,8 +90,8 @@ def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
-def test_threads_exclude_each_other(side_file):
-    lock, inside, most = ArenaLock(side_file), [0], [0]
+def test_threads_exclude_each_other(side_file, lock):
+    inside, most = [0], [0]
 
     def work() -> None:
         for _ in range(50):
@@ -113,9 +109,8 @@ def test_threads_exclude_each_other(side_file):
     assert not side_file.turn.locked()
 
 
-def test_threads_wait_behind_others(side_file, monkeypatch):
-    lock, looks = ArenaLock(side_file), [0]
-    really = Description.set
+def test_threads_wait_behind_others(lock, monkeypatch):
+    looks, really = [0], Description.set
 
     def count(*args: Any) -> bool:
         looks[0] += 1
@@ -127,8 +122,8 @@ def test_threads_wait_behind_others(side_file, monkeypatch):
         assert looks[0] < 60, "each look takes the interpreter from who is in the section"
 
 
-def test_turn_that_an_exception_has_lost_is_recreated(side_file):
-    lock, start = ArenaLock(side_file), time.monotonic()
+def test_turn_that_an_exception_has_lost_is_recreated(side_file, lock):
+    start = time.monotonic()
     side_file.turn.acquire()
     assert acquire(lock, 5)
     release(lock)
@@ -137,9 +132,8 @@ def test_turn_that_an_exception_has_lost_is_recreated(side_file):
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
-def test_wait_is_bounded(side_file, other, wait_s):
+def test_wait_is_bounded(side_file, lock, other, wait_s):
     assert takes(other, ARENA_BYTE)
-    lock = ArenaLock(side_file)
     waits = []
     for _ in range(5):
         start = time.monotonic()
@@ -150,9 +144,8 @@ def test_wait_is_bounded(side_file, other, wait_s):
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
 
 
-def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
+def test_forked_child_is_detached_and_breaks_no_lock(side_file, lock, other):
     assert side_file.try_lock(HOLDER_BYTES)
-    lock = ArenaLock(side_file)
     assert acquire(lock, 0)
 
     def takes_nothing() -> bool:
@@ -170,8 +163,7 @@ def test_forked_child_is_detached_and_breaks_no_lock(side_file, other):
     release(lock)
 
 
-def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file):
-    lock = ArenaLock(side_file)
+def test_a_fork_is_refused_at_once_while_its_parent_has_the_lock(side_file, lock):
     assert acquire(lock, 0)
     release(lock)
     with held_by_thread(lock):
@@ -209,12 +201,10 @@ def test_an_unlinked_file_is_not_taken_for_its_successor(directory, other):
     assert not takes(other, ARENA_BYTE)
 
 
-def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, directory, other):
-    lock = ArenaLock(side_file)
+def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, lock, directory, other):
     assert acquire(lock, 0)
     assert side_file.try_lock(HOLDER_BYTES)
-    shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
-    shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
+    shutil.copy(side_file.path, directory / "copy")
     side_file.path.read_bytes()
     for byte in (ARENA_BYTE, HOLDER_BYTES):
         assert not takes(other, byte)
@@ -229,10 +219,8 @@ def test_a_dead_parents_lock_ends_in_its_fork(arena, other, in_section):
     pid = int(other.say("os.fork() or time.sleep(60)"))
     try:
         other.kill()
-        deadline = time.monotonic() + 5  # the fork may not have run yet
-        while arena.side_file.is_locked(HOLDER_BYTES + 1):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        # The fork may not have run yet.
+        wait_for(lambda: not arena.side_file.is_locked(HOLDER_BYTES + 1))
         assert acquire(ArenaLock(arena.side_file), 0)
         release(ArenaLock(arena.side_file))
         assert Path(f"/proc/{pid}").exists()
@@ -262,24 +250,24 @@ def test_a_fork_inside_of_a_section_ends_nothing_of_its_parents(arena, other):
 def test_fork_opens_what_it_needs_again(arena):
     store(arena, chain(3))
 
-    def opens_it() -> bool:
+    def opens_it() -> tuple[int, int]:
         own = Arena(arena.directory, lock_wait_s=1)
-        return (num_here(own, chain(3)), own.join("fork")) == (3, 1)
+        return num_here(own, chain(3)), own.join("fork")
 
     def opens_it_in_a_thread() -> bool:
-        answers: list[bool] = []
+        answers: list[tuple[int, int]] = []
         thread = threading.Thread(target=lambda: answers.append(opens_it()), daemon=True)
         thread.start()
         thread.join(HANG_S)
-        return answers == [True]
+        return answers == [(3, 1)]
 
     with SideFile._registry_lock:  # as another thread might have it
         assert in_fork(opens_it_in_a_thread, within_s=HANG_S)
     assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
 
 
-def test_thread_that_ends_leaves_no_descriptor(side_file):
-    lock, before = ArenaLock(side_file), len(os.listdir("/proc/self/fd"))
+def test_thread_that_ends_leaves_no_descriptor(lock):
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         thread = threading.Thread(target=lambda: (acquire(lock, 0), release(lock)))
         thread.start()
@@ -288,11 +276,9 @@ def test_thread_that_ends_leaves_no_descriptor(side_file):
 
 
 def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena):
-    with arena.section(1), arena.section(1) as entered:
-        assert not entered
     late = arena.section(1)
-    with arena.section(1):  # as a signal's handler, before `with` has entered the first
-        pass
+    with arena.section(1), arena.section(1) as entered:  # or a signal's, before `with` enters late
+        assert not entered
     with late as entered:
         assert not entered
     with arena.section(0) as entered:
@@ -365,9 +351,3 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypat
 def _read_closed(arena: Arena) -> None:
     del arena.tables
     arena.stats()
-
-
-def open_at(path: Path) -> int:
-    """Return how many descriptors this process has of a file."""
-    links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
-    return links.count(str(path.resolve()))

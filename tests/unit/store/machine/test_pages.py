@@ -70,14 +70,11 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("/huge/arena", 0x7FCB00000000, 64, 64, id="all of hugetlbfs is huge"),
     ],
 )
-def test_mapped_files_have_figures(thp, path, address, mapped, huge):
+def test_mapped_files_have_figures_and_no_others(thp, path, address, mapped, huge):
     file = mapped_file(SMAPS, Path(path))
     assert file is not None
     assert (file.address, file.mapped_bytes) == (address, mapped * MIB)
     assert (file.huge_bytes, file.huge_page_bytes) == (huge * MIB, 2 * MIB)
-
-
-def test_a_file_that_is_not_mapped_has_no_figures(thp):
     assert mapped_file(SMAPS, Path("/shm/other")) is None
 
 
@@ -97,12 +94,9 @@ def test_one_command_gets_larger_pages(thp, monkeypatch, kind, options, command)
     assert larger_pages_command(Path("/dev/shm/kvray-x")) == command
 
 
-def test_a_kernel_that_denies_huge_pages_is_told_to_give_them(thp):
+def test_a_kernel_that_denies_huge_pages_is_told_to_give_them_if_it_has_them(thp):
     (thp / "shmem_enabled").write_text("always within_size advise never [deny] force\n")
     assert larger_pages_command(Path("/dev/shm")) == f"echo never > {thp}/shmem_enabled"
-
-
-def test_a_kernel_without_huge_pages_has_no_command(thp):
     (thp / "hpage_pmd_size").unlink()
     assert larger_pages_command(Path("/dev/shm")) is None
 
@@ -155,16 +149,11 @@ def test_a_mask_has_one_bit_for_each_node():
 
 
 def test_the_kernel_interleaves_and_tells_so():
+    memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
+    assert not interleave(memory, [1000]), "there is no such node"
+    assert interleaved_over(memory.ctypes.data) == []
     nodes = memory_nodes()
     if not nodes:
         pytest.skip("this kernel knows no NUMA nodes")
-    memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
-    assert interleaved_over(memory.ctypes.data) == []
     assert interleave(memory, nodes)
     assert interleaved_over(memory.ctypes.data) == nodes
-
-
-def test_nodes_that_are_not_there_are_refused():
-    memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
-    assert not interleave(memory, [1000])
-    assert interleaved_over(memory.ctypes.data) == []

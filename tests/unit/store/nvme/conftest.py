@@ -4,11 +4,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvray.store.nvme import NvmeSpec, NvmeStore, writer
-from kvray.store.nvme.disk import Disk
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import Reopen, open_store
 
@@ -32,9 +32,9 @@ def reopen(directory: Path) -> Iterator[Reopen]:
             check_invariants(one.tables)
             one.close()
 
-    def open_again(asked: NvmeSpec | None = None, *, disk: Disk | None = None) -> NvmeStore:
+    def open_again(asked: NvmeSpec | None = None, **more: Any) -> NvmeStore:
         close()
-        opened[:] = [open_store(directory, asked, disk=disk)]
+        opened[:] = [open_store(directory, asked, **more)]
         check_invariants(opened[0].tables)
         return opened[0]
 

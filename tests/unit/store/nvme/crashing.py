@@ -7,6 +7,7 @@ and the blocks that are found now; before what may evict, `may evict` and the bl
 
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy as np
 from kvray.store.arena import slabs
 from kvray.store.nvme import NvmeStore
 from tests.unit.store.nvme.small_store import (
-    Block,
     arena_tables,
     blocks_of,
     chain_for,
@@ -35,11 +35,7 @@ NAMES = {
 }
 
 
-def say(what: str, blocks: set[Block]) -> None:
-    say_names(what, {NAMES[one] for one in blocks})
-
-
-def say_names(what: str, names: set[str]) -> None:
+def say(what: str, names: Iterable[str]) -> None:
     # One write of the kernel: the reader never sees half a line but at the end.
     print(what, *sorted(names), sep="\t", flush=True)
 
@@ -50,12 +46,12 @@ def step(store: NvmeStore, chance: random.Random) -> None:
     if kind == "store":
         until = chance.randrange(1, len(keys) + 1)
         if until > slabs.num_available(store.tables, size):
-            say_names("may evict", {"*"})
+            say("may evict", "*")
         arena = arena_tables()
         store.write([chain_for(store, arena, keys[:until], part=part, block_bytes=size)], arena)
     elif kind == "evict":
         going = np.array(victims(store.tables, 25), dtype=np.int64)
-        say("may evict", blocks_of(store, going))
+        say("may evict", map(NAMES.__getitem__, blocks_of(store, going)))
         store.evict(going)
     elif kind == "flush":
         store.flush(note_use=chance.random() < 0.5)
@@ -67,7 +63,7 @@ def main() -> None:
     chance = random.Random(int(sys.argv[2]))
     store = open_store(Path(sys.argv[1]), ASKED)
     while True:
-        say("ready", blocks_of(store))
+        say("ready", map(NAMES.__getitem__, blocks_of(store)))
         step(store, chance)
 
 

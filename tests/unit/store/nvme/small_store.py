@@ -8,12 +8,13 @@ import numpy as np
 
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, payload, slots
-from kvray.store.arena.layout import READY, Geometry
+from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore
-from kvray.store.nvme.disk import Disk, aligned
+from kvray.store.nvme.disk import aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
 from tests.unit.store.small_arena import SLOT, content, reserve, victims
+from tests.unit.store.small_arena import spec as arena_spec
 
 SEGMENT = 16 * SLOT
 
@@ -40,15 +41,13 @@ def table_of(path: Path) -> "np.memmap[tuple[int], np.dtype[np.void]]":
     return np.memmap(path, RECORD, "r+", PAGE_BYTES, (SHAPE.num_slots,))
 
 
-def open_store(
-    directory: Path, asked: NvmeSpec | None = None, *, disk: Disk | None = None
-) -> NvmeStore:
-    return NvmeStore(directory, asked or spec(), disk=disk)
+def open_store(directory: Path, asked: NvmeSpec | None = None, **more: Any) -> NvmeStore:
+    return NvmeStore(directory, asked or spec(), **more)
 
 
-def arena_tables(*, slab: int = 64 * SLOT, num_slabs: int = 8) -> Tables:
+def arena_tables(*, num_slabs: int = 8) -> Tables:
     """Return an arena in this process's own memory, where direct I/O can reach it."""
-    geometry = Geometry(capacity=num_slabs * slab, slab_bytes=slab, slot_min=SLOT, holders_max=1)
+    geometry = arena_spec(num_slabs=num_slabs, slots_per_slab=64, holders_max=1).geometry()
     return Tables(aligned(geometry.file_bytes), geometry)
 
 

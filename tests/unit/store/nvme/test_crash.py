@@ -15,6 +15,7 @@ import pytest
 from tests.unit.store.fork_server import ROOT
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme import crashing
+from tests.unit.store.nvme.crashing import SIZES
 from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss
 from tests.unit.store.nvme.small_store import (
     Block,
@@ -27,14 +28,13 @@ from tests.unit.store.nvme.small_store import (
     promote,
     spec,
 )
-from tests.unit.store.small_arena import SLOT, chain
+from tests.unit.store.small_arena import chain
 
 
 @contextlib.contextmanager
 def crasher(directory: Path, seed: int) -> "Iterator[subprocess.Popen[str]]":
     """Run a process that works on `directory` until it is killed, at the latest when this ends."""
-    module = "tests.unit.store.nvme.crashing"
-    command = [sys.executable, "-m", module, str(directory), str(seed)]
+    command = [sys.executable, "-m", crashing.__name__, str(directory), str(seed)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -51,19 +51,15 @@ def live_and_die(directory: Path, seed: int, life_s: float) -> set[str]:
         process.kill()
         lines += process.stdout.read().splitlines(keepends=True)
         assert process.wait() == -9, "the process failed; its traceback is above"
-    return must_be_there([line for line in lines if line.endswith("\n")])
-
-
-def must_be_there(lines: list[str]) -> set[str]:
     kept: set[str] = set()
     for line in lines:
         what, *names = line.rstrip("\n").split("\t")
+        if not line.endswith("\n"):
+            continue  # it died inside of it
         if what == "ready":
             kept = {name for name in names if name}
-        elif "*" in names:
-            kept = set()
         else:
-            kept -= set(names)
+            kept = set() if "*" in names else kept - set(names)
     return kept
 
 
@@ -93,7 +89,6 @@ def test_kills_lose_and_spoil_no_block(directory, seed, num_lives):
 
 # -- power losses ---------------------------------------------------------------------------------
 
-SIZES = (SLOT, 2 * SLOT + 300)
 CHAINS = {(name, size): chain(24, seed=f"{name} {size}") for name in range(4) for size in SIZES}
 
 
@@ -118,9 +113,8 @@ class Life:
         for _ in range(self._chance.randrange(1, 4)):
             (name, size), keys = self._chance.choice(list(CHAINS.items()))
             until = self._chance.randrange(1, len(keys) + 1)
-            demotions.append(
-                chain_for(self.store, arena, keys[:until], part=name, block_bytes=size)
-            )
+            one = chain_for(self.store, arena, keys[:until], part=name, block_bytes=size)
+            demotions.append(one)
             self._note()  # it may have evicted what the next one stores again
         self.store.write(demotions, arena)
 
@@ -163,18 +157,13 @@ def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
         missing = promised(log, cut) - valid
         assert not missing, f"{len(missing)} flushed blocks are lost"
         store.close()
-        _check_second_life(directory)
+        store = open_store(directory, spec(num_segments=4))
+        (part, size), keys = next(iter(CHAINS.items()))
+        demote(store, keys, part=part, block_bytes=size)  # as to any other store
+        promote(store, keys, part=part, block_bytes=size)
+        store.close()
     finally:
         shutil.rmtree(directory)
-
-
-def _check_second_life(directory: Path) -> None:
-    """What was recovered can be written to like any other store."""
-    store = open_store(directory, spec(num_segments=4))
-    (part, size), keys = next(iter(CHAINS.items()))
-    demote(store, keys, part=part, block_bytes=size)
-    promote(store, keys, part=part, block_bytes=size)
-    store.close()
 
 
 @pytest.mark.parametrize(

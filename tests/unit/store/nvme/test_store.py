@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.store.arena import key_index, payload
+from kvray.store.nvme import NvmeSpec
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
@@ -41,38 +42,9 @@ def test_blocks_of_any_size_come_back(store, block_bytes):
     assert promote(store, keys, block_bytes=block_bytes).all()
 
 
-def test_blocks_outlive_the_store(reopen):
-    keys, tail = chain(20), chain(5, seed="tail")
-    first = reopen()
-    demote(first, keys)
-    demote(first, tail, parent=keys[-1], depth=20, part=0)
-    again = reopen()
-    assert (again.report.blocks, again.report.segments, again.report.parentless) == (25, 2, 0)
-    assert promote(again, keys).all()
-    assert promote(again, tail).all()
-    check_invariants(again.tables)
-
-
 def test_block_that_is_larger_than_a_segment_is_refused(store):
     with pytest.raises(CapacityError, match="raise nvme"):
         demote(store, chain(1), block_bytes=17 * SLOT)
-
-
-def test_full_store_evicts_tails_before_their_parents(reopen):
-    store = reopen(spec(num_segments=2))
-    old, new = chain(20, seed="old"), chain(20, seed="new")
-    demote(store, old)
-    assert demote(store, new).all()
-    assert present(store, new) == 20
-    left = present(store, old)
-    assert 0 < left == store.stats().blocks - 20
-    assert present(store, old[:left]) == left, "a parent went before its child"
-    assert promote(store, old[:left]).all()
-    check_invariants(store.tables)
-    store.flush()
-    again = reopen(spec(num_segments=2))
-    assert (present(again, old), present(again, new)) == (left, 20)
-    assert promote(again, new).all()
 
 
 def test_another_size_takes_the_segments_that_nobody_uses(reopen):
@@ -90,15 +62,21 @@ def test_files_stay_within_the_capacity(reopen, directory):
     store = reopen(asked)
     for number in range(10):
         demote(store, chain(14, seed=str(number)), block_bytes=SLOT * (1 + number % 2))
-    store.close()
     used = sum(path.stat().st_blocks * 512 for path in directory.glob("segment-*"))
     assert 0 < used <= asked.capacity
 
 
-def test_store_without_room_for_a_segment_is_refused():
-    asked = spec(num_segments=1)
-    with pytest.raises(ConfigError, match="holds no file"):
-        replace(asked, capacity=asked.capacity - 1).geometry()
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (replace(spec(), capacity=spec(num_segments=1).capacity - 1), "holds no file"),
+        (NvmeSpec(cluster_name="x", capacity=2**20), r"nvme\.capacity"),
+        (NvmeSpec(cluster_name="x", capacity=2**32, slot_min=100), r"nvme\.capacity"),
+    ],
+)
+def test_capacity_of_no_segment_is_refused(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        asked.geometry()
 
 
 def test_promotion_into_slots_of_another_size_is_refused(store):
@@ -122,43 +100,30 @@ def test_slots_of_other_blocks_are_refused(store):
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_use_is_known_after_a_restart_if_it_was_noted(reopen):
-    old, new = chain(3, seed="old"), chain(3, seed="new")
-    store = reopen()
-    demote(store, old)
-    demote(store, new)
-    promote(store, old)
-    store.flush(note_use=True)
-    again = reopen()
-    assert evict(again, 3) == 3
-    assert (present(again, old), present(again, new)) == (3, 0)
-
-
-def test_directory_has_one_owner(directory):
+def test_directory_has_one_owner_and_a_closed_store_says_so(directory):
     first = open_store(directory)
     with pytest.raises(ShardUnavailable, match=f"Process {os.getpid()} owns"):
         open_store(directory)
     first.close()
+    first.close()
+    for call in (first.flush, first.stats, lambda: promote(first, chain(1))):
+        with pytest.raises(ShardUnavailable, match="has closed"):
+            call()
     open_store(directory).close()
 
 
-def test_closed_store_says_so(store):
-    store.close()
-    store.close()
-    for call in (store.flush, store.stats, lambda: promote(store, chain(1))):
-        with pytest.raises(ShardUnavailable, match="has closed"):
-            call()
-
-
-def test_lowered_capacity_removes_the_segments_unused_longest(reopen):
-    store = reopen(spec(num_segments=4))
+@pytest.mark.parametrize("num_segments", [4, 2])
+def test_use_is_known_after_a_restart_also_to_a_lowered_capacity(reopen, num_segments):
+    store = reopen()
     chains = [chain(16, seed=str(number)) for number in range(4)]
     for keys in chains:
         demote(store, keys)
     promote(store, chains[0])
     store.flush(note_use=True)
-    again = reopen(spec(num_segments=2))
-    assert len(again.report.surplus) == 2
+    again = reopen(spec(num_segments=num_segments))
+    assert len(again.report.surplus) == 4 - num_segments
+    if num_segments == 4:
+        assert evict(again, 32) == 32
     assert [present(again, keys) for keys in chains] == [16, 0, 0, 16]
 
 
@@ -169,12 +134,10 @@ def test_reads_and_writes_go_on_at_once(reopen):
 
     def work(number: int) -> None:
         for turn in range(15):
-            if number % 2:
-                promote(store, kept)
-            else:
-                keys = chain(10, seed=f"{number} {turn}")
+            keys = kept if number % 2 else chain(10, seed=f"{number} {turn}")
+            if keys is not kept:
                 demote(store, keys)
-                promote(store, keys)
+            promote(store, keys)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))

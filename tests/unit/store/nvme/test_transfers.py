@@ -37,9 +37,7 @@ def test_no_transfer_exceeds_its_size_or_the_pieces_of_one_call():
 
 
 @given(memory=st.permutations(range(12)), file=st.permutations(range(14)), count=st.integers(0, 12))
-def test_every_byte_goes_where_it_belongs_in_as_few_transfers_and_pieces_as_can_be(
-    memory, file, count
-):
+def test_every_byte_goes_where_it_belongs_in_as_few_pieces_as_can_be(memory, file, count):
     starts, offsets = ([4096 * at for at in some[:count]] for some in (memory, file))
     written, made = np.zeros(4096 * 14, dtype="u1"), plan(starts, offsets, chunk_bytes=5 * 4096)
     for one in made:
@@ -95,8 +93,8 @@ def test_failure_ends_the_turns_and_is_raised_when_all_have_ended():
 
 def test_one_thread_and_no_task_are_fine():
     threads, done = IoThreads(1), []
-    threads.run([])
-    threads.run([lambda: done.append(1)] * 3)
+    for count in (0, 3):
+        threads.run([lambda: done.append(1)] * count)
     assert done == [1, 1, 1]
     threads.close()
 
@@ -105,23 +103,18 @@ DAY_S = 86400.0
 PER_DAY = 24_000.0
 
 
-def test_an_hour_is_saved_up_and_the_rest_comes_evenly():
+def test_an_hour_is_saved_up_the_rest_comes_evenly_and_what_was_too_much_is_made_up_for():
     unbounded = WriteBudget(None, now=0.0)
     unbounded.spend(10**15, 1.0)
     assert unbounded.available(2.0) is None
-    budget = WriteBudget(PER_DAY, now=0.0)
-    assert budget.available(0.0) == 1000
-    budget.spend(1000, 0.0)
-    assert budget.available(0.0) == 0
-    assert budget.available(DAY_S / 48) == 479
-    assert budget.available(10 * DAY_S) == 1000
-
-
-def test_what_was_too_much_is_made_up_for():
-    budget = WriteBudget(PER_DAY, now=0.0)
-    budget.spend(1958 + 10, 0.0)
-    assert budget.available(DAY_S / 24) == 0
-    assert budget.available(DAY_S / 12) == 948
+    for spent, expected in (
+        (1000, {0: 0, DAY_S / 48: 479, 10 * DAY_S: 1000}),
+        (1958 + 10, {DAY_S / 24: 0, DAY_S / 12: 948}),
+    ):
+        budget = WriteBudget(PER_DAY, now=0.0)
+        assert budget.available(0.0) == 1000
+        budget.spend(spent, 0.0)
+        assert {at: budget.available(at) for at in expected} == expected
 
 
 @given(st.lists(st.tuples(st.floats(0, 3 * DAY_S), st.floats(0, 1)), min_size=1, max_size=60))
@@ -136,24 +129,20 @@ def test_in_any_day_no_more_than_a_days_bytes_are_spent(steps):
         assert sum(num for at, num in spent if begin <= at < begin + DAY_S) <= PER_DAY
 
 
-def test_a_restart_goes_on_with_what_was_left(tmp_path):
+def test_a_restart_goes_on_with_what_was_left_and_no_ledger_stops_it(tmp_path):
+    def restarted(now: float) -> WriteBudget:
+        budget = WriteBudget(PER_DAY, now=now)
+        budget.load(tmp_path)
+        return budget
+
     before = WriteBudget(PER_DAY, now=0.0)
     before.spend(900, 100.0)
     before.save(tmp_path)
-    after = WriteBudget(PER_DAY, now=101.0)
-    after.load(tmp_path)
-    assert after.available(101.0) in range(100, 102)
-
-
-def test_a_ledger_from_the_future_or_a_broken_one_stops_nothing(tmp_path):
-    before = WriteBudget(PER_DAY, now=10 * DAY_S)
-    before.spend(1000, 10 * DAY_S)
-    before.save(tmp_path)
-    after = WriteBudget(PER_DAY, now=0.0)
-    after.load(tmp_path)
-    assert after.available(DAY_S) == 1000
+    assert restarted(101.0).available(101.0) in range(100, 102)
+    future = WriteBudget(PER_DAY, now=10 * DAY_S)
+    future.spend(1000, 10 * DAY_S)
+    future.save(tmp_path)
+    assert restarted(0.0).available(DAY_S) == 1000
     for text in ("", "[]", '{"saved": "x", "at": 1}', '{"saved": 1}', '{"saved": NaN, "at": 0}'):
         (tmp_path / LEDGER_FILE).write_text(text)
-        broken = WriteBudget(PER_DAY, now=0.0)
-        broken.load(tmp_path)
-        assert broken.available(0.0) is not None
+        assert restarted(0.0).available(0.0) is not None

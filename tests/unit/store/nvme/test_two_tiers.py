@@ -3,8 +3,11 @@
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,17 +36,15 @@ UNKNOWN = -1e29
 def arena(directory: Path) -> Iterator[Arena]:
     """An arena of 64 slots, on a real disk like the store."""
     (directory / "arena").mkdir()
-    made = make_arena(directory / "arena")
-    made.join("shard")
-    yield made
-    made.close()
+    with closing(make_arena(directory / "arena")) as made:
+        made.join("shard")
+        yield made
 
 
 @pytest.fixture
 def below(directory: Path) -> Iterator[NvmeStore]:
-    made = open_store(directory / "nvme", spec(num_segments=8))
-    yield made
-    made.close()
+    with closing(open_store(directory / "nvme", spec(num_segments=8))) as made:
+        yield made
 
 
 class Refusing(Retention):
@@ -72,24 +73,22 @@ def demoter_of(
 ) -> Demoter:
     retention = Refusing(arena, refused)
     retention.put_below(below)
-    return Demoter(
-        arena,
-        below,
-        high_watermark=high_watermark,
-        budget=WriteBudget(bytes_per_day, now=time.time()),
-        retention=retention,
-    )
+    budget = WriteBudget(bytes_per_day, now=time.time())
+    return Demoter(arena, below, high_watermark=high_watermark, budget=budget, retention=retention)
 
 
-def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int = 0) -> int:
-    brought = Promoter(arena, below, lambda copies, slots: None).promote(
-        keys[first:],
-        parent=keys[first - 1] if first else None,
-        depth=first,
-        part=0,
-        needs_parent=first > 0,
-        deadline=FOREVER,
-    )
+def demoted(arena: Arena, below: NvmeStore, **options: Any) -> Demoter:
+    """Have all written that is to be written now."""
+    demoter = demoter_of(arena, below, **options)
+    while demoter.demote_ahead():
+        pass
+    return demoter
+
+
+def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> int:
+    promoter = Promoter(arena, below, lambda copies, slots: None)
+    place: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "needs_parent": False}
+    brought = promoter.promote(keys, **place, deadline=FOREVER)
     assert brought.num_bytes == brought.num_blocks * SLOT
     return brought.num_blocks
 
@@ -111,9 +110,7 @@ def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
     store(arena, new)
-    demoter = demoter_of(arena, below)
-    while demoter.demote_ahead():
-        pass
+    demoter = demoted(arena, below)
     assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"
     assert present(below, new) == 0
     assert demoter.counts.demoted_blocks == 30
@@ -124,9 +121,7 @@ def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
 def test_evicted_blocks_come_back_as_they_were(arena, below):
     keys = chain(40)
     store(arena, keys)
-    demoter = demoter_of(arena, below, high_watermark=0.1)
-    while demoter.demote_ahead():
-        pass
+    demoted(arena, below, high_watermark=0.1)
     ArenaOwner(arena).clear()
     store(arena, keys[:7])
     assert promote(arena, below, keys) == 33, "7 of them are here"
@@ -192,25 +187,19 @@ def test_a_flush_begins_with_the_latest_and_ends_in_time(arena, below):
     store(arena, old)
     store(arena, new)
     served(arena, old[:10])
-    told: list[tuple[int, int]] = []
-    late = demoter_of(arena, below)
-    assert late.flush(until=0.0, progress=lambda done, total: told.append((done, total))) == 0
-    assert told == [(0, 50 * SLOT)]
-    few = demoter_of(arena, below, bytes_per_day=24 * 10 * SLOT)
-    assert few.flush(until=FOREVER) == 10
-    assert present(below, old) == 10
-    assert present(below, new) == 0
+    progress = Mock()
+    assert demoter_of(arena, below).flush(until=0.0, progress=progress) == 0
+    progress.assert_called_once_with(0, 50 * SLOT)
+    assert demoter_of(arena, below, bytes_per_day=24 * 10 * SLOT).flush(until=FOREVER) == 10
+    assert (present(below, old), present(below, new)) == (10, 0)
 
 
 def test_a_block_that_is_too_large_for_a_segment_stays_above(arena, directory):
-    small = open_store(directory / "small", spec(segment=4 * SLOT))
-    keys = chain(6)
-    store(arena, keys, block_bytes=8 * SLOT)
-    demoter = demoter_of(arena, small, high_watermark=0.1)
-    assert demoter.demote_ahead() == 0
-    assert demoter.demote_ahead() == 0
+    with closing(open_store(directory / "small", spec(segment=4 * SLOT))) as small:
+        store(arena, chain(6), block_bytes=8 * SLOT)
+        demoter = demoter_of(arena, small, high_watermark=0.1)
+        assert [demoter.demote_ahead() for _ in range(2)] == [0, 0]
     assert arena.stats()["leased_blocks"] == 0
-    small.close()
 
 
 def test_a_full_store_drops_what_was_used_longest_ago(arena, directory):
@@ -231,33 +220,28 @@ def test_a_full_store_drops_what_was_used_longest_ago(arena, directory):
     small.close()
 
 
-def test_what_a_busy_arena_held_up_is_written_the_next_time(arena, below, monkeypatch):
+@pytest.mark.parametrize("flushes", [False, True])
+def test_what_a_busy_arena_held_up_is_written_later(arena, below, monkeypatch, flushes):
     store(arena, chain(40))
-    demoter = demoter_of(arena, below)
-    with monkeypatch.context() as busy:
-        busy.setattr(arena, "lease_slots", lambda slots: None)
-        assert demoter.demote_ahead() == 0
-    assert demoter.demote_ahead() > 0
-
-
-def test_flush_tries_again_what_a_busy_arena_held_up(arena, below, monkeypatch):
-    store(arena, chain(20))
-    lease_slots, refusals = arena.lease_slots, iter(range(3))
+    demoter, lease_slots = demoter_of(arena, below), arena.lease_slots
+    refusals = iter(range(3 if flushes else 1))
     monkeypatch.setattr(
         arena,
         "lease_slots",
         lambda slots: None if next(refusals, None) is not None else lease_slots(slots),
     )
-    assert demoter_of(arena, below).flush(until=time.monotonic() + 30.0) == 20
-    assert present(below, chain(20)) == 20
+    if flushes:
+        assert demoter.flush(until=time.monotonic() + 30.0) == 40
+    else:
+        assert demoter.demote_ahead() == 0
+        assert demoter.demote_ahead() > 0
+    assert present(below, chain(40)) > 0
 
 
 def test_a_full_store_forgets_the_blocks_that_leave_it(arena, directory):
     below = open_store(directory / "small", spec(num_segments=1))
-    retention = Retention(arena, "lru", "all")
-    retention.put_below(below)
-    budget = WriteBudget(None, now=time.time())
-    demoter = Demoter(arena, below, high_watermark=0.0, budget=budget, retention=retention)
+    demoter = demoter_of(arena, below)
+    retention = demoter._retention
     old, new = chain(16, seed="old"), chain(4, seed="new")
     store(arena, old)
     retention.observe()
@@ -276,13 +260,6 @@ def test_a_full_store_forgets_the_blocks_that_leave_it(arena, directory):
 
 
 # -- what has to be written so that blocks are below with all their ancestors, in which order -----
-
-
-def paths(tables: Tables, wanted: Array | list[int], below: Array | list[int]) -> list[list[int]]:
-    is_below = np.zeros(tables.geometry.num_slots, dtype=bool)
-    is_below[np.array(below, dtype=np.int64)] = True
-    found = paths_to(tables, np.array(wanted, dtype=np.int64), is_below.__getitem__)
-    return [path.tolist() for path in found]
 
 
 def forest(seed: int) -> Tables:
@@ -315,7 +292,10 @@ def test_paths_bring_down_just_what_is_missing(seed, data):
     below = set(data.draw(st.lists(st.sampled_from(used), max_size=6)))
     if data.draw(st.booleans()):
         below = {one for slot in below for one in ancestry(tables, slot)}
-    found = paths(tables, wanted, sorted(below))
+    is_below = np.zeros(tables.geometry.num_slots, dtype=bool)
+    is_below[list(below)] = True
+    asked = np.array(wanted, dtype=np.int64)
+    found = [path.tolist() for path in paths_to(tables, asked, is_below.__getitem__)]
 
     expected = set()
     for slot in wanted:
@@ -333,10 +313,6 @@ def test_paths_bring_down_just_what_is_missing(seed, data):
         assert before < 0 or before in done, "the block before a path is below by then"
         assert all(tables.slot_parent[b] == a for a, b in pairwise(path))
         done.update(path)
-    assert num_paths(tables, expected) == len(found), "no path could go on with another"
-
-
-def num_paths(tables: Tables, slots: set[int]) -> int:
-    """Return the fewest paths that cover a forest: one for each of its leaves."""
-    parents = {int(tables.slot_parent[slot]) for slot in slots}
-    return len(slots - parents)
+    parents = {int(tables.slot_parent[slot]) for slot in expected}
+    # The fewest paths that cover a forest: one for each of its leaves.
+    assert len(expected - parents) == len(found), "no path could go on with another"

@@ -33,29 +33,21 @@ class SmallCache:
     def __init__(self, policy: Policy, num_blocks: int) -> None:
         self.policy = policy
         self._num_blocks = num_blocks
-        self._slots: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
 
     def ask(self, name: int, *, now: float) -> bool:
         """Return whether a block is there, and store it if not."""
-        slot = self._slots.get(name)
+        slot = self.slots.get(name)
         if slot is not None:
             self.policy.used(use([slot], [name], now=now))
             return True
-        if len(self._slots) == self._num_blocks:
-            names = list(self._slots)
-            slots = np.array([self._slots[one] for one in names])
+        if len(self.slots) == self._num_blocks:
+            names = list(self.slots)
+            slots = np.array([self.slots[one] for one in names])
             gone = int(self.policy.rank(slots, now=now).argmin())
-            slot = self._slots.pop(names[gone])
+            slot = self.slots.pop(names[gone])
         else:
-            slot = len(self._slots)
-        self._slots[name] = slot
+            slot = len(self.slots)
+        self.slots[name] = slot
         self.policy.stored(use([slot], [name], now=now))
         return False
-
-    def slot_of(self, name: int) -> int:
-        """Return where a block is."""
-        return self._slots[name]
-
-    def hits(self, names: Sequence[int]) -> list[bool]:
-        """Ask for blocks, one a second."""
-        return [self.ask(name, now=float(at)) for at, name in enumerate(names)]

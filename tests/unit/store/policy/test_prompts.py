@@ -22,6 +22,11 @@ def is_watched(known: Prompts, number: int, place: int) -> bool:
     return bool(known._hits[number % prompts._PROMPTS, place] >= 0)
 
 
+@pytest.fixture
+def known() -> Prompts:
+    return Prompts()
+
+
 def ended(known: Prompts, names: list[int], *, now: float = 0.0) -> int:
     """Enter a prompt of these blocks; return its number."""
     number = known.begin(now=now)
@@ -31,21 +36,18 @@ def ended(known: Prompts, names: list[int], *, now: float = 0.0) -> int:
     return number
 
 
-def test_a_prompt_that_goes_on_with_another_is_its_next_turn():
-    known = Prompts()
+def test_a_prompt_that_goes_on_with_another_is_its_next_turn(known):
     numbers = [ended(known, list(range(5 * turn + 5)), now=float(turn)) for turn in range(5)]
     assert [turn_of(known, number) for number in numbers] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("num_equal", "turn"), [(7, 1), (6, 0)])
-def test_the_last_three_blocks_may_differ_but_no_more(num_equal, turn):
-    known = Prompts()
+def test_the_last_three_blocks_may_differ_but_no_more(known, num_equal, turn):
     ended(known, list(range(10)))
     assert turn_of(known, ended(known, [*range(num_equal), 100, 101, 102, 103])) == turn
 
 
-def test_of_two_that_it_goes_on_with_the_later_turn_counts():
-    known = Prompts()
+def test_of_two_that_it_goes_on_with_the_later_turn_counts(known):
     for turn in range(3):
         ended(known, list(range(5 * turn + 5)))
     ended(known, [*range(15), *range(100, 110)])  # turn 3
@@ -66,8 +68,7 @@ def test_turns_are_counted_though_earlier_blocks_were_evicted():
     assert turn_of(policy._prompts, 1) == 1
 
 
-def test_a_watched_block_returns_when_it_is_used_again():
-    known = Prompts()
+def test_a_watched_block_returns_when_it_is_used_again(known):
     number = known.begin(now=100.0)
     known.watch(number, 2, 77, hits=0, depth=3)
     assert is_watched(known, number, 2)
@@ -78,29 +79,18 @@ def test_a_watched_block_returns_when_it_is_used_again():
     assert returned_after(known, number, 2) == 30.0, "it is watched for one return"
 
 
-def test_a_block_watched_in_place_of_another_takes_its_place():
-    known = Prompts()
+def test_a_block_takes_the_place_of_another_and_has_one_place_of_a_prompt(known):
     number = known.begin(now=0.0)
-    known.watch(number, 1, 70, hits=0, depth=0)
-    known.watch(number, 1, 71, hits=0, depth=1)
+    for place, name in ((1, 70), (1, 71), (0, 72), (3, 72)):
+        known.watch(number, place, name, hits=0, depth=0)
     known.use(known.begin(now=9.0), [70], now=9.0)
     assert returned_after(known, number, 1) == math.inf
-    known.use(known.begin(now=11.0), [71], now=11.0)
-    assert returned_after(known, number, 1) == 11.0
-
-
-def test_one_block_is_watched_in_one_place_of_a_prompt():
-    known = Prompts()
-    number = known.begin(now=0.0)
-    known.watch(number, 0, 70, hits=0, depth=0)
-    known.watch(number, 3, 70, hits=0, depth=0)
-    known.use(known.begin(now=5.0), [70], now=5.0)
+    known.use(known.begin(now=11.0), [71, 72], now=11.0)
+    assert [returned_after(known, number, place) for place in (1, 3)] == [11.0, 11.0]
     assert not is_watched(known, number, 0)
-    assert returned_after(known, number, 3) == 5.0
 
 
-def test_use_tells_how_many_leading_blocks_were_known():
-    known = Prompts()
+def test_use_tells_how_many_leading_blocks_were_known(known):
     number = known.begin(now=0.0)
     known.watch(number, 0, 10, hits=0, depth=0)
     known.watch(number, 3, 15, hits=0, depth=5)

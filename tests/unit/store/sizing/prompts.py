@@ -34,10 +34,7 @@ def sampled(paths: list[Array], *, limit: int = LIMIT_MAX, answers: int = 0) -> 
 def paths_of(trace: Trace, seed: int = 0) -> list[Array]:
     """Return the keys of each request."""
     numbers = np.random.default_rng(seed).integers(0, 2**64, trace.num_unique, dtype="u8")
-    return [
-        numbers[trace.ids[start:stop]]
-        for start, stop in zip(trace.starts, trace.starts[1:], strict=False)
-    ]
+    return np.split(numbers[trace.ids], trace.starts[1:-1])
 
 
 def fed(sample: TrafficSample, trace: Trace, seed: int = 0) -> TrafficSample:

@@ -1,5 +1,6 @@
 """The curve of a sample beside replays of everything; its bounds; its prompts on the wire."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -60,18 +61,18 @@ def test_more_memory_finds_no_less_but_for_noise(policy):
     assert (np.diff(found["host"]) > -0.02).all()
 
 
+def random_paths(count: int, length: int, seed: int = 5) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 2**64, length, dtype="u8") for _ in range(count)]
+
+
 def found_by(sample: TrafficSample, sizes: list[int]) -> dict[str, Any]:
     return result_of(curve(sample.window(), sizes, policy="lru", admission="all"))
 
 
-def paths(count: int, length: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(5)
-    return [rng.integers(0, 2**64, length, dtype="u8") for _ in range(count)]
-
-
 def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before():
     sample = TrafficSample(10_000)
-    first = paths(20, 20)
+    first = random_paths(20, 20)
     sample.add("one", sampled(first, answers=10), **SIZES, now=1.0)
     sample.add("one", sampled(first), **SIZES, now=2.0)
     found = found_by(sample, [1000])["one"]
@@ -81,12 +82,10 @@ def test_blocks_of_answers_are_found_later_but_nobody_asks_for_them_before():
 
 def test_what_engines_had_themselves_is_not_found_in_memory():
     sample = TrafficSample(10_000)
-    prompts = sampled(paths(20, 20))
+    prompts = sampled(random_paths(20, 20))
     sample.add("one", prompts, **SIZES, now=1.0)
     prompts.lengths[:, 2] = 5
-    again = {"num_own": 100, "lengths": prompts.lengths}
-    own = type(prompts)(**{**{n: getattr(prompts, n) for n in prompts.__slots__}, **again})
-    sample.add("one", own, **SIZES, now=2.0)
+    sample.add("one", replace(prompts, num_own=100), **SIZES, now=2.0)
     found = found_by(sample, [1000])["one"]
     assert found["own"] == pytest.approx(1 / 8, abs=1e-4)
     assert found["host"] == [pytest.approx(3 / 8, abs=1e-4)]
@@ -97,8 +96,7 @@ def test_namespaces_share_the_memory_by_bytes():
     large = {"block_bytes": 4, "tokens_per_block": 1}
     for now in range(6):
         for name, sizes, seed in (("small", SIZES, 1), ("large", large, 2)):
-            numbers = np.random.default_rng(seed).integers(0, 2**64, (40, 50), dtype="u8")
-            sample.add(name, sampled(list(numbers)), **sizes, now=float(now))
+            sample.add(name, sampled(random_paths(40, 50, seed)), **sizes, now=float(now))
     assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
     # Together they have 40 x 50 x (1 + 4) bytes.
     for one in found_by(sample, [2000, 10_600]).values():
@@ -108,31 +106,25 @@ def test_namespaces_share_the_memory_by_bytes():
 
 def test_of_a_namespace_with_little_traffic_nothing_is_said():
     sample = TrafficSample(10_000)
-    sample.add("one", sampled(paths(3, 20)), **SIZES, now=1.0)
+    sample.add("one", sampled(random_paths(3, 20)), **SIZES, now=1.0)
     assert found_by(sample, [1000]) == found_by(TrafficSample(10_000), [1000]) == {}
 
 
-def test_with_room_for_all_it_is_the_trace_itself():
+@pytest.mark.parametrize("keys_max", [None, 2000])
+def test_a_sample_has_every_use_of_all_blocks_or_of_fewer(keys_max):
     trace = excerpt(CONVERSATION)
-    window = fed(TrafficSample(10_000), trace).window()
-    for name in ("starts", "ids", "parents", "depths"):
-        assert getattr(window.trace, name).tolist() == getattr(trace, name).tolist(), name
-    assert window.spaces[0].rate == 1
-    assert window.spaces[0].num_blocks == trace.num_refs
-    assert window.counted_from == 0
-
-
-def test_a_full_sample_has_every_use_of_fewer_blocks():
-    trace = excerpt(CONVERSATION)
-    sample = fed(TrafficSample(10_000, keys_max=2000), trace)
-    window = sample.window()
+    bound = {} if keys_max is None else {"keys_max": keys_max}
+    window = fed(TrafficSample(10_000, **bound), trace).window()
     (space,) = window.spaces
     limit = int(space.rate * 2**64) - 1
     expected = [path[path <= limit] for path in paths_of(trace)]
     assert window.names[window.trace.ids].tolist() == np.concatenate(expected).tolist()
-    assert 0 < space.rate < 1
-    assert space.num_blocks == trace.num_refs
+    assert 0 < space.rate <= 1
+    assert (space.rate == 1) is (keys_max is None)
+    assert (space.num_blocks, window.counted_from) == (trace.num_refs, 0)
     assert (window.trace.depths[window.trace.ids[window.trace.starts[:-1]]] == 0).all()
+    for name in () if keys_max else ("starts", "ids", "parents", "depths"):
+        assert getattr(window.trace, name).tolist() == getattr(trace, name).tolist(), name
 
 
 def test_a_sample_of_a_small_memory_lets_the_oldest_prompts_go():
@@ -216,13 +208,9 @@ def test_it_stays_bounded_and_whole_whatever_comes(reports, capacity):
         assert (window.names[window.trace.ids] <= kept).all()
 
 
-def random_paths(seed: int, count: int = 20) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 2**64, rng.integers(0, 9), dtype="u8") for _ in range(count)]
-
-
 def test_what_was_packed_comes_out():
-    prompts = sampled(random_paths(1), limit=2**63, answers=0)
+    paths = [path[:at] for at, path in enumerate(random_paths(9, 9))]
+    prompts = sampled(paths, limit=2**63)
     found = SampledPrompts.unpack(prompts.pack())
     assert (found.limit, found.num_blocks) == (prompts.limit, prompts.num_blocks)
     for name in ("ages", "lengths", "keys"):
@@ -236,31 +224,24 @@ def test_bytes_that_are_no_sample_are_refused(packed):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("at", "value"),
     [
-        {0: -1},
-        {0: 2**70},
-        {0: 5},  # keys above the limit
-        {1: -1},
-        {2: "many"},
-        {5: np.array([np.nan] * 9, "<f4").tobytes()},
-        {6: b"123"},
-        {6: np.array([[2, 3, 0]] * 9, "<u4").tobytes()},
-        {7: b""},
-        {7: None},
+        (0, -1),
+        (0, 5),  # keys above the limit
+        (1, -1),
+        (2, "many"),
+        (5, np.array([np.nan] * 9, "<f4").tobytes()),
+        (6, b"123"),
+        (6, np.array([[2, 3, 0]] * 9, "<u4").tobytes()),
+        (7, b""),
+        (7, None),
     ],
 )
-def test_a_sample_that_contradicts_itself_is_refused(change):
-    path = np.array([7, 2**50], "u8")
-    fields = list(msgpack.unpackb(sampled([path] * 9).pack()))
-    for at, value in change.items():
-        fields[at] = value
-    try:
-        packed = msgpack.packb(fields)
-    except OverflowError:
-        packed = b""
+def test_a_sample_that_contradicts_itself_is_refused(at, value):
+    fields = list(msgpack.unpackb(sampled([np.array([7, 2**50], "u8")] * 9).pack()))
+    fields[at] = value
     with pytest.raises(ConfigError):
-        SampledPrompts.unpack(packed)
+        SampledPrompts.unpack(msgpack.packb(fields))
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.randoms(use_true_random=False))
