@@ -142,11 +142,16 @@ def test_it_is_promised_what_was_staged_meanwhile(peered, server, make_engine):
     assert [peered.ask(7, PROMPT) for _ in range(3)] == [None] * 3
     go_on.set()
     assert asked(peered) == NUM_WANTED * BLOCK
-    (request,) = server.asked
-    assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
+    assert len(server.asked) == 1
     totals = peered.totals
     assert totals["stage_calls"] == 1
     assert totals["staged_tokens"] == NUM_WANTED * BLOCK
+
+
+def test_it_is_asked_in_the_leader_s_own_name(peered, server):
+    assert asked(peered) == 0
+    (request,) = server.asked
+    assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
 
 
 def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
