@@ -1,10 +1,13 @@
 """Engines on the tiny model, with pools that show any read of a byte nobody wrote."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvray.actors.owner.ownership import sweep
@@ -14,6 +17,7 @@ from kvray.reference.engine import ReferenceEngine
 from kvray.reference.output import Output
 from tests.engine import fake_connector
 from tests.kit.tier import Tier, tier_environment
+from tests.waiting import wait_for
 
 BLOCK = 16
 MakeEngine = Callable[..., ReferenceEngine]
@@ -103,6 +107,22 @@ def check(
 ) -> None:
     for output, prompt in zip(outputs, prompts, strict=True):
         assert output.token_ids == expected(prompt, max_tokens)
+
+
+def wait_for_the_end_of_its_child(code: str) -> list[int]:
+    """Run a program, kill it once it has printed figures, and return these.
+
+    The first one is the number of its child, whose end is waited for.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        figures = [int(figure) for figure in parent.stdout.readline().split()]
+        assert psutil.pid_exists(figures[0])
+        parent.kill()
+    wait_for(lambda: not psutil.pid_exists(figures[0]))
+    return figures
 
 
 def make_prompt(num_tokens: int, *, seed: int = 0) -> list[int]:

@@ -10,7 +10,6 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ DIRECTORY_VARIABLE = "RANK_CONNECTOR_DIRECTORY"
 class State:
     """The settings of a test, and the record that it reads."""
 
-    store: dict[Key, torch.Tensor] = field(default_factory=dict)
+    store: Any = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     outputs: list[SchedulerOutput] = field(default_factory=list)
     metadata: list[Any] = field(default_factory=list)
@@ -222,32 +221,25 @@ def _count_down(polls: dict[int, int]) -> list[int]:
     return done
 
 
-class Blocks(MutableMapping[Key, torch.Tensor]):
+class Blocks:
     """Blocks in files; with attention data parallelism all ranks have one directory of them."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
 
+    def __contains__(self, key: Key) -> bool:
+        return self._path(key).exists()
+
     def __getitem__(self, key: Key) -> torch.Tensor:
-        try:
-            return torch.from_numpy(np.load(self._path(key)))
-        except FileNotFoundError:
-            raise KeyError(key) from None
+        return torch.from_numpy(np.load(self._path(key)))
 
-    def __setitem__(self, key: Key, block: torch.Tensor) -> None:
-        partial = self._directory / f"{os.getpid()}.partial.npy"
-        np.save(partial, block.numpy())
-        partial.rename(self._path(key))
-
-    def __delitem__(self, key: Key) -> None:
-        self._path(key).unlink()
-
-    def __iter__(self) -> Iterator[Key]:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(list(self._directory.iterdir()))
+    def setdefault(self, key: Key, block: torch.Tensor) -> torch.Tensor:
+        if key not in self:
+            partial = self._directory / f"{os.getpid()}.partial.npy"
+            np.save(partial, block.numpy())
+            partial.rename(self._path(key))
+        return self[key]
 
     def _path(self, key: Key) -> Path:
         return self._directory / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.npy"
@@ -266,20 +258,20 @@ class Journal(list[tuple[Any, ...]]):
             file.write(f"{call[0]}\n")
 
 
-class RankScheduler(Scheduler):
+class OfRank:
     supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
         prepare(llm_args)
-        super().__init__(llm_args)
+        super().__init__(llm_args)  # type: ignore[call-arg]
 
 
-class RankWorker(Worker):
-    supports_attention_dp = True
+class RankScheduler(OfRank, Scheduler):
+    pass
 
-    def __init__(self, llm_args: Any) -> None:
-        prepare(llm_args)
-        super().__init__(llm_args)
+
+class RankWorker(OfRank, Worker):
+    pass
 
 
 def prepare(llm_args: Any) -> None:

@@ -44,14 +44,6 @@ def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(engine,
         assert {"scheduler", "worker", "wait_for_initialization"} <= set(calls)
 
 
-def test_what_one_owner_stored_the_other_hits(engine, expected):
-    prompt = make_prompt(100, seed=2)
-    first, second = (engine.generate(prompt, max_tokens=10) for _ in range(2))
-    assert (first.hit_tokens, first.reused_tokens) == (0, 0)
-    assert (second.hit_tokens, second.reused_tokens) == (96, 0)
-    assert first.token_ids == second.token_ids == expected(prompt, 10)
-
-
 def test_each_owner_is_told_its_number_and_of_its_own_requests_only(engine, state):
     """Rank 0 runs dummies beside the others' requests, and its connector hears of none."""
     state.outputs.clear()

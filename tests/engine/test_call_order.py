@@ -178,10 +178,7 @@ def test_offer_is_asked_for_and_ignored_without_block_reuse(make_faked, bring_up
     assert fake.names()[:2] == MATCH
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["build_connector_meta", "bind_connector_meta", "start_load_kv", "get_finished"],
-)
+@pytest.mark.parametrize("name", [*META, "get_finished"])
 def test_error_outside_a_pass_ends_the_engine(make_faked, fake, name):
     engine = make_faked()
     pending = [engine.submit(make_prompt(20, seed=seed), max_tokens=500) for seed in (1, 2)]
@@ -229,10 +226,6 @@ def test_worker_keeps_the_metadata_of_its_pass():
     assert worker.register_forward_pass_callable() is None
 
 
-def test_absent_package_is_none():
-    assert base.find_upstream(["no_such_package.inner.connector"]) is None
-
-
 def test_second_path_is_tried(tmp_path, monkeypatch):
     package = tmp_path / "fake_trtllm"
     package.mkdir()
@@ -240,6 +233,7 @@ def test_second_path_is_tried(tmp_path, monkeypatch):
     (package / "old.py").write_text("NAME = 'old'\n")
     (package / "broken.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    assert base.find_upstream(["no_such_package.inner.connector"]) is None
     found = base.find_upstream(["fake_trtllm.connectors.new", "fake_trtllm.old"])
     assert found is not None
     assert found.NAME == "old"

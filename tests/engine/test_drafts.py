@@ -2,9 +2,8 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from kvray.reference.output import Output
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 from tests.engine import fake_connector
 from tests.engine.conftest import KVRAY, make_prompt
-from tests.engine.fake_connector import CONFIG, State
+from tests.engine.fake_connector import CONFIG
 
 BLOCK = 8  # so small that drafts often cross into the next block
 MAX_TOKENS = 40
@@ -38,20 +37,15 @@ FEWEST_BLOCKS = 12  # of the longest prompt, its answer and 5 drafts
 SEEDS = range(3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """The blocks of a request at its end, and the KV of those whose tokens are all computed."""
-
-    block_ids: list[int]
-    kv: torch.Tensor
+Ends = dict[int, tuple[list[int], torch.Tensor]]
+"""By request id: its blocks at its end, and the KV of those whose tokens are all computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plain:
+class Plain(NamedTuple):
     """What comes of the prompts without drafts."""
 
     outputs: list[Output]
-    ends: dict[int, Ended]
+    ends: Ends
 
     @property
     def texts(self) -> list[list[int]]:
@@ -94,21 +88,21 @@ def plain(models: list[Path]) -> list[Plain]:
         with start(model, connector=CONFIG, enable_block_reuse=False, max_batch_size=1) as engine:
             ends = watch_ends(engine)
             outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
-        all_plain.append(Plain(outputs=outputs, ends=ends))
+        all_plain.append(Plain(outputs, ends))
     return all_plain
 
 
-def watch_ends(engine: ReferenceEngine) -> dict[int, Ended]:
+def watch_ends(engine: ReferenceEngine) -> Ends:
     """Return a record, by request id, of what `request_finished` finds in the pool."""
     assert engine.connector is not None
     scheduler: Any = engine.connector.scheduler
     request_finished = scheduler.request_finished
-    ends: dict[int, Ended] = {}
+    ends: Ends = {}
 
     def watch(request: LlmRequest, block_ids: list[int]) -> bool:
         full = block_ids[: (len(request.get_tokens(0)) - 1) // BLOCK]
         kv = engine.cache.get_unique_primary_pool()[full].clone()
-        ends[request.request_id] = Ended(block_ids=list(block_ids), kv=kv)
+        ends[request.request_id] = list(block_ids), kv
         is_saving: bool = request_finished(request, block_ids)
         return is_saving
 
@@ -121,10 +115,7 @@ def draft_from(
     texts: list[list[int]],
     choose: Callable[[int, random.Random], tuple[int, int]],
 ) -> None:
-    """Let the engine draft what really follows, with as many tokens, and right ones, as chosen.
-
-    The choice may depend on `max_draft_len` and on chance, which depends on the tokens.
-    """
+    """Let the engine draft what really follows, with as many tokens, and right ones, as chosen."""
 
     def find(tokens: Sequence[int], *, max_draft_len: int) -> list[int]:
         count, num_right = choose(max_draft_len, random.Random(sum(tokens)))
@@ -192,26 +183,21 @@ def test_rewinds_change_neither_answers_nor_full_blocks_and_leave_ids_untold(
         outputs = engine.generate(PROMPTS, max_tokens=MAX_TOKENS)
     assert answers(outputs) == answers(plain[seed].outputs)
     assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
-    for request_id, end in plain[seed].ends.items():
-        assert torch.equal(ends[request_id].kv, end.kv)
-    _check_untold(fake, ends)
-
-
-def _check_untold(fake: State, ends: dict[int, Ended]) -> None:
-    """Check that some told ids are untrue at the end, and none of the blocks of a prompt."""
+    for request_id, (_, kv) in plain[seed].ends.items():
+        assert torch.equal(ends[request_id][1], kv)
+    # Some told ids are untrue at the end, and none of the blocks of a prompt.
     told: dict[int, list[int]] = {}
     for output in fake.outputs:
         for data in output.new_requests + output.cached_requests:
             told.setdefault(data.request_id, []).extend(data.new_block_ids)
     untrue = [
         (request_id, index)
-        for request_id, end in ends.items()
-        for index, block_id in enumerate(end.block_ids)
+        for request_id, (block_ids, _) in ends.items()
+        for index, block_id in enumerate(block_ids)
         if told[request_id][index] != block_id
     ]
     assert untrue
-    for request_id, index in untrue:
-        assert index * BLOCK >= len(PROMPTS[request_id - 1])
+    assert all(index * BLOCK >= len(PROMPTS[number - 1]) for number, index in untrue)
 
 
 def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
@@ -234,7 +220,7 @@ def test_report_counts_drafts_as_scheduled_and_tells_accepted_tokens_alone(
             (tokens[2:3], 0, 32, 6),  # and another one in its place is not told
         ]
     )
-    assert fake.outputs[1].cached_requests[0].new_block_ids != ends[1].block_ids[4:]
+    assert fake.outputs[1].cached_requests[0].new_block_ids != ends[1][0][4:]
 
 
 @pytest.mark.parametrize("num_tokens", [2, 4, 6, 7])
@@ -272,19 +258,14 @@ def test_ranks_that_share_the_model_draft_alike(models, plain):
     assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
 
 
-def repeating() -> list[list[int]]:
-    """Return prompts that repeat themselves."""
-    random_ = random.Random(5)
-    phrases = [[random_.randrange(3, 250) for _ in range(7)] for _ in range(6)]
-    return [phrase * 5 + phrase[:3] for phrase in phrases]
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_answers_and_what_others_load_of_them_are_those_of_plain_decoding(
     models, tier, monkeypatch, chunked
 ):
     """Pages of rejected drafts go to other requests, and hold NaN in between."""
-    asked = repeating()
+    chance = random.Random(5)
+    phrases = [[chance.randrange(3, 250) for _ in range(7)] for _ in range(6)]
+    asked = [phrase * 5 + phrase[:3] for phrase in phrases]
     with start(models[0], enable_block_reuse=False, num_blocks=64) as alone:
         expected = [alone.generate(prompt, max_tokens=24).token_ids for prompt in asked]
         texts = [[*prompt, *answer] for prompt, answer in zip(asked, expected, strict=True)]

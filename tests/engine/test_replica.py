@@ -7,14 +7,12 @@ import sys
 import threading
 from typing import Any
 
-import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.child_process import Pipe, PipeClosed
 from kvray.reference.replica import Replica
-from tests.engine.conftest import BLOCK, make_prompt
-from tests.waiting import wait_for
+from tests.engine.conftest import BLOCK, make_prompt, wait_for_the_end_of_its_child
 
 DEADLINE_S = 20.0
 STUB = "tests.engine.stub_engine"
@@ -110,15 +108,7 @@ thread.start() if {is_thread} else start()
 print(kept[0].pid, kept[0].generate([1, 2], max_tokens=1).prompt_tokens, flush=True)
 kept[0].generate([1], max_tokens=10**6)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout:
-        pid, num_tokens = map(int, parent.stdout.readline().split())
-        assert num_tokens == 2
-        assert psutil.pid_exists(pid)
-        parent.kill()
-        parent.wait(DEADLINE_S)
-    wait_for(lambda: not psutil.pid_exists(pid))
+    assert wait_for_the_end_of_its_child(code)[1] == 2
 
 
 @pytest.mark.parametrize("is_thread", [False, True], ids=["main", "thread"])
@@ -137,13 +127,7 @@ def start():
     time.sleep(3600)
 threading.Thread(target=start).start() if {is_thread} else start()
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout:
-        pid = int(parent.stdout.readline())
-        parent.kill()
-        parent.wait(DEADLINE_S)
-    wait_for(lambda: not psutil.pid_exists(pid))
+    wait_for_the_end_of_its_child(code)
 
 
 def test_pipe_bounds_time_and_length(monkeypatch):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from kvray.errors import KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import BLOCK, check, make_prompt
+from tests.engine.conftest import BLOCK, check, make_prompt, wait_for_the_end_of_its_child
 from tests.engine.fake_connector import RANK_CONFIG, State, journal_path
 from tests.waiting import wait_for
 
@@ -133,10 +131,4 @@ engine = ReferenceEngine("tiny", tokens_per_block={BLOCK}, num_blocks=16, num_th
 print(*engine.rank_pids, flush=True)
 time.sleep(60)
 """
-    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert leader.stdout is not None
-    with leader.stdout:
-        pid = int(leader.stdout.readline())
-        leader.kill()
-        leader.wait(SOON_S)
-    wait_for(lambda: not psutil.pid_exists(pid))
+    wait_for_the_end_of_its_child(code)

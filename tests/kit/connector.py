@@ -320,16 +320,6 @@ class GroupedEngine(Pair):
         self.worker._rank.close_pool()
         self.worker.register_kv_cache_layout(self.layout)
 
-    def close(self) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
-
-    @property
-    def arena(self) -> Arena:
-        arena = self.worker._rank.shared.link.arena
-        assert arena is not None
-        return arena
-
 
 def buffers(layers: list[int], roles: str = "key value") -> list[Any]:
     return [SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()]

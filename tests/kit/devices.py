@@ -86,16 +86,22 @@ def region(
 
 
 class HostDevice:
-    """A `CudaDevice` that has done what is asked of it when the call returns."""
+    """A `CudaDevice` that has done what is asked of it when the call returns; its own event."""
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def make_stream(self) -> None:
+    def make_stream(self) -> Any:
         pass
 
-    def record(self, stream: Any) -> "_Past":
-        return _PAST
+    def record(self, stream: Any) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
 
     def wait(self, stream: Any, event: Any) -> None:
         pass
@@ -115,18 +121,7 @@ class HostDevice:
         pass
 
 
-class _Past:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-_PAST = _Past()
-
-
-class SimulatedDevice:
+class SimulatedDevice(HostDevice):
     """A `CudaDevice` that does nothing before `run` or `drain`.
 
     Its streams run in any order that their events allow, a piece of a copy at a time.
@@ -135,9 +130,6 @@ class SimulatedDevice:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._streams: list[SimulatedStream] = []
-
-    def current(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def make_stream(self) -> "SimulatedStream":
         self._streams.append(SimulatedStream())
@@ -162,15 +154,6 @@ class SimulatedDevice:
     def launch(self, stream: "SimulatedStream", work: Callable[[], None]) -> None:
         """Give `stream` a kernel."""
         stream.queue.append(work)
-
-    def calibrate(self) -> dict[str, int]:
-        return {}
-
-    def register(self, memory: Array) -> bool:
-        return True
-
-    def unregister(self, memory: Array) -> None:
-        pass
 
     def run(self, steps: int) -> None:
         """Take that many steps, each of a stream that can."""
@@ -209,8 +192,6 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """See `Event`."""
-
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._is_reached = False

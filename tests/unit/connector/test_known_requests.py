@@ -1,7 +1,6 @@
 """What a shard and its arena know of requests: outcomes, keys, how long to keep their blocks."""
 
 import itertools
-import pickle
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,7 +11,6 @@ import pytest
 from kvray.actors.shard.actor_requests import Asked
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData
-from kvray.engine.meta import ConnectorMeta, SavePlan
 from kvray.engine.request import Priorities, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
@@ -57,7 +55,6 @@ def test_a_miss_and_a_hit_are_known_with_their_blocks(shard, pair):
     assert (missed.first, missed.end, missed.wanted) == (0, 0, NUM_WANTED)
     assert (missed.reason, missed.num_tokens, missed.tokens_per_block) == ("not_stored", 40, BLOCK)
     assert len(missed.keys) == NUM_WANTED
-    pair.finish(Request(9001, prompt))
     pair.query(Request(9002, prompt), BLOCK)
     found = asked(shard, pair, 9002)
     assert (found.note.first, found.note.end, found.note.reason) == (1, NUM_WANTED, "none")
@@ -89,11 +86,6 @@ def test_a_request_without_keys_is_known_as_such(shard, pair):
     assert asked(shard, pair, 9021).note.reason == "bypassed"
 
 
-def serve(pair: Pair, request: Request) -> None:
-    pair.serve(request)
-    pair.finish(request)
-
-
 @pytest.fixture
 def before(running_shard: Shard) -> int:
     """How many prompts the shard has sampled."""
@@ -109,8 +101,8 @@ def window_with(shard: Shard, num_prompts: int) -> Window:
 
 def test_prompts_reach_the_shard_with_their_keys_when_they_end(running_shard, before, pair):
     prompt = new_prompt()
-    serve(pair, Request(1, prompt))
-    serve(pair, Request(2, prompt[: 4 * BLOCK]))
+    pair.serve(Request(1, prompt))
+    pair.serve(Request(2, prompt[: 4 * BLOCK]))
     trace = (window := window_with(running_shard, before + 2)).trace
     first, second = (
         trace.ids[trace.starts[at] : trace.starts[at + 1]].tolist() for at in (before, before + 1)
@@ -123,8 +115,8 @@ def test_a_request_that_is_asked_about_again_counts_once(running_shard, before, 
     request = Request(1, new_prompt(5))
     for _ in range(3):
         pair.query(request, 0)
-    serve(pair, request)
-    serve(pair, Request(2, new_prompt(5)))
+    pair.serve(request)
+    pair.serve(Request(2, new_prompt(5)))
     assert window_with(running_shard, before + 2).trace.num_requests == before + 2
 
 
@@ -193,6 +185,8 @@ def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
         ([[1, 2]] * 8, [35] * 8),
         ("1" * 8, [35] * 8),
         (7, [35] * 8),
+        (MagicMock(), [35] * 8),
+        ((1, np.int32(2)), [1, 2, *[35] * 6]),
     ],
 )
 def test_without_priorities_or_with_nonsense_blocks_have_the_default(asked, wanted):
@@ -226,19 +220,6 @@ def test_priorities_of_later_reports_belong_to_their_new_blocks(pair):
     pair.finish(request)
     pair.flush()
     assert kept(pair, request.tokens)[0] == [*[35] * 8, 77]
-
-
-def test_metadata_travels_with_priorities_and_without():
-    plain = ConnectorMeta(namespace=b"n", replica="r")
-    with_some = plain._replace(saves=(SavePlan(1, 0, b"", (), priorities=b"\x5a"),))
-    for meta in (plain, with_some):
-        assert pickle.loads(pickle.dumps(meta)) == meta  # noqa: S301 (made right here)
-
-
-def test_reports_without_the_field_say_nothing():
-    assert read_priorities(SimpleNamespace()) == b""
-    assert read_priorities(MagicMock()) == b""
-    assert read_priorities(SimpleNamespace(priorities=(1, np.int32(2)))) == b"\x01\x02"
 
 
 def test_what_has_the_default_throughout_needs_no_bytes():

@@ -43,17 +43,8 @@ def test_the_salt_itself_is_preferred_to_its_number():
     both = identity_of(cache_salt="tenant", cache_salt_id=5)
     assert both == Identity(salt="tenant", lora=None, media=())
     assert identity_of(cache_salt_id=5) == Identity(salt=5, lora=None, media=())
-
-
-def test_an_empty_salt_and_number_zero_are_salts():
     assert identity_of(cache_salt="") != identity_of(cache_salt_id=0) != identity_of()
     assert identity_of(cache_salt="") != identity_of()
-
-
-def test_an_adapter_is_known_by_its_content():
-    found = identity_of(lora_task_id=0, py_lora_path="/adapters/a")
-    assert found is not None
-    assert found.lora == b"/adapters/a"
 
 
 def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache():
@@ -66,12 +57,6 @@ def test_media_enter_with_digest_and_position():
     (first, one), (second, two) = media_of(multimodal_positions=[4, 90])
     assert (first, second) == (4, 90)
     assert one != two
-
-
-def test_equal_media_of_other_lengths_are_other_media():
-    assert media_of(multimodal_positions=[4, 90], multimodal_lengths=[9, 9]) != media_of(
-        multimodal_positions=[4, 90], multimodal_lengths=[8, 9]
-    )
 
 
 def test_media_that_are_woven_into_one_another_differ_by_their_runs():
@@ -131,13 +116,17 @@ class Bound:
         raise RuntimeError("this request has no encoder")
 
     lora_task_id: int | None = None
+    multimodal_taste: str | None = None  # its version has something new
 
     def try_get_encoder_output_len(self) -> int | None:
         return None
 
 
 def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell():
-    assert identify(Bound(), UNKNOWN) == identity_of()
+    request = Bound()
+    assert identify(request, UNKNOWN) == identity_of()
+    request.multimodal_taste = "sweet"
+    assert identify(request, UNKNOWN) is None
 
 
 def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
@@ -164,11 +153,8 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {"multimodal_positions": [4]},
         {"multimodal_lengths": [4]},
         {"multimodal_uuids": ["a"]},
-        {"multimodal_embedding": object()},
-        {"mrope_rotary_cos_sin": object()},
         {"py_multimodal_data": {"image": object()}},
         {"py_multimodal_data": {"multimodal_embedding": object(), "mrope_config": {}}},
-        {"py_multimodal_data": object()},
         {"py_multimodal_data": {"mrope_config": {"ids": object()}}},
         {"py_multimodal_data": {"mrope_config": [1]}},
         {"py_multimodal_data": {"mrope_config": {"mrope_position_ids": torch.tensor([[0, 0]])}}},
@@ -177,22 +163,17 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {**PLACED, "py_multimodal_data": {"mrope_config": {"ids": object()}}},
         {**PLACED, "py_multimodal_data": object()},
         {**PLACED, "multimodal_taste": object()},
-        {"multimodal_taste": object()},
         {"py_multimodal_taste": 0},
         {"mrope_position_deltas": 3},
         {"mrope_position_deltas": False},
         {"is_generation_only_request": True},
-        {"prompt_embedding_table": object()},
         {"prompt_vocab_size": 8},
         {"input_token_extra_ids": [1, 2]},
         {"position_ids": [0, 1, 2]},
         {"token_type_ids": [0, 1]},
         {"language_adapter_uid": 0},
         {"encoder_tokens": [1]},
-        {"encoder_input_features": object()},
-        {"py_encoder_output": object()},
         {"try_get_encoder_output_len": lambda: 5},
-        {"cross_attention_mask": object()},
         {"lora_task_id": -1, "py_lora_path": "/adapters/a"},
         {"cache_salt": 5},
         {"cache_salt_id": "5"},
@@ -202,7 +183,6 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {"lora_task_id": True, "py_lora_path": "/adapters/a"},
         {"lora_task_id": 3, "py_lora_path": b"/adapters/a"},
         {"lora_task_id": []},
-        {"lora_weights": object()},
         {"cache_salt": []},
         {"cache_salt": 1.5},
         {"cache_salt_id": True},
@@ -212,6 +192,14 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {"multimodal_hashes": HASHES, "multimodal_positions": [True, 8]},
         {**PLACED, "multimodal_lengths": [-4, 4]},
         {**PLACED, "multimodal_item_runs": [[object()], [object()]]},
+        *(
+            {name: object()}
+            for name in (
+                *("multimodal_embedding", "mrope_rotary_cos_sin", "multimodal_taste"),
+                *("py_multimodal_data", "prompt_embedding_table", "encoder_input_features"),
+                *("py_encoder_output", "cross_attention_mask", "lora_weights"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_told_apart_bypasses_the_cache(fields):
@@ -246,19 +234,6 @@ def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(names)
 def test_an_encoder_that_cannot_be_asked_for_is_no_encoder_that_is_not_there(accessor):
     with pytest.raises(TypeError):
         identity_of(try_get_encoder_output_len=accessor)
-
-
-class WithTaste:
-    """As a request of C++ whose version has something new."""
-
-    multimodal_taste: str | None = None
-
-
-def test_what_a_version_has_new_of_media_bypasses_the_cache_where_it_is_set():
-    request = WithTaste()
-    assert identify(request, UNKNOWN) == identity_of()
-    request.multimodal_taste = "sweet"
-    assert identify(request, UNKNOWN) is None
 
 
 WIDE = torch.tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5]])
@@ -328,19 +303,18 @@ class Record:
     sizes: tuple[int, ...] = ()
 
 
-def test_what_is_not_there_and_what_was_made_up_are_none():
-    assert field_of(SimpleNamespace(a=1), "a") == 1
-    assert field_of(SimpleNamespace(), "a") is field_of(None, "a") is field_of(MagicMock(), "a")
-    assert number_of(MagicMock(), "a", 7) == number_of(SimpleNamespace(a="x"), "a", 7) == 7
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [("auto", "auto"), (Name.FP8, "fp8"), (Number.DUMMY, "DUMMY"), (None, ""), (7, "")],
 )
-def test_a_text_may_be_a_member_of_an_enumeration(value, text):
+def test_a_text_may_be_a_member_of_an_enumeration_and_what_was_made_up_is_none(value, text):
     assert text_of(SimpleNamespace(a=value), "a") == text
     assert text_of(MagicMock(), "a") == ""
+    assert field_of(SimpleNamespace(a=1), "a") == 1
+    assert field_of(SimpleNamespace(), "a") is field_of(None, "a") is field_of(MagicMock(), "a")
+    assert number_of(MagicMock(), "a", 7) == number_of(SimpleNamespace(a="x"), "a", 7) == 7
+    source = SimpleNamespace(b=2, a=None, made_up=MagicMock())
+    assert canonical_text(source, ("a", "b", "c", "made_up")) == '{"b": 2}'
 
 
 @pytest.mark.parametrize(
@@ -363,8 +337,3 @@ def test_equal_values_have_one_text(value, text):
 @pytest.mark.parametrize("make", [object, MagicMock, lambda: print, lambda: [object()]])
 def test_no_text_has_an_address_in_it(make):
     assert to_text(make()) == to_text(make())
-
-
-def test_only_fields_that_are_set_enter_a_text():
-    source = SimpleNamespace(b=2, a=None, made_up=MagicMock())
-    assert canonical_text(source, ("a", "b", "c", "made_up")) == '{"b": 2}'

@@ -1,5 +1,6 @@
 """A block is committed with the bytes that its pass left, or not at all; a pass may have many."""
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -7,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from kvray.config import load_config
 from kvray.engine import saver as saver_module
 from kvray.engine.device.pool import HostPool, Ticket
 from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.model.cache_layout import LayerRange, Region
 from kvray.engine.saver import Job, PendingReads, Saver
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
@@ -30,9 +32,10 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.layout import READY
 from tests.examples import examples
 from tests.kit.connector import BLOCK, HIT, Pair, Request
+from tests.kit.devices import part_of
 from tests.unit.connector.conftest import MakePair
 from tests.unit.store.small_arena import acquire, release
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, Gate, wait_for
 
 BLOCK_BYTES = 64
 
@@ -47,15 +50,14 @@ def link(shard: Shard) -> Iterator[NodeLink]:
 
 @pytest.fixture
 def make_saver(link: NodeLink) -> Iterator[Callable[..., Saver]]:
-    savers: list[Saver] = []
+    with contextlib.ExitStack() as ends:
 
-    def make(saves_max: int = 256) -> Saver:
-        savers.append(new_saver(link, saves_max))
-        return savers[-1]
+        def make(saves_max: int = 256) -> Saver:
+            made = new_saver(link, saves_max)
+            ends.callback(made.close, 10)
+            return made
 
-    yield make
-    for each in savers:
-        each.close(10)
+        yield make
 
 
 @pytest.fixture
@@ -85,26 +87,9 @@ def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
 def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:
     """Return the job of saving all of `rows`, which stays the engine's memory."""
     region = Region(pages=torch.from_numpy(rows), steps=(LayerRange((0,), 0, BLOCK_BYTES),))
-    part = Part(
-        index=0, num_ranks=1, group=0, regions=(region,), window_blocks=None, is_stored_here=True
-    )
+    part = part_of(region)
     plain = {"parent": None, "depth": 0, "pool": HostPool([part]), "request_id": 1}
     return Job(part=part, keys=keys, pages=np.arange(len(keys)), **{**plain, **fields})
-
-
-class Gate:
-    """Holds the calls of a method up until the test opens it."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        method = getattr(owner, name)
-
-        def held(*args: Any) -> Any:
-            self.reached.set()
-            self.open.wait(HANG_S)
-            return method(*args)
-
-        patch.setattr(owner, name, held)
 
 
 def rows_of(count: int, value: int = 1) -> Any:
@@ -113,20 +98,24 @@ def rows_of(count: int, value: int = 1) -> Any:
 
 def stored(link: NodeLink, keys: list[BlockKey]) -> Any:
     """Return the bytes of the leading blocks that are there."""
-    arena = link.arena
-    assert arena is not None
-    leases = arena.lease(keys)
+    assert link.arena is not None
+    leases = link.arena.lease(keys)
     assert leases is not None
-    if not leases:
-        return np.empty((0, BLOCK_BYTES), dtype=np.uint8)
-    rows = np.zeros((leases[0].num_slots, BLOCK_BYTES), dtype=np.uint8)
-    arena.read(leases[0], rows, np.arange(len(rows)), verify=True)
-    assert arena.release(*leases)
+    rows = np.zeros((leases[0].num_slots if leases else 0, BLOCK_BYTES), dtype=np.uint8)
+    if leases:
+        link.arena.read(leases[0], rows, np.arange(len(rows)), verify=True)
+        assert link.arena.release(*leases)
     return rows
 
 
 def totals(saver: Saver) -> Counter[str]:
     return saver._totals
+
+
+def dropped(totals: dict[str, int], reason: str) -> int:
+    """Return how many blocks were dropped, all of them for that reason."""
+    assert totals["dropped_blocks"] == totals[f"dropped_blocks_{reason}"]
+    return totals["dropped_blocks"]
 
 
 def test_what_was_submitted_before_close_is_stored(link, saver):
@@ -213,7 +202,7 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(link, arena, saver, 
     gate.open.set()
     saver.close(10)
     assert len(stored(link, keys)) == 0
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_slow"] == 5
+    assert dropped(totals(saver), "too_slow") == 5
     assert (arena.tables.slot_state == 0).all()
 
 
@@ -225,7 +214,7 @@ def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
     gate.open.set()
     saver.close(10)
     assert totals(saver)["stored_blocks"] + totals(saver)["dropped_blocks"] == 6
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_many"] >= 3
+    assert dropped(totals(saver), "too_many") >= 3
     assert len([one for one in caplog.messages if "too many saves" in one]) == 1
 
 
@@ -238,7 +227,7 @@ def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, c
     saver.fence()
     release(arena._lock)
     assert time.monotonic() - started < 3.5, "each of the four waits"
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_arena_busy"] == 8
+    assert dropped(totals(saver), "arena_busy") == 8
     assert [one for one in caplog.messages if "stayed locked" in one]
 
 
@@ -248,7 +237,7 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(saver, caplog):
         saver.submit(job_of(rows_of(2), keys[2:], parent=keys[1], depth=2))
     saver.fence()
     saver.close(10)
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_no_room"] == 4
+    assert dropped(totals(saver), "no_room") == 4
     assert len([one for one in caplog.messages if "parent block is missing" in one]) == 1
 
 
@@ -273,7 +262,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(environment, caplog, tm
         saver.fence()
     saver.close(10)
     link.detach()
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_store_down"] == 4
+    assert dropped(totals(saver), "store_down") == 4
     assert len([one for one in caplog.messages if "the tier is not there" in one]) == 1
 
 
@@ -353,28 +342,20 @@ def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(arena, saver, mo
 
 
 def test_blocks_whose_copy_fails_on_the_device_are_counted(saver, monkeypatch):
-    def fail(self: LaterCopy) -> None:
-        raise TierError("The device has failed.")
-
-    monkeypatch.setattr(LaterCopy, "wait", fail)
+    monkeypatch.setattr(LaterCopy, "wait", Mock(side_effect=TierError("The device has failed.")))
     job, _ = later_job(rows_of(3), keys_of(90, 3))
     saver.submit(job)
     saver.close(10)
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_error"] == 3
+    assert dropped(totals(saver), "error") == 3
 
 
 def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(saver, monkeypatch):
-    has_tried = threading.Event()
-
-    def find_it_locked(*_: Any) -> bool:
-        has_tried.set()
-        return False
-
-    monkeypatch.setattr(Arena, "commit", find_it_locked)
-    monkeypatch.setattr(Arena, "retired", property(lambda _: has_tried.is_set()))
+    commit = Mock(return_value=False)  # it finds the arena locked
+    monkeypatch.setattr(Arena, "commit", commit)
+    monkeypatch.setattr(Arena, "retired", property(lambda _: commit.called))
     saver.submit(job_of(rows_of(3), keys_of(91, 3)))
     saver.close(10)
-    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_store_down"] == 3
+    assert dropped(totals(saver), "store_down") == 3
 
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
@@ -430,9 +411,7 @@ def pair(shard: Shard, make_pair: MakePair) -> Pair:
 
 
 def test_a_pass_saves_all_blocks_of_a_long_prompt(pair):
-    request = Request(1, PROMPT)
-    pair.serve(request)
-    pair.flush()
+    pair.store(PROMPT)
     assert pair.totals["stored_blocks"] == NUM_BLOCKS
     assert pair.totals["dropped_blocks"] == 0
     tables = pair.arena.tables
@@ -452,7 +431,7 @@ def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_e
         pair.compute(request)
         assert pair.totals["dropped_blocks"] == 0, "a later pass may save them"
         pair.finish(request)
-    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_store_down"] == 9
+    assert dropped(pair.totals, "store_down") == 9
 
 
 def test_what_the_engine_names_no_page_for_is_counted(pair):
@@ -465,13 +444,13 @@ def test_what_the_engine_names_no_page_for_is_counted(pair):
     pair.finish(request)
     pair.flush()
     assert pair.totals["stored_blocks"] == 4
-    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_no_page"] == 5
+    assert dropped(pair.totals, "no_page") == 5
 
 
 def test_saves_that_a_defect_prevents_are_counted(pair, monkeypatch):
     monkeypatch.setattr("kvray.engine.rank.split_keys", lambda *_: 1 / 0)
     pair.serve(Request(1, PROMPT[:HIT]))
-    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
+    assert dropped(pair.totals, "error") == 9
 
 
 def test_saves_for_another_pool_are_counted(pair):
@@ -480,4 +459,4 @@ def test_saves_for_another_pool_are_counted(pair):
     meta = pair.plan(request)
     pair.worker.bind_connector_meta(meta._replace(namespace=b"other"))
     pair.worker.start_load_kv(None)
-    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_no_pool"] == 9
+    assert dropped(pair.totals, "no_pool") == 9

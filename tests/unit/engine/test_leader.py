@@ -1,6 +1,5 @@
 """What a leader promises, by what the ranks' facts tell it, and how it asks again and measures."""
 
-import math
 import threading
 import time
 from types import SimpleNamespace
@@ -22,17 +21,6 @@ from tests.kit.connector import HIT, NUM_WANTED, PROMPT
 from tests.kit.shard_socket import StageServer
 from tests.unit.engine.conftest import MakeEngine
 from tests.waiting import HANG_S, wait_for
-
-
-def test_what_one_engine_has_computed_another_loads(make_engine):
-    assert make_engine().serve(PROMPT) == 0
-    assert make_engine().serve(PROMPT) == HIT
-
-
-def test_the_shard_knows_the_leader_as_one_rank_more(shard, engine):
-    name = engine.leader.shared.pool.replica
-    known = [(one["replica"], one["rank"]) for one in shard.status()["replicas"]]
-    assert known.count((name, 0)) == known.count((name, 1)) == 1
 
 
 def test_an_answer_counts_once_however_often_it_is_asked_for(stored, engine):
@@ -281,19 +269,11 @@ def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
         promises.check(shared, 2, 40)
 
 
-def bound_of(name: str) -> float:
-    return math.inf if name.endswith("inf") else float(name.rpartition("_")[2])
-
-
-def test_nothing_observed_is_no_counter():
-    assert TimeHistogram().counters("lease") == {}
-
-
 def test_a_call_is_in_the_bucket_that_ends_above_it():
     timing = TimeHistogram()
+    assert timing.counters("lease") == {}
     timing.observe(100_000)
     timing.observe(2**17)
-
     assert timing.counters("lease") == {
         "lease_ns_below_131072": 1,
         "lease_ns_below_262144": 1,
@@ -309,7 +289,8 @@ def test_each_call_is_in_one_bucket_and_no_count_or_bound_is_lost(calls):
 
     counters = timing.counters("stage")
 
-    buckets = {bound_of(name): n for name, n in counters.items() if "below" in name}
+    named = ((name.rpartition("_")[2], n) for name, n in counters.items() if "below" in name)
+    buckets = {float(bound): n for bound, n in named}
     assert sum(buckets.values()) == len(calls)
     assert len(buckets) <= 19
     for bound in buckets:

@@ -67,14 +67,11 @@ def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
     assert state.keys_until(len(tokens) // BLOCK) == keys_of(tokens, media)
 
 
-def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names():
+def test_nothing_is_saved_beyond_the_tokens_and_pages_that_were_reported():
     state = reported([1, 2, 3], [[0, 1]])
     assert not save(state, 4)
     state.extend([4], [[]], new=False)
     assert save(state, 4)
-
-
-def test_blocks_without_a_page_are_never_read():
     state = reported(list(range(12)), [[5, -1, 7]])
     assert list(save(state, 12)) == [0]
     assert not save(state, 12)
@@ -100,12 +97,6 @@ def test_a_block_to_load_without_a_page_is_an_error(pages):
         state.load_pages(1, 4)
 
 
-def test_a_first_report_with_other_tokens_rekeys_the_request():
-    state = state_of([1, 2, 3, 4])
-    state.extend([1, 2, 3, 5], [[0]], new=True)
-    assert state.keys_until(1) == keys_of([1, 2, 3, 5])
-
-
 def test_tokens_after_a_first_report_with_other_tokens_follow_these():
     state = state_of([1, 2, 3, 4, 5])
     state.extend([1, 2, 3, 6, 7], [[0, 1]], new=True)
@@ -117,16 +108,10 @@ def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens():
     state = reported([1, 2, 3, 4, 5], [[0, 1]])
     state.extend([6], [[]], new=False)
     state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
+    assert state.pages == ([2, 3],)
     state.extend([7, 8, 9], [[]], new=False)
     assert state.num_tokens == 8
     assert state.keys_until(2) == keys_of([1, 2, 3, 4, 5, 7, 8, 9])
-
-
-def test_a_replay_starts_with_its_own_pages():
-    state = reported(list(range(8)), [[3, 4]])
-    state.extend(list(range(8)), [[7, 9]], new=True)
-    assert state.pages == ([7, 9],)
-    assert state.num_tokens == 8
 
 
 def test_at_least_one_token_is_left_to_compute():

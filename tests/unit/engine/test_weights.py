@@ -63,50 +63,42 @@ def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(stored
 
 def test_the_setting_names_what_an_engine_begins_with(stored, make_engine, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "7")
-    engine = make_engine(weights_may_change=True)
-    assert engine.serve(PROMPT) == 0
+    assert make_engine(weights_may_change=True).serve(PROMPT) == 0
     assert make_engine().serve(PROMPT) == HIT
     monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "8")
     assert make_engine().serve(PROMPT) == 0
 
 
-def begin(engine: Apart, number: int, *, end: int) -> list[int]:
-    """Run a request's first pass, as far as `end`."""
-    assert engine.ask(number, PROMPT) == 0
-    blocks = engine.new_blocks(PROMPT)
-    meta = engine.leader.plan([(report_of(number, 0, end, blocks), True)])
-    engine.rank.begin(meta, None)
-    engine.compute(PROMPT[:end], blocks)
-    engine.rank.end(None)
-    return blocks
-
-
-def go_on(engine: Apart, number: int, blocks: list[int], start: int) -> None:
-    """Run the rest of it."""
-    meta = engine.leader.plan([(report_of(number, start, len(PROMPT)), False)])
-    engine.rank.begin(meta, None)
-    engine.compute(PROMPT, blocks)
-    engine.rank.end(None)
-    engine.leader.finish(number)
-
-
-def report_of(number: int, start: int, end: int, blocks: list[int] | None = None) -> PassReport:
-    return PassReport(
+def run(
+    engine: Apart, number: int, start: int, end: int, blocks: list[int] | None = None
+) -> list[int]:
+    """Run a request's first pass, or another one if its `blocks` are given; return these."""
+    is_new = blocks is None
+    if is_new:
+        assert engine.ask(number, PROMPT) == 0
+        blocks = engine.new_blocks(PROMPT)
+    report = PassReport(
         request_id=number,
-        new_tokens=[] if blocks is None else list(PROMPT),
-        new_block_ids=blocks or [],
+        new_tokens=list(PROMPT) if is_new else [],
+        new_block_ids=blocks if is_new else [],
         computed_position=start,
         num_scheduled_tokens=end - start,
-        is_new=blocks is not None,
+        is_new=is_new,
     )
+    engine.rank.begin(engine.leader.plan([(report, is_new)]), None)
+    engine.compute(PROMPT[:end], blocks)
+    engine.rank.end(None)
+    if end == len(PROMPT):
+        engine.leader.finish(number)
+    return blocks
 
 
 @pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""]])
 def test_nothing_more_is_stored_of_a_request_in_flight(engine, make_engine, versions):
-    blocks = begin(engine, 1, end=16)
+    blocks = run(engine, 1, 0, 16)
     for version in versions:
         name(engine, version)
-    go_on(engine, 1, blocks, 16)
+    run(engine, 1, 16, len(PROMPT), blocks)
     assert stored_of(engine) == 16 // BLOCK
     name(engine, "")
     assert make_engine().serve(PROMPT) == 16
@@ -115,9 +107,9 @@ def test_nothing_more_is_stored_of_a_request_in_flight(engine, make_engine, vers
 
 def test_the_same_version_twice_changes_nothing(engine):
     name(engine, "2")
-    blocks = begin(engine, 1, end=16)
+    blocks = run(engine, 1, 0, 16)
     name(engine, "2")
-    go_on(engine, 1, blocks, 16)
+    run(engine, 1, 16, len(PROMPT), blocks)
     assert stored_of(engine) == len(PROMPT) // BLOCK
 
 

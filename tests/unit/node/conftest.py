@@ -1,6 +1,7 @@
 """A node's directory, shards that can be started and stopped there again, and links to them."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,15 @@ def arena_of(link: NodeLink) -> Arena:
     arena = link.arena
     assert arena is not None
     return arena
+
+
+def in_a_fork(act: Callable[[], int]) -> int:
+    """Return the exit status of a child of this process, which is what `act` returns there."""
+    child = os.fork()
+    if child == 0:
+        status = -1
+        try:
+            status = act()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -18,12 +18,15 @@ def note(request_id: int, *, end: int = 0) -> RequestNote:
     return RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored")
 
 
-def test_what_was_noted_is_taken_once_in_its_order():
+def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reported_first():
     notes = RequestNotes()
-    for number in (3, 1, 2):
+    for number in (3, 1):
         notes.note(note(number))
-    assert [one.request_id for one in notes.take()] == [3, 1, 2]
+    taken = notes.take()
     assert notes.take() == []
+    notes.note(note(2))
+    notes.give_back(taken)
+    assert [one.request_id for one in notes.take()] == [3, 1, 2]
 
 
 def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once():
@@ -32,15 +35,6 @@ def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once():
     notes.note(note(1))
     notes.note(note(1, end=4))
     assert [one.end for one in notes.take()] == [0, 4]
-
-
-def test_what_could_not_be_reported_waits_in_front_of_the_rest():
-    notes = RequestNotes()
-    notes.note(note(1))
-    taken = notes.take()
-    notes.note(note(2))
-    notes.give_back(taken)
-    assert [one.request_id for one in notes.take()] == [1, 2]
 
 
 def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
@@ -58,13 +52,6 @@ def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
 
 def test_a_number_that_no_frame_carries_costs_its_own_note_only():
     assert len(packed([note(1), note(2**70), note(2)])) == 2
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def keys(count: int, seed: int = 0) -> list[BlockKey]:
@@ -100,13 +87,13 @@ def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
 
 
 def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
-    clock = Clock()
-    notes = PromptNotes(clock)
+    now = [100.0]
+    notes = PromptNotes(lambda: now[0])
     first, second = keys(50, 1), keys(60, 2)
     limit = 2**63
     notes.hear(limit)
     notes.note(first, 1600, 45, 10)
-    clock.now += 2.5
+    now[0] += 2.5
     notes.note(second, 1920, 60, 0)
     taken = taken_of(notes)
     below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]

@@ -5,9 +5,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +25,7 @@ from kvray.store.arena import prefault
 from kvray.store.machine.pages import ArenaPages
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.actors.conftest import StartShard
-from tests.unit.node.conftest import arena_of, registration
+from tests.unit.node.conftest import arena_of, in_a_fork, registration
 from tests.unit.store.small_arena import acquire, chain, fetch, release, spec, store
 from tests.waiting import HANG_S, wait_for
 
@@ -51,18 +53,16 @@ def test_an_engine_that_started_before_its_shard_attaches_by_itself(make_shard, 
 
 
 def test_all_who_ask_in_one_process_share_a_link(shard, make_link):
-    found: list[NodeLink] = []
-    askers = [threading.Thread(target=lambda: found.append(make_link())) for _ in range(8)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
-    assert len({id(link) for link in found}) == 1
+    with ThreadPoolExecutor(8) as pool:
+        found = [asked.result() for asked in [pool.submit(make_link) for _ in range(8)]]
+    assert len(set(map(id, found))) == 1
     assert shard.status()["arena"]["holders"] == 1
     assert len(threads()) == 1
 
 
-def test_the_last_user_ends_the_thread_and_the_holder(shard, make_link):
+def test_the_last_user_ends_the_thread_and_the_holder_and_the_next_link_is_a_new_one(
+    shard, make_link
+):
     first, second = make_link(), make_link()
     first.detach()
     assert second.arena is not None
@@ -70,15 +70,11 @@ def test_the_last_user_ends_the_thread_and_the_holder(shard, make_link):
     assert threads() == []
     assert second.arena is None
     assert shard.status()["arena"]["holders"] == 0
+    third = make_link()
     second.detach()
-
-
-def test_a_link_made_after_the_last_one_ended_is_a_new_one(shard, make_link):
-    first = make_link()
-    first.detach()
-    second = make_link()
-    first.detach()
-    assert second.arena is not None
+    assert third.arena is not None
+    assert third.process_name != second.process_name, "another process may have had its number"
+    assert f"-{os.getpid()}-" in third.process_name
 
 
 @pytest.mark.parametrize("how", ["retired", "removed by hand"])
@@ -148,12 +144,6 @@ def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_re
     wait_for(lambda: mapped() == 1, "unmapping")
     with pytest.raises(ShardUnavailable):
         held[0][0].leased_slots(held[0][2])
-
-
-def test_an_arena_of_which_nothing_is_leased_is_unmapped_soon(replace, mapped):
-    for _ in range(2):
-        replace()
-    wait_for(lambda: mapped() == 1, "unmapping")
 
 
 def test_an_arena_is_mapped_while_another_process_that_lives_has_a_lease_in_it(
@@ -275,26 +265,14 @@ def test_populating_ends_with_the_arena(slow_populating, shard, make_link):
 
 
 def test_a_deferred_action_is_tried_until_it_succeeds(link):
-    tries = iter([False, False, True])
-    done = threading.Event()
-
-    def action(arena: Arena) -> bool:
-        succeeded = next(tries)
-        if succeeded:
-            done.set()
-        return succeeded
-
-    link.defer(arena_of(link), action)
+    done, tries = threading.Event(), iter([False, False, True])
+    link.defer(arena_of(link), lambda _: next(tries) and (done.set() or True))
     assert done.wait(HANG_S)
 
 
 def test_an_action_that_has_become_void_keeps_no_other_waiting(link):
     done = threading.Event()
-
-    def void(arena: Arena) -> bool:
-        raise LeaseExpired("gone")
-
-    link.defer(arena_of(link), void)
+    link.defer(arena_of(link), Mock(side_effect=LeaseExpired("gone")))
     link.defer(arena_of(link), lambda arena: done.set() or True)
     assert done.wait(HANG_S)
 
@@ -309,19 +287,14 @@ def test_detach_does_what_was_deferred(shard, link):
     assert next(tries, None) is None
 
 
-def test_detach_does_not_wait_for_ever(link, monkeypatch):
-    monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
-    link.defer(arena_of(link), lambda arena: False)
-    link.detach()
-
-
-def test_what_is_deferred_is_bounded(link, monkeypatch, caplog):
+def test_what_is_deferred_is_bounded_and_the_end_waits_not_long_for_it(link, monkeypatch, caplog):
     monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
     monkeypatch.setattr(link_module, "_WAITING_MAX", 2)
     for _ in range(9):
         link.defer(arena_of(link), lambda arena: False)
         time.sleep(0.02)
     assert caplog.text.count("the arena has been locked for too long") == 1
+    link.detach()
 
 
 # -- forks ----------------------------------------------------------------------------------------
@@ -331,53 +304,51 @@ def test_a_forked_child_cannot_use_the_link_and_does_the_parent_no_harm(shard, l
     link.register(registration())
     arena = arena_of(link)
     held = lease(arena, chain(2))
-    child = os.fork()
-    if child == 0:
-        os._exit(_use_as_a_child(link, arena))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def use() -> int:
+        """Return a number that tells which promise was broken, 0 if none."""
+        began = time.monotonic()
+        if link.arena is not None:
+            return 1
+        try:
+            link.call("hello")
+            return 2
+        except ShardUnavailable:
+            pass
+        link.register(registration("child"))
+        link.defer(arena, lambda arena: True)
+        link.detach()
+        return 3 if time.monotonic() - began > 1 else 0
+
+    assert in_a_fork(use) == 0
     assert shard.status()["arena"]["holders"] == 1
     assert shard.status()["arena"]["leased_blocks"] == 2
     assert arena.release(*held)
     assert link.call("hello")["shard"] == "a"
 
 
-def _use_as_a_child(link: NodeLink, arena: Arena) -> int:
-    """Return a number that tells which promise was broken, 0 if none."""
-    began = time.monotonic()
-    if link.arena is not None:
-        return 1
-    try:
-        link.call("hello")
-        return 2
-    except ShardUnavailable:
-        pass
-    link.register(registration("child"))
-    link.defer(arena, lambda arena: True)
-    link.detach()
-    return 3 if time.monotonic() - began > 1 else 0
-
-
 def test_a_forked_child_may_attach_again(shard, directory):
     first = attach(directory, label="parent", lock_wait_s=0.05, attach_retry_s=0.02)
-    child = os.fork()
-    if child == 0:
+
+    def attach_again() -> int:
         link = attach(directory, label="child", lock_wait_s=0.05, attach_retry_s=0.02)
         # What it opens again is its own, its locks too.
         arena = link.arena
-        status = 0 if link is not first and arena is not None and arena.lease([]) == [] else 1
+        is_own = link is not first and arena is not None and arena.lease([]) == []
         link.detach()
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return not is_own
+
+    assert in_a_fork(attach_again) == 0
     first.detach()
 
 
 def test_the_registry_is_not_locked_in_a_child_that_was_forked_while_it_was(directory):
+    def lock() -> int:
+        with link_module._links_lock:
+            return 0
+
     with link_module._links_lock:
-        child = os.fork()
-        if child == 0:
-            with link_module._links_lock:
-                os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert in_a_fork(lock) == 0
 
 
 @contextmanager
@@ -458,11 +429,3 @@ def test_an_end_beside_a_shard_that_answers_sends_the_last_figures_of_all(shard,
     assert [one["counters"] for one in found] == [{"hits": 99}] * 2
     assert not any(one["connected"] for one in found)
     assert "lost" not in caplog.text
-
-
-def test_two_processes_of_one_host_name_and_number_have_names_of_their_own(make_link):
-    first = make_link()
-    first.detach()
-    second = make_link()
-    assert first.process_name != second.process_name
-    assert f"-{os.getpid()}-" in second.process_name

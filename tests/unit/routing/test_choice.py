@@ -58,33 +58,32 @@ def drawn(costs: list[Cost]) -> list[float]:
     return [number / 10 for number in range(len(costs))]
 
 
-def test_the_replica_that_has_the_prefix_gets_the_request():
-    costs = [cost("a", work_s=1.0), cost("b", work_s=0.2)]
-    found = choose(costs, draws=[0, 1])
-    assert (found.replica, found.reason) == ("b", "prefix")
+CHOICES = {
+    "the one that has the prefix": ([{"work_s": 1.0}, {"work_s": 0.2}], "b", "prefix"),
+    "not one whose queue costs more than copying": (
+        [{"work_s": 0.5}, {"work_s": 0.2, "queue_s": 1.0}],
+        "a",
+        "queue",
+    ),
+    "but near saturation, for the work that it saves": (
+        [{"work_s": 0.5, "utilization": 0.9}, {"work_s": 0.2, "queue_s": 1.0, "utilization": 0.9}],
+        "b",
+        "prefix",
+    ),
+    "without a shared prefix the shortest queue": (
+        [{"work_s": 1.0, "queue_s": queue_s} for queue_s in (3.0, 1.0, 2.0)],
+        "b",
+        "fallback",
+    ),
+}
 
 
-def test_a_queue_that_costs_more_than_copying_sends_the_request_on():
-    costs = [cost("a", work_s=0.5), cost("b", work_s=0.2, queue_s=1.0)]
-    found = choose(costs, draws=[0, 1])
-    assert (found.replica, found.reason) == ("a", "queue")
-
-
-def test_near_saturation_a_longer_queue_is_worth_the_work_that_it_saves():
-    costs = [
-        cost("a", work_s=0.5, utilization=0.9),
-        cost("b", work_s=0.2, queue_s=1.0, utilization=0.9),
-    ]
-    found = choose(costs, draws=[0, 1])
-    assert (found.replica, found.reason) == ("b", "prefix")
-    assert found.ranked[1].later_s > 0
-
-
-def test_without_a_shared_prefix_the_shortest_queue_gets_the_request():
-    queues = {"a": 3.0, "b": 1.0, "c": 2.0}
-    costs = [cost(name, work_s=1.0, queue_s=queue_s) for name, queue_s in queues.items()]
-    found = choose(costs, draws=[0, 1, 2])
-    assert (found.replica, found.reason) == ("b", "fallback")
+@pytest.mark.parametrize(("costs", "replica", "reason"), CHOICES.values(), ids=CHOICES)
+def test_the_request_goes_to(costs, replica, reason):
+    known = [cost(name, **fields) for name, fields in zip("abc", costs, strict=False)]
+    found = choose(known, draws=list(range(len(known))))
+    assert (found.replica, found.reason) == (replica, reason)
+    assert (found.ranked[1].later_s > 0) == ("utilization" in costs[0])
 
 
 def test_a_tie_goes_to_the_replica_that_did_least_lately_and_then_by_lot():
@@ -170,22 +169,41 @@ STRETCHES = st.lists(
 )
 
 
-def test_a_prompt_that_nobody_has_is_computed():
-    found = predict(candidate(queue_s=2.0), 500, [])
-    assert (found.pool_tokens, found.brings, found.computed_tokens) == (0, (), 500)
-    assert (found.queue_s, found.compute_s, found.first_token_s) == (2.0, 0.5, 2.5)
+SLOW = {"rates": replace(RATES, remote=Link(bytes_per_s=1e4))}
+PARTED = {
+    "computed if nobody has them": ({"queue_s": 2.0}, 500, [], 0, [], 500),
+    "in the pool": ({"pool_tokens": 400}, 500, [], 400, [], 100),
+    "in the pool, but the last one": ({"pool_tokens": 500}, 500, [], 499, [], 1),
+    "brought, but the last one": ({}, 500, [(500, "a")], 0, ["host"], 1),
+    "computed if that is faster": (SLOW, 1400, [(1200, "a"), (100, "b")], 0, ["host"], 200),
+    "brought if what follows is worth it": (
+        {},
+        500,
+        [(10, "b"), (400, "a")],
+        0,
+        ["remote", "host"],
+        90,
+    ),
+    "none": ({}, 0, [], 0, [], 0),
+}
 
 
-def test_what_the_pool_has_costs_nothing():
-    found = predict(candidate(pool_tokens=400), 500, [])
-    assert (found.pool_tokens, found.work_s) == (400, pytest.approx(0.1))
-
-
-def test_the_last_token_is_computed_in_any_case():
-    found = predict(candidate(pool_tokens=500), 500, [])
-    assert (found.pool_tokens, found.computed_tokens) == (499, 1)
-    found = predict(candidate(), 500, [Stretch(num_tokens=500, holders={"a": "host"})])
-    assert (found.tokens_from("host"), found.computed_tokens) == (499, 1)
+@pytest.mark.parametrize(
+    ("fields", "num_tokens", "held", "in_pool", "sources", "computed"),
+    PARTED.values(),
+    ids=PARTED,
+)
+def test_the_tokens_of_a_prompt_are(fields, num_tokens, held, in_pool, sources, computed):
+    stretches = [Stretch(num_tokens=count, holders={node: "host"}) for count, node in held]
+    found = predict(candidate(**fields), num_tokens, stretches)
+    assert (found.pool_tokens, found.computed_tokens) == (in_pool, computed)
+    assert [bring.source for bring in found.brings] == sources
+    brought = sum(found.tokens_from(source) for source in sources)
+    assert brought == num_tokens - in_pool - computed
+    assert found.queue_s == fields.get("queue_s", 0.0)
+    assert found.compute_s == pytest.approx(computed / 1000)
+    assert found.work_s == pytest.approx(found.bring_s + found.compute_s)
+    assert found.first_token_s == pytest.approx(found.queue_s + found.work_s)
 
 
 @pytest.mark.parametrize(
@@ -211,30 +229,6 @@ def test_a_link_that_was_measured_by_itself_counts_for_its_node():
     stretches = [Stretch(num_tokens=100, holders={"b": "host", "c": "host"})]
     found = predict(candidate(rates=rates), 200, stretches)
     assert found.bring_s == pytest.approx(1e-5 + 0.01)
-
-
-def test_what_is_slower_to_bring_than_to_compute_is_computed():
-    rates = replace(RATES, remote=Link(bytes_per_s=1e4))
-    stretches = [
-        Stretch(num_tokens=100, holders={"a": "host"}),
-        Stretch(num_tokens=100, holders={"b": "host"}),
-    ]
-    found = predict(candidate(rates=rates), 300, stretches)
-    assert [bring.source for bring in found.brings] == ["host"]
-    assert found.computed_tokens == 200
-
-
-def test_a_slow_stretch_is_brought_if_what_follows_is_worth_it():
-    stretches = [
-        Stretch(num_tokens=10, holders={"b": "host"}),
-        Stretch(num_tokens=400, holders={"a": "host"}),
-    ]
-    found = predict(candidate(), 500, stretches)
-    assert [bring.source for bring in found.brings] == ["remote", "host"]
-
-
-def test_a_prompt_without_tokens_costs_nothing():
-    assert predict(candidate(), 0, []).first_token_s == 0
 
 
 @given(st.integers(1, 2000), st.integers(0, 2000), STRETCHES)

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,28 +57,36 @@ def places(**rates: float) -> list[Place]:
     ]
 
 
-def route(made: ReplicaLoads, found: Survey, number: int, now: float) -> str:
-    choice = made.choose(places(), len(found.words) * BLOCK, found, now=now)
-    made.routed(str(number), choice.cost, found, now=now)
-    return choice.replica
+def route(
+    made: ReplicaLoads,
+    found: Survey,
+    number: int,
+    now: float,
+    at: list[Place] | None = None,
+    *,
+    is_told: bool = False,
+) -> Choice:
+    choice = made.choose(at or places(), len(found.words) * BLOCK, found, now=now)
+    made.routed(str(number), choice.cost, found, now=now, is_told=is_told)
+    return choice
 
 
 def test_an_idle_fleet_sends_a_prompt_where_its_blocks_are():
-    assert route(loads(), survey("p", 100, held=99, on="node-c"), 1, 0.0) == "c"
+    assert route(loads(), survey("p", 100, held=99, on="node-c"), 1, 0.0).replica == "c"
 
 
 def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
     made = loads()
-    first = route(made, survey("p", 100), 1, 0.0)
+    first = route(made, survey("p", 100), 1, 0.0).replica
     made.done("1", 1.0)
-    assert {route(made, survey("p", 100), 2, 100.0), first} == {first}
+    assert route(made, survey("p", 100), 2, 100.0).replica == first
 
 
 def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks():
     made, found = loads(), survey("p", 300, held=299, on="node-a")
     for number in range(3):
         route(made, survey(f"other {number}", 3000, held=2999, on="node-a"), number, 0.0)
-    assert route(made, found, 10, 0.0) != "a"
+    assert route(made, found, 10, 0.0).replica != "a"
 
 
 def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
@@ -85,7 +94,7 @@ def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
     counts: Counter[str] = Counter()
     for number in range(400):
         found = survey(f"question {number}", 60, held=50, shared=50)
-        counts[route(made, found, number, now)] += 1
+        counts[route(made, found, number, now).replica] += 1
         now += 0.05
     assert max(counts.values()) <= 1.4 * 100
 
@@ -95,17 +104,13 @@ def test_a_replica_that_is_measured_slow_gets_less():
     slow = places(a=1_000.0, b=10_000.0, c=10_000.0, d=10_000.0)
     counts: Counter[str] = Counter()
     for number in range(100):
-        found = survey(f"p {number}", 60)
-        choice = made.choose(slow, 60 * BLOCK, found, now=0.1 * number)
-        made.routed(str(number), choice.cost, found, now=0.1 * number)
-        counts[choice.replica] += 1
+        counts[route(made, survey(f"p {number}", 60), number, 0.1 * number, slow).replica] += 1
     assert counts["a"] < min(counts[name] for name in "bcd")
 
 
 def test_what_is_due_waits_no_longer_and_an_end_is_noted_once():
     made, found = loads(), survey("p", 100)
-    choice = made.choose(places(), 3200, found, now=0.0)
-    made.routed("1", choice.cost, found, now=0.0)
+    route(made, found, 1, 0.0)
     assert max(one.cost.queue_s for one in made.choose(places(), 3200, found, now=0.1).ranked) > 0
     made.done("1", 0.2)
     made.done("1", 0.2)
@@ -118,8 +123,7 @@ def test_answers_under_way_make_a_prompt_longer_there():
     made, found = loads(), survey("p", 100)
     speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}
     slow = [replace(one, **speed) for one in places()]
-    first = made.choose(slow, 3200, found, now=0.0)
-    made.routed("1", first.cost, found, now=0.0, is_told=True)
+    first = route(made, found, 1, 0.0, slow, is_told=True)
     made.first_token("1", 0.4)
 
     def computed() -> dict[str, float]:
@@ -134,24 +138,17 @@ def test_answers_under_way_make_a_prompt_longer_there():
 
 def test_speeds_that_differ_by_chance_leave_no_replica_idle():
     made = loads()
-    speeds = (10_000.0, 9_000.0, 8_500.0, 4_000.0)
-    alike = [
-        replace(one, prefill_tokens_per_s=speed)
-        for one, speed in zip(places(), speeds, strict=True)
-    ]
+    alike = places(a=10_000.0, b=9_000.0, c=8_500.0, d=4_000.0)
     counts: Counter[str] = Counter()
     for number in range(120):
-        found, now = survey(f"p{number}", 100), 0.2 * number
-        choice = made.choose(alike, 3200, found, now=now)
-        made.routed(str(number), choice.cost, found, now=now)
-        counts[choice.replica] += 1
+        counts[route(made, survey(f"p{number}", 100), number, 0.2 * number, alike).replica] += 1
     assert min(counts[name] for name in "abc") > 0.9 * max(counts.values())
     assert counts["d"] < 0.7 * max(counts.values()), "which is a slower machine"
 
 
 def test_a_replica_that_went_takes_its_requests_along():
     made, found = loads(), survey("p", 100)
-    replica = route(made, found, 1, 0.0)
+    replica = route(made, found, 1, 0.0).replica
     made.retain(set(NAMES) - {replica})
     made.done("1", 0.1)
     left = [one for one in places() if one.replica != replica]
@@ -160,7 +157,7 @@ def test_a_replica_that_went_takes_its_requests_along():
 
 def test_an_idle_replica_that_stays_keeps_what_lately_came():
     made, found = loads(), survey("p", 100)
-    replica = route(made, found, 1, 0.0)
+    replica = route(made, found, 1, 0.0).replica
     made.done("1", 0.1)
 
     def crowds() -> dict[str, float]:
@@ -184,16 +181,9 @@ def pool_tokens(made: ReplicaLoads, at: list[Place], found: Survey) -> dict[str,
     return {one.cost.replica: one.cost.pool_tokens for one in choice.ranked}
 
 
-def test_a_pool_that_tells_is_believed():
-    made, found = loads(), survey("p", 100)
-    choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
-    assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
-
-
 def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
     made, found = loads(), survey("p", 100)
-    choice = made.choose(told(99 * BLOCK), 100 * BLOCK, found, now=0.0)
-    made.routed("1", choice.cost, found, now=0.0)
+    route(made, found, 1, 0.0, told(99 * BLOCK))
     made.done("1", 1.0)
     assert pool_tokens(made, told(10 * BLOCK), found)["c"] == 10 * BLOCK
     unsure = told(10 * BLOCK, is_sure=False)
@@ -202,9 +192,8 @@ def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
 
 def test_a_prompt_under_way_counts_before_its_engine_tells_of_it():
     made, found = loads(), survey("p", 100)
-    choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
-    made.routed("1", choice.cost, found, now=0.0)
-    assert choice.replica == "c"
+    choice = route(made, found, 1, 0.0, told(50 * BLOCK))
+    assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
     assert pool_tokens(made, told(0), found)["c"] == 100 * BLOCK - 1
     made.done("1", 1.0)
     assert pool_tokens(made, told(0), found)["c"] == 0
@@ -234,48 +223,29 @@ def test_a_pool_is_bounded_and_leaves_of_the_least_recently_used_prompt_go_first
         assert pool.leading(prompt) == [*there, False].index(False)
 
 
-def test_an_idle_replica_has_no_queue():
-    assert Load().queue_s(5.0) == 0
+FIRST, SECOND = ("r1", 2.0, 10.0), ("r2", 3.0, 10.5)
+"""(request, its work, when it came); two figures tell of its first token."""
+QUEUES: dict[str, tuple[list[tuple[Any, ...]], dict[float, float]]] = {
+    "an idle replica has none": ([], {5.0: 0.0}),
+    # r1 is due at 12, and r2 has not begun.
+    "it shrinks while the oldest runs": ([FIRST, SECOND], {11.0: 4.0, 12.0: 3.5}),
+    "it grows the later a request is": (
+        [FIRST],
+        {12.0: 0.5, 14.0: 1.0, 16.0: 1.5, 18.0: 2.0, 109.0: 2.0},
+    ),
+    "a first token ends a wait": ([FIRST, SECOND, ("r1", 13.0)], {14.0: 2.0}),
+    "the last one ends it": ([FIRST, SECOND, ("r1", 13.0), ("r2", 15.0)], {15.0: 0.0}),
+    "the oldest one runs on": ([("r1", 5.0, 0.0), ("r2", 1.0, 0.0), ("r2", 3.0)], {3.0: 2.0}),
+    "an unknown request changes nothing": ([("r1", 2.0, 0.0), ("r0", 1.0)], {1.0: 1.0}),
+}
 
 
-def test_waiting_work_shrinks_while_the_oldest_request_runs():
+@pytest.mark.parametrize(("steps", "waits"), QUEUES.values(), ids=QUEUES)
+def test_a_queue_is_as_long_as_what_waits(steps, waits):
     load = Load()
-    load.routed("r1", 2.0, now=10.0)
-    load.routed("r2", 3.0, now=10.5)
-    assert load.queue_s(11.0) == pytest.approx(4.0)
-    assert load.queue_s(12.0) == pytest.approx(3.5), "r1 is due, and r2 has not begun"
-
-
-def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is():
-    load = Load()
-    load.routed("r1", 2.0, now=10.0)
-    waits = [load.queue_s(10.0 + ran_s) for ran_s in (2.0, 4.0, 6.0, 8.0, 99.0)]
-    assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-
-
-def test_a_first_token_ends_the_wait_for_its_request():
-    load = Load()
-    load.routed("r1", 2.0, now=10.0)
-    load.routed("r2", 3.0, now=10.5)
-    load.done("r1", now=13.0)
-    assert load.queue_s(14.0) == pytest.approx(2.0)
-    load.done("r2", now=15.0)
-    assert load.queue_s(15.0) == 0
-
-
-def test_a_request_that_overtakes_leaves_the_oldest_one_running():
-    load = Load()
-    load.routed("r1", 5.0, now=0.0)
-    load.routed("r2", 1.0, now=0.0)
-    load.done("r2", now=3.0)
-    assert load.queue_s(3.0) == pytest.approx(2.0)
-
-
-def test_an_unknown_request_changes_nothing():
-    load = Load()
-    load.routed("r1", 2.0, now=0.0)
-    load.done("r0", now=1.0)
-    assert (len(load), load.queue_s(1.0)) == (1, 1.0)
+    for request, *figures in steps:
+        (load.routed if len(figures) == 2 else load.done)(request, *figures)
+    assert {now: load.queue_s(now) for now in waits} == pytest.approx(waits)
 
 
 def test_steady_work_is_its_share_of_time():
@@ -361,7 +331,7 @@ def test_a_request_is_followed_from_its_choice_to_its_first_token(router):
 
 
 def test_work_waits_until_its_first_token_if_somebody_tells(router):
-    router.begin("told", is_told=True)
+    router.begin("told")
     router.decisions.sent("told", "r0", now=0.0)
     waiting = router.choice(60.0)
     (costs,) = [one.cost for one in waiting.ranked if one.cost.replica == "r0"]

@@ -65,10 +65,7 @@ def as_blob(kv: Any) -> torch.Tensor:
     """Return what was retrieved as one tensor of integers, which compare by their bits."""
     if isinstance(kv, torch.Tensor):
         return kv.view(INTEGERS[kv.dtype.itemsize])
-    layers = [
-        torch.stack([one.view(INTEGERS[one.dtype.itemsize]) for one in layer]) for layer in kv
-    ]
-    return torch.stack(layers)
+    return torch.stack([torch.stack([as_blob(one) for one in layer]) for layer in kv])
 
 
 def assert_same(kv: Any, expected: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tests.unit.tensor_cache.kv import (
     METADATA,
     TOKENS,
     VLLM,
-    as_blob,
     assert_same,
     changed,
     cut,
@@ -70,45 +70,29 @@ def test_a_cache_of_one_layout_answers_one_of_the_other(stored, make_cache):
     assert_same(make_cache(layout="vllm").retrieve(TOKENS)[0], BLOB.transpose(2, 3).contiguous())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dtype": torch.int32},
-        {"num_kv_heads": 4, "head_size": 4},
-        {"tokens_per_block": 2, "head_size": 16},
-        {"revision": "2"},
-        {"salt": "tenant"},
-        {"rank": 1, "world_size": 2},
-    ],
-)
-def test_caches_of_other_metadata_do_not_share(stored, make_cache, changes):
-    other = make_cache(**changes)
+def test_caches_of_other_metadata_do_not_share(stored, make_cache):
+    other = make_cache(salt="tenant")
     assert other.lookup(TOKENS) == 0
     assert other.retrieve(TOKENS)[0] == ()
 
 
+LONGER = [*TOKENS, 1, 2, 3]
 PARTED = [*TOKENS[: 2 * BLOCK + 1], *range(BLOCK)]
 
 
 @pytest.mark.parametrize(
     ("held", "asked", "num_masked", "num_found"),
     [
-        ([*TOKENS, 1, 2, 3], [*TOKENS, 1, 2, 3], 0, 24),
-        ([], [], 0, 0),
-        (TOKENS[:3], TOKENS[:3], 0, 0),
-        ([], TOKENS, 0, 0),
-        (TOKENS, PARTED, 0, 8),
-        (TOKENS, [*TOKENS, 1], 4, 24),
-        (TOKENS[:8], TOKENS, 12, 8),
-    ],
-    ids=[
-        "the tail that fills no block is not stored",
-        "nothing is no prompt",
-        "less than a block is neither stored nor found",
-        "nothing is found of unknown tokens",
-        "prompts share the blocks of their common prefix",
-        "only the suffix is retrieved",
-        "a suffix that begins behind what is stored is not found",
+        pytest.param(*case, id=says)
+        for says, case in {
+            "the tail that fills no block is not stored": (LONGER, LONGER, 0, 24),
+            "nothing is no prompt": ([], [], 0, 0),
+            "less than a block is neither stored nor found": (TOKENS[:3], TOKENS[:3], 0, 0),
+            "nothing is found of unknown tokens": ([], TOKENS, 0, 0),
+            "prompts share the blocks of their common prefix": (TOKENS, PARTED, 0, 8),
+            "only the suffix is retrieved": (TOKENS, [*TOKENS, 1], 4, 24),
+            "a suffix behind what is stored is not found": (TOKENS[:8], TOKENS, 12, 8),
+        }.items()
     ],
 )
 @pytest.mark.parametrize("return_tuple", [True, False])
@@ -126,13 +110,6 @@ def test_the_longest_run_of_full_blocks_is_found(
         assert kv == ()
     if asked == PARTED:
         assert cache.store(asked, random_blob(len(asked), seed=1)) == BLOCK
-
-
-def test_many_steps_of_conversion_make_one_answer(make_cache, monkeypatch):
-    monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
-    cache = make_cache()
-    assert cache.store(TOKENS, BLOB) == len(TOKENS)
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
 # -- masks, storing again, and in the background ------------------------------------------------
@@ -169,15 +146,6 @@ def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache):
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
-def test_a_background_store_adds_what_is_missing(cache):
-    cache.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
-    mask = suffix_mask(len(TOKENS), BLOCK)
-    cache.store(TOKENS, cut(BLOB, BLOCK, len(TOKENS)), mask, blocking=False)
-    assert cache.flush()
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
-    assert cache.counters()["stored_tokens"] == len(TOKENS)
-
-
 def test_close_finishes_background_stores(cache, make_cache):
     other = make_cache()
     for number in range(8):
@@ -202,16 +170,8 @@ def test_a_background_that_is_full_drops_and_says_so(cache, monkeypatch, caplog)
     [
         (("text", random_blob(4)), ConfigError, "list of integers"),
         ((TOKENS, random_blob(23)), LayoutMismatch, "23 tokens .* 24"),
-        (
-            (TOKENS, BLOB, suffix_mask(24, BLOCK)),
-            LayoutMismatch,
-            "24 tokens where tokens and mask ask for 20",
-        ),
-        (
-            (TOKENS, random_blob(21), suffix_mask(24, 3)),
-            ConfigError,
-            "multiple of tokens_per_block = 4",
-        ),
+        ((TOKENS, BLOB, suffix_mask(24, BLOCK)), LayoutMismatch, "24 tokens where .* ask for 20"),
+        ((TOKENS, random_blob(21), suffix_mask(24, 3)), ConfigError, "tokens_per_block = 4"),
         ((TOKENS, BLOB.half()), LayoutMismatch, "float16"),
         ((TOKENS, random_blob(24, VLLM)), LayoutMismatch, "layout 'huggingface'"),
     ],
@@ -307,7 +267,7 @@ def test_an_id_names_one_cache_with_a_name_of_its_own(create):
     assert [made._place[2], second._place[2]] == ["test", "test.2"]
 
 
-def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create):
+def test_a_destroyed_or_closed_cache_leaves_its_id_and_name_free(create):
     made = create("one")
     TensorCache.destroy("one")
     assert made.closed
@@ -316,11 +276,7 @@ def test_a_destroyed_cache_is_closed_and_its_id_and_name_free(create):
     again = create("one", changed(METADATA, revision="2"))
     assert again is not made
     assert again._place[2] == "test"
-
-
-def test_a_cache_that_was_closed_is_recreated(create):
-    with create("one"):
-        pass
+    again.close()
     assert TensorCache.get("one") is None
     assert not create("one").closed
 
@@ -335,20 +291,14 @@ def test_other_values_under_a_known_id_are_refused(create, config):
 
 
 def test_threads_that_ask_at_once_get_one_cache(create):
-    found: list[TensorCache] = []
     together = threading.Barrier(8)
 
-    def ask() -> None:
+    def ask(_: int) -> TensorCache:
         together.wait()
-        found.append(create("one"))
+        return create("one")
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(map(id, found))) == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(id, pool.map(ask, range(8))))) == 1
 
 
 # -- past_key_values of a model -----------------------------------------------------------------
@@ -402,14 +352,6 @@ def continue_greedily(model: Any, past: Any, tokens: list[int], count: int) -> l
         rest = [int(logits[0, -1].argmax())]
         answer += rest
     return answer
-
-
-def test_past_key_values_round_trip_bit_for_bit(model, of_model):
-    past = prefill(model, PROMPT)
-    of_model.store(PROMPT, to_pairs(past))
-    kv, ret_mask = of_model.retrieve(PROMPT)
-    assert int(ret_mask.sum()) == 5 * BLOCK
-    assert torch.equal(as_blob(kv), as_blob(to_pairs(past))[:, :, :, : 5 * BLOCK])
 
 
 def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(model, of_model):

@@ -2,14 +2,14 @@
 
 import json
 import logging
-import multiprocessing
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from kvray.store.arena.layout import READY
 from kvray.store.arena.payload import slot_bytes
 from kvray.tensor_cache import TensorCache
 from kvray.tensor_cache.cache import StoreQueue
+from tests.unit.node.conftest import in_a_fork
 from tests.unit.tensor_cache.conftest import MakeCache, start_shard
 from tests.unit.tensor_cache.kv import (
     BLOB,
@@ -34,7 +35,7 @@ from tests.unit.tensor_cache.kv import (
     random_blob,
     suffix_mask,
 )
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, Gate, wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,8 +48,14 @@ def blob(number: int, num_blocks: int = 6) -> Any:
     return random_blob(num_blocks * BLOCK, seed=number)
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+def warning(caplog: pytest.LogCaptureFixture) -> str:
+    """Return the only one."""
+    (found,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    return found
+
+
+def counted(cache: TensorCache) -> dict[str, int]:
+    return {name: value for name, value in cache.counters().items() if value}
 
 
 @pytest.fixture
@@ -93,7 +100,7 @@ def test_what_is_on_disk_is_found_and_counted_as_such(make_cache, on_disk):
     cache = make_cache(on_disk)
     assert_finds(cache, [*TOKENS, 1], BLOB, 6)
     cache.retrieve(TOKENS)
-    assert {name: value for name, value in cache.counters().items() if value} == {
+    assert counted(cache) == {
         "requests": 2,
         "prompt_tokens": 2 * len(TOKENS) + 1,
         "hit_tokens": 2 * len(TOKENS),
@@ -105,15 +112,10 @@ def test_what_is_on_disk_is_found_and_counted_as_such(make_cache, on_disk):
 def test_nothing_is_left_on_disk_for_being_slower_than_a_model_that_nobody_knows(
     make_cache, on_disk, monkeypatch
 ):
-    stage, speeds = StageCalls.stage, list[float]()
-
-    def note(calls: StageCalls, *args: Any, tokens_per_s: float, **named: Any) -> Any:
-        speeds.append(tokens_per_s)
-        return stage(calls, *args, tokens_per_s=tokens_per_s, **named)
-
-    monkeypatch.setattr(StageCalls, "stage", note)
+    stage = create_autospec(StageCalls.stage, side_effect=StageCalls.stage)
+    monkeypatch.setattr(StageCalls, "stage", stage)
     assert make_cache(on_disk).lookup(TOKENS) == len(TOKENS)
-    assert set(speeds) == {0.0}
+    assert {call.kwargs["tokens_per_s"] for call in stage.call_args_list} == {0.0}
 
 
 def test_without_a_wait_only_prefetch_brings_what_is_on_disk(make_cache, on_disk):
@@ -148,14 +150,13 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert cache.flush()
     assert_finds(cache, TOKENS, BLOB, 0)
     assert cache.lookup(TOKENS) == 0
-    assert {name: value for name, value in cache.counters().items() if value} == {
+    assert counted(cache) == {
         "requests": 1,
         "prompt_tokens": len(TOKENS),
         "dropped_tokens": 2 * len(TOKENS),
         "miss_tokens_store_down": len(TOKENS),
     }
-    assert len(warnings(caplog)) == 1
-    assert "no tier" in warnings(caplog)[0]
+    assert "no tier" in warning(caplog)
 
 
 def test_a_cache_works_once_the_tier_appears(make_cache, own_config, own_shards):
@@ -208,26 +209,18 @@ def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
     monkeypatch.setattr(Arena, call, interrupted)
     if call == "write":
         own_cache.store(prompt(1), blob(1))
-        assert own_cache.lookup(prompt(1)) == 0
-    else:
-        assert_finds(own_cache, TOKENS, BLOB, 0)
+    assert_finds(own_cache, prompt(1) if call == "write" else TOKENS, BLOB, 0)
 
 
 def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored):
-    process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(stored,))
-    process.start()
-    process.join(HANG_S)
-    assert process.exitcode == 7
-    process.close()
+    def use() -> int:
+        stored.close()
+        with pytest.raises(ValueError, match="forked"):
+            stored.lookup(TOKENS)
+        return 0
+
+    assert in_a_fork(use) == 0
     assert stored.lookup(TOKENS) == len(TOKENS)
-
-
-def _use_in_child(cache: TensorCache) -> None:
-    cache.close()
-    try:
-        cache.lookup(TOKENS)
-    except ValueError as error:
-        sys.exit(7 if "forked" in str(error) else 8)
 
 
 # -- full ---------------------------------------------------------------------------------------
@@ -265,8 +258,7 @@ def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(make_cac
     cache = make_cache(tokens_per_block=2048)
     large = random_blob(2048)
     assert [cache.store(list(range(2048)), large) for _ in range(2)] == [0, 0]
-    assert len(warnings(caplog)) == 1
-    assert "raise arena.slab" in warnings(caplog)[0]
+    assert "raise arena.slab" in warning(caplog)
 
 
 def test_blocks_know_their_place_in_the_prompt(make_cache, shard, monkeypatch):
@@ -358,13 +350,9 @@ def test_nothing_stays_leased_after_a_retrieve(stored, shard):
 
 
 def test_two_processes_share(cache, config):
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.tensor_cache.kv", config.model_dump_json()],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = [sys.executable, "-m", "tests.unit.tensor_cache.kv", config.model_dump_json()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
@@ -383,49 +371,29 @@ def test_two_processes_share(cache, config):
 
 
 def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache):
-    wrong: list[int] = []
-
     def work(worker: int) -> None:
         for turn in range(30):
             number = (worker + turn) % 12
             cache.store(prompt(number), blob(number), blocking=bool(turn % 2))
             kv, ret_mask = cache.retrieve(prompt(number))
             expected = cut(blob(number), 0, int(ret_mask.sum()))
-            try:
-                assert_same(kv or expected, expected)
-            except AssertionError:
-                wrong.append(number)
+            assert_same(kv or expected, expected)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert cache.flush()
-    assert wrong == []
 
 
 def test_close_waits_for_a_call_that_is_under_way(cache, make_cache, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
-    write = Arena.write
-
-    def slow(arena: Arena, *args: Any, **kwargs: Any) -> Any:
-        begun.set()
-        assert go_on.wait(HANG_S)
-        return write(arena, *args, **kwargs)
-
-    monkeypatch.setattr(Arena, "write", slow)
-    storing = threading.Thread(target=cache.store, args=(TOKENS, BLOB))
-    storing.start()
-    assert begun.wait(HANG_S)
-    closing = threading.Thread(target=cache.close)
-    closing.start()
-    wait_for(lambda: cache.closed)
-    closing.join(0.05)
-    assert closing.is_alive()
-    go_on.set()
-    storing.join()
-    closing.join()
+    gate = Gate(monkeypatch, Arena, "write")
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(cache.store, TOKENS, BLOB)
+        assert gate.reached.wait(HANG_S)
+        closing = pool.submit(cache.close)
+        wait_for(lambda: cache.closed)
+        with pytest.raises(TimeoutError):
+            closing.result(0.05)
+        gate.open.set()
     assert make_cache().lookup(TOKENS) == len(TOKENS)
 
 
@@ -433,16 +401,15 @@ def test_close_waits_for_a_call_that_is_under_way(cache, make_cache, monkeypatch
 
 
 def test_kv_of_one_version_of_the_weights_is_not_found_under_another(stored, make_cache, config):
-    cache = stored
-    cache.set_weights_version("2")
-    assert cache.lookup(TOKENS) == 0
+    stored.set_weights_version("2")
+    assert stored.lookup(TOKENS) == 0
     new = blob(2)
-    assert cache.store(TOKENS, new) == len(TOKENS)
-    assert_same(cache.retrieve(TOKENS, return_tuple=False)[0], new)
-    assert_same(make_cache().retrieve(TOKENS, return_tuple=False)[0], BLOB)
+    assert stored.store(TOKENS, new) == len(TOKENS)
+    assert_same(stored.retrieve(TOKENS)[0], new)
+    assert_same(make_cache().retrieve(TOKENS)[0], BLOB)
     named = config.connector.model_copy(update={"weights_version": "2"})
     other = make_cache(config.model_copy(update={"connector": named}))
-    assert_same(other.retrieve(TOKENS, return_tuple=False)[0], new)
+    assert_same(other.retrieve(TOKENS)[0], new)
 
 
 def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(stored):

@@ -24,7 +24,7 @@ from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, NUM_WANTED, PROMPT
 from tests.kit.devices import HostDevice
 from tests.unit.engine.conftest import MakeEngine, environment, make_engine, running_shard, shard
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, Gate, wait_for
 
 __all__ = ["environment", "make_engine", "running_shard", "shard"]
 
@@ -62,13 +62,9 @@ def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) 
     return Hold(hold_id, promise.lease.leased(), promise.first, promise.end)
 
 
-def answer(held: HeldBlocks, hold: Hold) -> int:
+def answer(held: HeldBlocks, hold: Hold, *, are_ours: bool = True) -> int:
     """Have it held; return how many blocks are."""
-    held.begin([hold], (), are_ours=True)
-    return wait_for_answer(held, hold)
-
-
-def wait_for_answer(held: HeldBlocks, hold: Hold) -> int:
+    held.begin([hold], (), are_ours=are_ours)
     answers: dict[int, int] = {}
     wait_for(lambda: answers.update(held.answers()) or hold.hold_id in answers, "the copy")
     return answers[hold.hold_id]
@@ -143,15 +139,12 @@ def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(engine,
 
 
 def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
-    hold = leased(engine)
-    held.begin([hold], (), are_ours=False)
-    assert wait_for_answer(held, hold) == 0
+    assert answer(held, leased(engine), are_ours=False) == 0
     assert "the same engine arguments" in caplog.text
 
 
 def test_the_lease_ends_with_the_copy(engine, held):
-    hold = leased(engine)
-    answer(held, hold)
+    answer(held, leased(engine))
     assert engine.leased == 0
     engine.leader.decline(7)  # twice is fine
     assert engine.leased == 0
@@ -216,22 +209,15 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
 
 def test_the_end_waits_for_the_present_copy_only(engine, held, monkeypatch):
     copied: list[int] = []
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    def copy(one: Any) -> int:
-        copied.append(one.hold.hold_id)
-        has_begun.set()
-        may_end.wait(HANG_S)
-        return 0
-
-    monkeypatch.setattr(held, "_copy", copy)
+    monkeypatch.setattr(held, "_copy", lambda one: copied.append(one.hold.hold_id) or 0)
+    gate = Gate(monkeypatch, held, "_copy")
     hold = leased(engine)
     held.begin([hold, hold._replace(hold_id=1)], (), are_ours=True)
-    assert has_begun.wait(HANG_S)
+    assert gate.reached.wait(HANG_S)
     closing = threading.Thread(target=held.close)
     closing.start()
     wait_for(lambda: held._is_closing, "the end")
-    may_end.set()
+    gate.open.set()
     closing.join(HANG_S)
     assert copied == [0]
 
@@ -257,35 +243,26 @@ def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
 
 def test_the_ranks_are_told_once():
     holds = Holds(num_ranks=1, num_blocks=10)
-    asked = begin(holds, 6)
-    assert holds.take() == ((Hold(0, LEASED, 0, 6),), ())
-    holds.drop(asked)
-    assert holds.take() == ((), (0,))
-    assert holds.take() == ((), ())
-
-
-def test_what_is_dropped_before_they_are_told_is_never_told():
-    holds = Holds(num_ranks=2, num_blocks=10)
-    holds.drop(begin(holds, 6))
+    holds.drop(begin(holds, 6))  # before they are told
     assert holds.take() == ((), ())
     assert holds.room == 10
+    asked = begin(holds, 6)
+    assert holds.take() == ((Hold(1, LEASED, 0, 6),), ())
+    holds.drop(asked)
+    assert holds.take() == ((), (1,))
+    assert holds.take() == ((), ())
 
 
-def test_no_more_is_held_than_there_is_room_for():
-    holds = Holds(num_ranks=1, num_blocks=10)
-    begin(holds, 6)
-    assert holds.begin(LEASED, first=0, stop=5) is None
-    assert holds.begin(LEASED, first=0, stop=4) is not None
-
-
-def test_room_comes_back_with_the_load_of_an_answered_hold():
+def test_no_more_is_held_than_there_is_room_for_which_comes_back_with_the_load():
     holds = Holds(num_ranks=1, num_blocks=10)
     asked = begin(holds, 6)
+    assert holds.begin(LEASED, first=0, stop=5) is None
     holds.take()
     holds.hear({0: 6}, {0: 1})
     assert holds.room == 4
+    assert holds.begin(LEASED, first=0, stop=4) is not None
     holds.loaded(asked)
-    assert holds.room == 10
+    assert holds.room == 6
 
 
 def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it():

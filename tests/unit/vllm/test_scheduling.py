@@ -84,9 +84,7 @@ def new(name: str, computed: int, *, num_scheduled: int) -> SimpleNamespace:
 
 def nothing() -> SimpleNamespace:
     """Return a pass that has no request."""
-    passed = new("nobody", 0, num_scheduled=0)
-    passed.scheduled_new_reqs.clear()
-    return passed
+    return SimpleNamespace(**{**vars(new("nobody", 0, num_scheduled=0)), "scheduled_new_reqs": []})
 
 
 def told(half: "SchedulingHalf") -> Hold:
@@ -112,6 +110,13 @@ def offered(
     return half.ask(request, computed)
 
 
+def taken(half: "SchedulingHalf", request: SimpleNamespace, hit: int, at: int | None = None) -> Any:
+    """Have vLLM take so many tokens; return the pass that computes the rest behind `at`."""
+    half.allocated(request, hit)
+    computed = hit if at is None else at
+    return half.plan(new(request.request_id, computed, num_scheduled=len(PROMPT) - computed))
+
+
 def totals(half: "SchedulingHalf") -> Counter[str]:
     return half._leader.shared.figures.totals
 
@@ -119,8 +124,7 @@ def totals(half: "SchedulingHalf") -> Counter[str]:
 def test_what_vllm_takes_is_loaded(half):
     request = asked("a")
     assert offered(half, request) == HIT
-    half.allocated(request, HIT)
-    passed = half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
+    passed = taken(half, request, HIT)
     (load,) = passed.loads
     assert (load.skip, load.pages.ids().tolist()) == (0, list(range(HIT // BLOCK)))
     assert passed.meta.loads == passed.drops == ()
@@ -142,30 +146,23 @@ def test_nothing_is_offered_before_every_rank_has_answered(half):
 def test_what_vllm_does_not_take_is_not_loaded(half):
     request = asked("a")
     assert offered(half, request) == HIT
-    half.allocated(request, 0)
-    passed = half.plan(new("a", 0, num_scheduled=len(PROMPT)))
+    passed = taken(half, request, 0)
     assert (passed.loads, passed.drops) == ((), (0,))
     assert half.finish("a") == (False, 0)
 
 
-def test_a_block_that_proves_wrong_makes_a_shorter_hit(half):
+@pytest.mark.parametrize("valid", [0, 3])
+def test_a_block_that_proves_wrong_makes_a_shorter_hit_or_a_miss(half, valid):
     request = asked("a")
-    assert offered(half, request, valid=3) == 3 * BLOCK
-    half.allocated(request, 3 * BLOCK)
-    passed = half.plan(new("a", 3 * BLOCK, num_scheduled=len(PROMPT) - 3 * BLOCK))
-    assert passed.loads[0].pages.num_blocks == 3
-    assert [(save.depth, save.pages[0].num_blocks) for save in passed.meta.saves] == [(3, 7)]
-    assert totals(half)["hit_tokens"] == 3 * BLOCK
-    assert totals(half)["miss_tokens_corrupt"] == HIT - 3 * BLOCK
-    assert half.finish("a") == (False, 3 * BLOCK)
-
-
-def test_a_first_block_that_proves_wrong_makes_a_miss(half):
-    request = asked("a")
-    assert offered(half, request, valid=0) == 0
-    half.allocated(request, 0)
-    assert totals(half)["miss_tokens_corrupt"] == HIT
-    assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).loads == ()
+    assert offered(half, request, valid=valid) == valid * BLOCK
+    passed = taken(half, request, valid * BLOCK)
+    assert [load.pages.num_blocks for load in passed.loads] == [valid] * bool(valid)
+    assert [(save.depth, save.pages[0].num_blocks) for save in passed.meta.saves] == [
+        (valid, len(PROMPT) // BLOCK - valid)
+    ]
+    assert totals(half)["hit_tokens"] == valid * BLOCK
+    assert totals(half)["miss_tokens_corrupt"] == HIT - valid * BLOCK
+    assert half.finish("a") == (False, valid * BLOCK)
 
 
 def test_what_vllm_has_itself_by_then_is_passed_over(half):
@@ -173,8 +170,7 @@ def test_what_vllm_has_itself_by_then_is_passed_over(half):
     assert offered(half, request, BLOCK) == HIT - BLOCK
     assert half.ask(request, 4 * BLOCK) == HIT - 4 * BLOCK
     assert half.ask(request, 3 * BLOCK) == HIT - 3 * BLOCK
-    half.allocated(request, HIT - 3 * BLOCK)
-    (load,) = half.plan(new("a", HIT, num_scheduled=1)).loads
+    (load,) = taken(half, request, HIT - 3 * BLOCK, HIT).loads
     assert (load.skip, load.pages.ids().tolist()) == (2, list(range(3, HIT // BLOCK)))
     assert totals(half)["local_tokens"] == 3 * BLOCK
     assert totals(half)["hit_tokens"] == HIT - 3 * BLOCK
@@ -194,13 +190,9 @@ def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_
 
 def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half):
     request = asked("a")
-    assert offered(half, request) == HIT
-    half.allocated(request, HIT)
-    half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
-    for _ in range(3):
+    for _ in range(4):
         assert offered(half, request) == HIT
-        half.allocated(request, HIT)
-        half.plan(new("a", HIT, num_scheduled=len(PROMPT) - HIT))
+        taken(half, request, HIT)
     assert half.finish("a") == (False, HIT)
 
 
@@ -209,8 +201,7 @@ def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(half):
     request.skip_reading_prefix_cache = True
     request.all_token_ids = request.prompt_token_ids = [*PROMPT[:-BLOCK], *range(BLOCK)]
     assert half.ask(request, 0) == 0
-    half.allocated(request, 0)
-    passed = half.plan(new("a", 0, num_scheduled=len(PROMPT)))
+    passed = taken(half, request, 0)
     assert (passed.holds, passed.loads) == ((), ())
     assert passed.meta.saves[0].pages[0].num_blocks == len(PROMPT) // BLOCK
     assert totals(half)["miss_tokens_skipped"] == HIT
@@ -245,9 +236,8 @@ def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatc
     hold = told(half)
     now[0] += 60
     assert half.ask(request, 0) == 0
-    half.allocated(request, 0)
+    assert taken(half, request, 0).drops == (hold.hold_id,)
     assert totals(half)["miss_tokens_too_slow"] == HIT
-    assert half.plan(new("a", 0, num_scheduled=len(PROMPT))).drops == (hold.hold_id,)
     assert half._holds.room < ROOM  # it may copy still
     answer(half, hold)
     assert half._holds.room == ROOM
@@ -287,8 +277,7 @@ def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half)
     half.reset()
     request = asked("c")
     assert half.ask(request, 0) == 0
-    half.allocated(request, 0)
-    passed = half.plan(new("c", 0, num_scheduled=len(PROMPT)))
+    passed = taken(half, request, 0)
     assert (passed.loads, passed.meta.saves, passed.drops) == ((), (), (0,))
     assert totals(half)["miss_tokens_weights_unnamed"] == HIT
     pool.name_weights("2")

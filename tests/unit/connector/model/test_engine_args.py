@@ -2,6 +2,9 @@
 
 import enum
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,16 +20,10 @@ from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, pa
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
-def test_the_first_versions_keep_tokens_per_block_at_the_top():
+def test_size_of_blocks_and_rank_are_where_the_version_has_them():
     assert read_args(SimpleNamespace(tokens_per_block=64)).tokens_per_block == 64
-
-
-def test_a_single_rank_engine_need_not_say_its_rank():
     args = read_args(args_for(tensor_parallel_size=1))
     assert (args.num_ranks, args.rank) == (1, 0)
-
-
-def test_the_rank_is_the_mappings():
     assert read_args(args_for(tensor_parallel_size=2, parallel_config=parallel(1))).rank == 1
 
 
@@ -189,9 +186,6 @@ def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
     assert names(args) != before
     with pytest.raises(ConfigError, match="no checkpoint at"):
         names(args_for(lora_config=SimpleNamespace(lora_dir=["/nowhere"])))
-
-
-def test_how_adapters_are_read_is_told_apart():
     swapped = args_for(lora_config=SimpleNamespace(swap_gate_up_proj_lora_b_weight=False))
     assert read_args(swapped).adapters != read_args(args_for()).adapters
 
@@ -204,12 +198,6 @@ def told(args: EngineArgs) -> tuple[int | None, bool | None, int | None]:
     return found.num_layers, found.is_mla, found.latent_elems
 
 
-def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path):
-    assert told(read_args(args_for(model=checkpoint(tmp_path, LLAMA)))) == (4, False, None)
-    assert told(read_args(args_for(model=checkpoint(tmp_path, DEEPSEEK)))) == (4, True, 576)
-    assert told(read_args(args_for(model="org/model"))) == (None, None, None)
-
-
 def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     fetched = tmp_path / "models--org--model" / "snapshots" / "v1"
@@ -217,6 +205,7 @@ def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(tmp_path, 
     checkpoint(fetched, DEEPSEEK)
     args = read_args(args_for(model="org/model", revision="v1"))
     assert (args.model, told(args)) == ("org/model", (4, True, 576))
+    assert told(read_args(args_for(model="org/model"))) == (None, None, None)
 
 
 def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path):
@@ -240,6 +229,16 @@ def names(llm_args: Any) -> tuple[str, ...]:
 
 
 # What is refused beside what tests/trtllm/test_start_up.py has refused on each version's surface.
+
+
+@contextmanager
+def is_refused(named: str) -> Iterator[None]:
+    with pytest.raises(ConfigError, match=named) as refused:
+        yield
+    text = str(refused.value)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert ". " not in text
 
 
 class Policy(enum.Enum):
@@ -273,9 +272,8 @@ class Policy(enum.Enum):
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(fields, named):
-    with pytest.raises(ConfigError, match=named) as refused:
+    with is_refused(named):
         read_args(args_for(**fields))
-    assert_is_sentence(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +316,8 @@ def test_what_can_be_served_is_not_refused(fields):
 def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
     tmp_path, config, named
 ):
-    with pytest.raises(ConfigError, match=named) as refused:
+    with is_refused(named):
         read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
-    assert_is_sentence(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -353,59 +350,47 @@ def test_the_quantisation_beside_a_checkpoint_counts_unless_the_engine_replaces_
 # The pool of the first cache manager.
 
 
-def flat(model: str = "", **fields: Any) -> EngineArgs:
-    return read_args(args_for(model=model, **fields))
+def refuse(tmp_path: Path, config: dict[str, Any] | None, shape: tuple[int, ...], **fields: Any):
+    model = "" if config is None else checkpoint(tmp_path, config)
+    refuse_flat_pool(read_args(args_for(model=model, **fields)), shape)
 
 
-def test_a_pool_of_all_layers_is_served(tmp_path):
-    model = checkpoint(tmp_path, LLAMA)
-    refuse_flat_pool(flat(model), (64, 4, 2, 32 * BLOCK))
-    refuse_flat_pool(flat(), (64, 7, 1, 1000))
+WITHOUT_ONE = [{"attention": {"no_op": no_op}} for no_op in (False, True, False, False)]
+WINDOWS = {"max_attention_window": [512, 4096], "use_kv_cache_manager_v2": "auto"}
+
+
+def sparse(algorithm: str) -> dict[str, Any]:
+    return {"sparse_attention_config": SimpleNamespace(algorithm=algorithm)}
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 4, 2), (64, 4, 3, 1024), (64, 4, 0, 1024), (64, 4, 2, 8, 8)]
+    ("config", "shape", "fields"),
+    [
+        (LLAMA, (64, 4, 2, 32 * BLOCK), {}),
+        (LLAMA | {"block_configs": WITHOUT_ONE}, (64, 3, 2, 1024), {}),
+        (DEEPSEEK, (64, 4, 1, 576 * BLOCK), {}),
+        (None, (64, 7, 1, 1000), {}),
+        (None, (64, 4, 1, 1024), sparse("skip_softmax")),
+    ],
 )
-def test_a_pool_of_another_form_is_refused(shape):
-    with pytest.raises(ConfigError, match="shape") as refused:
-        refuse_flat_pool(flat(), shape)
-    assert_is_sentence(refused.value)
+def test_a_pool_of_all_layers_is_served(tmp_path, config, shape, fields):
+    refuse(tmp_path, config, shape, **fields)
 
 
-def test_a_pool_without_some_of_the_layers_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="3 of the model's 4 layers") as refused:
-        refuse_flat_pool(flat(checkpoint(tmp_path, LLAMA)), (64, 3, 2, 1024))
-    assert_is_sentence(refused.value)
-
-
-def test_layers_whose_attention_was_taken_out_are_not_missed(tmp_path):
-    blocks = [{"attention": {"no_op": no_op}} for no_op in (False, True, False, False)]
-    model = checkpoint(tmp_path, LLAMA | {"block_configs": blocks})
-    refuse_flat_pool(flat(model), (64, 3, 2, 1024))
-
-
-def test_one_pool_is_refused_where_there_must_be_several(tmp_path):
-    windows = {"max_attention_window": [512, 4096], "use_kv_cache_manager_v2": "auto"}
-    sparse = SimpleNamespace(algorithm="dsa")
-    indexed = checkpoint(tmp_path, DEEPSEEK | {"index_topk": 2048})
-    for args in (flat(cache=windows), flat(sparse_attention_config=sparse), flat(indexed)):
-        with pytest.raises(ConfigError, match="use_kv_cache_manager_v2") as refused:
-            refuse_flat_pool(args, (64, 4, 1, 1024))
-        assert_is_sentence(refused.value)
-    harmless = SimpleNamespace(algorithm="skip_softmax")
-    refuse_flat_pool(flat(sparse_attention_config=harmless), (64, 4, 1, 1024))
-
-
-def test_blocks_of_another_size_than_the_engine_was_told_are_refused(tmp_path):
-    args = flat(checkpoint(tmp_path, DEEPSEEK))
-    refuse_flat_pool(args, (64, 4, 1, 576 * BLOCK))
-    with pytest.raises(ConfigError, match="tokens_per_block to 64") as refused:
-        refuse_flat_pool(args, (64, 4, 1, 576 * 64))
-    assert_is_sentence(refused.value)
-
-
-def assert_is_sentence(error: Exception) -> None:
-    text = str(error)
-    assert text.endswith(".")
-    assert "\n" not in text
-    assert ". " not in text
+@pytest.mark.parametrize(
+    ("config", "shape", "fields", "named"),
+    [
+        *(
+            (None, shape, {}, "shape")
+            for shape in ((64, 4, 2), (64, 4, 3, 1024), (64, 4, 0, 1024), (64, 4, 2, 8, 8))
+        ),
+        (LLAMA, (64, 3, 2, 1024), {}, "3 of the model's 4 layers"),
+        (None, (64, 4, 1, 1024), {"cache": WINDOWS}, "use_kv_cache_manager_v2"),
+        (None, (64, 4, 1, 1024), sparse("dsa"), "use_kv_cache_manager_v2"),
+        (DEEPSEEK | {"index_topk": 2048}, (64, 4, 1, 1024), {}, "use_kv_cache_manager_v2"),
+        (DEEPSEEK, (64, 4, 1, 576 * 64), {}, "tokens_per_block to 64"),
+    ],
+)
+def test_a_pool_of_another_form_is_refused(tmp_path, config, shape, fields, named):
+    with is_refused(named):
+        refuse(tmp_path, config, shape, **fields)

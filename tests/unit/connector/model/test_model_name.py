@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,7 +72,9 @@ def pair(make_pair: MakePair, args: SimpleNamespace, reading: SlowReading) -> Pa
     return make_pair(args)
 
 
-def wait_for_name(pair: Pair) -> None:
+def let_go(reading: SlowReading, pair: Pair) -> None:
+    """Have the reading end, and the engine know the name."""
+    reading.may_end.set()
     wait_for(lambda: bool(pair.worker._rank.shared.pool.model_name.name), "reading the checkpoint")
 
 
@@ -81,8 +84,7 @@ def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_kn
     assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
     assert (pair.totals["requests"], pair.totals["prompt_tokens"]) == (2, 2 * len(PROMPT))
     assert not pair.totals["stored_blocks"] + pair.totals["errors"]
-    reading.may_end.set()
-    wait_for_name(pair)
+    let_go(reading, pair)
     assert pair.serve(Request(3, PROMPT)) == 0, "nothing was saved before"
     pair.flush()
     assert pair.serve(Request(4, PROMPT)) == HIT
@@ -92,8 +94,7 @@ def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_kn
 def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(pair, reading):
     request = Request(1, PROMPT)
     assert pair.query(request) == 0
-    reading.may_end.set()
-    wait_for_name(pair)
+    let_go(reading, pair)
     meta = pair.plan(request)
     assert not meta.saves
     pair.worker.start_load_kv(None)
@@ -110,8 +111,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
     before = figures()
     assert before["counters"]["fingerprint_bytes"] == 12 * 10**9
     assert before["counters"]["fingerprint_bytes_read"] == 3 * 10**9
-    reading.may_end.set()
-    wait_for_name(pair)
+    let_go(reading, pair)
     pair.serve(Request(1, PROMPT))
     after = figures()
     assert "fingerprint_bytes" not in after["counters"]
@@ -168,10 +168,8 @@ def test_a_reading_that_fails_leaves_the_engine_without_the_tier(pair, reading, 
 def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
     make_pair, args, caplog, monkeypatch
 ):
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=error))
     pair = make_pair(args)
     assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
     assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
@@ -200,17 +198,9 @@ def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
 def test_an_engine_that_ends_does_not_go_on_reading(shard, args, reading, caplog):
     worker = KvRayWorker(args)
     thread = worker._rank.shared.pool.model_name._thread
-    assert thread is not None
     worker.shutdown()
     assert not thread.is_alive()
     assert "goes on without the tier" not in caplog.text
-
-
-def test_a_model_key_waits_for_nothing(make_pair, args, reading, monkeypatch):
-    monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", "mine")
-    pair = make_pair(args)
-    pair.store(PROMPT)
-    assert pair.serve(Request(2, PROMPT)) == HIT
 
 
 # Ranks that know it at different times.
@@ -258,8 +248,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     rank.flush()
     assert not rank.totals["stored_blocks"]
     assert rank.totals["dropped_blocks_no_pool"] == rank.totals["dropped_blocks"] == 1 + 10
-    late.may_end.set()
-    wait_for_name(rank)
+    let_go(late, rank)
     promised(leader, rank, Request(4, PROMPT))
     rank.worker.start_load_kv(None)
     assert rank.engine.pool.identity.digest == leader.engine.pool.identity.digest
@@ -268,11 +257,11 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
 def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):
     leader, rank, late = ranks
     late.found = "cd" * 32
-    late.may_end.set()
-    wait_for_name(rank)
+    let_go(late, rank)
     promised(leader, rank, Request(2, PROMPT))
-    with pytest.raises(LayoutMismatch, match="another namespace"):
+    with pytest.raises(LayoutMismatch, match=r"another namespace.*same engine arguments"):
         rank.worker.start_load_kv(None)
+    assert leader.leased == 0
 
 
 def test_a_rank_that_knows_no_name_refuses_another_layout(ranks):

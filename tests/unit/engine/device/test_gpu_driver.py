@@ -5,6 +5,7 @@ import logging
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -158,6 +159,8 @@ def is_copied(target: np.ndarray, source: np.ndarray) -> bool:
 
 
 def test_a_batch_is_one_call_with_one_set_of_attributes(driver, copies):
+    assert ctypes.sizeof(cuda_device._Attributes) == ctypes.sizeof(Attributes) == 24
+    assert cuda_device._Attributes.flags.offset == 20
     target, source, pieces = copies
     opened = CudaDriver(3)
     assert opened.can_batch
@@ -181,11 +184,6 @@ def test_a_long_batch_is_told_in_growing_calls_so_that_the_device_begins_early(d
     assert CudaDriver(0).copy_batch(Pieces(*ends, sizes), STREAM, is_stable=True) == 0
     assert (target == source).all()
     assert [call[1] for call in driver.calls if call[0] == "batch"] == [16, 32, 64, 128, 60]
-
-
-def test_attributes_have_the_layout_of_the_header():
-    assert ctypes.sizeof(cuda_device._Attributes) == ctypes.sizeof(Attributes) == 24
-    assert cuda_device._Attributes.flags.offset == 20
 
 
 def test_errors_have_the_names_that_the_driver_gives_them(driver):
@@ -244,10 +242,7 @@ def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(driver, copies):
 
 
 def test_a_missing_driver_is_an_error_that_names_it(monkeypatch, copies):
-    def refuse(name: str) -> None:
-        raise OSError(2, "no such file")
-
-    monkeypatch.setattr(cuda_device.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", Mock(side_effect=OSError(2, "no such file")))
     with pytest.raises(TierError, match="CUDA driver"):
         copy(cuda(), copies[2])
 
@@ -279,37 +274,29 @@ def gathering(monkeypatch: pytest.MonkeyPatch, *, load: int, save: int) -> CudaD
 
 
 @pytest.mark.parametrize(
-    ("most", "is_registered", "expected"),
-    [(12, True, GATHERED), (11, True, BATCHED), (12, False, PAGEABLE)],
-    ids=["small", "larger", "not registered"],
+    ("load", "save", "lacking", "is_registered", "expected"),
+    [
+        (12, 0, 0, True, GATHERED),
+        (11, 0, 0, True, BATCHED),
+        (12, 0, 0, False, PAGEABLE),
+        (0, 1024, 0, True, BATCHED),
+        (1024, 0, 1, True, BATCHED),
+    ],
+    ids=["small", "larger", "not registered", "a limit of saves", "no whole words"],
 )
 def test_pieces_that_are_small_on_average_are_for_the_kernel(
-    driver, copies, monkeypatch, most, is_registered, expected
+    driver, copies, monkeypatch, load, save, lacking, is_registered, expected
 ):
-    device = gathering(monkeypatch, load=most, save=0)
-    assert copy(device, copies[2], is_registered=is_registered) == expected
-
-
-def test_loads_and_saves_have_limits_of_their_own(driver, copies, monkeypatch):
-    assert copy(gathering(monkeypatch, load=0, save=1024), copies[2]) == BATCHED
-
-
-def test_pieces_that_are_no_whole_words_are_not_for_the_kernel(driver, copies, monkeypatch):
-    _target, _source, pieces = copies
-    odd = pieces._replace(sizes=pieces.sizes - np.uint64(1))
-    assert copy(gathering(monkeypatch, load=1024, save=0), odd) == BATCHED
+    pieces = copies[2]._replace(sizes=copies[2].sizes - np.uint64(lacking))
+    device = gathering(monkeypatch, load=load, save=save)
+    assert copy(device, pieces, is_registered=is_registered) == expected
 
 
 def test_a_kernel_that_cannot_be_had_is_not_asked_for_again(driver, copies, monkeypatch):
-    device, asked = cuda(), []
-
-    def fail() -> None:
-        asked.append(1)
-        raise ModuleNotFoundError("No module named 'triton'")
-
-    monkeypatch.setattr(device, "_measure", fail)
+    device, measure = cuda(), Mock(side_effect=ModuleNotFoundError("No module named 'triton'"))
+    monkeypatch.setattr(device, "_measure", measure)
     assert device.calibrate() == device.calibrate() == {}
-    assert asked == [1]
+    assert measure.call_count == 1
     assert copy(device, copies[2]) == BATCHED
 
 
@@ -317,15 +304,11 @@ def test_copies_that_the_kernel_cannot_make_are_made_by_engines_from_then_on(
     driver, copies, monkeypatch, caplog
 ):
     target, source, pieces = copies
-    device, asked = gathering(monkeypatch, load=1024, save=0), []
-
-    def fail(*_: object) -> None:
-        asked.append(1)
-        raise torch.OutOfMemoryError("no memory for the addresses")
-
-    monkeypatch.setattr(device, "_copy_by_kernel", fail)
+    device = gathering(monkeypatch, load=1024, save=0)
+    by_kernel = Mock(side_effect=torch.OutOfMemoryError("no memory for the addresses"))
+    monkeypatch.setattr(device, "_copy_by_kernel", by_kernel)
     assert [copy(device, pieces) for _ in range(2)] == [BATCHED] * 2
-    assert asked == [1]
+    assert by_kernel.call_count == 1
     assert is_copied(target, source)
     assert [one.levelname for one in caplog.records] == ["WARNING"]
 

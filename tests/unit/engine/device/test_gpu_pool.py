@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -116,27 +117,29 @@ def test_loads_of_several_requests_and_parts_are_one_batch(arena):
 
 
 def test_a_load_of_nothing_is_done(arena):
-    part = one_region()
-    pool = pool_of(part)
+    pool, part, _ = prepared(arena)
     assert pool.load(arena, [], None).done()
     nothing = np.array([], dtype=np.int64)
     assert pool.save(arena, part, nothing, nothing, pool.mark(None)).done()
     assert not pool.copied_bytes
 
 
-@pytest.mark.parametrize("pages", [[-1], [8], [0, 1]], ids=["bad page", "beyond", "too many"])
-def test_pages_that_are_not_there_are_refused_before_any_copy(arena, pages):
-    pool, part, slots = prepared(arena)
-    with pytest.raises(LayoutMismatch, match="pages for 1 slots"):
-        pool.load(arena, [Load(part, slots, np.array(pages))], None)
-    assert (part.regions[0].pages == 0xFF).all()
-
-
-def test_slots_of_another_size_are_refused(arena):
+@pytest.mark.parametrize(
+    ("pages", "more_bytes", "said"),
+    [
+        ([-1], 0, "pages for 1 slots"),
+        ([8], 0, "pages for 1 slots"),
+        ([0, 1], 0, "pages for 1 slots"),
+        ([0], 1, "not of one namespace"),
+    ],
+    ids=["bad page", "beyond", "too many", "slots of another size"],
+)
+def test_pages_that_are_not_there_are_refused_before_any_copy(arena, pages, more_bytes, said):
     part = one_region()
-    slots = reserve(arena, 1, part.block_bytes + 1)
-    with pytest.raises(LayoutMismatch, match="not of one namespace"):
-        pool_of(part).load(arena, [Load(part, slots, np.array([0]))], None)
+    slots = reserve(arena, 1, part.block_bytes + more_bytes)
+    with pytest.raises(LayoutMismatch, match=said):
+        pool_of(part).load(arena, [Load(part, slots, np.array(pages))], None)
+    assert (part.regions[0].pages == 0xFF).all()
 
 
 def test_a_run_of_whole_pages_is_one_copy(arena):
@@ -205,11 +208,9 @@ def test_only_slots_in_the_registered_part_count_as_such(arena, monkeypatch):
     pool.close()
 
 
-def retire(arena: Arena) -> None:
-    ArenaOwner(arena).retire()
-
-
-over = pytest.mark.parametrize("end", [retire, Arena.close], ids=["retired", "closed"])
+over = pytest.mark.parametrize(
+    "end", [lambda arena: ArenaOwner(arena).retire(), Arena.close], ids=["retired", "closed"]
+)
 
 
 @over
@@ -253,12 +254,16 @@ def test_a_closed_arena_is_not_copied_from(arena):
 
 
 def test_a_refused_copy_is_an_error_only_when_earlier_ones_have_ended(arena):
-    device = RefusingDevice()
+    device = Mock(wraps=HostDevice())
+    device.record.return_value = device
+    device.copy.side_effect = TierError("refused")
     pool, part, slots = prepared(arena, device=device)
+    device.reset_mock()
     mark = pool.mark(None)
     with pytest.raises(TierError, match="refused"):
         pool.save(arena, part, np.array([0]), slots, mark)
-    assert device.calls == ["record", "wait", "copy", "record", "synchronize"]
+    called = [name for name, *_ in device.method_calls if name not in ("current", "make_stream")]
+    assert called == ["record", "wait", "copy", "record", "synchronize"]
 
 
 class CountingDevice(HostDevice):
@@ -286,24 +291,3 @@ class CountingDevice(HostDevice):
     def unregister(self, memory: Array) -> None:
         with self._lock:
             self.registered = [one for one in self.registered if one is not memory]
-
-
-class RefusingDevice(HostDevice):
-    """Takes no copy, and notes in which order it was called."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def record(self, stream):  # type: ignore[no-untyped-def]
-        self.calls.append("record")
-        return self
-
-    def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
-        self.calls.append("wait")
-
-    def copy(self, pieces, stream, *, is_load: bool, is_registered: bool) -> str:  # type: ignore[no-untyped-def]
-        self.calls.append("copy")
-        raise TierError("refused")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")

@@ -12,7 +12,6 @@ from kvray.engine.device.stages import (
     PIECE_BYTES,
     STAGE_BYTES,
     Pieces,
-    Span,
     Stage,
     Stages,
     concatenate,
@@ -32,16 +31,31 @@ def layered(num_layers: int, layer_bytes: int, *, index: int = 0) -> Part:
     return part_of(region(1, even_steps(num_layers, layer_bytes)), index=index)
 
 
-def test_a_layer_that_is_worth_a_copy_is_a_stage():
-    stages = stages_of(layered(4, PIECE_BYTES))
-    assert [stage.layers for stage in stages] == [{0}, {1}, {2}, {3}]
-    assert stages[1].spans == (Span(part=0, region=0, start=PIECE_BYTES, size=PIECE_BYTES),)
+def steps_of(*reads: tuple[int, ...]) -> Part:
+    """Return pages of a piece a layer, in the order in which layers read them."""
+    edges = itertools.accumulate((len(layers) * PIECE_BYTES for layers in reads), initial=0)
+    steps = (
+        LayerRange(layers, *edge)
+        for layers, edge in zip(reads, itertools.pairwise(edges), strict=True)
+    )
+    return part_of(region(1, tuple(steps)))
 
 
-def test_layers_of_few_bytes_land_together():
-    stages = stages_of(layered(5, PIECE_BYTES // 2))
-    assert [stage.layers for stage in stages] == [{0, 1}, {2, 3}, {4}]
-    assert stages[0].spans[0].size == PIECE_BYTES
+@pytest.mark.parametrize(
+    ("part", "num_layers", "layers"),
+    [
+        (layered(4, PIECE_BYTES), 32, [{0}, {1}, {2}, {3}]),
+        (layered(5, PIECE_BYTES // 2), 32, [{0, 1}, {2, 3}, {4}]),
+        (steps_of((0,), (2, 1)), 32, [{0}, {1, 2}]),
+        (steps_of((0,), (1, 2)), 2, [{BEFORE_ALL}, {0}]),
+    ],
+    ids=["worth a copy", "few bytes", "before their first layer", "read by no layer"],
+)
+def test_layers_land_one_by_one_if_they_are_worth_a_copy(part, num_layers, layers):
+    stages = stages_of(part, num_layers=num_layers)
+    assert [stage.layers for stage in stages] == layers
+    if num_layers == 32:
+        assert all(span.size >= PIECE_BYTES for stage in stages[:-1] for span in stage.spans)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +76,6 @@ def test_parts_and_regions_of_one_layer_land_together():
         [(0, 0, 0), (0, 1, 0), (3, 0, 0)],
         [(0, 0, size), (0, 1, size), (3, 0, size)],
     ]
-
-
-def test_bytes_of_several_layers_land_before_the_first_of_them():
-    steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((2, 1), PIECE_BYTES, 3 * PIECE_BYTES))
-    stages = stages_of(part_of(region(1, steps)))
-    assert [stage.layers for stage in stages] == [{0}, {1, 2}]
-
-
-def test_bytes_that_no_layer_of_the_engine_reads_land_before_the_pass():
-    steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((1, 2), PIECE_BYTES, 3 * PIECE_BYTES))
-    stages = stages_of(part_of(region(1, steps)), num_layers=2)
-    assert [stage.layers for stage in stages] == [{BEFORE_ALL}, {0}]
 
 
 @given(
@@ -104,26 +106,9 @@ def made(*pieces: tuple[int, int, int]) -> Pieces:
     return Pieces(*(np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True)))
 
 
-def listed(pieces: Pieces) -> list[tuple[int, ...]]:
-    return list(zip(*(column.tolist() for column in pieces), strict=True))
-
-
 def joined(pieces: Pieces) -> list[tuple[int, ...]]:
-    return listed(join(pieces, pieces.sources, base=BASE, chunk_bytes=CHUNK))
-
-
-def test_neighbours_on_both_sides_become_one_copy():
-    assert joined(made((0, BASE, 8), (8, BASE + 8, 8), (16, BASE + 16, 4))) == [(0, BASE, 20)]
-
-
-def test_a_gap_on_either_side_keeps_copies_apart():
-    gaps = made((0, BASE, 8), (9, BASE + 8, 8), (17, BASE + 20, 8))
-    assert joined(gaps) == listed(gaps)
-
-
-def test_no_copy_reaches_over_the_end_of_a_chunk():
-    run = made(*((at, BASE + at, 32) for at in range(0, 256, 32)))
-    assert joined(run) == [(at, BASE + at, 64) for at in range(0, 256, 64)]
+    found = join(pieces, pieces.sources, base=BASE, chunk_bytes=CHUNK)
+    return list(zip(*(column.tolist() for column in found), strict=True))
 
 
 def test_a_piece_alone_and_none_are_left_as_they_are():

@@ -1,7 +1,6 @@
 """By which bytes an adapter is known, and when nobody can tell which ones the engine has."""
 
 import os
-import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,7 +9,7 @@ import pytest
 from kvray.engine.model import model_name
 from kvray.engine.model.model_name import Adapters
 from kvray.errors import ConfigError
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import Gate, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +37,7 @@ def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) == first
     assert make().fingerprint(3, str(tmp_path / "a")) == first
     assert known.fingerprint(3, str(write_adapter(tmp_path / "c", b"other"))) != first
+    assert known.fingerprint(1, str(tmp_path / "b")) is None, "another path for one task"
 
 
 def test_engines_that_read_adapters_differently_do_not_share(tmp_path):
@@ -46,40 +46,32 @@ def test_engines_that_read_adapters_differently_do_not_share(tmp_path):
     assert make().fingerprint(1, path) != make(settings=swapped).fingerprint(1, path)
 
 
-def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(tmp_path):
+def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(tmp_path, caplog):
     known, path = make(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
     before = known.fingerprint(1, path)
     write_adapter(tmp_path / "a", b"changed")
     assert known.fingerprint(1, path) is None
     write_adapter(tmp_path / "a")
     assert known.fingerprint(1, path) is None, "the engine may have read the ones between"
+    assert [f"adapter 1 at {path}" in one for one in caplog.messages] == [True]
     write_adapter(tmp_path / "a", b"changed")
     after = make(cache_dir=tmp_path / "cache").fingerprint(1, path)
     assert after not in (None, before)
     assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
 
 
-def test_another_path_for_one_task_bypasses(tmp_path):
-    known = make()
-    assert known.fingerprint(1, str(write_adapter(tmp_path / "a"))) is not None
-    assert known.fingerprint(1, str(write_adapter(tmp_path / "b"))) is None
-
-
-def test_a_change_is_warned_of_once(tmp_path, caplog):
-    known, path = make(), str(write_adapter(tmp_path))
-    known.fingerprint(7, path)
-    write_adapter(tmp_path, b"changed")
-    for _ in range(2):
-        assert known.fingerprint(7, path) is None
-    (record,) = caplog.records
-    assert f"adapter 7 at {path}" in record.getMessage()
-
-
-def test_other_files_beside_an_adapter_change_nothing(tmp_path):
+def test_a_known_adapter_is_looked_at_and_not_read_and_files_beside_it_change_nothing(
+    tmp_path, monkeypatch
+):
     known, path = make(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
+    read = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", read)
+        assert known.fingerprint(1, path) == before is not None
+    assert not read.called
     (tmp_path / "README.md").write_text("notes")
-    assert known.fingerprint(1, path) == before is not None
+    assert known.fingerprint(1, path) == before
 
 
 @pytest.mark.parametrize(
@@ -103,31 +95,15 @@ def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
 
 
 def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypatch):
-    may_read, read = threading.Event(), model_name.fingerprint_model
-
-    def read_slowly(path: str, *, cache_dir: Path | None) -> str:
-        assert may_read.wait(HANG_S)
-        return read(path, cache_dir=cache_dir)
-
-    monkeypatch.setattr(model_name, "fingerprint_model", read_slowly)
+    gate = Gate(monkeypatch, model_name, "fingerprint_model")
     monkeypatch.setattr(model_name, "_READINGS_MAX", 1)
     monkeypatch.setattr(model_name, "_WAIT_S", 0.0)
     known, path = make(), str(write_adapter(tmp_path / "a"))
     assert known.fingerprint(1, path) is None
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
-    may_read.set()
+    gate.open.set()
     wait_for(lambda: known.fingerprint(1, path) is not None, "reading the adapter")
     wait_for(lambda: known.fingerprint(2, str(tmp_path / "b")) is not None, "reading the other")
-
-
-def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
-    known, path = make(), str(write_adapter(tmp_path))
-    before = known.fingerprint(1, path)
-
-    read = Mock()
-    monkeypatch.setattr(os, "preadv", read)
-    assert known.fingerprint(1, path) == before
-    assert not read.called
 
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
