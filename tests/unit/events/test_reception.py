@@ -1,6 +1,7 @@
 """Whatever is lost, repeated or begun again: the content is the publisher's, and is found."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Eve
 from kvray.events.pool_content import PoolContent, chain_digests
 from kvray.events.reception import Reception
 from tests.examples import examples
-from tests.unit.events.publisher import Publisher, packed
+from tests.unit.events.publisher import Publisher, leading, packed
 
 TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=6).map(
     lambda made: made[: len(made) & ~1]
@@ -66,13 +67,11 @@ class ReceptionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         """Remove a block that is nobody's parent."""
-        blocks = self.publisher.blocks
+        chains = self.publisher.blocks
         leaves = [
             block
-            for block, tokens in blocks.items()
-            if not any(
-                other[: len(tokens)] == tokens for other in blocks.values() if other != tokens
-            )
+            for block, tokens in chains.items()
+            if sum(other[: len(tokens)] == tokens for other in chains.values()) == 1
         ]
         self.under_way.append(self.publisher.remove(data.draw(st.sampled_from(leaves))))
 
@@ -236,19 +235,8 @@ BLOCK = 4
 PROMPT = [*range(100, 116)]
 
 
-def stored(
-    hashes: Sequence[int | bytes],
-    tokens: Sequence[int],
-    parent: int | bytes | None = None,
-    **more: object,
-) -> BlockStored:
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=BLOCK,
-        **more,  # type: ignore[arg-type]
-    )
+def stored(hashes: Sequence[int | bytes], tokens: Sequence[int], **more: Any) -> BlockStored:
+    return BlockStored(**{"block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK, **more})
 
 
 def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -> PoolContent:
@@ -257,14 +245,10 @@ def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -
     return made
 
 
-def leading(made: PoolContent, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
-    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK, salt=salt)}
-    return made.num_tokens(digests) // BLOCK
-
-
 def test_a_prompt_finds_its_leading_blocks_over_several_events():
-    made = content(stored([1, 2], PROMPT[:8]), stored([b"\3"], PROMPT[8:12], parent=2))
-    assert leading(made) == 3
+    later = stored([b"\3"], PROMPT[8:12], parent_block_hash=2)
+    made = content(stored([1, 2], PROMPT[:8]), later)
+    assert leading(made, PROMPT) == 3
     assert leading(made, PROMPT[:7]) == 1
     assert leading(made, [0, *PROMPT]) == 0
     assert made.block_sizes == {BLOCK}
@@ -272,42 +256,41 @@ def test_a_prompt_finds_its_leading_blocks_over_several_events():
 
 def test_a_removed_block_and_all_behind_it_are_not_found():
     made = content(stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99]))
-    assert leading(made) == 2
+    assert leading(made, PROMPT) == 2
     assert len(made) == 2
 
 
 def test_a_block_counts_while_a_fast_medium_has_it():
     gpu = stored([1], PROMPT[:4], medium="GPU")
     made = content(gpu, stored([1], PROMPT[:4], medium="CPU"), BlockRemoved(block_hashes=[1]))
-    assert leading(made) == 1
+    assert leading(made, PROMPT) == 1
     made.apply(Batch(at=1.0, events=[stored([1], PROMPT[:4], medium="STORAGE")]))
     made.apply(Batch(at=2.0, events=[BlockRemoved(block_hashes=[1], medium="CPU")]))
-    assert (leading(made), len(made)) == (0, 1)
+    assert (leading(made, PROMPT), len(made)) == (0, 1)
 
 
 def test_ranks_have_blocks_of_their_own():
     made = content(stored([1], PROMPT[:4]), dp_rank=0)
     made.apply(Batch(at=0.0, events=[stored([1], PROMPT[:4])], dp_rank=1))
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=[1])], dp_rank=0))
-    assert leading(made) == 1
+    assert leading(made, PROMPT) == 1
 
 
 @pytest.mark.parametrize(
     "marks", [{"lora_name": "a"}, {"lora_id": 3}, {"extra_keys": [("salt",), None]}]
 )
 def test_blocks_of_an_adapter_or_a_salt_are_no_block_of_a_plain_prompt(marks):
-    assert leading(content(stored([1, 2], PROMPT[:8], **marks))) == 0
+    assert leading(content(stored([1, 2], PROMPT[:8], **marks)), PROMPT) == 0
 
 
 def test_a_salted_prompt_finds_blocks_of_its_salt_only():
     made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
-    assert leading(made, salt="salt") == 2
-    assert leading(made, salt="other") == 0
+    assert leading(made, PROMPT, salt="salt") == 2
+    assert leading(made, PROMPT, salt="other") == 0
 
 
 def test_blocks_behind_an_unknown_one_are_passed_over():
-    made = content(stored([5], PROMPT[4:8], parent=4))
-    assert len(made) == 0
+    assert len(content(stored([5], PROMPT[4:8], parent_block_hash=4))) == 0
 
 
 def test_a_cleared_pool_is_known_to_be_empty():
@@ -331,17 +314,11 @@ PROMPT_TOKENS = [*range(200, 240)]
 
 
 def of_group(
-    group: int | None, kind: str | None, *, size: int = BLOCK, blocks: int = 10, **more: object
+    group: int | None, kind: str | None, *, size: int = BLOCK, blocks: int = 10, **more: Any
 ) -> BlockStored:
     """Return a store of the first blocks of a prompt, as vLLM sends one for each cache group."""
-    return BlockStored(
-        block_hashes=[1000 + at for at in range(blocks)],
-        token_ids=PROMPT_TOKENS[: size * blocks],
-        block_size=size,
-        group_idx=group,
-        kv_cache_spec_kind=kind,
-        **more,  # type: ignore[arg-type]
-    )
+    more |= {"block_size": size, "group_idx": group, "kv_cache_spec_kind": kind}
+    return stored(range(1000, 1000 + blocks), PROMPT_TOKENS[: size * blocks], **more)
 
 
 def held(made: PoolContent) -> int:
@@ -353,13 +330,8 @@ def held(made: PoolContent) -> int:
 
 def sparse(kind: str, *resident: int) -> BlockStored:
     """Return a store that names all tokens of a prompt and the hashes that are resident."""
-    return BlockStored(
-        block_hashes=[1000 + at for at in resident],
-        token_ids=PROMPT_TOKENS,
-        block_size=BLOCK,
-        group_idx=1,
-        kv_cache_spec_kind=kind,
-    )
+    hashes = [1000 + at for at in resident]
+    return stored(hashes, PROMPT_TOKENS, group_idx=1, kv_cache_spec_kind=kind)
 
 
 @pytest.mark.parametrize("others_first", [True, False])
@@ -387,10 +359,7 @@ def test_kinds_that_every_prompt_begins_with_count(kind):
 
 
 def test_of_a_group_of_unsaid_kind_that_names_other_tokens_nothing_counts():
-    assert (
-        held(content(BlockStored(block_hashes=[1, 2], token_ids=PROMPT_TOKENS, block_size=BLOCK)))
-        == 0
-    )
+    assert held(content(stored([1, 2], PROMPT_TOKENS))) == 0
 
 
 def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
