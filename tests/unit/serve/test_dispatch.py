@@ -152,24 +152,19 @@ def dispatcher(
     return Dispatcher(handle, asked, request_timeout_s=timeout_s)
 
 
-async def listen(
-    handle: Any, prefetcher: Bringer | None = None, *, timeout_s: float = 20.0
-) -> list[Any]:
+async def listen(handle: Any, *args: Any, **options: float) -> list[Any]:
     """Return all events of an answer."""
-    asked = dispatcher(handle, prefetcher, timeout_s=timeout_s)
-    return [event async for event in asked.answer(ASKED)]
-
-
-async def failure(handle: Any, *, timeout_s: float = 20.0) -> RequestError:
-    """Return the error with which a request ends."""
-    with pytest.raises(RequestError) as failed:
-        await listen(handle, timeout_s=timeout_s)
-    return failed.value
+    return [event async for event in dispatcher(handle, *args, **options).answer(ASKED)]
 
 
 def taken(name: str) -> dict[str, str]:
     """Return what the ingress is told of an engine that has taken a request."""
     return {"engine": f"engine-{name}", "route": "fallback"}
+
+
+GONE = [[ReplicaUnavailableError(name)] for name in "abc"]
+CUT = [taken("a"), {"tokens": [8]}, StopAsyncIteration()]
+LATE = [taken("a"), "silence"]
 
 
 async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there():
@@ -197,20 +192,30 @@ async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeyp
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
 
 
-async def test_after_three_replicas_a_request_has_failed():
-    handle = Handle(*[[ReplicaUnavailableError(name)] for name in "abc"])
-    assert (await failure(handle)).status == 503
-    assert handle.log[-1] == "leave c"
+FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
-async def test_full_engines_are_not_asked_again():
-    full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    assert (await failure(Handle(failure=full))).status == 429
+@pytest.mark.parametrize(
+    ("handle", "timeout_s", "status", "words", "log_ends"),
+    [
+        (lambda: Handle(*GONE), 20.0, 503, None, ["leave c"]),
+        (lambda: Handle(failure=FULL), 20.0, 429, None, []),
+        (lambda: Handle(frozen="a"), 0.05, 504, None, ["leave a"]),
+        (lambda: Handle(CUT), 20.0, 503, "engine-a is gone", ["leave a"]),
+        (lambda: Handle(LATE), 1.0, 504, "engine-a did not answer in time", ["leave a"]),
+    ],
+    ids=["three are gone", "all are full", "no choice", "no ending", "no answer in time"],
+)
+async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, words, log_ends):
+    asked = handle()
+    with pytest.raises(RequestError, match=words) as failed:
+        await listen(asked, timeout_s=timeout_s)
+    assert failed.value.status == status
+    assert asked.log[-1:] == log_ends
 
 
 async def test_a_choice_whose_client_has_gone_is_given_back():
     handle = Handle()
-
     prefetcher = Bringer(handle.log, is_late=True)
     asked = asyncio.create_task(listen(handle, prefetcher))
     await prefetcher.is_asked.wait()
@@ -227,30 +232,12 @@ async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(monkeypat
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
-async def test_a_choice_that_never_comes_ends_in_time():
-    handle = Handle(frozen="a")
-    assert (await failure(handle, timeout_s=0.05)).status == 504
-    assert handle.log == ["leave a"]
-
-
-async def test_an_answer_that_ends_without_an_ending_is_a_failure():
-    handle = Handle([taken("a"), {"tokens": [8]}, StopAsyncIteration()])
-    failed = await failure(handle)
-    assert (failed.status, "engine-a is gone" in str(failed)) == (503, True)
-
-
 async def test_an_answer_that_nobody_hears_is_cancelled():
     handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
     events = dispatcher(handle).answer(ASKED)
     await anext(events)
     await events.aclose()
     assert handle.answers[0].is_cancelled
-
-
-async def test_time_that_is_up_is_said():
-    handle = Handle([taken("a"), "silence"])
-    failed = await failure(handle, timeout_s=1)
-    assert (failed.status, "engine-a did not answer in time" in str(failed)) == (504, True)
 
 
 async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(monkeypatch):
@@ -294,14 +281,6 @@ async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory(
     assert handle.log == ["choose a", "dispatch a", "leave a"]
     found = {"pool": 0, "host": 32, "disk": 0, "remote": 0}
     assert ending["cached_tokens_by_source"] == found
-
-
-async def test_an_engine_that_tells_no_sources_has_none():
-    handle = Handle([taken("a"), ENDING])
-    assert (await listen(handle))[-1] == ENDING
-
-
-FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
 class Choices:
@@ -406,14 +385,14 @@ def prefetcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pref
     made._threads.shutdown()
 
 
-async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
-    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
-
-
 @pytest.fixture
 def client(prefetcher: Prefetcher) -> Any:
     """What the prefetcher asks."""
     return prefetcher._client
+
+
+async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
+    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
 
 
 async def test_it_asks_for_the_prompt_with_its_salt(prefetcher, client):
