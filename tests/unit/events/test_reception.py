@@ -254,10 +254,23 @@ def test_a_prompt_finds_its_leading_blocks_over_several_events():
     assert made.block_sizes == {BLOCK}
 
 
-def test_a_removed_block_and_all_behind_it_are_not_found():
-    made = content(stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99]))
-    assert leading(made, PROMPT) == 2
-    assert len(made) == 2
+FIRST_TWO = [1, 2], PROMPT[:8]
+
+
+@pytest.mark.parametrize(
+    ("events", "found", "blocks"),
+    [
+        ([stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99])], 2, 2),
+        ([stored(*FIRST_TWO, lora_name="a")], 0, 2),
+        ([stored(*FIRST_TWO, lora_id=3)], 0, 2),
+        ([stored(*FIRST_TWO, extra_keys=[("salt",), None])], 0, 2),
+        ([stored([5], PROMPT[4:8], parent_block_hash=4)], 0, 0),
+    ],
+    ids=["a removed one", "an adapter's", "likewise", "a salted one", "behind an unknown one"],
+)
+def test_a_plain_prompt_does_not_find(events, found, blocks):
+    made = content(*events)
+    assert (leading(made, PROMPT), len(made)) == (found, blocks)
 
 
 def test_a_block_counts_while_a_fast_medium_has_it():
@@ -276,21 +289,10 @@ def test_ranks_have_blocks_of_their_own():
     assert leading(made, PROMPT) == 1
 
 
-@pytest.mark.parametrize(
-    "marks", [{"lora_name": "a"}, {"lora_id": 3}, {"extra_keys": [("salt",), None]}]
-)
-def test_blocks_of_an_adapter_or_a_salt_are_no_block_of_a_plain_prompt(marks):
-    assert leading(content(stored([1, 2], PROMPT[:8], **marks)), PROMPT) == 0
-
-
 def test_a_salted_prompt_finds_blocks_of_its_salt_only():
     made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
     assert leading(made, PROMPT, salt="salt") == 2
     assert leading(made, PROMPT, salt="other") == 0
-
-
-def test_blocks_behind_an_unknown_one_are_passed_over():
-    assert len(content(stored([5], PROMPT[4:8], parent_block_hash=4))) == 0
 
 
 def test_a_cleared_pool_is_known_to_be_empty():
@@ -353,13 +355,24 @@ def test_of_a_hybrid_model_only_full_attention_counts(other, others_first):
     assert held(content(other)) == 0
 
 
-@pytest.mark.parametrize("kind", [None, FULL, "mla_attention", "sink_full_attention"])
-def test_kinds_that_every_prompt_begins_with_count(kind):
-    assert held(content(of_group(0, kind))) == 40
+MOVED_ON = BlockRemoved(block_hashes=range(1000, 1008), group_idx=1)
 
 
-def test_of_a_group_of_unsaid_kind_that_names_other_tokens_nothing_counts():
-    assert held(content(stored([1, 2], PROMPT_TOKENS))) == 0
+@pytest.mark.parametrize(
+    ("events", "tokens"),
+    [
+        *(
+            ([of_group(0, kind)], 40)
+            for kind in (None, FULL, "mla_attention", "sink_full_attention")
+        ),
+        ([stored([1, 2], PROMPT_TOKENS)], 0),  # of a kind that is not said, with other tokens
+        ([of_group(0, FULL), of_group(1, WINDOW), MOVED_ON], 40),
+        ([of_group(0, FULL, medium="CPU", locality="REMOTE")], 0),
+        ([of_group(0, FULL, medium="CPU", locality="LOCAL")], 40),
+    ],
+)
+def test_what_counts_is_of_a_kind_that_every_prompt_begins_with_and_near(events, tokens):
+    assert held(content(*events)) == tokens
 
 
 def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
@@ -370,17 +383,6 @@ def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
     assert held(made) == 24
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1003, 1010), group_idx=0)]))
     assert held(made) == 12
-
-
-def test_a_window_that_moves_on_takes_nothing_from_the_full_group():
-    made = content(of_group(0, FULL), of_group(1, WINDOW))
-    made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1000, 1008), group_idx=1)]))
-    assert held(made) == 40
-
-
-def test_blocks_in_memory_far_away_do_not_count():
-    assert held(content(of_group(0, FULL, medium="CPU", locality="REMOTE"))) == 0
-    assert held(content(of_group(0, FULL, medium="CPU", locality="LOCAL"))) == 40
 
 
 def test_groups_without_end_are_not_kept():

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,61 +283,56 @@ async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory(
     assert ending["cached_tokens_by_source"] == found
 
 
-class Choices:
-    """Choices that come when their events are set, or fail."""
-
-    def __init__(self, *comes: asyncio.Event | Exception) -> None:
-        self.log: list[str] = []
-        self._comes = iter(enumerate(comes))
-
-    def __call__(self) -> AbstractAsyncContextManager[int]:
-        return self._choose(*next(self._comes))
+def choices(log: list[str], *comes: asyncio.Event | Exception) -> Any:
+    """Return what makes choices, which come when their events are set, or fail."""
+    left = iter(enumerate(comes))
 
     @asynccontextmanager
-    async def _choose(self, number: int, comes: asyncio.Event | Exception) -> AsyncIterator[int]:
+    async def choose() -> AsyncIterator[int]:
+        number, comes = next(left)
         if isinstance(comes, Exception):
             raise comes
         await comes.wait()
-        self.log.append(f"enter {number}")
+        log.append(f"enter {number}")
         try:
             yield number
         finally:
-            self.log.append(f"leave {number}")
+            log.append(f"leave {number}")
+
+    return choose
 
 
 async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used():
-    late, now = asyncio.Event(), asyncio.Event()
+    late, now, log = asyncio.Event(), asyncio.Event(), []
     now.set()
-    choices = Choices(late, now)
-    async with first_choice(choices, rival_s=0.0, timeout_s=20.0) as chosen:
+    async with first_choice(choices(log, late, now), rival_s=0.0, timeout_s=20.0) as chosen:
         assert chosen == 1
         late.set()
         await asyncio.sleep(0.01)
-        assert choices.log == ["enter 1", "enter 0", "leave 0"]
-    assert choices.log[-1] == "leave 1"
+        assert log == ["enter 1", "enter 0", "leave 0"]
+    assert log[-1] == "leave 1"
 
 
 async def test_a_second_choice_that_fails_changes_nothing():
     comes = asyncio.Event()
     asyncio.get_running_loop().call_later(0.02, comes.set)
-    async with first_choice(Choices(comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
+    async with first_choice(choices([], comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
         assert chosen == 0
 
 
 async def test_a_first_choice_that_fails_is_the_failure():
     with pytest.raises(BackPressureError):
-        async with first_choice(Choices(FULL), rival_s=20.0, timeout_s=20.0):
+        async with first_choice(choices([], FULL), rival_s=20.0, timeout_s=20.0):
             pass
 
 
 async def test_what_the_block_raises_gives_the_choice_back():
-    comes = asyncio.Event()
+    comes, log = asyncio.Event(), []
     comes.set()
-    choices = Choices(comes)
     with pytest.raises(KeyError):
-        async with first_choice(choices, rival_s=20.0, timeout_s=20.0):
+        async with first_choice(choices(log, comes), rival_s=20.0, timeout_s=20.0):
             raise KeyError("of the block")
-    assert choices.log == ["enter 0", "leave 0"]
+    assert log == ["enter 0", "leave 0"]
 
 
 async def test_each_choice_is_a_request_of_its_own_for_serve():
