@@ -1,21 +1,12 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from kvray.console.interrupts import Interrupts, masked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture(autouse=True)
-def _handlers_are_given_back() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)

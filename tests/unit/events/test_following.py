@@ -150,16 +150,15 @@ def test_a_publisher_that_is_not_there_yet_is_found(subscriber, publisher):
 
 
 def test_publishers_are_followed_and_left(subscriber):
-    publishers = {name: Publisher(log_max=1000, has_snapshot=False) for name in "ab"}
-    for number, one in enumerate(publishers.values()):
-        one.store(None, [number, 5])
-    with closing(Wire(publishers["a"])) as a, closing(Wire(publishers["b"])) as b:
-        subscriber.follow({"a": a.source, "b": b.source})
-        for name, one in publishers.items():
-            wait_for(lambda name=name, one=one: has(subscriber, name, one), name)
-        subscriber.follow({"b": b.source})
+    a, b = (Publisher(log_max=1000, has_snapshot=False) for _ in range(2))
+    a.store(None, [0, 5])
+    b.store(None, [1, 5])
+    with closing(Wire(a)) as wire, closing(Wire(b)) as other:
+        subscriber.follow({"a": wire.source, "b": other.source})
+        wait_for(lambda: has(subscriber, "a", a) and has(subscriber, "b", b), "both")
+        subscriber.follow({"b": other.source})
         wait_for(lambda: subscriber.content("a") is None, "that it is left")
-        assert has(subscriber, "b", publishers["b"])
+        assert has(subscriber, "b", b)
 
 
 def test_an_address_that_is_none_harms_nobody(subscriber, publisher):

@@ -187,9 +187,14 @@ def test_one_kind_alone_is_repeated_and_none_is_refused():
 def served(
     began: float, hits: int, *, replica: str = "one", place: int = 0, wrong_tokens: int = 0
 ) -> Served:
-    times = {"began": began, "ended": began + 1.0}
-    outputs = [make_output(prompt_tokens=100, hit_tokens=hits)]
-    return Served(replica, place, outputs=outputs, wrong_tokens=wrong_tokens, **times)
+    return Served(
+        replica=replica,
+        place=place,
+        began=began,
+        ended=began + 1.0,
+        outputs=[make_output(prompt_tokens=100, hit_tokens=hits)],
+        wrong_tokens=wrong_tokens,
+    )
 
 
 def strike(began: float, ended: float, **changes: Any) -> Strike:
@@ -295,13 +300,14 @@ def batches(replica: int, count: int, seed: int = 1) -> list[Batch]:
 
 
 def test_replicas_share_some_documents_and_keep_others_to_themselves():
-    phases = workload()
+    phases, ours = workload(), range(REPLICAS)
     shared = {one.number for phase in phases for about in phase.shared for one in about}
-    for replica in range(REPLICAS):
-        private = {one.number for phase in phases for one in phase.private[replica]}
-        asked = {ask.conversation for batch in batches(replica, 200) for ask in batch.asks}
-        assert asked == shared | private
-        assert not shared & private
+    private = [{one.number for phase in phases for one in phase.private[own]} for own in ours]
+    asked = [
+        {ask.conversation for batch in batches(own, 200) for ask in batch.asks} for own in ours
+    ]
+    assert asked[0] & asked[1] == shared
+    assert [one - shared for one in asked] == private
 
 
 def truth() -> Answers:
