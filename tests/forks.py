@@ -10,13 +10,53 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
 Done = subprocess.CompletedProcess[str]
 RunKvray = Callable[..., Done]
+"""Takes the command's arguments, and variables by keyword."""
+
+
+def run(*command: str | Path, **options: Any) -> Done:
+    """Run any command to its end, and return its status and what it printed."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def assert_refused(done: Done, *words: str) -> None:
+    """Fail unless a command was refused in one sentence that has these words."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("kvray: ")
+    assert done.stderr.count("\n") == 1, "one sentence"
+    for word in words:
+        assert word in done.stderr
+
+
+@contextmanager
+def running_kvray(
+    *args: str | Path, cwd: Path | None = None, **environ: str
+) -> "Iterator[subprocess.Popen[str]]":
+    """Have a command of kvray run beside the block, in an interpreter of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvray", *args],
+        env={**os.environ, **environ},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 """Takes the command's arguments, and variables by keyword."""
 
 

@@ -1,12 +1,11 @@
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Done, Forks, RunKvray
+from tests.forks import Done, Forks, RunKvray, run
 from tests.unit.store.child import Child
 from tests.unit.store.fork_server import Workers
 
@@ -24,17 +23,13 @@ def forks() -> Iterator[Forks]:
 def run_kvray(tmp_path: Path, forks: Forks) -> RunKvray:
     """Return a function that runs the command line with a temporary directory of its own."""
 
-    def run(*args: str | Path, **environ: str) -> Done:
+    def run_kvray(*args: str | Path, **environ: str) -> Done:
         told = {**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "120", **environ}
-        command = [*map(str, args)]
-        if "PYTHONPATH" not in environ:
-            return forks.run(command, told, tmp_path)
-        command = [sys.executable, "-m", "kvray", *command]  # a fork has imported its own packages
-        return subprocess.run(
-            command, env=told, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        if "PYTHONPATH" in environ:  # a fork has imported its own packages
+            return run(sys.executable, "-m", "kvray", *args, env=told, cwd=tmp_path)
+        return forks.run([*map(str, args)], told, tmp_path)
 
-    return run
+    return run_kvray
 
 
 @pytest.fixture(scope="session")

@@ -74,9 +74,9 @@ def test_it_is_never_open_for_ever(steps):
 
 
 def test_two_callers_come_back_at_different_times():
-    ends = []
+    ends = set()
     for seed in (1, 2):
         one = Breaker(Random(seed))
         one.fail(0.0, "no answer")
-        ends.append(next(at for at in range(1000) if one.state(at / 1000) != "open"))
-    assert ends[0] != ends[1]
+        ends.add(next(at for at in range(1000) if one.state(at / 1000) != "open"))
+    assert len(ends) == 2

@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,10 @@ from typer.main import get_command
 from kvray.actors.tier.changes import EFFECTS, Effect
 from kvray.cli.app import app
 from kvray.trace.reasons import COUNTED
+from tests.forks import run
 
 ROOT = Path(__file__).parents[2]
+LAUNCH = (ROOT / "docs" / "launch.md").read_text()
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
@@ -24,14 +25,8 @@ _ELSEWHERE = ("http://", "https://", "mailto:")
 
 
 def test_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    mkdocs = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
+    done = run(*mkdocs, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").exists()
 
@@ -79,12 +74,9 @@ def sentences(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
-
-
 def table() -> dict[str, str]:
     """Return setting -> what the page says that another value takes."""
-    section = PAGE.read_text().partition("## What needs a restart")[2].partition("\n## ")[0]
+    section = LAUNCH.partition("## What needs a restart")[2].partition("\n## ")[0]
     found = {}
     for settings, effect in re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE):
         for setting in re.findall(r"`([^`]+)`", settings):
@@ -95,4 +87,4 @@ def table() -> dict[str, str]:
 
 def test_the_page_says_of_every_setting_what_is_decided():
     assert table() == {setting: effect.value for setting, effect in EFFECTS.items()}
-    assert f"\n| all others | {Effect.RESTART.value} |\n" in PAGE.read_text()
+    assert f"\n| all others | {Effect.RESTART.value} |\n" in LAUNCH

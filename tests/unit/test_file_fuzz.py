@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import struct
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, example, given, settings
@@ -47,22 +46,10 @@ HEADER = {
     "model.a": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
     "model.b": {"dtype": "BF16", "shape": [9], "data_offsets": [32, 50]},
 }
-LOCAL = {
-    "address": "127.0.0.1:6379",
-    "token": "t",
-    "pid": os.getpid(),
-    "started": 1.0,
-    "dashboard_url": None,
-}
-REQUESTS = [
-    {
-        "timestamp": 1000 * one,
-        "input_length": 1025 + one,
-        "output_length": 5,
-        "hash_ids": [1, 2, 3 + one],
-    }
-    for one in range(3)
-]
+LOCAL = {"address": "127.0.0.1:6379", "token": "t", "pid": os.getpid(), "started": 1.0}
+LOCAL |= {"dashboard_url": None}
+REQUEST = {"output_length": 5, "hash_ids": [1, 2, 3]}
+REQUESTS = [REQUEST | {"timestamp": 1000 * n, "input_length": 1025 + n} for n in range(3)]
 
 
 @fuzzed
@@ -93,22 +80,16 @@ def test_the_header_of_a_file_of_weights(tmp_path, head, length):
 @fuzzed
 @given(data=st.data())
 def test_a_fingerprint_that_was_kept_and_is_changed_is_right_or_recreated(tmp_path, data):
-    right = kept_fingerprint(tmp_path)
-    (kept,) = (tmp_path / "cache").glob("*.json")
-    kept.write_bytes(data.draw(TEXTS | st.just(DEEP) | like(json.loads(kept.read_text()))))
-    assert fingerprint_model(tmp_path / "model", cache_dir=tmp_path / "cache") == right
-
-
-def kept_fingerprint(directory: Path) -> str:
-    """Return a small model's fingerprint, which is kept in `cache` too."""
-    model, cache = directory / "model", directory / "cache"
-    if not model.exists():
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        (model / "model.bin").write_bytes(b"weights")
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.bin").write_bytes(b"weights")
     for old in cache.glob("*"):
         old.unlink()
-    return fingerprint_model(model, cache_dir=cache)
+    right = fingerprint_model(model, cache_dir=cache)
+    (kept,) = cache.glob("*.json")
+    kept.write_bytes(data.draw(TEXTS | st.just(DEEP) | like(json.loads(kept.read_text()))))
+    assert fingerprint_model(model, cache_dir=cache) == right
 
 
 @fuzzed
@@ -128,7 +109,7 @@ def test_a_trace(tmp_path, lines):
 def test_a_trace_that_is_whole_is_read(tmp_path):
     """What is changed above is a trace."""
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"\n".join(json.dumps(one).encode() for one in REQUESTS))
+    path.write_text("\n".join(map(json.dumps, REQUESTS)))
     assert read_trace(path).num_refs == 9
 
 

@@ -51,12 +51,9 @@ TRAFFIC = {
 def replica(name: str = "r-1", **changes: Any) -> dict[str, Any]:
     """Return what a shard says of a rank; `changes` are fields, and all others counters."""
     fields = {"rank": 0, "connected": True, "namespace": "3f0a91c2"}
-    counters = changes.pop("counters", {}) | {k: v for k, v in changes.items() if k not in fields}
-    return (
-        fields
-        | {k: v for k, v in changes.items() if k in fields}
-        | {"replica": name, "counters": counters}
-    )
+    given = {key: changes.pop(key) for key in [*changes] if key in fields}
+    counters = changes.pop("counters", {}) | changes
+    return fields | given | {"replica": name, "counters": counters}
 
 
 def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from kvray.actors.owner.ownership import as_owner
 from kvray.cli.app import app as cli_app
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
+from tests import forks
+from tests.forks import Done
 from tests.unit.actors.shard_process import shard_process
 
 COMMANDS = (
@@ -30,38 +32,14 @@ COMMANDS = (
     *("config show", "config schema"),
     *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )
-ROOT = Path(__file__).parents[3]
 
 
 def assert_refused(
-    done: "subprocess.CompletedProcess[str]",
-    tmp_path: Path,
-    *words: str,
-    kept: set[str] = frozenset(),
+    done: Done, tmp_path: Path, *words: str, kept: frozenset[str] | set[str] = frozenset()
 ) -> None:
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("kvray: ")
-    assert done.stderr.count("\n") == 1, "one sentence"
-    for word in words:
-        assert word in done.stderr
+    """Fail unless a command was refused in one sentence, and left nothing else behind."""
+    forks.assert_refused(done, *words)
     assert {path.name for path in tmp_path.iterdir()} == kept
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def open_port() -> Iterator[int]:
-    """A port in use, by something that is no Ray."""
-    with socket.socket() as server:
-        server.bind(("", 0))
-        server.listen()
-        yield int(server.getsockname()[1])
 
 
 @pytest.fixture
@@ -141,43 +119,42 @@ def test_working_directory_that_is_gone_is_said(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     code = "import os, sys; os.rmdir(os.getcwd()); from kvray.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "status"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=gone,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = {**os.environ, "PYTHONPATH": str(forks.ROOT)}
+    done = forks.run(sys.executable, "-c", code, "status", env=environ, cwd=gone)
     assert_refused(done, tmp_path, "The working directory was removed")
+
+
+def kvray_to(stdout: TextIO, *args: str) -> Done:
+    command = [sys.executable, "-m", "kvray", *args]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["config", "show"]])
 def test_stdout_that_cannot_be_written_is_said(args):
     with open("/dev/full", "w") as full:
-        done = _kvray_to(full, args)
+        done = kvray_to(full, *args)
     assert done.returncode == 2
     assert done.stderr == "kvray: stdout cannot be written: No space left on device.\n"
 
 
-def test_reader_that_has_enough_is_no_error(tmp_path):
+def test_reader_that_has_enough_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
-        done = _kvray_to(pipe, ["config", "show"])
+        done = kvray_to(pipe, "config", "show")
     assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_closed_stdout_is_said():
-    shell = f"exec {sys.executable} -m kvray config show >&-"
-    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
+    done = forks.run("sh", "-c", f"exec {sys.executable} -m kvray config show >&-")
     assert done.returncode == 2
     assert done.stderr.startswith("kvray: stdout is closed")
 
 
-def _kvray_to(stdout: TextIO, args: list[str]) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "kvray", *args]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status"])
@@ -187,9 +164,11 @@ def test_dead_ray_address_is_named(run_kvray, tmp_path, closed_port, command):
     assert_refused(done, tmp_path, f"Nobody answers at the Ray address {address}")
 
 
-def test_port_in_use_is_refused(run_kvray, tmp_path, open_port):
-    done = run_kvray("up", "--port", str(open_port))
-    assert_refused(done, tmp_path, f"Port {open_port}", "choose another --port")
+def test_port_in_use_is_refused(run_kvray, tmp_path):
+    with socket.create_server(("", 0)) as server:  # which is no Ray
+        port = server.getsockname()[1]
+        done = run_kvray("up", "--port", str(port))
+    assert_refused(done, tmp_path, f"Port {port}", "choose another --port")
 
 
 def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(run_kvray, short_dir):
@@ -206,15 +185,11 @@ def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray):
 
 def test_plan_before_ray_is_started_says_how_to_start_it(run_kvray, closed_port):
     address = f"127.0.0.1:{closed_port}"
-    done = run_kvray(
-        *("up", "--plan", "--address", address),
-        KVRAY_ARENA__CAPACITY="64MiB",
-        KVRAY_SHARD__RESOURCE="kvray_shard",
-    )
+    environ = {"KVRAY_ARENA__CAPACITY": "64MiB", "KVRAY_SHARD__RESOURCE": "kvray_shard"}
+    done = run_kvray("up", "--plan", "--address", address, **environ)
     assert done.returncode == 2
-    assert (
-        f"ray start --address={address} --object-store-memory=1073741824 --memory=" in done.stdout
-    )
+    command = f"ray start --address={address} --object-store-memory=1073741824 --memory="
+    assert command in done.stdout
     assert """--resources='{"kvray_shard": 1}'""" in done.stdout
     assert "Nobody answers" in done.stderr
 
@@ -252,11 +227,17 @@ def _tier_in(directory: Path, name: str) -> dict[str, str]:
     return {"KVRAY_CLUSTER_NAME": name, "KVRAY_ARENA__DIR": where, "TMPDIR": where}
 
 
+def parameters(command: Any) -> Iterator[tuple[Any, Any]]:
+    if not hasattr(command, "commands"):
+        yield from ((command, parameter) for parameter in command.params)
+    for below in getattr(command, "commands", {}).values():
+        yield from parameters(below)
+
+
 def test_every_number_has_bounds_and_is_held_to_them():
-    app = typer.main.get_command(cli_app)
     numbers = [
         (command, parameter)
-        for command, parameter in _parameters(app)
+        for command, parameter in parameters(typer.main.get_command(cli_app))
         if "int" in (kind := str(parameter.type_descriptor.annotation)) or "float" in kind
     ]
     assert len(numbers) > 10
@@ -268,13 +249,6 @@ def test_every_number_has_bounds_and_is_held_to_them():
             with pytest.raises(typer.BadParameter) as refused:
                 command.make_context(command.name, [*option, str(value)])
             assert refused.value.param is number
-
-
-def _parameters(command: Any) -> Iterator[tuple[Any, Any]]:
-    for below in getattr(command, "commands", {}).values():
-        yield from _parameters(below)
-    if not hasattr(command, "commands"):
-        yield from ((command, parameter) for parameter in command.params)
 
 
 def test_clear_asks_first(call_kvray):
@@ -298,8 +272,7 @@ def test_verbose_shows_where_an_error_came_from(run_kvray):
 
 def test_help_imports_neither_ray_nor_torch():
     code = "import sys, kvray.cli; print({'ray', 'torch', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert forks.run(sys.executable, "-c", code).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("text", ["[1, 15043, 29871]", "1 15043\n29871\n"])
@@ -323,11 +296,8 @@ def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, 
     with shard_process(parent / "kvray-prod", "kvray-shard-0") as shard:
         done = run_kvray("down", **environ)
         assert shard.process.poll() is None
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        f"kvray: Shard kvray-shard-0 (process {shard.process.pid}, since 20"
-    )
-    assert "with the --address that it was started with" in done.stderr
+    owner = f"kvray: Shard kvray-shard-0 (process {shard.process.pid}, since 20"
+    forks.assert_refused(done, owner, "with the --address that it was started with")
     assert run_kvray("down", **environ).stdout == "The tier prod is down.\n"
     assert list(parent.iterdir()) == []
 
@@ -377,6 +347,11 @@ def test_any_directory_of_a_grafana_will_do(call_kvray, tmp_path):
     assert (tmp_path / "kvray_kvray.json").exists()
 
 
+def test_rules_and_json_can_be_printed(call_kvray):
+    assert "groups:" in call_kvray("dashboard", "rules").stdout
+    assert json.loads(call_kvray("dashboard", "show").stdout)["title"] == "kvray"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -385,14 +360,8 @@ def test_any_directory_of_a_grafana_will_do(call_kvray, tmp_path):
         ("install --ray-temp-dir .", "--include-dashboard=true"),
         ("install --to absent", "absent"),
     ],
-    ids=["no session", "no session to scrape", "a Ray without its dashboard", "no directory"],
 )
 def test_a_dashboard_that_cannot_be_put_anywhere_says_why(call_kvray, tmp_path, options, words):
     (tmp_path / "session_latest").mkdir()
     done = call_kvray("dashboard", *options.split())
     assert_refused(done, tmp_path, words, kept={"session_latest"})
-
-
-def test_rules_and_json_can_be_printed(call_kvray):
-    assert "groups:" in call_kvray("dashboard", "rules").stdout
-    assert json.loads(call_kvray("dashboard", "show").stdout)["title"] == "kvray"

@@ -73,17 +73,13 @@ def test_every_setting_is_shown(run):
     assert "nodes" in names
 
 
-def test_a_node_s_label_says_what_differs_there(run):
+def test_a_node_s_label_says_what_differs_there_and_its_environment_wins(run):
     options = ("config", "show", "--json", "--node-label", "kvray.io/pool=big")
     found = origins(run(*options, text=TIER))
     where = "nodes: kvray.io/pool=big (kvray.yaml:9)"
     assert found["arena.capacity"] == ("256GiB", "node", where)
     assert found["nvme.dir"][:2] == ("/mnt/nvme0", "node")
     assert found["nvme.capacity"] == ("64GiB", "default", None)
-
-
-def test_a_node_s_environment_wins_over_its_labels(run):
-    options = ("config", "show", "--json", "--node-label", "kvray.io/pool=big")
     found = origins(run(*options, text=TIER, KVRAY_ARENA__CAPACITY="8GiB"))
     assert found["arena.capacity"] == ("8GiB", "environment", "KVRAY_ARENA__CAPACITY")
 
@@ -126,32 +122,24 @@ def test_a_wrong_configuration_is_refused_in_one_sentence_and_leaves_nothing_beh
         assert_refused(done, tmp_path, "kvray.yaml:1: ", "lower arena.slab", kept={"kvray.yaml"})
 
 
-KV_CACHE_CONFIG = {"enable_block_reuse": True, "enable_partial_reuse": False}
-
-
-def test_configuration_rides_in_the_class_names(tmp_path):
-    path = tmp_path / 'with space and "quotes".yaml'
-    options = yaml.safe_load(render(path))
-    assert options == {
+@pytest.mark.parametrize(
+    ("path", "suffix"),
+    [
+        (Path('/with space and "quotes".yaml'), '@/with space and "quotes".yaml'),
+        (Path("kvray.yaml"), f"@{Path.cwd() / 'kvray.yaml'}"),
+        (None, ""),
+    ],
+    ids=["any name", "a relative path", "no file: the engine looks for it"],
+)
+def test_configuration_rides_in_the_class_names(path, suffix):
+    assert yaml.safe_load(render(path)) == {
         "kv_connector_config": {
             "connector_module": "kvray.connector",
-            "connector_scheduler_class": f"KvRayScheduler@{path}",
-            "connector_worker_class": f"KvRayWorker@{path}",
+            "connector_scheduler_class": f"KvRayScheduler{suffix}",
+            "connector_worker_class": f"KvRayWorker{suffix}",
         },
-        "kv_cache_config": KV_CACHE_CONFIG,
+        "kv_cache_config": {"enable_block_reuse": True, "enable_partial_reuse": False},
     }
-
-
-def test_relative_path_is_made_absolute():
-    options = yaml.safe_load(render(Path("kvray.yaml")))
-    name = options["kv_connector_config"]["connector_worker_class"]
-    assert name == f"KvRayWorker@{Path.cwd() / 'kvray.yaml'}"
-
-
-def test_without_a_file_the_engine_looks_for_its_configuration():
-    options = yaml.safe_load(render(None))
-    assert options["kv_connector_config"]["connector_scheduler_class"] == "KvRayScheduler"
-    assert options["kv_connector_config"]["connector_worker_class"] == "KvRayWorker"
 
 
 def test_output_is_what_stdout_would_show(run):
@@ -162,6 +150,5 @@ def test_output_is_what_stdout_would_show(run):
 
 
 def test_output_that_cannot_be_written_is_refused(run, tmp_path):
-    assert_refused(
-        run("connector-config", "-o", "none/connector.yaml"), tmp_path, "cannot be written"
-    )
+    done = run("connector-config", "-o", "none/connector.yaml")
+    assert_refused(done, tmp_path, "cannot be written")

@@ -1,8 +1,8 @@
 """`kvray replay`, as a user runs it: its options, and what it says of them."""
 
 import json
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,25 +11,22 @@ from kvray.errors import ConfigError
 from kvray.lab.replay import belady, read_trace
 from kvray.lab.replay.routers import ROUTERS
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
+from tests.forks import RunKvray, assert_refused
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt, lru_hits
 
 ROOT = Path(__file__).parents[3]
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def assert_refused(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("kvray: ")
-    assert done.stderr.count("\n") == 1, "one sentence"
-    assert all(word in done.stderr for word in words), done.stderr
+def replayed(run_kvray: RunKvray, *args: str | Path) -> dict[str, Any]:
+    """Run a replay, and return the JSON of it."""
+    done = run_kvray("replay", *args, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(run_kvray):
     order = ("--concurrent", "1", "--seed", "7")
-    done = run_kvray("replay", SESSIONS, "--capacity", "1k", "--policy", "lru", "--json", *order)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = replayed(run_kvray, SESSIONS, "--capacity", "1k", "--policy", "lru", *order)
     assert (found["concurrent"], found["seed"]) == (1, 7)
     hits = [
         simulate(trace, policy="lru", host_blocks=1000).hit_blocks
@@ -39,37 +36,16 @@ def test_the_order_of_sessions_hangs_on_the_options_and_json_says_which(run_kvra
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("texts", "sizes"),
     [
-        (["--capacity", "5kb"], ["--capacity", "'5kb' is no number of blocks", "5k"]),
-        (["--capacity", "1k,"], ["'' is no number of blocks"]),
-        (["--nvme", "0"], ["--nvme", "'0' is no number of blocks"]),
-        (["--policy", "lur"], ["--policy", "'lur'", "did you mean lru?", ", ".join(POLICIES)]),
-        (["--nvme", "1k", "--admission", "none"], ["--admission", "'none'", ", ".join(ADMISSIONS)]),
-        (["--admission", "all"], ["--admission", "--nvme"]),
-        (["--plot", "curves.pdf"], ["curves.pdf", ".png"]),
-        (["--plot", "nowhere/curves.png"], ["no directory nowhere"]),
-        (["--block-tokens", "16"], ["conversation.jsonl.gz, line 1", "--block-tokens"]),
+        (["5k"], [5000]),
+        (["30000", "1k, 5k"], [1000, 5000, 30000]),
+        (["1.5M"], [1_500_000]),
+        (["1k,1000", "1k"], [1000]),
     ],
 )
-def test_what_cannot_be_is_refused(run_kvray, args, words):
-    assert_refused(run_kvray("replay", CONVERSATION, *args), *words)
-
-
-def test_a_trace_that_is_not_there_is_named(run_kvray):
-    assert_refused(run_kvray("replay", "nowhere.jsonl"), "nowhere.jsonl cannot be read")
-
-
-@pytest.mark.parametrize(
-    ("texts", "sizes"),
-    [(["5k"], [5000]), (["30000", "1k, 5k"], [1000, 5000, 30000]), (["1.5M"], [1_500_000])],
-)
-def test_sizes_are_written_in_thousands_and_millions(texts, sizes):
+def test_sizes_are_written_in_thousands_and_millions_and_count_once(texts, sizes):
     assert parse_sizes(texts, "--capacity") == sizes
-
-
-def test_a_size_counts_once():
-    assert parse_sizes(["1k,1000", "1k"], "--capacity") == [1000]
 
 
 @pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5", "0.0001k", "5K", "5 k5", "1e3", "∞"])
@@ -79,9 +55,8 @@ def test_what_is_no_number_of_blocks_is_refused(text):
 
 
 def test_all_policies_are_replayed(run_kvray):
-    done = run_kvray("replay", SESSIONS, "--capacity", "300,1k", "--json")
-    assert done.returncode == 0, done.stderr
-    found, trace = json.loads(done.stdout), excerpt(SESSIONS)
+    found = replayed(run_kvray, SESSIONS, "--capacity", "300,1k")
+    trace = excerpt(SESSIONS)
     hits = {(one["host_blocks"], one["policy"]): one["hit_blocks"] for one in found["results"]}
     assert set(hits) == {(size, name) for size in (300, 1000) for name in POLICIES}
     for (size, _), one in hits.items():
@@ -91,11 +66,8 @@ def test_all_policies_are_replayed(run_kvray):
 
 
 def test_a_disk_is_replayed_with_all_admissions(run_kvray):
-    done = run_kvray(
-        *("replay", SESSIONS, "--capacity", "1k", "--nvme", "2k", "--policy", "gittins", "--json")
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    options = ("--capacity", "1k", "--nvme", "2k", "--policy", "gittins")
+    found = replayed(run_kvray, SESSIONS, *options)
     runs = {(one["policy"], one["admission"]): one for one in found["results"]}
     assert set(runs) == {("lru", "all"), *(("gittins", name) for name in ADMISSIONS)}
     for one in runs.values():
@@ -107,14 +79,11 @@ def test_a_disk_is_replayed_with_all_admissions(run_kvray):
 
 def test_all_routers_are_compared(run_kvray, tmp_path):
     picture = tmp_path / "routers.png"
-    done = run_kvray(
-        *("replay", CONVERSATION, "--replicas", "4", "--speed", "2.5", "--json", "--plot", picture)
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    options = ("--replicas", "4", "--speed", "2.5", "--plot", picture)
+    found = replayed(run_kvray, CONVERSATION, *options)
     assert [one["router"] for one in found["routers"]] == list(ROUTERS)
     assert (found["num_replicas"], found["speed"], found["pool_blocks"]) == (4, 2.5, 800)
-    assert picture.read_bytes().startswith(PNG)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     page = (ROOT / "docs" / "replay.md").read_text()
     keys = {*found, *found["one_replica"]}
     assert {key for key in keys if f"`{key}`" not in page} == set()
@@ -132,17 +101,25 @@ def test_the_table_has_a_line_for_each_router_that_was_asked_for(run_kvray):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("args", "words"),
     [
-        (("--speed", "2"), ("--speed", "--replicas")),
-        (("--router", "pow2"), ("--router", "--replicas")),
-        (("--imbalance", "0"), ("--imbalance", "--replicas")),
-        (("--replicas", "2", "--policy", "lru"), ("--policy", "--replicas")),
-        (("--replicas", "2", "--router", "pow"), ("'pow'", "did you mean pow2?")),
-        (("--replicas", "2", "--pool", "many"), ("--pool", "'many' is no number of blocks")),
-        (("--replicas", "2", "--disk-rate", "3"), ("--disk-rate", "--nvme")),
+        (["--capacity", "5kb"], ["--capacity", "'5kb' is no number of blocks", "5k"]),
+        (["--capacity", "1k,"], ["'' is no number of blocks"]),
+        (["--nvme", "0"], ["--nvme", "'0' is no number of blocks"]),
+        (["--policy", "lur"], ["--policy", "'lur'", "did you mean lru?", ", ".join(POLICIES)]),
+        (["--nvme", "1k", "--admission", "none"], ["--admission", "'none'", ", ".join(ADMISSIONS)]),
+        (["--admission", "all"], ["--admission", "--nvme"]),
+        (["--plot", "curves.pdf"], ["curves.pdf", ".png"]),
+        (["--plot", "nowhere/curves.png"], ["no directory nowhere"]),
+        (["--block-tokens", "16"], ["conversation.jsonl.gz, line 1", "--block-tokens"]),
+        (["--speed", "2"], ["--speed", "--replicas"]),
+        (["--router", "pow2"], ["--router", "--replicas"]),
+        (["--imbalance", "0"], ["--imbalance", "--replicas"]),
+        (["--replicas", "2", "--policy", "lru"], ["--policy", "--replicas"]),
+        (["--replicas", "2", "--router", "pow"], ["'pow'", "did you mean pow2?"]),
+        (["--replicas", "2", "--pool", "many"], ["--pool", "'many' is no number of blocks"]),
+        (["--replicas", "2", "--disk-rate", "3"], ["--disk-rate", "--nvme"]),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(run_kvray, options, words):
-    done = run_kvray("replay", CONVERSATION, *options)
-    assert_refused(done, *words)
+def test_what_cannot_be_is_refused(run_kvray, args, words):
+    assert_refused(run_kvray("replay", CONVERSATION, *args), *words)

@@ -50,11 +50,9 @@ def test_process_that_is_stopped_with_the_lock_is_named(capsys):
     _print(found)
     assert "stopped" not in capsys.readouterr().out
     _print({**found, "shards": [{**SERVING, "stopped_with_lock": stopped}]})
-    line = (
-        f"{SERVING['shard']}: process 4242 ([bold]engine) is stopped while it has the arena's lock"
-    )
     said = capsys.readouterr().out
-    assert line in said
+    who = f"{SERVING['shard']}: process 4242 ([bold]engine)"
+    assert f"{who} is stopped while it has the arena's lock" in said
     assert "kill -CONT 4242" in said
 
 
@@ -106,17 +104,9 @@ def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
     assert third == "kvray-lookup-2 unreachable"
 
 
-SLABS = {
-    "block_bytes": 128 * 2**10,
-    "slabs": 3,
-    "slots": 1536,
-    "blocks": 1500,
-    "free_slots": 36,
-    "longest_free_run": 20,
-    "fragmented_share": 0.25,
-    "slot_waste_bytes": 2**20,
-    "slab_waste_bytes": 2**20,
-}
+SLABS = {"block_bytes": 128 * 2**10, "slabs": 3, "slots": 1536, "blocks": 1500, "free_slots": 36}
+SLABS |= {"longest_free_run": 20, "fragmented_share": 0.25}
+SLABS |= {"slot_waste_bytes": 2**20, "slab_waste_bytes": 2**20}
 
 
 def test_memory_is_shown_for_each_block_size_and_what_is_spare():
@@ -129,23 +119,12 @@ def test_memory_is_shown_for_each_block_size_and_what_is_spare():
 
 
 def test_replica_shows_hits_and_misses_by_reason():
-    counters = {
-        "requests": 7,
-        "prompt_tokens": 900,
-        "local_tokens": 32,
-        "hit_tokens": 512,
-        "hit_tokens_from_host": 450,
-        "hit_tokens_from_nvme": 22,
-        "hit_tokens_from_nixl": 30,
-        "hit_tokens_from_object_ref": 10,
-        "miss_tokens_not_stored": 320,
-        "miss_tokens_arena_busy": 0,
-        "stored_blocks": 10,
-    }
-    table = replicas_table([replica(**counters)])
-    words = " ".join(shown(table, width=120).split())
-    shares = "4% 50% 2% 4% 40%"
-    assert f"r-1 0 7 900 {shares} 320 not stored 10 stored blocks" in words
+    counters = {"requests": 7, "prompt_tokens": 900, "local_tokens": 32, "hit_tokens": 512}
+    counters |= {"miss_tokens_not_stored": 320, "miss_tokens_arena_busy": 0, "stored_blocks": 10}
+    hits = {"host": 450, "nvme": 22, "nixl": 30, "object_ref": 10}
+    counters |= {f"hit_tokens_from_{name}": count for name, count in hits.items()}
+    words = " ".join(shown(replicas_table([replica(**counters)]), width=120).split())
+    assert "r-1 0 7 900 4% 50% 2% 4% 40% 320 not stored 10 stored blocks" in words
     assert "busy" not in words
 
 
@@ -201,19 +180,7 @@ def words_of(*shards: dict[str, Any]) -> list[list[str]]:
 
 def test_replicas_of_one_namespace_need_no_table():
     _, shard = shard_of(a=MINE, b=MINE)
-    assert words_of(shard) == []
-    assert words_of() == []
-    assert words_of({"state": "preparing"}) == []
-
-
-def test_only_what_differs_is_shown_and_who_differs():
-    _, shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
-    title, _, first, last, digests, _, row, _, sentence = words_of(shard)
-    assert title == ["Namespaces"]
-    assert digests == [replica["namespace"] for replica in shard["replicas"]][:2]
-    assert (first, last) == (["a"], ["c", "b"])
-    assert row == ["tp_layout", "tp1", "tp4"]
-    assert sentence[:5] == ["Replicas", "in", "different", "columns", "share"]
+    assert words_of(shard) == words_of() == words_of({"state": "preparing"}) == []
 
 
 def test_replicas_of_several_nodes_are_compared():
@@ -228,6 +195,16 @@ def test_who_is_gone_is_shown_too_since_their_blocks_are_not_found():
     replicas, _ = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"))
     replicas.disconnect(0)
     assert ["a", "gone", "b"] in words_of(status_of(replicas))
+
+
+def test_only_what_differs_is_shown_and_who_differs():
+    _, shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
+    title, _, first, last, digests, _, row, _, sentence = words_of(shard)
+    assert title == ["Namespaces"]
+    assert digests == [replica["namespace"] for replica in shard["replicas"]][:2]
+    assert (first, last) == (["a"], ["c", "b"])
+    assert row == ["tp_layout", "tp1", "tp4"]
+    assert sentence[:5] == ["Replicas", "in", "different", "columns", "share"]
 
 
 def test_many_namespaces_and_replicas_are_cut_short_and_counted():
@@ -248,13 +225,8 @@ def test_names_and_values_are_no_markup():
 
 
 def reading(**changes: Any) -> dict[str, Any]:
-    counters = {
-        "fingerprint_bytes": 120 * 2**30,
-        "fingerprint_bytes_read": 30 * 2**30,
-        "fingerprint_failed": 0,
-        "uptime_s": 20,
-    }
-    return replica("a", **counters | changes)
+    read = {"fingerprint_bytes": 120 * 2**30, "fingerprint_bytes_read": 30 * 2**30}
+    return replica("a", **read | {"fingerprint_failed": 0, "uptime_s": 20} | changes)
 
 
 FAR = "uses no tier until it has read its checkpoint: "
@@ -276,11 +248,10 @@ def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(counters, said, fix
 
 
 def test_figures_that_are_missing_count_as_none():
-    said = []
-    for one in ({}, {"fingerprint_bytes_read": 2**29}):
-        ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **one)])
-        said.append(says.partition(": ")[2])
-    assert said == ["0B of 1GiB read", "512MiB of 1GiB read, about 0 s left"]
+    for read, told in (({}, "0B"), ({"fingerprint_bytes_read": 2**29}, "512MiB")):
+        ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **read)])
+        left = ", about 0 s left" if read else ""
+        assert says.partition(": ")[2] == f"{told} of 1GiB read{left}"
 
 
 def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence():
@@ -289,14 +260,11 @@ def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence():
 
 
 def test_doctor_says_why_nothing_is_promised_yet():
-    status = {"shards": [{"replicas": [reading()]}]}
-    findings = {one.check: one for one in hit_findings(status)}
+    findings = {one.check: one for one in hit_findings({"shards": [{"replicas": [reading()]}]})}
     assert "30GiB of 120GiB" in findings["checkpoint"].says
 
 
-def memory_shard_of(
-    *namespaces: tuple[str, int, int | None], over_quota: int = 0
-) -> dict[str, Any]:
+def memory_shard_of(*namespaces: tuple[str, int, int | None], over_quota: int = 0) -> Any:
     held = [
         {"namespace": name, "blocks": blocks, "bytes": blocks * 2**20, "quota_bytes": quota}
         for name, blocks, quota in namespaces

@@ -26,19 +26,12 @@ from tests.unit.actors.tier.test_sizing import node
 from tests.unit.cli.answers import NOW, mover, replica, request, span
 from tests.unit.cli.conftest import shown
 
-LEFT = {
-    "left_at": [NOW - 60, NOW - 50],
-    "left_node": "kvray-shard-a",
-    "left_tier": "host",
-    "left_by": "writer",
-}
-
-
+LEFT = {"left_node": "kvray-shard-a", "left_tier": "host", "left_by": "writer"}
 EVICTED = {
     "reason": "evicted",
     "ranges": [
         span(0, 160, "hit", way="nixl", source="kvray-shard-0123456789ab"),
-        span(160, 304, "miss", reason="evicted", places=[], **LEFT),
+        span(160, 304, "miss", reason="evicted", places=[], left_at=[NOW - 60, NOW - 50], **LEFT),
         span(304, 320, "computed"),
     ],
 }
@@ -70,10 +63,8 @@ def test_a_request_that_had_nothing_to_miss_says_why():
 
 
 def test_several_requests_are_one_line_each_and_a_sentence():
-    some = [
-        request(**EVICTED),
-        request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0),
-    ]
+    whole = request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0)
+    some = [request(**EVICTED), whole]
     table = shown(requests_table(some, now=NOW))
     assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
     assert "464 of 640 tokens of these 2 requests were hits" in shown(requests_sentence(some))
@@ -115,39 +106,23 @@ def test_moments_are_told_with_how_long_ago_they_were():
 def status(
     *, prompt: int = 0, hit: int = 0, missed: int = 0, evicted: int = 0, staged: int = 0
 ) -> dict[str, Any]:
-    counters = {
-        "prompt_tokens": prompt,
-        "hit_tokens": hit,
-        "hit_tokens_from_host": hit,
-        "miss_tokens_not_stored": missed,
-        "miss_tokens_too_slow": missed // 2,
+    counters = {"prompt_tokens": prompt, "hit_tokens": hit, "hit_tokens_from_host": hit}
+    counters |= {"miss_tokens_not_stored": missed, "miss_tokens_too_slow": missed // 2}
+    here = {
+        "shard": "kvray-shard-a",
+        "state": "serving",
+        "arena": {"resident_bytes": 2**20, "capacity_bytes": 2**22, "evicted": evicted},
+        "staging": {"transports": {"nixl": {"bytes": staged}}},
+        "replicas": [replica("one", **counters)],
     }
-    return {
-        "cluster_name": "prod",
-        "shards": [
-            {
-                "shard": "kvray-shard-a",
-                "state": "serving",
-                "arena": {
-                    "resident_bytes": 2**20,
-                    "capacity_bytes": 2**22,
-                    "evicted": evicted,
-                },
-                "staging": {"transports": {"nixl": {"bytes": staged}}},
-                "replicas": [replica("one", **counters)],
-            },
-            {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"},
-        ],
-    }
+    gone = {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"}
+    return {"cluster_name": "prod", "shards": [here, gone]}
 
 
 def test_rates_are_those_of_the_time_that_is_kept():
     history = History(5.0)
-    for second in range(8):
-        now = 100.0 + second
-        history.add(
-            now, status(prompt=1000 * second, hit=250 * second, missed=100 * second, staged=second)
-        )
+    for at in range(8):
+        history.add(100.0 + at, status(prompt=1000 * at, hit=250 * at, missed=100 * at, staged=at))
     assert history.seconds == 5.0
     (one,) = history.replicas()
     assert one.prompt == 1000.0
@@ -199,34 +174,25 @@ def test_the_transport_between_two_movers_has_its_reason(sender, receiver, chose
     assert f"{transport}: {why}" == chosen
 
 
-def test_a_transport_that_keeps_failing_between_them_is_passed_over():
-    sender, receiver = (mover(name, nixl=HAS, object_ref=HAS) for name in "ab")
-    way = {
-        "source": "kvray-mover-a",
-        "transport": "nixl",
-        "left_out": True,
-        "failures": 2,
-        "error": "A push did not end in time.",
-    }
-    receiver["failing_links"] = [way]
+FAILING = {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
+KEEPS_FAILING = "nixl keeps failing from a: It broke."
 
+
+@pytest.mark.parametrize(
+    ("others", "link", "chosen"),
+    [
+        ({"object_ref": HAS}, FAILING, ("object_ref", KEEPS_FAILING)),
+        ({"object_ref": HAS}, {**FAILING, "left_out": False}, ("nixl", None)),
+        ({"object_ref": HAS}, {**FAILING, "source": "kvray-mover-c"}, ("nixl", None)),
+        ({}, FAILING, ("nixl", KEEPS_FAILING)),
+    ],
+    ids=["it is passed over", "it is no more", "from another", "nothing else is there"],
+)
+def test_a_transport_that_keeps_failing_between_them(others, link, chosen):
+    sender, receiver = (mover(name, nixl=HAS, **others) for name in "ab")
+    receiver["failing_links"] = [link]
     transport, why = choose("a", sender, "b", receiver)
-    assert transport == "object_ref"
-    assert why == "nixl keeps failing from a: A push did not end in time."
-
-    receiver["failing_links"] = [{**way, "left_out": False}]
-    assert choose("a", sender, "b", receiver)[0] == "nixl"
-    receiver["failing_links"] = [{**way, "source": "kvray-mover-c"}]
-    assert choose("a", sender, "b", receiver)[0] == "nixl"
-
-
-def test_if_nothing_else_is_there_it_is_tried_all_the_same():
-    sender, receiver = (mover(name, nixl=HAS) for name in "ab")
-    receiver["failing_links"] = [
-        {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
-    ]
-
-    assert choose("a", sender, "b", receiver) == ("nixl", "nixl keeps failing from a: It broke.")
+    assert (transport, why if "keeps failing" in why else None) == chosen
 
 
 @pytest.mark.parametrize("end", ["a", "b"])
@@ -241,12 +207,7 @@ def test_a_mover_that_does_not_serve_moves_nothing(end):
 
 
 def test_each_way_has_what_its_target_measured():
-    peer = {
-        "peer": "kvray-mover-a",
-        "bytes_per_s": 5.0,
-        "breaker": "open",
-        "error": "It did not answer.",
-    }
+    peer = {"peer": "kvray-mover-a", "bytes_per_s": 5.0, "breaker": "open", "error": "No answer."}
     lookup = {"peer": "kvray-lookup", "bytes_per_s": None, "breaker": "closed", "error": ""}
     found = {
         "shards": [
@@ -255,9 +216,7 @@ def test_each_way_has_what_its_target_measured():
         ],
         "movers": [mover("a", nixl=HAS), mover("b", nixl=HAS)],
     }
-
     made = {(link.source, link.target): link for link in node_links(found)}
-
     assert made.keys() == {("a", "b"), ("b", "a")}
     assert (made["a", "b"].bytes_per_s, made["a", "b"].breaker) == (5.0, "open")
     assert (made["b", "a"].bytes_per_s, made["b", "a"].breaker) == (None, "closed")
@@ -277,19 +236,12 @@ def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
 
 
 def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace():
-    shards = [
-        shard_of("a", "one", 10),
-        shard_of("b", "two", 50),
-        {"shard": "c", "state": "preparing"},
-    ]
+    preparing = {"shard": "c", "state": "preparing"}
+    shards = [shard_of("a", "one", 10), shard_of("b", "two", 50), preparing]
+    other = {"nvme_blocks": 9, "nvme_bytes": 90}
     contents = {
         "a": {"namespaces": {"3f0a91c2": {"host_blocks": 2, "host_bytes": 20}}},
-        "b": {
-            "namespaces": {
-                "3f0a91c2": {"host_blocks": 1, "host_bytes": 10},
-                "00ff00ff": {"nvme_blocks": 9, "nvme_bytes": 90},
-            }
-        },
+        "b": {"namespaces": {"3f0a91c2": {"host_blocks": 1, "host_bytes": 10}, "00ff00ff": other}},
     }
     other, mine = namespaces(shards, contents)
     assert (other["namespace"], other["nvme_bytes"], other["replicas"]) == ("00ff00ff", 90, [])
@@ -311,11 +263,8 @@ def test_a_prefix_that_several_nodes_have_is_one():
     assert (second["key"], third["used_s_ago"]) == ("bb", None)
 
 
-Said = Callable[..., str]
-
-
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return what `kvray size` prints of nodes, for sizes to add."""
 
     def say(*nodes: dict[str, Any], more: Sequence[int] = ()) -> str:
@@ -358,16 +307,10 @@ def test_status_has_one_sentence():
     assert "`kvray size`" in line
 
 
-def test_the_picture_has_a_curve_for_each_namespace():
-    figure = make_figure(combined([node("a")]))
-    (axes,) = figure.axes
-    assert [line.get_label() for line in axes.lines[:2]] == [
-        "and disk",
-        "engines' pools and host memory",
-    ]
-    assert make_figure(combined([])).axes == []
-
-
-def test_json_has_everything():
+def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
     found = combined([node("a")])
     assert json.loads(json.dumps(found)) == found
+    (axes,) = make_figure(found).axes
+    labels = [line.get_label() for line in axes.lines[:2]]
+    assert labels == ["and disk", "engines' pools and host memory"]
+    assert make_figure(combined([])).axes == []

@@ -155,9 +155,22 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+TRIPPING = (
+    "a: &a [" + "x, " * 20 + "]\nb: *a",
+    "a: &a {b: *a}",
+    "? [1, 2]\n: 3",
+    "arena: {? {a: 1} : 2}",
+    "---\na: 1\n---\nb: 2",
+    "arena: !!binary '!'",
+    "ray: {timeout_s: 0o9:99}",
+    "arena: {capacity: " + "9" * 5000 + "}",
+)
+"""Files that trip readers of YAML."""
+
+
+@pytest.mark.parametrize("name", [*WRONG, *TRIPPING])
 def test_a_wrong_file_is_refused_in_one_sentence(name):
-    text, *words = WRONG[name]
+    text, *words = WRONG.get(name, [name])
     Path("kvray.yaml").write_text(text)
     check_refused(*words)
 

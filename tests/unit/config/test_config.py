@@ -49,24 +49,15 @@ def test_without_any_source_the_defaults_hold():
 
 
 CAPACITY = "KVRAY_ARENA__CAPACITY"
+FILE = "arena: {capacity: 1GiB}"
 LAYERS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
-    "a file wins over the defaults": ("arena: {capacity: 1GiB}", {}, {}, 1),
-    "the environment wins over a file": ("arena: {capacity: 1GiB}", {CAPACITY: "2GiB"}, {}, 2),
-    "an override wins over both": (
-        "arena: {capacity: 1GiB}",
-        {CAPACITY: "2GiB"},
-        {"arena.capacity": "3GiB"},
-        3,
-    ),
+    "a file wins over the defaults": (FILE, {}, {}, 1),
+    "the environment wins over a file": (FILE, {CAPACITY: "2GiB"}, {}, 2),
+    "an override wins over both": (FILE, {CAPACITY: "2GiB"}, {"arena.capacity": "3GiB"}, 3),
     "an override of none is no value": ("", {CAPACITY: "2GiB"}, {"arena.capacity": None}, 2),
-    "an empty variable is not set": ("arena: {capacity: 1GiB}", {CAPACITY: ""}, {}, 1),
+    "an empty variable is not set": (FILE, {CAPACITY: ""}, {}, 1),
     "an empty section can be set elsewhere": ("arena:\n", {}, {"arena.capacity": "1GiB"}, 1),
-    "other keys of the section stay": (
-        "arena: {capacity: 1GiB}",
-        {"KVRAY_ARENA__SLAB": "1MiB"},
-        {},
-        1,
-    ),
+    "other keys of the section stay": (FILE, {"KVRAY_ARENA__SLAB": "1MiB"}, {}, 1),
 }
 
 
@@ -77,30 +68,22 @@ def test_a_later_source_wins(write_yaml, name):
     assert given.arena.capacity == capacity * GiB
 
 
-def test_the_environment_can_name_the_file(write_yaml):
-    path = write_yaml("cluster_name: named")
-    assert load(environ={"KVRAY_CONFIG": str(path)}).cluster_name == "named"
-
-
-def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml):
-    path = write_yaml("cluster_name: callers")
-    assert load(path, environ={"KVRAY_CONFIG": "/nowhere.yaml"}).cluster_name == "callers"
-
-
-def test_the_well_known_file_is_read_when_nothing_names_one(write_yaml, monkeypatch):
-    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+def test_the_callers_file_is_read_else_the_environments_else_the_well_known_one(
+    monkeypatch, tmp_path
+):
+    known, named, given = (tmp_path / name for name in ("known", "named", "given"))
+    for path in (known, named, given):
+        path.write_text(f"cluster_name: {path.name}")
+    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", known)
+    environ = {"KVRAY_CONFIG": str(named)}
     assert load().cluster_name == "known"
+    assert load(environ=environ).cluster_name == "named"
+    assert load(given, environ=environ).cluster_name == "given"
 
 
-def test_a_named_file_wins_over_the_well_known_one(write_yaml, monkeypatch, tmp_path):
-    monkeypatch.setattr(reading, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
-    other = tmp_path / "other.yaml"
-    other.write_text("cluster_name: other")
-    assert load(environ={"KVRAY_CONFIG": str(other)}).cluster_name == "other"
-
-
-def test_a_variable_can_name_the_cluster():
-    assert load(environ={"KVRAY_CLUSTER_NAME": "blue"}).cluster_name == "blue"
+def test_variables_name_the_cluster_and_give_numbers():
+    given = load(environ={"KVRAY_CLUSTER_NAME": "blue", "KVRAY_ARENA__HOLDERS_MAX": "16"})
+    assert (given.cluster_name, given.arena.holders_max) == ("blue", 16)
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_left_alone():
@@ -112,10 +95,6 @@ def test_no_signature_shows_the_environment():
     for name in config.__all__:
         if inspect.isfunction(one := getattr(config, name)):
             assert "environ(" not in str(inspect.signature(one)), name
-
-
-def test_numbers_from_the_environment_are_read_as_numbers():
-    assert load(environ={"KVRAY_ARENA__HOLDERS_MAX": "16"}).arena.holders_max == 16
 
 
 # Files.
@@ -161,23 +140,20 @@ def test_a_size_is_read_in_binary_units(text, size):
 
 
 @pytest.mark.parametrize(
-    "value", ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400]
+    ("values", "said"),
+    [
+        (
+            ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400],
+            "is no size; write a number with a unit such as 64GiB",
+        ),
+        (["64GB", "64gib", "64G", "64 Gi"], "is no size; units are binary here: write 64GiB"),
+        ([0, -1, "0", "-64GiB", "0.2B", 0.5], "is not a positive size"),
+    ],
 )
-def test_what_is_no_size_is_refused_with_an_example(value):
-    with pytest.raises(ValueError, match="is no size; write a number with a unit such as 64GiB"):
-        parse_size(value)
-
-
-@pytest.mark.parametrize("value", ["64GB", "64gib", "64G", "64 Gi"])
-def test_another_unit_is_answered_with_the_binary_one(value):
-    with pytest.raises(ValueError, match="is no size; units are binary here: write 64GiB"):
-        parse_size(value)
-
-
-@pytest.mark.parametrize("value", [0, -1, "0", "-64GiB", "0.2B", 0.5])
-def test_a_size_of_less_than_a_byte_is_refused(value):
-    with pytest.raises(ValueError, match="is not a positive size"):
-        parse_size(value)
+def test_what_is_no_size_is_refused_with_an_example(values, said):
+    for value in values:
+        with pytest.raises(ValueError, match=said):
+            parse_size(value)
 
 
 @pytest.mark.parametrize(
@@ -208,11 +184,8 @@ def test_ray_kills_workers_above_a_share_of_the_memory(environ, share):
 # The cache directory.
 
 
-def test_the_cache_lies_where_the_desktop_standard_says():
+def test_the_cache_lies_where_the_desktop_standard_says_or_in_the_home_directory(monkeypatch):
     assert cache_dir({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/kvray")
-
-
-def test_the_cache_lies_in_the_home_directory_otherwise(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert cache_dir({}) == Path("/home/ada/.cache/kvray")
 
@@ -227,42 +200,25 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
 
 
 def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only():
-    tier = load_config(overrides={"arena.capacity": "1GiB", "cluster_name": "mine"}, environ={})
-    environ = {
-        "KVRAY_ARENA__CAPACITY": "2GiB",
-        "KVRAY_ARENA__DIR": "/dev/shm/here",
-        "KVRAY_SHARD__RESOURCE": "other",
-        "KVRAY_CLUSTER_NAME": "other",
-    }
-
+    tier = load(overrides={"arena.capacity": "1GiB", "cluster_name": "mine"})
+    environ = {"KVRAY_ARENA__CAPACITY": "2GiB", "KVRAY_ARENA__DIR": "/dev/shm/here"}
+    environ |= {"KVRAY_SHARD__RESOURCE": "other", "KVRAY_CLUSTER_NAME": "other"}
     here = config_on_node(tier, environ)
-
-    assert here.arena.capacity == 2 * 2**30
+    assert here.arena.capacity == 2 * GiB
     assert here.node_dir == Path("/dev/shm/here/kvray-mine")
     assert here.shard == tier.shard
 
 
 def test_a_wrong_variable_of_a_node_is_named():
     with pytest.raises(ConfigError, match=r"On this node: KVRAY_ARENA__CAPACITY: arena\.cap"):
-        config_on_node(load_config(environ={}), {"KVRAY_ARENA__CAPACITY": "-1"})
+        config_on_node(load(), {CAPACITY: "-1"})
 
 
 # Quotas of namespaces.
 
 
-def test_namespaces_have_no_quota_by_default():
-    arena = load().arena
-    assert (arena.namespace_quota, arena.quotas) == (None, {})
-
-
-def test_a_quota_is_for_every_namespace_or_for_one(write_yaml):
+def test_a_quota_is_for_every_namespace_or_for_one_also_by_the_environment(write_yaml):
     path = write_yaml("arena: {namespace_quota: 1GiB, quotas: {'12ab34CD': 2GiB, '0123': 5MiB}}")
-    arena = load(path).arena
-    assert arena.namespace_quota == GiB
-    assert arena.quotas == {"12ab34cd": 2 * GiB, "0123": 5 * 2**20}
-
-
-def test_a_quota_can_be_set_by_the_environment(write_yaml):
-    path = write_yaml("arena: {quotas: {'12': 2GiB}}")
     arena = load(path, environ={"KVRAY_ARENA__QUOTAS__12AB": "1GiB"}).arena
-    assert arena.quotas == {"12": 2 * GiB, "12ab": GiB}
+    assert arena.namespace_quota == GiB
+    assert arena.quotas == {"12ab34cd": 2 * GiB, "0123": 5 * 2**20, "12ab": GiB}

@@ -1,21 +1,12 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from kvray.console.interrupts import Interrupts, masked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture(autouse=True)
-def _handlers_are_given_back() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
@@ -40,31 +31,21 @@ def test_threads_that_start_while_masked_take_no_signal():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
 
 
-def test_signal_that_is_held_back_comes_at_the_end_of_the_block():
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_signal_that_is_held_back_comes_at_a_check_or_at_the_end_of_the_block(is_checked):
     steps = []
 
     def run(interrupts: Interrupts) -> None:
         with interrupts.caught(), interrupts.held():
             os.kill(os.getpid(), signal.SIGTERM)
             steps.append("after the signal")
+            if is_checked:
+                interrupts.check()
+            steps.append("at the end")
 
     with pytest.raises(KeyboardInterrupt):
         run(Interrupts())
-    assert steps == ["after the signal"]
-
-
-def test_signal_that_is_held_back_comes_at_a_check():
-    steps = []
-
-    def run(interrupts: Interrupts) -> None:
-        with interrupts.caught(), interrupts.held():
-            os.kill(os.getpid(), signal.SIGTERM)
-            interrupts.check()
-            steps.append("after the check")
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Interrupts())
-    assert steps == []
+    assert steps == ["after the signal", "at the end"][: 1 if is_checked else 2]
 
 
 @pytest.mark.parametrize("num_signals", [0, 1])

@@ -8,9 +8,9 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvray.events.zmtp import parse_endpoint
@@ -44,38 +44,15 @@ def question(number: int) -> bytes:
     return frame(1, b"") + frame(0, number.to_bytes(8, "big", signed=True))
 
 
-def send_for_ever(peer: socket.socket, until: float, make: Callable[[], bytes]) -> None:
-    while time.monotonic() < until:
-        peer.sendall(make())
+def endless(make: Callable[[random.Random], bytes], first: bytes = b"") -> Attack:
+    """Return what says hello and `first`, and then sends what `make` gives without end."""
 
+    def attack(peer: socket.socket, rng: random.Random, until: float) -> None:
+        peer.sendall(GREETING + READY + first)
+        while time.monotonic() < until:
+            peer.sendall(make(rng))
 
-def a_frame_without_end(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY + b"\x02" + (2**62).to_bytes(8, "big"))
-    send_for_ever(peer, until, lambda: bytes(2**16))
-
-
-def parts_without_end(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY)
-    send_for_ever(peer, until, lambda: frame(1, rng.randbytes(rng.choice([0, 9, 900]))) * 50)
-
-
-def subscriptions_without_end(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY)
-    send_for_ever(
-        peer, until, lambda: b"".join(frame(0, b"\x01" + rng.randbytes(20)) for _ in range(100))
-    )
-
-
-def subscribing_and_leaving(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY)
-    send_for_ever(peer, until, lambda: (frame(0, b"\x01") + frame(0, b"\x00")) * 100)
-
-
-def questions_whose_answers_nobody_reads(
-    peer: socket.socket, rng: random.Random, until: float
-) -> None:
-    peer.sendall(GREETING + READY)
-    send_for_ever(peer, until, lambda: question(rng.choice([0, 1, -1, 2**62])) * 50)
+    return attack
 
 
 def questions_without_end(peer: socket.socket, rng: random.Random, until: float) -> None:
@@ -90,11 +67,6 @@ def a_subscription_that_nobody_reads(peer: socket.socket, rng: random.Random, un
     time.sleep(max(0.0, min(rng.uniform(0, 2), until - time.monotonic())))
 
 
-def pings(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY)
-    send_for_ever(peer, until, lambda: frame(4, b"\x04PING\x00\x01" + rng.randbytes(16)) * 50)
-
-
 def silence(peer: socket.socket, rng: random.Random, until: float) -> None:
     peer.sendall(GREETING[: rng.randrange(65)])
     time.sleep(max(0.0, min(rng.uniform(0, 1), until - time.monotonic())))
@@ -107,22 +79,18 @@ def nonsense(peer: socket.socket, rng: random.Random, until: float) -> None:
     peer.sendall(said + rng.randbytes(rng.randrange(2000)))
 
 
-def hanging_up(peer: socket.socket, rng: random.Random, until: float) -> None:
-    pass
-
-
 ATTACKS: list[Attack] = [
-    a_frame_without_end,
-    parts_without_end,
-    subscriptions_without_end,
-    subscribing_and_leaving,
-    questions_whose_answers_nobody_reads,
+    endless(lambda _: bytes(2**16), b"\x02" + (2**62).to_bytes(8, "big")),  # one frame
+    endless(lambda rng: frame(1, rng.randbytes(rng.choice([0, 9, 900]))) * 50),  # parts
+    endless(lambda rng: b"".join(frame(0, b"\x01" + rng.randbytes(20)) for _ in range(100))),
+    endless(lambda _: (frame(0, b"\x01") + frame(0, b"\x00")) * 100),  # it subscribes and leaves
+    endless(lambda rng: question(rng.choice([0, 1, -1, 2**62])) * 50),  # it reads no answer
+    endless(lambda rng: frame(4, b"\x04PING\x00\x01" + rng.randbytes(16)) * 50),
     questions_without_end,
     a_subscription_that_nobody_reads,
-    pings,
     silence,
     nonsense,
-    hanging_up,
+    lambda peer, rng, until: None,  # it hangs up
 ]
 
 
@@ -152,11 +120,8 @@ def main() -> None:
         while time.monotonic() < until:
             attack_once(rng.choice(places), rng, until)
 
-    threads = [threading.Thread(target=attack, args=(one,)) for one in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(attack, range(THREADS)))
 
 
 if __name__ == "__main__":

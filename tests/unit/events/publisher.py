@@ -3,13 +3,21 @@
 from collections.abc import Iterator
 
 from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, pack
-from kvray.events.pool_content import chain_digests
+from kvray.events.pool_content import PoolContent, chain_digests
 
 BLOCK = 2
 
 
 def packed(tokens: list[int]) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def leading(
+    content: PoolContent, tokens: list[int], *, block_size: int = 4, salt: str | None = None
+) -> int:
+    """Return how many leading blocks of a prompt are in a content."""
+    digests = {block_size: chain_digests(packed(tokens), block_size=block_size, salt=salt)}
+    return content.num_tokens(digests) // block_size
 
 
 class Publisher:
@@ -59,6 +67,14 @@ class Publisher:
         tokens = self.blocks[block]
         before = (one for one, held in self.blocks.items() if held == tokens[:-BLOCK])
         return _stored([block], next(before, None), tokens[-BLOCK:])
+
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
+        """Return one block, whatever the step, and the place of the next."""
+        here = [self.event(block) for block in [*self.blocks][after : after + 1]]
+        return here, after + 1 if after + 1 < len(self.blocks) else None
 
     def replay(self, start: int) -> Iterator[tuple[int, bytes]]:
         if self._has_snapshot and self.log and start < self.log[0][0]:

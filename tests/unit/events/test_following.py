@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgpack
@@ -28,12 +27,13 @@ from kvray.events import pool_feed as http_drain
 from kvray.events import subscriber as subscriber_module
 from kvray.events.message import pack_sequence, unpack_sequence
 from kvray.events.native import NativePool
-from kvray.events.pool_content import PoolContent, chain_digests
+from kvray.events.pool_content import PoolContent
 from kvray.events.pool_feed import HttpDrain, PoolFeed
 from kvray.events.publisher import ZmqPublisher
 from kvray.events.subscriber import Source, Subscriber
+from tests.kit.web import posts_taken
 from tests.unit.events.attacks import GREETING, READY, attacked, frame
-from tests.unit.events.publisher import Publisher, packed
+from tests.unit.events.publisher import Publisher, leading
 from tests.unit.events.test_native import BLOCK, Engine, removed, stored
 from tests.unit.events.test_publisher import free_port
 from tests.waiting import wait_for
@@ -132,9 +132,8 @@ def test_a_restarted_publisher_has_only_what_it_has_now(subscriber, publisher):
         wire.send(publisher.store(None, [2, 2]))
         wait_for(lambda: has(subscriber, "a", publisher), "the first one's blocks")
     again = Publisher(log_max=1000, has_snapshot=False, life=1)
-    again.store(None, [7, 7])
-    again.store(None, [8, 8])
-    again.store(None, [9, 9])
+    for token in (7, 8, 9):
+        again.store(None, [token, token])
     with closing(Wire(again, ports=wire.ports)):
         wait_for(
             lambda: has(subscriber, "a", again), "the second one's, without a batch of its own"
@@ -151,16 +150,15 @@ def test_a_publisher_that_is_not_there_yet_is_found(subscriber, publisher):
 
 
 def test_publishers_are_followed_and_left(subscriber):
-    publishers = {name: Publisher(log_max=1000, has_snapshot=False) for name in "ab"}
-    for number, one in enumerate(publishers.values()):
-        one.store(None, [number, 5])
-    with closing(Wire(publishers["a"])) as a, closing(Wire(publishers["b"])) as b:
-        subscriber.follow({"a": a.source, "b": b.source})
-        for name, one in publishers.items():
-            wait_for(lambda name=name, one=one: has(subscriber, name, one), name)
-        subscriber.follow({"b": b.source})
+    a, b = (Publisher(log_max=1000, has_snapshot=False) for _ in range(2))
+    a.store(None, [0, 5])
+    b.store(None, [1, 5])
+    with closing(Wire(a)) as wire, closing(Wire(b)) as other:
+        subscriber.follow({"a": wire.source, "b": other.source})
+        wait_for(lambda: has(subscriber, "a", a) and has(subscriber, "b", b), "both")
+        subscriber.follow({"b": other.source})
         wait_for(lambda: subscriber.content("a") is None, "that it is left")
-        assert has(subscriber, "b", publishers["b"])
+        assert has(subscriber, "b", b)
 
 
 def test_an_address_that_is_none_harms_nobody(subscriber, publisher):
@@ -198,28 +196,12 @@ def test_a_defect_at_one_publisher_costs_no_other(subscriber, publisher, monkeyp
     assert caplog.text.count("are followed no longer") == 1
 
 
-class Held:
-    """A publisher's content, as a publisher asks for it."""
-
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-
-    def num_blocks(self) -> int:
-        return len(self._publisher.blocks)
-
-    def page(self, after: int, step: int) -> tuple[list[Event], int | None]:
-        blocks = [*self._publisher.blocks]
-        more = after + 1 if after + 1 < len(blocks) else None
-        return [self._publisher.event(block) for block in blocks[after : after + 1]], more
-
-
 def test_our_own_publisher_is_followed_from_its_snapshot_on(subscriber, monkeypatch):
     monkeypatch.setattr("kvray.events.publisher._START_S", 0.0)
     monkeypatch.setattr("kvray.events.publisher._BATCHES_MAX", 3)
     publisher = Publisher(log_max=1, has_snapshot=False)
-    with closing(ZmqPublisher(Held(publisher), first=10**12)) as ours:
-        live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        ours.bind(live, replay)
+    with closing(ZmqPublisher(publisher, first=10**12)) as ours:
+        live, replay = ours.bind("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         for token in range(20):
             publisher.store(None, [token, 1])
             ours.publish([publisher.event(token + 1)])
@@ -258,10 +240,8 @@ def source_of(feed: PoolFeed) -> Source:
     )
 
 
-def leading(subscriber: Subscriber, tokens: list[int]) -> int:
-    content = subscriber.content("a") or PoolContent(blocks_max=1)
-    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
-    return content.num_tokens(digests) // BLOCK
+def leading_of_a(subscriber: Subscriber, tokens: list[int]) -> int:
+    return leading(subscriber.content("a") or PoolContent(blocks_max=1), tokens)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -272,12 +252,10 @@ def test_a_subscriber_hears_what_an_engine_stores_and_removes(subscriber, host):
     with closing(PoolFeed(buffer.drain, block_size=BLOCK, host=host)) as feed:
         subscriber.follow({"a": source_of(feed)})
         buffer.is_up = True
-        wait_for(lambda: leading(subscriber, [*range(8)]) == 2, "the first blocks")
+        wait_for(lambda: leading_of_a(subscriber, [*range(8)]) == 2, "the first blocks")
         buffer.waiting.append(engine.event(removed(2)))
-        wait_for(lambda: leading(subscriber, [*range(8)]) == 1, "a block's end")
-        content = subscriber.content("a")
-        assert content is not None
-        assert content.is_whole
+        wait_for(lambda: leading_of_a(subscriber, [*range(8)]) == 1, "a block's end")
+        assert subscriber.content("a").is_whole
 
 
 def test_lost_events_are_told_of_once(subscriber, caplog):
@@ -287,8 +265,8 @@ def test_lost_events_are_told_of_once(subscriber, caplog):
     buffer.waiting.append(engine.event(stored([2], [7] * 4)))
     with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
         subscriber.follow({"a": source_of(feed)})
-        wait_for(lambda: leading(subscriber, [7] * 4) == 1, "what is known")
-        assert leading(subscriber, [*range(4)]) == 0
+        wait_for(lambda: leading_of_a(subscriber, [7] * 4) == 1, "what is known")
+        assert leading_of_a(subscriber, [*range(4)]) == 0
     assert caplog.text.count("raise event_buffer_max_size") == 1
 
 
@@ -310,11 +288,11 @@ def test_events_that_make_no_sense_and_a_defect_do_not_end_it(subscriber, monkey
     with closing(PoolFeed(drain, block_size=BLOCK, host="127.0.0.1")) as feed:
         subscriber.follow({"a": source_of(feed)})
         buffer.waiting.append(engine.event(stored([1], [*range(4)])))
-        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what makes sense")
+        wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 1, "what makes sense")
         buffer.waiting.append("defect")
-        wait_for(lambda: leading(subscriber, [*range(4)]) == 0, "that it begins again")
+        wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 0, "that it begins again")
         buffer.waiting.append(engine.event(stored([2], [*range(4)])))
-        wait_for(lambda: leading(subscriber, [*range(4)]) == 1, "what came after")
+        wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 1, "what came after")
 
 
 def test_an_address_of_another_node_is_refused():
@@ -322,45 +300,19 @@ def test_an_address_of_another_node_is_refused():
         PoolFeed(Buffer().drain, block_size=BLOCK, host="192.0.2.1")
 
 
-class Server(ThreadingHTTPServer):
-    answer: tuple[int, str, bytes] = (200, "application/json", b"[]")
+def drained(status: int, kind: str, body: bytes) -> list[Any]:
+    """Return what is read of a server that answers so."""
+
+    def answer(path: str, _: bytes) -> tuple[int, str, bytes]:
+        return (status if path == "/kv_cache_events" else 404), kind, body
+
+    with posts_taken(answer) as address:
+        return HttpDrain(f"{address}/")()
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        status, kind, body = self.server.answer
-        if self.path != "/kv_cache_events":
-            status = 404
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever)
-        thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
-
-
-def drain(server: Server) -> list[Any]:
-    return HttpDrain(f"http://127.0.0.1:{server.server_port}/")()
-
-
-def test_events_are_taken_as_they_are(server):
+def test_events_are_taken_as_they_are():
     events = [{"event_id": 0, "data": {"type": "created"}}]
-    server.answer = 200, "application/json", json.dumps(events).encode()
-    assert drain(server) == events
+    assert drained(200, "application/json", json.dumps(events).encode()) == events
 
 
 @pytest.mark.parametrize(
@@ -372,21 +324,19 @@ def test_events_are_taken_as_they_are(server):
         ((200, "text/html", b"<html>"), "gives no KV events"),
     ],
 )
-def test_other_answers_are_told_in_a_sentence(server, answer, said):
-    server.answer = answer
+def test_other_answers_are_told_in_a_sentence(answer, said):
     with pytest.raises(TransferError, match=said):
-        drain(server)
+        drained(*answer)
 
 
-def test_an_answer_without_end_is_not_kept(server, monkeypatch):
-    server.answer = 200, "application/json", b"[" + b" " * 2**20 + b"]"
-    monkeypatch.setattr(http_drain, "_BYTES_MAX", 2**19)
-    with pytest.raises(TransferError, match="more than"):
-        drain(server)
-    monkeypatch.undo()
-    monkeypatch.setattr(http_drain, "_TIMEOUT_S", 0.0)
-    with pytest.raises(TransferError, match="gives no KV events"):
-        drain(server)
+@pytest.mark.parametrize(
+    ("name", "most", "said"),
+    [("_BYTES_MAX", 2**19, "more than"), ("_TIMEOUT_S", 0.0, "gives no KV events")],
+)
+def test_an_answer_without_end_is_not_kept(monkeypatch, name, most, said):
+    monkeypatch.setattr(http_drain, name, most)
+    with pytest.raises(TransferError, match=said):
+        drained(200, "application/json", b"[" + b" " * 2**20 + b"]")
 
 
 def test_a_server_that_is_not_there_is_told_in_a_sentence():
@@ -433,7 +383,7 @@ def test_an_engines_feed_goes_on_whatever_is_done_to_its_ports(subscriber, what,
                 prompt = [number % 2**20, number >> 20, 1, 2]
                 buffer.waiting.extend(NONSENSE)
                 buffer.waiting.append(engine.event(stored([number + 1], prompt)))
-                wait_for(lambda prompt=prompt: leading(subscriber, prompt) == 1, "a block")
+                wait_for(lambda prompt=prompt: leading_of_a(subscriber, prompt) == 1, "a block")
                 buffer.waiting.append(engine.event(removed(number + 1)))
 
 
@@ -444,10 +394,8 @@ class Hostile:
         self._rng = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        self.source = Source(
-            endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{port}"
-        )
+        place = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.source = Source(endpoint=place, replay_endpoint=place)
         self.num_bytes = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -503,13 +451,8 @@ class Hostile:
             case 5:
                 number = rng.choice([1, 1000, 100_000])
                 hashes = [rng.choice([bytes(64), rng.getrandbits(64)]) for _ in range(number)]
-                payload = msgpack.packb(
-                    [
-                        1.0,
-                        [["BlockStored", hashes, None, [1] * (4 * number), 4]],
-                        rng.choice([0, 9]),
-                    ]
-                )
+                event = ["BlockStored", hashes, None, [1] * (4 * number), 4]
+                payload = msgpack.packb([1.0, [event], rng.choice([0, 9])])
             case 6:
                 payload = msgpack.packb([1.0, [["BlockRemoved", [rng.randbytes(2**16)] * 9]]])
             case _:

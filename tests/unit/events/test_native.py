@@ -1,7 +1,6 @@
 """TensorRT-LLM's own events, in the shapes of its versions, as routers read them."""
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, native, pack
 from kvray.events.native import NativePool
 from kvray.events.pool_content import PoolContent, chain_digests
-from kvray.events.publisher import Content
-from tests.unit.events.publisher import packed
+from tests.unit.events.publisher import leading, packed
 
 BLOCK = 4
 SHAPES = Path(__file__).parent / "shapes"
@@ -68,30 +66,49 @@ class Engine:
         return {"event_id": number, "data": data, **ranked, **more}
 
     def leading(self, tokens: list[int]) -> int:
-        digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK)}
-        return self.content.num_tokens(digests) // BLOCK
+        return leading(self.content, tokens)
 
 
-def pages(content: Content, step: int) -> Iterator[Sequence[Event]]:
-    """Yield all pages of a content."""
-    place: int | None = 0
+@given(st.data())
+def test_a_snapshot_of_any_moment_gives_what_all_events_give(data):
+    engine, chains = Engine(), {None: []}
+    for number in range(1, 12):
+        act = data.draw(st.sampled_from(["store", "remove", "move"]))
+        held = [one for one in chains if one is not None]
+        if act == "store" or not held:
+            parent = data.draw(st.sampled_from([*chains]))
+            tokens = [number, 1, 2, data.draw(st.integers(0, 9))]
+            level = data.draw(st.integers(0, 2))
+            chains[number] = [*chains[parent], *tokens]
+            engine.tell(stored([number], tokens, parent=parent, level=level))
+        elif act == "remove":
+            leaf = max(held, key=lambda one: len(chains[one]))
+            del chains[leaf]
+            engine.tell(removed(leaf))
+        else:
+            new = data.draw(st.integers(0, 2))
+            engine.tell(updated(data.draw(st.sampled_from(held)), 0, new))
+    again, place, step = PoolContent(blocks_max=1000), 0, data.draw(st.integers(1, 4))
     while place is not None:
-        events, place = content.page(place, step)
-        yield events
+        events, place = engine.pool.page(place, step)
+        again.apply(Batch(at=0.0, events=events))
+    assert again.digests == engine.content.digests
+    assert len(again) == len(engine.content) == engine.pool.num_blocks() == len(chains) - 1
+
+
+def gpu_stored(*hashes: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=hashes, token_ids=[*range(4 * len(hashes))], block_size=BLOCK, medium="GPU"
+    )
 
 
 def test_stored_blocks_of_a_chain_are_one_event():
-    assert Engine().tell(stored([1, 2], [*range(8)])) == [
-        BlockStored(block_hashes=(1, 2), token_ids=[*range(8)], block_size=BLOCK, medium="GPU")
-    ]
+    assert Engine().tell(stored([1, 2], [*range(8)])) == [gpu_stored(1, 2)]
 
 
 def test_a_partial_block_is_none_and_neither_is_its_end():
     engine = Engine()
-    (event,) = engine.tell(stored([1, 2], [*range(6)]))
-    assert event == BlockStored(
-        block_hashes=(1,), token_ids=[*range(4)], block_size=BLOCK, medium="GPU"
-    )
+    assert engine.tell(stored([1, 2], [*range(6)])) == [gpu_stored(1)]
     assert engine.tell(stored([3], [9, 9], parent=1), removed(2, 3)) == []
     assert engine.tell(removed(1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
@@ -241,29 +258,3 @@ def test_events_of_a_version_give_its_pool(shape):
     )
     assert content.digests == expected
     assert (pool.num_gaps, pool.num_unread) == (0, 0)
-
-
-@given(st.data())
-def test_a_snapshot_of_any_moment_gives_what_all_events_give(data):
-    engine, chains = Engine(), {None: []}
-    for number in range(1, 12):
-        act = data.draw(st.sampled_from(["store", "remove", "move"]))
-        held = [one for one in chains if one is not None]
-        if act == "store" or not held:
-            parent = data.draw(st.sampled_from([*chains]))
-            tokens = [number, 1, 2, data.draw(st.integers(0, 9))]
-            level = data.draw(st.integers(0, 2))
-            chains[number] = [*chains[parent], *tokens]
-            engine.tell(stored([number], tokens, parent=parent, level=level))
-        elif act == "remove":
-            leaf = max(held, key=lambda one: len(chains[one]))
-            del chains[leaf]
-            engine.tell(removed(leaf))
-        else:
-            new = data.draw(st.integers(0, 2))
-            engine.tell(updated(data.draw(st.sampled_from(held)), 0, new))
-    again = PoolContent(blocks_max=1000)
-    for events in pages(engine.pool, data.draw(st.integers(1, 4))):
-        again.apply(Batch(at=0.0, events=events))
-    assert again.digests == engine.content.digests
-    assert len(again) == len(engine.content) == engine.pool.num_blocks() == len(chains) - 1

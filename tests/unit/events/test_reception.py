@@ -1,6 +1,7 @@
 """Whatever is lost, repeated or begun again: the content is the publisher's, and is found."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from kvray.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Eve
 from kvray.events.pool_content import PoolContent, chain_digests
 from kvray.events.reception import Reception
 from tests.examples import examples
-from tests.unit.events.publisher import Publisher, packed
+from tests.unit.events.publisher import Publisher, leading, packed
 
 TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=6).map(
     lambda made: made[: len(made) & ~1]
@@ -66,13 +67,11 @@ class ReceptionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         """Remove a block that is nobody's parent."""
-        blocks = self.publisher.blocks
+        chains = self.publisher.blocks
         leaves = [
             block
-            for block, tokens in blocks.items()
-            if not any(
-                other[: len(tokens)] == tokens for other in blocks.values() if other != tokens
-            )
+            for block, tokens in chains.items()
+            if sum(other[: len(tokens)] == tokens for other in chains.values()) == 1
         ]
         self.under_way.append(self.publisher.remove(data.draw(st.sampled_from(leaves))))
 
@@ -236,19 +235,8 @@ BLOCK = 4
 PROMPT = [*range(100, 116)]
 
 
-def stored(
-    hashes: Sequence[int | bytes],
-    tokens: Sequence[int],
-    parent: int | bytes | None = None,
-    **more: object,
-) -> BlockStored:
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=BLOCK,
-        **more,  # type: ignore[arg-type]
-    )
+def stored(hashes: Sequence[int | bytes], tokens: Sequence[int], **more: Any) -> BlockStored:
+    return BlockStored(**{"block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK, **more})
 
 
 def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -> PoolContent:
@@ -257,57 +245,54 @@ def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -
     return made
 
 
-def leading(made: PoolContent, tokens: list[int] = PROMPT, salt: str | None = None) -> int:
-    digests = {BLOCK: chain_digests(packed(tokens), block_size=BLOCK, salt=salt)}
-    return made.num_tokens(digests) // BLOCK
-
-
 def test_a_prompt_finds_its_leading_blocks_over_several_events():
-    made = content(stored([1, 2], PROMPT[:8]), stored([b"\3"], PROMPT[8:12], parent=2))
-    assert leading(made) == 3
+    later = stored([b"\3"], PROMPT[8:12], parent_block_hash=2)
+    made = content(stored([1, 2], PROMPT[:8]), later)
+    assert leading(made, PROMPT) == 3
     assert leading(made, PROMPT[:7]) == 1
     assert leading(made, [0, *PROMPT]) == 0
     assert made.block_sizes == {BLOCK}
 
 
-def test_a_removed_block_and_all_behind_it_are_not_found():
-    made = content(stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99]))
-    assert leading(made) == 2
-    assert len(made) == 2
+FIRST_TWO = [1, 2], PROMPT[:8]
+
+
+@pytest.mark.parametrize(
+    ("events", "found", "blocks"),
+    [
+        ([stored([1, 2, 3], PROMPT[:12]), BlockRemoved(block_hashes=[3, 99])], 2, 2),
+        ([stored(*FIRST_TWO, lora_name="a")], 0, 2),
+        ([stored(*FIRST_TWO, lora_id=3)], 0, 2),
+        ([stored(*FIRST_TWO, extra_keys=[("salt",), None])], 0, 2),
+        ([stored([5], PROMPT[4:8], parent_block_hash=4)], 0, 0),
+    ],
+    ids=["a removed one", "an adapter's", "likewise", "a salted one", "behind an unknown one"],
+)
+def test_a_plain_prompt_does_not_find(events, found, blocks):
+    made = content(*events)
+    assert (leading(made, PROMPT), len(made)) == (found, blocks)
 
 
 def test_a_block_counts_while_a_fast_medium_has_it():
     gpu = stored([1], PROMPT[:4], medium="GPU")
     made = content(gpu, stored([1], PROMPT[:4], medium="CPU"), BlockRemoved(block_hashes=[1]))
-    assert leading(made) == 1
+    assert leading(made, PROMPT) == 1
     made.apply(Batch(at=1.0, events=[stored([1], PROMPT[:4], medium="STORAGE")]))
     made.apply(Batch(at=2.0, events=[BlockRemoved(block_hashes=[1], medium="CPU")]))
-    assert (leading(made), len(made)) == (0, 1)
+    assert (leading(made, PROMPT), len(made)) == (0, 1)
 
 
 def test_ranks_have_blocks_of_their_own():
     made = content(stored([1], PROMPT[:4]), dp_rank=0)
     made.apply(Batch(at=0.0, events=[stored([1], PROMPT[:4])], dp_rank=1))
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=[1])], dp_rank=0))
-    assert leading(made) == 1
-
-
-@pytest.mark.parametrize(
-    "marks", [{"lora_name": "a"}, {"lora_id": 3}, {"extra_keys": [("salt",), None]}]
-)
-def test_blocks_of_an_adapter_or_a_salt_are_no_block_of_a_plain_prompt(marks):
-    assert leading(content(stored([1, 2], PROMPT[:8], **marks))) == 0
+    assert leading(made, PROMPT) == 1
 
 
 def test_a_salted_prompt_finds_blocks_of_its_salt_only():
     made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
-    assert leading(made, salt="salt") == 2
-    assert leading(made, salt="other") == 0
-
-
-def test_blocks_behind_an_unknown_one_are_passed_over():
-    made = content(stored([5], PROMPT[4:8], parent=4))
-    assert len(made) == 0
+    assert leading(made, PROMPT, salt="salt") == 2
+    assert leading(made, PROMPT, salt="other") == 0
 
 
 def test_a_cleared_pool_is_known_to_be_empty():
@@ -331,17 +316,11 @@ PROMPT_TOKENS = [*range(200, 240)]
 
 
 def of_group(
-    group: int | None, kind: str | None, *, size: int = BLOCK, blocks: int = 10, **more: object
+    group: int | None, kind: str | None, *, size: int = BLOCK, blocks: int = 10, **more: Any
 ) -> BlockStored:
     """Return a store of the first blocks of a prompt, as vLLM sends one for each cache group."""
-    return BlockStored(
-        block_hashes=[1000 + at for at in range(blocks)],
-        token_ids=PROMPT_TOKENS[: size * blocks],
-        block_size=size,
-        group_idx=group,
-        kv_cache_spec_kind=kind,
-        **more,  # type: ignore[arg-type]
-    )
+    more |= {"block_size": size, "group_idx": group, "kv_cache_spec_kind": kind}
+    return stored(range(1000, 1000 + blocks), PROMPT_TOKENS[: size * blocks], **more)
 
 
 def held(made: PoolContent) -> int:
@@ -353,13 +332,8 @@ def held(made: PoolContent) -> int:
 
 def sparse(kind: str, *resident: int) -> BlockStored:
     """Return a store that names all tokens of a prompt and the hashes that are resident."""
-    return BlockStored(
-        block_hashes=[1000 + at for at in resident],
-        token_ids=PROMPT_TOKENS,
-        block_size=BLOCK,
-        group_idx=1,
-        kv_cache_spec_kind=kind,
-    )
+    hashes = [1000 + at for at in resident]
+    return stored(hashes, PROMPT_TOKENS, group_idx=1, kv_cache_spec_kind=kind)
 
 
 @pytest.mark.parametrize("others_first", [True, False])
@@ -381,16 +355,24 @@ def test_of_a_hybrid_model_only_full_attention_counts(other, others_first):
     assert held(content(other)) == 0
 
 
-@pytest.mark.parametrize("kind", [None, FULL, "mla_attention", "sink_full_attention"])
-def test_kinds_that_every_prompt_begins_with_count(kind):
-    assert held(content(of_group(0, kind))) == 40
+MOVED_ON = BlockRemoved(block_hashes=range(1000, 1008), group_idx=1)
 
 
-def test_of_a_group_of_unsaid_kind_that_names_other_tokens_nothing_counts():
-    assert (
-        held(content(BlockStored(block_hashes=[1, 2], token_ids=PROMPT_TOKENS, block_size=BLOCK)))
-        == 0
-    )
+@pytest.mark.parametrize(
+    ("events", "tokens"),
+    [
+        *(
+            ([of_group(0, kind)], 40)
+            for kind in (None, FULL, "mla_attention", "sink_full_attention")
+        ),
+        ([stored([1, 2], PROMPT_TOKENS)], 0),  # of a kind that is not said, with other tokens
+        ([of_group(0, FULL), of_group(1, WINDOW), MOVED_ON], 40),
+        ([of_group(0, FULL, medium="CPU", locality="REMOTE")], 0),
+        ([of_group(0, FULL, medium="CPU", locality="LOCAL")], 40),
+    ],
+)
+def test_what_counts_is_of_a_kind_that_every_prompt_begins_with_and_near(events, tokens):
+    assert held(content(*events)) == tokens
 
 
 def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
@@ -401,17 +383,6 @@ def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
     assert held(made) == 24
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1003, 1010), group_idx=0)]))
     assert held(made) == 12
-
-
-def test_a_window_that_moves_on_takes_nothing_from_the_full_group():
-    made = content(of_group(0, FULL), of_group(1, WINDOW))
-    made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1000, 1008), group_idx=1)]))
-    assert held(made) == 40
-
-
-def test_blocks_in_memory_far_away_do_not_count():
-    assert held(content(of_group(0, FULL, medium="CPU", locality="REMOTE"))) == 0
-    assert held(content(of_group(0, FULL, medium="CPU", locality="LOCAL"))) == 40
 
 
 def test_groups_without_end_are_not_kept():

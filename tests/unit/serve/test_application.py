@@ -1,7 +1,6 @@
 """The application: its settings, what the endpoint and the router take and refuse, and texts."""
 
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,16 +23,13 @@ from kvray.serve.protocol import (
     usage,
 )
 from kvray.serve.router import KvRayRouter, _prompt_of
-from kvray.serve.text import Answer, Prompts, load_prompts
+from kvray.serve.text import Answer, load_prompts
 
 
 def test_values_of_a_command_line_are_read_as_those_of_a_file():
-    told = Settings.model_validate(
-        {"model": "tiny", "num_replicas": "3", "engine_options": '{"num_blocks": 128}'}
-    )
-    assert told.num_replicas == 3
-    assert told.engine_options == {"num_blocks": 128}
-    assert told == Settings(model="tiny", num_replicas=3, engine_options={"num_blocks": 128})
+    told = {"model": "tiny", "num_replicas": "3", "engine_options": '{"num_blocks": 128}'}
+    read = Settings(model="tiny", num_replicas=3, engine_options={"num_blocks": 128})
+    assert Settings.model_validate(told) == read
 
 
 @pytest.mark.parametrize("options", ["num_blocks=128", "[128]"])
@@ -75,10 +71,6 @@ def test_a_defect_is_told_in_openais_form():
     assert "RayServeException" in error["message"]
 
 
-NOTHING: dict[str, Any] = {}
-MARKS = {"salt": None, "lora": None}
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "tokens"),
     [
@@ -91,12 +83,12 @@ MARKS = {"salt": None, "lora": None}
 def test_token_ids_are_found(args, kwargs, tokens):
     found, marks = _prompt_of(args, kwargs)
     assert list(found) == tokens
-    assert marks == MARKS
+    assert marks == {"salt": None, "lora": None}
 
 
 @pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
 def test_what_is_no_prompt_is_passed_over(args):
-    assert _prompt_of(args, {}) == (None, NOTHING)
+    assert _prompt_of(args, {}) == (None, {})
 
 
 def test_salt_and_adapter_are_parts_of_the_keys():
@@ -114,58 +106,52 @@ def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
 TEXT = "naïve café \N{PARTY POPPER} 日本語, end"
 
 
-@pytest.fixture
-def prompts() -> Prompts:
-    return load_prompts(Settings(model="tiny"))
+PROMPTS = load_prompts(Settings(model="tiny"))
 
 
-def pieces(prompts: Prompts, text: str, *stop: str) -> list[str]:
+def pieces(text: str, *stop: str) -> list[str]:
     """Return the answer's pieces when its tokens, which are bytes, come one by one."""
-    answer = Answer(prompts.decode, prompts.encode("prompt"), stop)
-    found = [answer.add([token]) for token in prompts.encode(text)]
-    return [*found, answer.finish()]
+    answer = Answer(PROMPTS.decode, PROMPTS.encode("prompt"), stop)
+    return [*(answer.add([token]) for token in PROMPTS.encode(text)), answer.finish()]
 
 
-def test_pieces_are_the_text_and_none_has_half_a_character(prompts):
-    found = pieces(prompts, TEXT)
+def test_pieces_are_the_text_and_none_has_half_a_character():
+    found = pieces(TEXT)
     assert "".join(found) == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
 
 
-def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole(prompts):
+def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole():
     tokens = [3 + byte for byte in b"a\xff\xfeb\xc3"]
-    whole = Answer(prompts.decode, [])
-    text = whole.add(tokens) + whole.finish()
-    answer = Answer(prompts.decode, [])
-    assert "".join([answer.add([token]) for token in tokens]) + answer.finish() == text
-    assert text == "a\ufffd\ufffdb\ufffd"
+    for parts in ([tokens], [[token] for token in tokens]):
+        answer = Answer(PROMPTS.decode, [])
+        assert "".join(map(answer.add, parts)) + answer.finish() == "a\ufffd\ufffdb\ufffd"
 
 
 @pytest.mark.parametrize("stop", ["café", "naïve", "end", ", e"])
-def test_a_stop_text_ends_the_answer_and_no_piece_shows_its_beginning(prompts, stop):
-    shown = "".join(pieces(prompts, TEXT, "nothing of it", stop))
-    assert shown == TEXT[: TEXT.index(stop)]
+def test_a_stop_text_ends_the_answer_and_no_piece_shows_its_beginning(stop):
+    assert "".join(pieces(TEXT, "nothing of it", stop)) == TEXT[: TEXT.index(stop)]
 
 
-def test_what_may_begin_a_stop_text_is_shown_at_the_end(prompts):
-    assert "".join(pieces(prompts, "one, tw", "two")) == "one, tw"
+def test_what_may_begin_a_stop_text_is_shown_at_the_end():
+    assert "".join(pieces("one, tw", "two")) == "one, tw"
 
 
-def test_tokens_after_the_stop_are_not_counted(prompts):
-    answer = Answer(prompts.decode, [], ["b"])
-    assert answer.add(prompts.encode("abcdef")) == "a"
+def test_tokens_after_the_stop_are_not_counted():
+    answer = Answer(PROMPTS.decode, [], ["b"])
+    assert answer.add(PROMPTS.encode("abcdef")) == "a"
     assert (answer.is_stopped, answer.num_tokens) == (True, 2)
 
 
-def test_a_model_without_a_template_gets_a_line_a_message(prompts):
+def test_a_model_without_a_template_gets_a_line_a_message():
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    told = prompts.decode(prompts.encode_chat(chat))
+    told = PROMPTS.decode(PROMPTS.encode_chat(chat))
     assert told == "system: Be brief.\nuser: Hi\nassistant:"
 
 
 def test_arguments_that_change_nothing_are_taken_and_others_refused():
-    messages = [{"role": "user", "content": "Hi"}]
-    ChatRequest(model="m", messages=messages, temperature=0, n=1, seed=3, user="me", top_p=0.9)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    ChatRequest(**asked, temperature=0, n=1, seed=3, user="me", top_p=0.9)
     for options, said in (
         ({"temperature": 0.7}, "temperature=0.7 is not supported"),
         ({"n": 2}, "n=2 is not supported"),
@@ -173,7 +159,7 @@ def test_arguments_that_change_nothing_are_taken_and_others_refused():
         ({"max_length": 3}, "no argument 'max_length'"),
     ):
         with pytest.raises(ValidationError, match=said):
-            ChatRequest(model="m", messages=messages, **options)
+            ChatRequest(**asked, **options)
 
 
 def test_messages_may_have_text_in_parts_and_developers_are_the_system():
@@ -183,9 +169,11 @@ def test_messages_may_have_text_in_parts_and_developers_are_the_system():
 
 
 @pytest.mark.parametrize("prompt", ["text", [5, 6]])
-def test_a_list_of_one_prompt_is_that_prompt(prompt):
+def test_a_list_of_one_prompt_is_that_prompt_and_several_are_refused(prompt):
     assert CompletionRequest(model="m", prompt=prompt).prompt == prompt
     assert CompletionRequest(model="m", prompt=[prompt]).prompt == prompt
+    with pytest.raises(ValidationError, match="one prompt a request"):
+        CompletionRequest(model="m", prompt=[prompt, prompt])
 
 
 def test_usage_does_not_say_what_is_not_known():
@@ -204,14 +192,6 @@ def test_answers_are_of_the_types_of_openais_package():
     chunks = [*chat.opening(), chat.chunk("text"), chat.chunk("", "stop"), chat.usage_chunk(used)]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
-    assert [one["choices"][0]["delta"] for one in chunks[:3]] == [
-        {"role": "assistant", "content": ""},
-        {"content": "text"},
-        {},
-    ]
+    deltas = [one["choices"][0]["delta"] for one in chunks[:3]]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "text"}, {}]
     assert writer.chunk("text")["choices"] == [{"index": 0, "text": "text", "finish_reason": None}]
-
-
-def test_several_prompts_are_refused():
-    with pytest.raises(ValidationError, match="one prompt a request"):
-        CompletionRequest(model="m", prompt=["a", "b"])

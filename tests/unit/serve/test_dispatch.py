@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,24 +152,19 @@ def dispatcher(
     return Dispatcher(handle, asked, request_timeout_s=timeout_s)
 
 
-async def listen(
-    handle: Any, prefetcher: Bringer | None = None, *, timeout_s: float = 20.0
-) -> list[Any]:
+async def listen(handle: Any, *args: Any, **options: float) -> list[Any]:
     """Return all events of an answer."""
-    asked = dispatcher(handle, prefetcher, timeout_s=timeout_s)
-    return [event async for event in asked.answer(ASKED)]
-
-
-async def failure(handle: Any, *, timeout_s: float = 20.0) -> RequestError:
-    """Return the error with which a request ends."""
-    with pytest.raises(RequestError) as failed:
-        await listen(handle, timeout_s=timeout_s)
-    return failed.value
+    return [event async for event in dispatcher(handle, *args, **options).answer(ASKED)]
 
 
 def taken(name: str) -> dict[str, str]:
     """Return what the ingress is told of an engine that has taken a request."""
     return {"engine": f"engine-{name}", "route": "fallback"}
+
+
+GONE = [[ReplicaUnavailableError(name)] for name in "abc"]
+CUT = [taken("a"), {"tokens": [8]}, StopAsyncIteration()]
+LATE = [taken("a"), "silence"]
 
 
 async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there():
@@ -197,20 +192,30 @@ async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeyp
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
 
 
-async def test_after_three_replicas_a_request_has_failed():
-    handle = Handle(*[[ReplicaUnavailableError(name)] for name in "abc"])
-    assert (await failure(handle)).status == 503
-    assert handle.log[-1] == "leave c"
+FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
-async def test_full_engines_are_not_asked_again():
-    full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    assert (await failure(Handle(failure=full))).status == 429
+@pytest.mark.parametrize(
+    ("handle", "timeout_s", "status", "words", "log_ends"),
+    [
+        (lambda: Handle(*GONE), 20.0, 503, None, ["leave c"]),
+        (lambda: Handle(failure=FULL), 20.0, 429, None, []),
+        (lambda: Handle(frozen="a"), 0.05, 504, None, ["leave a"]),
+        (lambda: Handle(CUT), 20.0, 503, "engine-a is gone", ["leave a"]),
+        (lambda: Handle(LATE), 1.0, 504, "engine-a did not answer in time", ["leave a"]),
+    ],
+    ids=["three are gone", "all are full", "no choice", "no ending", "no answer in time"],
+)
+async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, words, log_ends):
+    asked = handle()
+    with pytest.raises(RequestError, match=words) as failed:
+        await listen(asked, timeout_s=timeout_s)
+    assert failed.value.status == status
+    assert asked.log[-1:] == log_ends
 
 
 async def test_a_choice_whose_client_has_gone_is_given_back():
     handle = Handle()
-
     prefetcher = Bringer(handle.log, is_late=True)
     asked = asyncio.create_task(listen(handle, prefetcher))
     await prefetcher.is_asked.wait()
@@ -227,30 +232,12 @@ async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(monkeypat
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
-async def test_a_choice_that_never_comes_ends_in_time():
-    handle = Handle(frozen="a")
-    assert (await failure(handle, timeout_s=0.05)).status == 504
-    assert handle.log == ["leave a"]
-
-
-async def test_an_answer_that_ends_without_an_ending_is_a_failure():
-    handle = Handle([taken("a"), {"tokens": [8]}, StopAsyncIteration()])
-    failed = await failure(handle)
-    assert (failed.status, "engine-a is gone" in str(failed)) == (503, True)
-
-
 async def test_an_answer_that_nobody_hears_is_cancelled():
     handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
     events = dispatcher(handle).answer(ASKED)
     await anext(events)
     await events.aclose()
     assert handle.answers[0].is_cancelled
-
-
-async def test_time_that_is_up_is_said():
-    handle = Handle([taken("a"), "silence"])
-    failed = await failure(handle, timeout_s=1)
-    assert (failed.status, "engine-a did not answer in time" in str(failed)) == (504, True)
 
 
 async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(monkeypatch):
@@ -296,69 +283,56 @@ async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory(
     assert ending["cached_tokens_by_source"] == found
 
 
-async def test_an_engine_that_tells_no_sources_has_none():
-    handle = Handle([taken("a"), ENDING])
-    assert (await listen(handle))[-1] == ENDING
-
-
-FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
-
-
-class Choices:
-    """Choices that come when their events are set, or fail."""
-
-    def __init__(self, *comes: asyncio.Event | Exception) -> None:
-        self.log: list[str] = []
-        self._comes = iter(enumerate(comes))
-
-    def __call__(self) -> AbstractAsyncContextManager[int]:
-        return self._choose(*next(self._comes))
+def choices(log: list[str], *comes: asyncio.Event | Exception) -> Any:
+    """Return what makes choices, which come when their events are set, or fail."""
+    left = iter(enumerate(comes))
 
     @asynccontextmanager
-    async def _choose(self, number: int, comes: asyncio.Event | Exception) -> AsyncIterator[int]:
+    async def choose() -> AsyncIterator[int]:
+        number, comes = next(left)
         if isinstance(comes, Exception):
             raise comes
         await comes.wait()
-        self.log.append(f"enter {number}")
+        log.append(f"enter {number}")
         try:
             yield number
         finally:
-            self.log.append(f"leave {number}")
+            log.append(f"leave {number}")
+
+    return choose
 
 
 async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used():
-    late, now = asyncio.Event(), asyncio.Event()
+    late, now, log = asyncio.Event(), asyncio.Event(), []
     now.set()
-    choices = Choices(late, now)
-    async with first_choice(choices, rival_s=0.0, timeout_s=20.0) as chosen:
+    async with first_choice(choices(log, late, now), rival_s=0.0, timeout_s=20.0) as chosen:
         assert chosen == 1
         late.set()
         await asyncio.sleep(0.01)
-        assert choices.log == ["enter 1", "enter 0", "leave 0"]
-    assert choices.log[-1] == "leave 1"
+        assert log == ["enter 1", "enter 0", "leave 0"]
+    assert log[-1] == "leave 1"
 
 
 async def test_a_second_choice_that_fails_changes_nothing():
     comes = asyncio.Event()
     asyncio.get_running_loop().call_later(0.02, comes.set)
-    async with first_choice(Choices(comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
+    async with first_choice(choices([], comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
         assert chosen == 0
 
 
 async def test_a_first_choice_that_fails_is_the_failure():
     with pytest.raises(BackPressureError):
-        async with first_choice(Choices(FULL), rival_s=20.0, timeout_s=20.0):
+        async with first_choice(choices([], FULL), rival_s=20.0, timeout_s=20.0):
             pass
 
 
 async def test_what_the_block_raises_gives_the_choice_back():
-    comes = asyncio.Event()
+    comes, log = asyncio.Event(), []
     comes.set()
-    choices = Choices(comes)
     with pytest.raises(KeyError):
-        async with first_choice(choices, rival_s=20.0, timeout_s=20.0):
+        async with first_choice(choices(log, comes), rival_s=20.0, timeout_s=20.0):
             raise KeyError("of the block")
-    assert choices.log == ["enter 0", "leave 0"]
+    assert log == ["enter 0", "leave 0"]
 
 
 async def test_each_choice_is_a_request_of_its_own_for_serve():
@@ -406,14 +380,14 @@ def prefetcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pref
     made._threads.shutdown()
 
 
-async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
-    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
-
-
 @pytest.fixture
 def client(prefetcher: Prefetcher) -> Any:
     """What the prefetcher asks."""
     return prefetcher._client
+
+
+async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
+    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
 
 
 async def test_it_asks_for_the_prompt_with_its_salt(prefetcher, client):

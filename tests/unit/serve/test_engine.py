@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -104,10 +103,7 @@ async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_req
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        deadline = time.monotonic() + DEADLINE_S
-        while not calls:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for, lambda: calls, "the call")
         (call,) = calls.values()
         await asyncio.sleep(0.5)  # and another that nobody wants it
     finally:
@@ -132,6 +128,5 @@ async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(star
 
 def test_a_replica_that_serve_ends_leaves_by_itself(start):
     has_left = threading.Event()
-    engine = start(has_left.set)
-    engine.__del__()
+    start(has_left.set).__del__()
     assert not has_left.wait(0.2)

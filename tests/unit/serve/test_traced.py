@@ -129,10 +129,9 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
         if b"tokens" in message.get("body", b""):
             heard.set()
 
-    headers = [(b"traceparent", TRACEPARENT.encode())]
-    path = "/v1/chat/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
     scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
+    scope["headers"] = [(b"traceparent", TRACEPARENT.encode())]
     await asyncio.wait_for(app(scope, receive, send), 20)
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR

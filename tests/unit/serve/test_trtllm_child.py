@@ -135,21 +135,19 @@ def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica):
     assert (output.prompt_tokens, output.reused_tokens, output.finish_reason) == (3, 4, "length")
 
 
-def test_an_engine_that_makes_spans_gets_the_requests_traceparent(options, tmp_path):
-    takes_it = LLM.replace("*, streaming):", "*, streaming, trace_headers=None):")
-    told = "return Result([len(trace_headers['traceparent'])] if trace_headers else [0], params)"
-    (tmp_path / "tensorrt_llm" / "__init__.py").write_text(
-        takes_it.replace("return Result(prompt, params)", told)
-    )
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_an_engine_that_makes_spans_gets_the_requests_traceparent(options, tmp_path, takes_it):
+    if takes_it:
+        told = (
+            "return Result([len(trace_headers['traceparent'])] if trace_headers else [0], params)"
+        )
+        llm = LLM.replace("*, streaming):", "*, streaming, trace_headers=None):")
+        llm = llm.replace("return Result(prompt, params)", told)
+        (tmp_path / "tensorrt_llm" / "__init__.py").write_text(llm)
     with started(options) as replica:
         traced = replica.submit([1], max_tokens=1, trace="t" * 55)
-        assert traced.future.result(DEADLINE_S).token_ids == (55,)
-        assert replica.generate([1], max_tokens=1).token_ids == (0,)
-
-
-def test_one_that_does_not_is_asked_as_ever(replica):
-    traced = replica.submit([1], max_tokens=1, trace="t" * 55)
-    assert traced.future.result(DEADLINE_S).token_ids == (1,)
+        assert traced.future.result(DEADLINE_S).token_ids == (55 if takes_it else 1,)
+        assert replica.generate([1], max_tokens=1).token_ids == (0 if takes_it else 1,)
 
 
 def test_its_kv_events_are_published_from_the_first_request_on(options):

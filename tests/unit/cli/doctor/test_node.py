@@ -26,13 +26,15 @@ from tests.unit.actors.shard_process import shard_process
 DEFAULTS = load_config(environ={})
 
 
-@pytest.fixture
-def files_limit() -> Iterator[None]:
-    """Few files that may be open, as some containers have it."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+@contextlib.contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """Have this process a lower limit for the time of a block."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
 
 
 def test_this_machine_has_no_fault():
@@ -43,8 +45,9 @@ def test_this_machine_has_no_fault():
     assert all(one.fix for one in found.values() if one.verdict == "hint")
 
 
-def test_few_open_files_are_a_hint(files_limit):
-    one = node._open_files()
+def test_few_open_files_are_a_hint():
+    with limited(resource.RLIMIT_NOFILE, 1024):  # as some containers have it
+        one = node._open_files()
     assert one.verdict == "hint"
     assert "ulimit -n" in one.fix
 
@@ -81,14 +84,10 @@ def test_connector_that_cannot_be_imported_is_a_fault(tmp_path, monkeypatch):
 
 
 def test_locked_memory_matters_to_rdma_only(monkeypatch):
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, before[1]))
-    try:
+    with limited(resource.RLIMIT_MEMLOCK, 2**16):
         assert node._locked_memory(DEFAULTS).verdict == "ok"
         monkeypatch.setattr(node, "has_rdma", lambda: True)
         assert "memlock" in node._locked_memory(DEFAULTS).fix
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
 def test_a_secret_that_cannot_be_used_is_a_fault(tmp_path):
@@ -108,6 +107,12 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 
 
+def config_of(parent: Path, **overrides: str) -> KVRayConfig:
+    values = {"arena.dir": str(parent), "cluster_name": "test"}
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(overrides=values | dotted, environ={})
+
+
 @pytest.fixture
 def config(parent: Path) -> KVRayConfig:
     return config_of(parent)
@@ -121,21 +126,18 @@ def shard(config: KVRayConfig) -> Iterator[Far]:
     sweep(config.node_dir, 5.0)
 
 
-def config_of(parent: Path, **overrides: str) -> KVRayConfig:
-    values = {"arena.dir": str(parent), "cluster_name": "test"}
-    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return load_config(overrides=values | dotted, environ={})
-
-
 def faults(config: KVRayConfig) -> list[Finding]:
     return [one for one in arena_findings(config) if one.verdict == "fault"]
 
 
-def only_fault(config: KVRayConfig) -> Finding:
+def only_fault(config: KVRayConfig, check: str = "", *, says: str = "", fix: str = "") -> None:
+    """Fail unless there is one fault, of this check if one is named, with these words."""
     (found,) = faults(config)
-    assert found.fix
+    assert check in ("", found.check)
+    assert says in found.says
     assert not found.says.endswith(".")
-    return found
+    assert found.fix
+    assert fix in found.fix
 
 
 @contextlib.contextmanager
@@ -150,11 +152,9 @@ def frozen(shard: Far) -> Iterator[None]:
 
 
 def test_environment_in_which_everything_works_has_no_fault(shard, config):
-    found = {one.check: one for one in arena_findings(config)}
-    assert {one.verdict for one in found.values()} == {"ok"}
-    assert set(found) == {
-        *("mount", "user", "arena", "lock", "socket", "versions", "clock", "copy rate")
-    }
+    checks = ("mount", "user", "arena", "lock", "socket", "versions", "clock", "copy rate")
+    found = {one.check: one.verdict for one in arena_findings(config)}
+    assert found == dict.fromkeys(checks, "ok")
 
 
 def test_arena_is_left_as_it_was(shard, config):
@@ -166,9 +166,7 @@ def test_arena_is_left_as_it_was(shard, config):
 
 
 def test_missing_mount_is_named(parent):
-    found = only_fault(config_of(parent / "missing"))
-    assert found.check == "mount"
-    assert "mount the memory volume" in found.fix
+    only_fault(config_of(parent / "missing"), "mount", fix="mount the memory volume")
 
 
 def test_directory_on_a_disk_is_a_hint(tmp_path):
@@ -178,44 +176,38 @@ def test_directory_on_a_disk_is_a_hint(tmp_path):
 
 
 def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(parent):
-    found = only_fault(config_of(parent, arena__capacity="1024TiB"))
-    assert "remount,size=" in found.fix
+    only_fault(config_of(parent, arena__capacity="1024TiB"), fix="remount,size=")
 
 
 def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
     shard, parent, monkeypatch
 ):
-    found = only_fault(config_of(parent, cluster_name="tset"))
-    assert "'test'" in found.says
-    assert "cluster_name" in found.fix
+    config = config_of(parent, cluster_name="tset")
+    only_fault(config, says="'test'", fix="cluster_name")
     room = read_mount(parent)
     assert room is not None
     monkeypatch.setattr(node, "read_mount", lambda _: replace(room, free=0))
-    assert "'test'" in only_fault(config_of(parent, cluster_name="tset")).says
+    only_fault(config, says="'test'")
 
 
 def test_node_without_a_tier_is_told_to_start_one(config):
-    assert "kvray up" in only_fault(config).fix
+    only_fault(config, fix="kvray up")
 
 
 @needs_root
 def test_tier_of_another_user_is_a_matter_of_users(shard, config):
     config.arena.dir.chmod(0o755)
     with another_user():
-        found = only_fault(config)
-    assert found.check == "user"
-    assert f"({NOBODY})" in found.says
+        only_fault(config, "user", says=f"({NOBODY})")
 
 
 @needs_root
 def test_arena_that_another_user_has_laid_is_not_trusted_even_by_root(shard, config):
     os.chown(config.node_dir, NOBODY, NOBODY)
     try:
-        found = only_fault(config)
+        only_fault(config, "user", fix="arena.group")
     finally:
         os.chown(config.node_dir, 0, 0)
-    assert found.check == "user"
-    assert "arena.group" in found.fix
 
 
 @contextlib.contextmanager
@@ -236,14 +228,14 @@ def another_user() -> Iterator[None]:
 def test_arena_that_is_cut_short_is_found_out(shard, config):
     shard.kill()
     os.truncate(config.node_dir / ARENA_FILE, 8192)
-    assert "bytes instead of" in only_fault(config).says
+    only_fault(config, says="bytes instead of")
 
 
 def test_arena_of_another_format_is_a_matter_of_versions(shard, config):
     with (config.node_dir / ARENA_FILE).open("r+b") as file:
         file.seek(8)  # format_version
         file.write((999).to_bytes(4, "little"))
-    assert "same version of kvray" in only_fault(config).fix
+    only_fault(config, fix="same version of kvray")
 
 
 def test_arena_without_its_lock_file_cannot_be_used(shard, config):
@@ -252,44 +244,33 @@ def test_arena_without_its_lock_file_cannot_be_used(shard, config):
     arena.close()
     shard.freeze()  # else it makes another arena
     lock_path(config.node_dir, arena_id).unlink()
-    assert "lock file" in only_fault(config).says
+    only_fault(config, says="lock file")
     shard.wake()
 
 
 def test_shard_that_is_still_preparing_is_waited_for(config):
     config.node_dir.mkdir(mode=0o700)
-    assert "prepares" in only_fault(config).says
+    only_fault(config, says="prepares")
 
 
 def test_arena_that_stays_locked_names_what_to_look_for(shard, config, child_in):
     child = child_in(config.node_dir)
     assert child.say("small.acquire(arena._lock, 1)") == "True"
-    found = only_fault(config)
-    child.kill()
-    assert found.check == "lock"
-    assert f"process {child.pid} (" in found.says
-    assert "lslocks" in found.fix
+    only_fault(config, "lock", says=f"process {child.pid} (", fix="lslocks")
 
 
 def test_arena_whose_places_are_all_taken_names_the_setting(shard, config, child_in):
-    children = [child_in(config.node_dir) for _ in range(7)]  # of 8; the shard process has one
-    for child in children:
-        child.say("arena.join('engine')")
-    found = only_fault(config)
-    for child in children:
-        child.kill()
-    assert found.check == "holders"
-    assert "arena.holders_max" in found.fix
+    for _ in range(7):  # of 8; the shard process has one
+        child_in(config.node_dir).say("arena.join('engine')")
+    only_fault(config, "holders", fix="arena.holders_max")
 
 
 def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config, monkeypatch):
     monkeypatch.setattr(node, "_ANSWER_S", 0.5)
     with frozen(shard):
-        found = only_fault(config)
-    assert found.check == "socket"
-    assert "did not answer" in found.says
+        only_fault(config, "socket", says="did not answer")
     shard.kill()
-    assert only_fault(config).check == "socket"
+    only_fault(config, "socket")
 
 
 def test_stranger_behind_the_socket_does_not_pass_for_a_shard(shard, config, monkeypatch):
@@ -299,33 +280,30 @@ def test_stranger_behind_the_socket_does_not_pass_for_a_shard(shard, config, mon
         path.unlink()
         stranger.bind(str(path))
         stranger.listen()
-        assert only_fault(config).check == "socket"
+        only_fault(config, "socket")
 
 
 def test_socket_and_file_of_two_arenas_are_told_apart(shard, config, parent):
-    other = config_of(parent, cluster_name="other")
+    other, mixed = config_of(parent, cluster_name="other"), parent / "kvray-mixed"
     with shard_process(other.node_dir, "b"):
-        shutil.copytree(
-            config.node_dir, parent / "kvray-mixed", ignore=shutil.ignore_patterns(SOCKET_FILE)
-        )
-        (parent / "kvray-mixed" / SOCKET_FILE).symlink_to(other.node_dir / SOCKET_FILE)
-        found = only_fault(config_of(parent, cluster_name="mixed"))
+        shutil.copytree(config.node_dir, mixed, ignore=shutil.ignore_patterns(SOCKET_FILE))
+        (mixed / SOCKET_FILE).symlink_to(other.node_dir / SOCKET_FILE)
+        config = config_of(parent, cluster_name="mixed")
+        only_fault(config, says="owns arena", fix="one directory for both")
     sweep(other.node_dir, 5.0)
-    assert "owns arena" in found.says
-    assert "one directory for both" in found.fix
 
 
-def test_node_without_a_shard_is_not_looked_at():
-    found = why_not_here([{"shard": "kvray-shard-aa"}], "bb" * 28, Path("/dev/shm/kvray-test"))
-    assert found is not None
-    assert found.verdict == "skipped"
-
-
-def test_shard_with_another_directory_is_a_hint():
-    node_id = "0123456789abcdef"
+@pytest.mark.parametrize(
+    ("node_id", "directory", "verdict", "fix"),
+    [
+        ("bb" * 28, "/mnt/kvray-test", "skipped", ""),
+        ("0123456789abcdef", "/dev/shm/kvray-test", "hint", "arena.dir"),
+        ("0123456789abcdef", "/mnt/kvray-test", None, ""),
+    ],
+    ids=["a node without a shard", "a shard with another directory", "a shard with this one"],
+)
+def test_where_nothing_can_be_looked_at(node_id, directory, verdict, fix):
     shards = [{"shard": "kvray-shard-0123456789ab", "directory": "/mnt/kvray-test"}]
-    found = why_not_here(shards, node_id, Path("/dev/shm/kvray-test"))
-    assert found is not None
-    assert found.verdict == "hint"
-    assert "arena.dir" in found.fix
-    assert why_not_here(shards, node_id, Path("/mnt/kvray-test")) is None
+    found = why_not_here(shards, node_id, Path(directory))
+    assert (found and found.verdict) == verdict
+    assert found is None or fix in found.fix

@@ -34,11 +34,10 @@ def test_partition_of_the_lookup_that_does_not_answer_is_a_fault():
 
 def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same():
     silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in 2 s."}
-    shown = {one.check: one for one in tier_findings({"lookup": silent, "shards": [SERVING]})}
-    assert {name: one.verdict for name, one in shown.items()} == {
-        "kvray-lookup": "fault",
-        "shard aa": "ok",
+    shown = {
+        one.check: one.verdict for one in tier_findings({"lookup": silent, "shards": [SERVING]})
     }
+    assert shown == {"kvray-lookup": "fault", "shard aa": "ok"}
 
 
 def test_tier_without_shards_is_a_fault():
@@ -62,34 +61,28 @@ def test_corrupt_blocks_are_reported():
 
 
 def pages(**changes: Any) -> Finding:
-    memory = {
-        "mapped_bytes": 4 * GIB,
-        "huge_bytes": 0,
-        "huge_page_bytes": 2**21,
-        "numa_nodes": 1,
-        "interleaved_nodes": 0,
-        "command": "mount -o remount,huge=advise /dev/shm",
-    }
-    return found({**SERVING, "memory": {**memory, **changes}})["pages aa"]
+    memory = {"mapped_bytes": 4 * GIB, "huge_bytes": 0, "huge_page_bytes": 2**21}
+    memory |= {"numa_nodes": 1, "interleaved_nodes": 0}
+    memory |= {"command": "mount -o remount,huge=advise /dev/shm", **changes}
+    return found({**SERVING, "memory": memory})["pages aa"]
+
+
+NONE = "none of its memory is in huge pages"
 
 
 @pytest.mark.parametrize(
     ("changes", "verdict", "says"),
     [
-        ({}, "hint", "none of its memory is in huge pages"),
+        ({}, "hint", NONE),
         ({"huge_bytes": 3 * GIB}, "hint", "75 % of its memory is in huge pages"),
         ({"huge_bytes": 4 * GIB, "command": None}, "ok", "its memory is in huge pages of 2MiB"),
         ({"huge_page_bytes": 0, "command": None}, "ok", "its memory is in small pages"),
         (
             {"numa_nodes": 4, "interleaved_nodes": 4},
             "hint",
-            "none of its memory is in huge pages, interleaved over 4 NUMA nodes",
+            f"{NONE}, interleaved over 4 NUMA nodes",
         ),
-        (
-            {"numa_nodes": 4},
-            "hint",
-            "none of its memory is in huge pages, not interleaved over the 4 NUMA nodes",
-        ),
+        ({"numa_nodes": 4}, "hint", f"{NONE}, not interleaved over the 4 NUMA nodes"),
     ],
 )
 def test_an_arena_s_pages_are_told_with_the_command_for_larger_ones(changes, verdict, says):
@@ -126,19 +119,16 @@ def test_a_disk_that_was_hardly_meant_is_a_hint():
     assert (one.says, one.fix) == ("/nvme is on the root file system", "mount one at nvme.dir")
 
 
-def mover_with(node: str, *, available: bool = True) -> dict[str, Any]:
-    return mover(node, nixl={"available": available, "reason": "no library", "rdma": False})
-
-
-def test_nodes_between_which_nothing_can_be_moved_are_a_fault():
-    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb", available=False)))
-    assert shown["link aa > bb"].verdict == "fault"
-    assert "no library" in shown["link aa > bb"].says
-
-
-def test_transport_between_two_nodes_is_named():
-    shown = found(SERVING, movers=(mover_with("aa"), mover_with("bb")))
-    assert shown["link aa > bb"].says == "nixl (both have it; TCP: no RDMA device)"
+@pytest.mark.parametrize(
+    ("available", "verdict", "says"),
+    [(True, "ok", "nixl (both have it; TCP: no RDMA device)"), (False, "fault", "no library")],
+)
+def test_nodes_between_which_nothing_can_be_moved_are_a_fault(available, verdict, says):
+    nixl = {"available": True, "rdma": False}
+    other = nixl | {"available": available, "reason": "no library"}
+    link = found(SERVING, movers=(mover("aa", nixl=nixl), mover("bb", nixl=other)))["link aa > bb"]
+    assert link.verdict == verdict
+    assert says in link.says
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:

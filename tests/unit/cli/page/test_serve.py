@@ -1,12 +1,11 @@
 """`kvray dashboard serve` as a user starts and ends it, and who may read the page."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvray.cli.page.command import _announce, _listening
 from kvray.cli.page.server import Gate, make_app
 from kvray.cli.page.state import STATUS, PageState
 from kvray.config import load_config
+from tests.forks import assert_refused, running_kvray
 from tests.unit.cli.answers import NOW, status
 from tests.waiting import HANG_S
 
@@ -25,21 +25,12 @@ from tests.waiting import HANG_S
 @contextmanager
 def serving(tmp_path: Path) -> Iterator["tuple[subprocess.Popen[str], str]"]:
     """Give a running server and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvray", "dashboard", "serve", "--port", "0"],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    command = ("dashboard", "serve", "--port", "0")
+    with running_kvray(*command, TMPDIR=str(tmp_path)) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith("The page is at http://"), process.stderr
         yield process, said.split()[4]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -57,17 +48,12 @@ def test_page_is_served_until_a_signal_and_leaves_no_process(tmp_path, signum):
 def test_port_in_use_is_one_sentence(call_kvray):
     with socket.create_server(("127.0.0.1", 0)) as other:
         done = call_kvray("dashboard", "serve", "--port", str(other.getsockname()[1]))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "Address already in use" in done.stderr
-    assert "--port" in done.stderr
+    assert_refused(done, "Address already in use", "--port")
 
 
 def test_missing_package_is_one_sentence(call_kvray, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    done = call_kvray("dashboard", "serve")
-    assert done.returncode == 2
-    assert "pip install 'kvray[dashboard]'" in done.stderr
+    assert_refused(call_kvray("dashboard", "serve"), "pip install 'kvray[dashboard]'")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +86,6 @@ def test_an_ipv6_address_is_printed_in_brackets(host, capsys):
 
 
 TOKEN = "a token of this very test"
-Browser = Callable[..., TestClient]
 
 
 @pytest.fixture

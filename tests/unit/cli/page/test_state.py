@@ -196,14 +196,13 @@ def fed(code: str, until: str, *, looks: bool = False) -> str:
     return asyncio.run(run())
 
 
-def test_process_that_ends_is_said():
-    assert "has ended" in fed(ENDS, "has ended")
-
-
-def test_process_that_hangs_is_replaced(monkeypatch):
-    monkeypatch.setattr(command, "_SILENT_S", 1.0)
-    assert "does not answer" in fed(HANGS, "does not answer")
-
-
-def test_process_hears_that_somebody_looks():
-    assert fed(ECHOES, "", looks=True) == ""
+@pytest.mark.parametrize(
+    ("code", "says", "looks"),
+    [(ENDS, "has ended", False), (HANGS, "does not answer", False), (ECHOES, "", True)],
+    ids=["it ends", "it hangs", "it hears that somebody looks"],
+)
+def test_process_that_asks(monkeypatch, code, says, looks):
+    monkeypatch.setattr(command, "_SILENT_S", 1.0 if code == HANGS else command._SILENT_S)
+    trouble = fed(code, says, looks=looks)
+    assert says in trouble
+    assert bool(says) == bool(trouble)

@@ -1,5 +1,6 @@
 """`kvray bench gpu` on the host's memory with a tiny model: all of it but the calls to CUDA."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.bench.runner import running
 from kvray.reference import ReferenceEngine
 from kvray.reference.checkpoint import RANDOM
+from tests.forks import assert_refused
 
 SCALE = GpuScale(
     model="tiny",
@@ -27,6 +29,7 @@ SCALE = GpuScale(
     pairs=2,
     prefill_pairs=2,
 )
+CPU = GpuDevice("cpu")
 
 
 @pytest.fixture
@@ -38,30 +41,23 @@ def directory() -> Iterator[Path]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be measured")
 def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
-    done = run_kvray("bench", "gpu")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "finds no NVIDIA GPU here" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_refused(run_kvray("bench", "gpu"), "finds no NVIDIA GPU here")
 
 
 def test_a_run_gives_every_figure_and_leaves_nothing_behind(directory, capsys):
     with running(Interrupts()) as runner:
-        report = measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=directory, runner=runner)
+        report = measure_gpu(SCALE, CPU, arena_dir=directory, runner=runner)
     assert list(directory.iterdir()) == []
     figures = report.facts
-    for way in ("h2d", "d2h"):
-        for size in ("4mib", "128kib"):
-            for suffix in ("", "_run", "_busy", "_run_busy"):
-                assert figures[f"gpu_{way}_ratio_{size}{suffix}"] > 0
+    for way, size in itertools.product(("h2d", "d2h"), ("4mib", "128kib")):
+        for suffix in ("", "_run", "_busy", "_run_busy"):
+            assert figures[f"gpu_{way}_ratio_{size}{suffix}"] > 0
     assert figures["gpu_resliced_over_plain"] > 0
-    for length in ("64", "1k"):
-        assert figures[f"ttft_cold_ms_{length}"] > 0
-        assert figures[f"ttft_loaded_ms_{length}"] > 0
-        assert figures[f"prefill_beside_saves_{length}"] > 0
+    for name in ("ttft_cold_ms", "ttft_loaded_ms", "prefill_beside_saves"):
+        assert figures[f"{name}_64"] > 0
+        assert figures[f"{name}_1k"] > 0
     assert figures["wrong_answers"] == 0
-    assert figures["gpu"] == "cpu"
-    assert figures["torch"] == torch.__version__
+    assert (figures["gpu"], figures["torch"]) == ("cpu", torch.__version__)
     assert figures["crossover_tokens"] in (None, 64, 1024)
     target = figures["targets"]["gpu_h2d_ratio_4mib"]
     assert target["is_met"] == (target["found"] >= target["wanted"])
@@ -78,35 +74,31 @@ def test_an_interrupted_run_leaves_nothing_behind(directory, monkeypatch):
 
     monkeypatch.setattr(Progress, "advance", interrupt)
     with pytest.raises(KeyboardInterrupt), running(Interrupts()) as runner:
-        measure_gpu(SCALE, GpuDevice("cpu"), arena_dir=directory, runner=runner)
+        measure_gpu(SCALE, CPU, arena_dir=directory, runner=runner)
     assert list(directory.iterdir()) == []
 
 
-def _prompts(directory, monkeypatch, loads):  # type: ignore[no-untyped-def]
-    """Measure prompts whose pages are loaded by `loads(load, pool, arena, loads, stream)`."""
-    load = HostPool.load
-    monkeypatch.setattr(HostPool, "load", lambda *args: loads(load, *args))
+def prompts(directory: Path) -> gpu.Tally:
     tally = gpu.Tally()
-    with gpu._prompts(SCALE, GpuDevice("cpu"), directory, tally) as prompts:
-        prompts.take(1024, 1)
+    with gpu._prompts(SCALE, CPU, directory, tally) as made:
+        made.take(1024, 1)
     return tally
 
 
 def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch):
-    tally = _prompts(
-        directory,
-        monkeypatch,
-        lambda load, pool, arena, loads, stream: load(pool, arena, [], stream),
+    load = HostPool.load
+    monkeypatch.setattr(
+        HostPool, "load", lambda pool, arena, loads, stream: load(pool, arena, [], stream)
     )
+    tally = prompts(directory)
     assert tally.num_wrong == 2
-    report = gpu._report(SCALE, GpuDevice("cpu"), [], tally)
-    assert "2 answers were WRONG" in str(report.parts)
+    assert "2 answers were WRONG" in str(gpu._report(SCALE, CPU, [], tally).parts)
 
 
 def test_a_prompt_that_is_not_loaded_ends_the_run(directory, monkeypatch):
     monkeypatch.setattr(ReferenceEngine, "reset_prefix_cache", lambda _: None)
     with pytest.raises(KVRayError, match="only 0 were loaded"):
-        _prompts(directory, monkeypatch, lambda load, *args: load(*args))
+        prompts(directory)
 
 
 def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b():

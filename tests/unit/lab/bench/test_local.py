@@ -2,35 +2,25 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.waiting import HANG_S
+from tests.forks import assert_refused, running_kvray
+from tests.waiting import HANG_S, wait_for
 
 FIGURES = (
-    "store_ratio_4mib",
-    "retrieve_ratio_4mib",
-    "retrieve4_ratio_4mib",
-    "store_ratio_128kib",
-    "retrieve_ratio_128kib",
-    "first_store_gb_s",
-    "lookup_8k_ms_p50",
-    "lookup_8k_ms_p99",
-    "lookup_128k_ms_p50",
-    "lookup_8k_over_hash",
-    "lookup_128k_over_hash",
-    "retrieve_verified_ratio_4mib",
-    "store_full_ratio_4mib",
-    "retrieve_cpu_s_per_gb",
+    *("store_ratio_4mib", "store_ratio_128kib", "first_store_gb_s", "store_full_ratio_4mib"),
+    *("retrieve_ratio_4mib", "retrieve_ratio_128kib", "retrieve4_ratio_4mib"),
+    *("retrieve_verified_ratio_4mib", "retrieve_cpu_s_per_gb"),
+    *("lookup_8k_ms_p50", "lookup_8k_ms_p99", "lookup_128k_ms_p50"),
+    *("lookup_8k_over_hash", "lookup_128k_over_hash"),
 )
 
 
@@ -53,31 +43,31 @@ def test_quick_run_gives_every_figure(run_kvray, arena_dir):
     assert list(arena_dir.iterdir()) == []
 
 
+@contextmanager
+def running_bench(tmp_path: Path, arena_dir: Path) -> Iterator[tuple[Any, list[psutil.Process]]]:
+    """Have a quick run with many pairs, which the test ends; give its process and workers."""
+    args = ("bench", "local", "--quick", "--repeat", "100000")
+    with running_kvray(*args, cwd=tmp_path, KVRAY_ARENA__DIR=str(arena_dir)) as process:
+        wait_for(lambda: [*arena_dir.glob("kvray-bench-*/arena")], "the arena")
+        yield process, psutil.Process(process.pid).children()
+
+
 @pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.0)])
 def test_interrupt_leaves_nothing(tmp_path, arena_dir, signum, after_s):
-    with _running(tmp_path, arena_dir) as process:
-        _wait_for(arena_dir, "kvray-bench-*/arena")
+    with running_bench(tmp_path, arena_dir) as (process, workers):
         time.sleep(after_s)
-        workers = _children_of(process.pid)
         assert len(workers) == 5
         process.send_signal(signum)
         _, stderr = process.communicate(timeout=HANG_S)
-    assert process.returncode == 130
-    assert stderr == "kvray: interrupted.\n"
+    assert (process.returncode, stderr) == (130, "kvray: interrupted.\n")
     assert list(arena_dir.iterdir()) == []
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not any(one.is_running() for one in workers)
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path, arena_dir):
-    with _running(tmp_path, arena_dir) as process:
-        _wait_for(arena_dir, "kvray-bench-*/arena")
-        workers = _children_of(process.pid)
+    with running_bench(tmp_path, arena_dir) as (process, workers):
         process.kill()
-        process.communicate(timeout=HANG_S)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not any(one.is_running() for one in workers), "their end")
 
 
 @pytest.mark.parametrize(
@@ -89,46 +79,10 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path, arena_dir):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_measured(run_kvray, arena_dir, args, words):
-    done = run_kvray("bench", "local", *args, KVRAY_ARENA__DIR=str(arena_dir))
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvray: ")
-    assert done.stderr.count("\n") == 1, "one sentence"
-    for word in words:
-        assert word in done.stderr
+    assert_refused(run_kvray("bench", "local", *args, KVRAY_ARENA__DIR=str(arena_dir)), *words)
     assert list(arena_dir.iterdir()) == []
 
 
 def test_missing_arena_directory_is_named(run_kvray, tmp_path):
     done = run_kvray("bench", "local", KVRAY_ARENA__DIR=str(tmp_path / "nowhere"))
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr
-    assert "arena.dir" in done.stderr
-
-
-@contextmanager
-def _running(tmp_path: Path, arena_dir: Path) -> "Iterator[subprocess.Popen[str]]":
-    """A quick run with many pairs, which the test ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvray", "bench", "local", "--quick", "--repeat", "100000"],
-        env={**os.environ, "KVRAY_ARENA__DIR": str(arena_dir)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _wait_for(directory: Path, pattern: str) -> None:
-    deadline = time.monotonic() + 60
-    while not list(directory.glob(pattern)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _children_of(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children()]
+    assert_refused(done, "nowhere", "arena.dir")

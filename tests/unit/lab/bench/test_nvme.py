@@ -6,17 +6,15 @@ import mmap
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvray.store.machine.capacity import mount_of
-from tests.waiting import HANG_S
+from tests.forks import assert_refused, running_kvray
+from tests.waiting import HANG_S, wait_for
 
 _SHM = Path("/dev/shm")
 
@@ -93,42 +91,26 @@ def test_fio_that_fails_is_quoted(run_kvray, disk, fio):
 
 def test_directory_in_memory_is_refused(run_kvray):
     done = run_kvray("bench", "nvme", "--quick", "--dir", _SHM)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "kept in memory (tmpfs)" in done.stderr
-    assert "--dir" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_refused(done, "kept in memory (tmpfs)", "--dir")
 
 
 def test_directory_that_is_not_there_is_refused(run_kvray, tmp_path):
-    done = run_kvray("bench", "nvme", "--quick", "--dir", tmp_path / "none")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "No such file" in done.stderr
+    assert_refused(run_kvray("bench", "nvme", "--dir", tmp_path / "none"), "No such file")
 
 
-def test_block_size_that_does_not_fit_is_refused(run_kvray, disk):
-    for size in ("5000", "3MiB", "32MiB"):
-        done = run_kvray("bench", "nvme", "--quick", "--dir", disk, "--block", size)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "cannot be measured" in done.stderr
+@pytest.mark.parametrize("size", ["5000", "3MiB", "32MiB"])
+def test_block_size_that_does_not_fit_is_refused(run_kvray, disk, size):
+    done = run_kvray("bench", "nvme", "--quick", "--dir", disk, "--block", size)
+    assert_refused(done, "cannot be measured")
 
 
 def test_interrupt_leaves_nothing(disk, tmp_path):
     before = leftovers(_SHM, disk, tmp_path)
-    with subprocess.Popen(
-        f"{sys.executable} -m kvray bench nvme --quick --repeat 5000 --dir {disk}".split(),
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while not list(disk.glob("kvray-bench-*/tier/segment-00000000")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    args = ("bench", "nvme", "--quick", "--repeat", "5000", "--dir", disk)
+    with running_kvray(*args, cwd=tmp_path, TMPDIR=str(tmp_path)) as process:
+        segment = "kvray-bench-*/tier/segment-00000000"
+        wait_for(lambda: process.poll() is not None or [*disk.glob(segment)], "its first file")
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=HANG_S)
-    assert process.returncode == 130
-    assert stderr == "kvray: interrupted.\n"
+    assert (process.returncode, stderr) == (130, "kvray: interrupted.\n")
     assert leftovers(_SHM, disk, tmp_path) == before

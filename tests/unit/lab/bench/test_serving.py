@@ -3,18 +3,14 @@
 import asyncio
 import json
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -38,7 +34,8 @@ from kvray.lab.bench.serving.workload import (
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.report import Report
 from kvray.store.replay import Trace
-from tests.waiting import HANG_S
+from tests.forks import run
+from tests.kit.web import app_served
 
 
 class Stub:
@@ -75,29 +72,10 @@ class Stub:
             "prompt_tokens": num_tokens,
             "completion_tokens": 2,
             "total_tokens": num_tokens + 2,
-            "prompt_tokens_details": {"cached_tokens": num_tokens // 2},
         }
+        usage["prompt_tokens_details"] = {"cached_tokens": num_tokens // 2}
         yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
-
-
-@contextmanager
-def running(stub: Stub) -> Iterator[str]:
-    """Serve during the block; the URL is given."""
-    config = uvicorn.Config(
-        stub.app, host="127.0.0.1", port=0, log_level="error", loop="asyncio", lifespan="off"
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, name="stub")
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(HANG_S)
 
 
 REQUESTS = [Due(at_s=float(at), tokens=[1] * 100) for at in range(4)]
@@ -106,13 +84,8 @@ REQUESTS = [Due(at_s=float(at), tokens=[1] * 100) for at in range(4)]
 def answer(
     first_token_s: float, *, replica: str = "a", cached: int = 50, text: str = "x"
 ) -> Answer:
-    return Answer(
-        text=text,
-        replica=replica,
-        first_token_s=first_token_s,
-        whole_s=first_token_s + 1,
-        cached_tokens=cached,
-    )
+    times = {"first_token_s": first_token_s, "whole_s": first_token_s + 1}
+    return Answer(text=text, replica=replica, cached_tokens=cached, **times)
 
 
 FAILED = Answer(error="gone")
@@ -128,23 +101,31 @@ def figures(one: Round, *, num_replicas: int = 0) -> dict[str, dict[str, float]]
     return round_figures(one, in_time_s=0.5, num_replicas=num_replicas)
 
 
-def test_times_are_those_of_whole_answers():
+@pytest.mark.parametrize(
+    ("name", "fast", "slow"),
+    [
+        ("first_token_p50_s", 0.2, 0.6),
+        ("first_token_p90_s", 1.0, 2.0),
+        ("requests_per_s", 4 / 5, 3 / 3.6),
+        ("in_time_per_s", 3 / 5, 1 / 3.6),
+        ("failed", 0, 1),
+        # Reuse stands beside that of an infinite cache; of a failed answer nothing counts.
+        ("cached_share", 150 / 400, 150 / 300),
+        ("reusable_share", 192 / 400, 128 / 300),
+        ("reuse", 150 / 192, 150 / 128),
+        # The most loaded replica over the mean.
+        ("most_requests", 3 * 2 / 4, 1),
+        ("most_computed", 200 * 2 / 250, 1),
+        ("other_text", 0, 1),  # than that of the first endpoint
+    ],
+)
+def test_a_round_comes_to_figures_of_each_endpoint(name, fast, slow):
     found = figures(one_round())
-    assert found["fast"]["first_token_p50_s"] == 0.2
-    assert found["fast"]["first_token_p90_s"] == 1.0
-    assert found["fast"]["requests_per_s"] == pytest.approx(4 / 5)
-    assert found["fast"]["in_time_per_s"] == pytest.approx(3 / 5)
-    assert found["slow"]["first_token_p90_s"] == 2.0
-    assert found["slow"]["requests_per_s"] == pytest.approx(3 / 3.6)
-    assert (found["fast"]["failed"], found["slow"]["failed"]) == (0, 1)
+    assert (found["fast"][name], found["slow"][name]) == (pytest.approx(fast), pytest.approx(slow))
 
 
-def test_reuse_stands_beside_that_of_an_infinite_cache():
-    found = figures(one_round())
-    assert found["fast"]["cached_share"] == 150 / 400
-    assert found["fast"]["reusable_share"] == 192 / 400
-    assert found["fast"]["reuse"] == 150 / 192
-    assert found["slow"]["reuse"] == 150 / 128, "of a failed answer nothing counts"
+def test_replicas_that_nobody_has_heard_of_count_in_the_mean():
+    assert figures(one_round(), num_replicas=3)["fast"]["most_requests"] == 3 * 3 / 4
 
 
 def test_reuse_is_missing_where_an_endpoint_does_not_tell():
@@ -154,18 +135,6 @@ def test_reuse_is_missing_where_an_endpoint_does_not_tell():
     assert found["failed"] == 0
 
 
-def test_load_is_the_most_loaded_replica_over_the_mean():
-    found = figures(one_round())["fast"]
-    assert found["most_requests"] == 3 * 2 / 4
-    assert found["most_computed"] == pytest.approx(200 * 2 / 250)
-    assert figures(one_round(), num_replicas=3)["fast"]["most_requests"] == 3 * 3 / 4
-
-
-def test_texts_are_compared_with_the_first_endpoints():
-    found = figures(one_round())
-    assert (found["fast"]["other_text"], found["slow"]["other_text"]) == (0, 1)
-
-
 def test_an_endpoint_of_which_all_fail_has_no_times():
     found = figures(one_round(slow=[FAILED] * 4))["slow"]
     assert found["requests_per_s"] == 0
@@ -173,7 +142,7 @@ def test_an_endpoint_of_which_all_fail_has_no_times():
 
 
 def test_rounds_come_to_their_median_and_failures_to_their_sum():
-    found = over_rounds([figures(one_round()) for _ in range(3)])
+    found = over_rounds([figures(one_round())] * 3)
     assert found["slow"]["failed"] == 3
     assert found["slow"]["first_token_p90_s"] == 2.0
 
@@ -214,13 +183,14 @@ LOAD_REQUESTS = [Due(at_s=at / 20, tokens=[40 + at] * 64) for at in range(4)]
 LOAD = ("--rate", "20", "--seconds", "1", "--rounds", "2", "--answer-tokens", "2")
 
 
-def endpoint(url: str) -> Endpoint:
-    return Endpoint(name="stub", url=url, model="stub")
+def ask_all(url: str, requests: list[Due], *, timeout_s: float = 10) -> Any:
+    endpoint = Endpoint(name="stub", url=url, model="stub")
+    return asyncio.run(play(endpoint, requests, max_tokens=2, timeout_s=timeout_s))
 
 
 def test_answers_have_text_times_replica_and_cached_tokens():
-    with running(stub := Stub()) as url:
-        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
+    with app_served((stub := Stub()).app) as url:
+        answers = ask_all(url, LOAD_REQUESTS)
     assert {(one.text, one.replica, one.cached_tokens) for one in answers} == {
         ("onetwo", "engine-1", 32)
     }
@@ -230,28 +200,26 @@ def test_answers_have_text_times_replica_and_cached_tokens():
 
 
 def test_requests_are_sent_when_they_are_due_and_not_when_others_are_answered():
-    with running(Stub(wait_s=0.5)) as url:
+    with app_served(Stub(wait_s=0.5).app) as url:
         began = time.monotonic()
-        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS, max_tokens=2, timeout_s=10))
+        answers = ask_all(url, LOAD_REQUESTS)
         took_s = time.monotonic() - began
     assert took_s < 2
     assert all(one.first_token_s >= 0.5 for one in answers)
 
 
-def test_an_answer_that_does_not_come_in_time_has_failed():
-    with running(Stub(wait_s=5)) as url:
-        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=0.3))
-    assert answers[0].error
-
-
-def test_a_refusal_has_failed_with_its_words():
-    with running(Stub(text="")) as url:
-        answers = asyncio.run(play(endpoint(url), LOAD_REQUESTS[:1], max_tokens=2, timeout_s=5))
-    assert "full" in answers[0].error
+@pytest.mark.parametrize(
+    ("stub", "timeout_s", "words"), [({"wait_s": 5}, 0.3, ""), ({"text": ""}, 5, "full")]
+)
+def test_a_late_answer_and_a_refusal_have_failed(stub, timeout_s, words):
+    with app_served(Stub(**stub).app) as url:
+        (answer,) = ask_all(url, LOAD_REQUESTS[:1], timeout_s=timeout_s)
+    assert answer.error
+    assert words in answer.error
 
 
 def test_the_model_is_what_the_endpoint_lists():
-    with running(Stub()) as url:
+    with app_served(Stub().app) as url:
         assert asyncio.run(ask_model("stub", url)) == "stub"
 
 
@@ -280,8 +248,8 @@ def test_what_is_no_url_is_refused():
 
 
 def test_command_compares_two_endpoints(run_kvray, tmp_path):
-    picture = tmp_path / "found.png"
-    with running(Stub()) as one, running(other := Stub(text="other", wait_s=0.1)) as two:
+    picture, other = tmp_path / "found.png", Stub(text="other", wait_s=0.1)
+    with app_served(Stub().app) as one, app_served(other.app) as two:
         urls = ("--url", f"one={one}", "--url", f"two={two}")
         done = run_kvray("bench", "serve", *urls, *LOAD, "--json", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
@@ -318,9 +286,7 @@ def test_missing_matplotlib_is_one_sentence_with_the_pip_line(tmp_path):
         "sys.argv[1:] = ['bench', 'serve', '--local', '--plot', 'x.png'];"
         "from kvray.cli import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "kvray: --plot needs matplotlib; run `pip install 'kvray[bench]'`.\n"
 
@@ -328,36 +294,34 @@ def test_missing_matplotlib_is_one_sentence_with_the_pip_line(tmp_path):
 SIZE = 32
 
 
-def generated(kind: str, *, seed: int = 1, num_requests: int = 60) -> list[Request]:
-    return generate(kind, num_requests=num_requests, seconds=30.0, seed=seed)
+def generated(kind: str) -> list[Request]:
+    return generate(kind, num_requests=60, seconds=30.0, seed=1)
 
 
-def reusable(requests: list[Request], *, seed: int = 1) -> list[int]:
-    return reusable_tokens([one.tokens(seed) for one in requests], tokens_per_block=SIZE)
+def reusable(requests: list[Request]) -> list[int]:
+    return reusable_tokens([one.tokens(1) for one in requests], tokens_per_block=SIZE)
 
 
-def trace(*prompts: tuple[int, list[int]], block_tokens: int = 512) -> Trace:
-    builder = TraceBuilder(name="trace", block_tokens=block_tokens)
+def trace(*prompts: tuple[int, list[int]]) -> Trace:
+    builder = TraceBuilder(name="trace", block_tokens=512)
     for at, (num_tokens, ids) in enumerate(prompts):
         builder.add(time_s=10.0 * at, num_tokens=num_tokens, ids=ids)
     return builder.build()
 
 
-def scaled(found: Trace, **options: float) -> list[Request]:
-    asked = {"scale": 16.0, "tokens_max": 1000} | options
-    return from_trace(found, num_requests=found.num_requests, seconds=4.0, **asked)  # type: ignore[arg-type]
+def scaled(
+    found: Trace, *, scale: float = 16.0, tokens_max: int = 1000, **asked: int
+) -> list[Request]:
+    asked = {"num_requests": found.num_requests, **asked}
+    return from_trace(found, seconds=4.0, scale=scale, tokens_max=tokens_max, **asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_makes_the_same_requests(kind):
+def test_same_seed_makes_the_same_requests_which_fill_the_seconds(kind):
     first, again = generated(kind), generated(kind)
     assert first == again
     assert [one.tokens(3) for one in first] == [one.tokens(3) for one in again]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_arrivals_fill_the_seconds(kind):
-    times = [one.at_s for one in generated(kind)]
+    times = [one.at_s for one in first]
     assert times == sorted(times)
     assert (times[0], times[-1]) == (0.0, pytest.approx(30.0))
 
@@ -381,11 +345,8 @@ def test_turns_of_a_conversation_begin_with_those_before():
     assert len({one.stretches[1][0] for one in requests}) > 3, "several conversations"
 
 
-def test_one_prefix_is_all_that_prompts_have_in_common():
+def test_one_prefix_or_none_is_all_that_prompts_have_in_common():
     assert reusable(generated("one-prefix")) == [0, *[512] * 59]
-
-
-def test_prompts_without_a_prefix_have_nothing_in_common():
     assert sum(reusable(generated("no-prefix"))) == 0
 
 
@@ -414,17 +375,17 @@ def test_what_comes_after_the_last_block_is_nobody_elses():
     assert first[32:] != second[32:]
 
 
+LONG = trace((5120, list(range(10))), (5120, list(range(10))))
+
+
 def test_a_factor_that_divides_no_block_shifts_no_other():
-    found = trace((5120, list(range(10))), (5120, list(range(10))))
-    (first, second) = scaled(found, scale=3.0, tokens_max=5000)
+    first, second = scaled(LONG, scale=3.0, tokens_max=5000)
     assert first.num_tokens == 1707
     assert first.tokens(1) == second.tokens(1)
 
 
 def test_prompts_that_are_too_long_lose_their_end():
-    found = trace((5120, list(range(10))), (5120, list(range(10))))
-    (first, _) = scaled(found)
-    (cut, _) = scaled(found, tokens_max=100)
+    (first, _), (cut, _) = scaled(LONG), scaled(LONG, tokens_max=100)
     assert cut.tokens(1) == first.tokens(1)[:100]
 
 
@@ -434,8 +395,7 @@ def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it():
         for turn in range(4)
         for talk in range(1, 51)
     ]
-    found = trace(*((512 * len(ids), ids) for ids in turns))
-    requests = from_trace(found, num_requests=20, seconds=4.0, scale=16.0, tokens_max=1000)
+    requests = scaled(trace(*((512 * len(ids), ids) for ids in turns)), num_requests=20)
     talks = Counter(one.stretches[1][0] for one in requests)
     assert [*talks.values()] == [4] * 5
     assert max(talks) > 20, "not only the first ones"
@@ -443,14 +403,13 @@ def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it():
     assert all(one.stretches[0] == requests[0].stretches[0] for one in requests)
 
 
-def test_a_trace_that_is_too_short_is_refused():
-    with pytest.raises(ConfigError, match=r"has 1 requests and 5 are asked for"):
-        from_trace(trace((512, [1])), num_requests=5, seconds=1.0, scale=16.0, tokens_max=1000)
-
-
-def test_blocks_that_come_to_nothing_are_refused():
-    with pytest.raises(ConfigError, match="give at most 512"):
-        scaled(trace((512, [1])), scale=1024.0)
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [({"num_requests": 5}, "has 1 requests and 5 are asked for"), ({"scale": 1024.0}, "most 512")],
+)
+def test_a_trace_that_is_too_short_or_made_too_small_is_refused(asked, words):
+    with pytest.raises(ConfigError, match=words):
+        scaled(trace((512, [1])), **asked)
 
 
 @pytest.mark.parametrize(("vocabulary", "low"), [(16_384, 1000), (256, 32)])

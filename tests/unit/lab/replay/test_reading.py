@@ -22,6 +22,7 @@ SESSION = {
     "hash_id_scope": "local",
     "requests": [{"t": 1.5, "in": 130, "hash_ids": [1, 2], "model": "a"}],
 }
+INNER = {"t": 0, "requests": [{"t": 0, "in": 64}]}
 
 
 def same(one: Trace, other: Trace) -> bool:
@@ -46,16 +47,10 @@ def test_mooncake_s_lines_are_read_with_times_in_seconds(tmp_path):
 
 def test_lines_are_the_same_trace_however_they_are_packed(tmp_path):
     content = gzip.decompress(CONVERSATION.read_bytes())
-    (tmp_path / "plain").write_bytes(content)
+    (tmp_path / "plain").write_bytes(b"\n" + content + b"\n\n")  # empty lines are left out
     (tmp_path / "packed.xz").write_bytes(lzma.compress(content))
     for name in ("plain", "packed.xz"):
         assert same(read_trace(tmp_path / name), excerpt(CONVERSATION))
-
-
-def test_empty_lines_are_left_out(tmp_path):
-    path = tmp_path / "made.jsonl"
-    path.write_text(f"\n{json.dumps(LINE)}\n\n")
-    assert read_trace(path).num_requests == 1
 
 
 def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
@@ -104,18 +99,20 @@ def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path):
         assert read_trace(path).num_refs == len(ids)
 
 
-def test_a_session_s_damaged_request_is_named(tmp_path):
-    inner = {"t": 0, "requests": [{"t": 0, "in": 64}]}
-    path = tmp_path / "one.json"
-    path.write_text(json.dumps(SESSION | {"requests": [*SESSION["requests"], inner]}))
-    where = r"one\.json, requests\[1\], requests\[0\]: 64 tokens are not 0 blocks"
-    with pytest.raises(ConfigError, match=where):
-        read_trace(path)
-
-
-def test_a_damaged_session_says_in_which_line(tmp_path):
-    (tmp_path / "one.json").write_text('{"block_size": 64,\n"requests": [\n{]}')
-    with pytest.raises(ConfigError, match=r"one\.json is no JSON .* at line 3"):
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (
+            json.dumps(SESSION | {"requests": [*SESSION["requests"], INNER]}),
+            r", requests\[1\], requests\[0\]: 64 tokens are not 0 blocks",
+        ),
+        ('{"block_size": 64,\n"requests": [\n{]}', r" is no JSON .* at line 3"),
+    ],
+    ids=["a request", "a line"],
+)
+def test_a_damaged_session_is_named_with_the_place(tmp_path, text, where):
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"one\.json{where}"):
         read_trace(tmp_path / "one.json")
 
 
@@ -210,19 +207,17 @@ def test_requests_of_subagents_are_made_at_their_times():
     assert lay_out([found], name="x").times.tolist() == [0.0, 1.5, 8.0, 11.5]
 
 
-def test_sessions_share_no_block():
-    trace = lay_out([session("a", 0), session("b", 5)], name="x")
-    assert sorted(trace.ids.tolist()) == [0, 1, 2, 3]
-
-
-def test_sessions_whose_ids_hold_for_all_share_blocks():
-    both = [session("a", 0, is_local=False), session("b", 5, is_local=False)]
-    assert lay_out(both, name="x").ids.tolist() == [0, 1, 0, 1]
-
-
-def test_models_share_no_block():
-    both = [session("a", 0, is_local=False), session("b", 5, is_local=False, model="b")]
-    assert lay_out(both, name="x").ids.tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("first", "second", "ids"),
+    [
+        ({}, {}, [0, 1, 2, 3]),
+        ({"is_local": False}, {"is_local": False}, [0, 1, 0, 1]),
+        ({"is_local": False}, {"is_local": False, "model": "b"}, [0, 1, 2, 3]),
+    ],
+)
+def test_sessions_share_blocks_if_ids_hold_for_all_and_the_model_is_one(first, second, ids):
+    both = [session("a", 0, **first), session("b", 5, **second)]
+    assert lay_out(both, name="x").ids.tolist() == ids
 
 
 def test_a_session_starts_when_another_one_has_ended():
@@ -260,8 +255,18 @@ def paths(trace: Trace) -> list[list[int]]:
     return [part.tolist() for part in np.split(trace.ids, trace.starts[1:-1])]
 
 
-def test_ids_are_numbered_in_the_order_of_first_use():
-    assert paths(build([90, -7], [90, 2**62], [5])) == [[0, 1], [0, 2], [3]]
+@pytest.mark.parametrize(
+    ("given", "spaces", "numbered"),
+    [
+        ([[90, -7], [90, 2**62], [5]], None, [[0, 1], [0, 2], [3]]),
+        ([[1, 2], [1, 3], [1, 2]], ["a", "b", "a"], [[0, 1], [2, 3], [0, 1]]),
+        ([[1, 2], [3, 2], [1, 2, 1], [2]], None, [[0, 1], [2, 3], [0, 1, 4], [5]]),
+        ([[8, 8, 8], [8, 8]], None, [[0, 1, 2], [0, 1]]),
+    ],
+    ids=["in order of first use", "apart by space", "apart by prefix", "twice in a prompt"],
+)
+def test_ids_are_numbered(given, spaces, numbered):
+    assert paths(build(*given, spaces=spaces)) == numbered
 
 
 def test_requests_are_put_in_the_order_of_time_from_0_on():
@@ -274,29 +279,9 @@ def test_requests_are_put_in_the_order_of_time_from_0_on():
     assert paths(trace) == [[0], [1], [2], [3]]
 
 
-def test_equal_ids_of_different_spaces_are_different_blocks():
-    trace = build([1, 2], [1, 3], [1, 2], spaces=["a", "b", "a"])
-    assert paths(trace) == [[0, 1], [2, 3], [0, 1]]
-
-
-def test_ids_of_the_content_alone_are_told_apart_by_their_prefix():
-    trace = build([1, 2], [3, 2], [1, 2, 1], [2])
-    assert paths(trace) == [[0, 1], [2, 3], [0, 1, 4], [5]]
-
-
-def test_a_block_that_comes_twice_in_a_prompt_is_two_blocks():
-    assert paths(build([8, 8, 8], [8, 8])) == [[0, 1, 2], [0, 1]]
-
-
 def test_parents_are_the_blocks_before():
     trace = build([1, 2], [], [1, 3], [4])
     assert trace.parents.tolist() == [NO_PARENT, 0, 0, NO_PARENT]
-
-
-def test_requests_without_a_block_stay_in_the_trace():
-    trace = build([], [1], [], [1, 2], [])
-    assert trace.starts.tolist() == [0, 0, 1, 1, 3, 3]
-    assert (trace.num_requests, trace.num_refs, trace.num_unique) == (5, 3, 2)
 
 
 def test_hit_tokens_end_with_the_prompt():
@@ -309,9 +294,12 @@ def test_hit_tokens_end_with_the_prompt():
     assert trace.prompt_tokens == 15
 
 
-def test_a_trace_without_a_request_is_empty():
-    trace = build()
-    assert (trace.num_requests, trace.num_refs, trace.num_unique, trace.seconds) == (0, 0, 0, 0)
+def test_requests_without_a_block_stay_in_the_trace():
+    trace = build([], [1], [], [1, 2], [])
+    assert trace.starts.tolist() == [0, 0, 1, 1, 3, 3]
+    assert (trace.num_requests, trace.num_refs, trace.num_unique) == (5, 3, 2)
+    empty = build()
+    assert (empty.num_requests, empty.num_refs, empty.num_unique, empty.seconds) == (0, 0, 0, 0)
 
 
 def test_an_id_that_no_integer_holds_is_refused():

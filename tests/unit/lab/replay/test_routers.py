@@ -173,39 +173,36 @@ def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner()
     assert kvray.reuse_of_one > 0.9
 
 
-TRACE = trace_of((0, "abcd"))
+def on_node(num_tokens: int, tier: str = "host") -> Stretch:
+    return Stretch(num_tokens=num_tokens, holders={"0": tier})
 
 
-def test_blocks_of_a_prompt_are_found_with_their_nodes():
-    memory = Memory(TRACE, plan(2))
-    memory.use(0, [0, 1, 2])
-    memory.use(1, [0])
-    assert memory.stretches([0, 1, 2, 3], 400) == [
-        Stretch(num_tokens=100, holders={"0": "host", "1": "host"}),
-        Stretch(num_tokens=200, holders={"0": "host"}),
-    ]
-
-
-def test_a_prefix_ends_at_its_first_gap():
-    memory = Memory(TRACE, plan(1, host_blocks=2))
-    memory.use(0, [0, 1, 2, 3])
-    assert memory.stretches([0, 1, 2, 3], 350) == [Stretch(num_tokens=200, holders={"0": "host"})]
-    assert memory.stretches([2, 3], 200) == []
-
-
-def test_what_leaves_memory_is_on_disk():
-    memory = Memory(TRACE, plan(1, host_blocks=2, disk_blocks=1))
-    memory.use(0, [0, 1, 2, 3])
-    assert memory.stretches([0, 1, 2, 3], 400) == [
-        Stretch(num_tokens=200, holders={"0": "host"}),
-        Stretch(num_tokens=100, holders={"0": "disk"}),
-    ]
-
-
-def test_the_last_block_may_be_partial():
-    memory = Memory(TRACE, plan(1))
-    memory.use(0, [0, 1])
-    assert memory.stretches([0, 1], 130)[0].num_tokens == 130
+@pytest.mark.parametrize(
+    ("fleet", "used", "asked", "found"),
+    [
+        (
+            plan(2),
+            [(0, [0, 1, 2]), (1, [0])],
+            ([0, 1, 2, 3], 400),
+            [Stretch(num_tokens=100, holders={"0": "host", "1": "host"}), on_node(200)],
+        ),
+        (plan(1, host_blocks=2), [(0, [0, 1, 2, 3])], ([0, 1, 2, 3], 350), [on_node(200)]),
+        (plan(1, host_blocks=2), [(0, [0, 1, 2, 3])], ([2, 3], 200), []),
+        (
+            plan(1, host_blocks=2, disk_blocks=1),
+            [(0, [0, 1, 2, 3])],
+            ([0, 1, 2, 3], 400),
+            [on_node(200), on_node(100, "disk")],
+        ),
+        (plan(1), [(0, [0, 1])], ([0, 1], 130), [on_node(130)]),
+    ],
+    ids=["with their nodes", "to the first gap", "not behind a gap", "on disk", "a partial block"],
+)
+def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
+    memory = Memory(trace_of((0, "abcd")), fleet)
+    for replica, blocks in used:
+        memory.use(replica, blocks)
+    assert memory.stretches(*asked) == found
 
 
 def test_both_pictures_start_at_0_and_name_every_router():

@@ -74,12 +74,8 @@ def names(found: Comparison) -> list[tuple[int, str, str | None]]:
 
 def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not():
     found = compared(Plan(policies=["double"], host_blocks=[300, 1000]))
-    assert names(found) == [
-        (300, "lru", None),
-        (300, "double", None),
-        (1000, "lru", None),
-        (1000, "double", None),
-    ]
+    runs = [(size, name, None) for size in (300, 1000) for name in ("lru", "double")]
+    assert names(found) == runs
 
 
 def test_with_a_disk_lru_that_writes_everything_is_the_baseline():
@@ -107,13 +103,8 @@ def test_there_is_no_gain_where_belady_finds_no_more_than_lru():
 
 
 def test_the_mean_gain_is_that_of_one_policy_and_admission():
-    plan = Plan(
-        policies=["lru", "double"],
-        host_blocks=[100, 300],
-        nvme_blocks=300,
-        admissions=["all", "half"],
-    )
-    found = compared(plan)
+    tiers = {"host_blocks": [100, 300], "nvme_blocks": 300, "admissions": ["all", "half"]}
+    found = compared(Plan(policies=["lru", "double"], **tiers))
     gains = [one.gain for one in found.outcomes if one.policy == "double"]
     assert found.mean_gains()["double", "half"] == pytest.approx(sum(gains) / len(gains))
     assert found.mean_gains()["lru", "all"] == 0
@@ -237,22 +228,6 @@ def test_a_cache_that_holds_everything_is_as_good_as_an_infinite_one(path):
     assert sum(lru_hits(trace, trace.num_unique)) == bound.hit_blocks
 
 
-def test_ratios_are_those_of_blocks_and_of_tokens():
-    builder = TraceBuilder(name="made", block_tokens=10)
-    builder.add(time_s=0, num_tokens=15, ids=[1, 2])
-    builder.add(time_s=1, num_tokens=15, ids=[1, 2])
-    builder.add(time_s=2, num_tokens=10, ids=[1])
-    bound = belady(builder.build(), 1)
-    assert bound.hit_ratio == 2 / 5
-    assert bound.token_hit_ratio == 20 / 40
-
-
-def test_a_trace_without_a_block_has_no_hits():
-    trace = TraceBuilder(name="made", block_tokens=4).build()
-    assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == 0
-    assert infinite(trace).token_hit_ratio == 0
-
-
 def test_json_has_every_policy_and_size_beside_the_bounds():
     plan = Plan(policies=["double"], host_blocks=[100, 300])
     found, trace = report_policies(compared(plan), concurrent=1, seed=0).facts, excerpt(SYNTHETIC)
@@ -303,14 +278,10 @@ def test_the_picture_starts_at_0_and_names_both_bounds():
 
 def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
     seen: list[tuple[str, int, int]] = []
+    tiers = {"host_blocks": [200, 800, 1600], "nvme_blocks": 300, "admissions": ["likely"]}
     (found,) = check_curves(
         excerpt(SYNTHETIC),
-        Plan(
-            policies=["gittins"],
-            host_blocks=[200, 800, 1600],
-            nvme_blocks=300,
-            admissions=["likely"],
-        ),
+        Plan(policies=["gittins"], **tiers),
         seed=1,
         progress=lambda *step: seen.append(step),
     )
@@ -335,8 +306,12 @@ def on_host(path: Path, policy: str, num_blocks: int) -> Outcome:
     return simulate(excerpt(path), policy=policy, host_blocks=num_blocks)
 
 
-def timeless(outcome: Outcome) -> Outcome:
-    return replace(outcome, seconds=0.0)
+@each_policy
+@each_admission
+def test_it_finds_the_same_each_time(policy, admission):
+    trace, sizes = random_trace(2, num_requests=250), {"host_blocks": 40, "nvme_blocks": 80}
+    once, again = (simulate(trace, policy=policy, admission=admission, **sizes) for _ in range(2))
+    assert replace(once, seconds=0) == replace(again, seconds=0)
 
 
 # -- beside LRU, Belady and the infinite cache --------------------------------------------------
@@ -348,13 +323,8 @@ def test_lru_finds_in_memory_what_lru_finds_of_every_request(path, nvme_blocks):
     trace = excerpt(path)
     for num_blocks in SIZES:
         replay = Replay(trace, "lru", num_blocks, nvme_blocks=nvme_blocks)
-        finish(replay)
+        list(replay.run())
         assert replay.host_hits.tolist() == lru_hits(trace, num_blocks)
-
-
-def finish(replay: Replay) -> None:
-    for _ in replay.run():
-        pass
 
 
 @each_excerpt
@@ -405,7 +375,7 @@ def test_an_outcome_is_the_sum_of_its_requests(policy):
     trace = random_trace(5, num_requests=250)
     found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission="all")
     replay = Replay(trace, policy, 48, nvme_blocks=90)
-    finish(replay)
+    list(replay.run())
     hits = replay.host_hits + replay.disk_hits
     assert found.host_hit_blocks == replay.host_hits.sum()
     assert found.nvme_hit_blocks == replay.disk_hits.sum()
@@ -413,6 +383,7 @@ def test_an_outcome_is_the_sum_of_its_requests(policy):
     assert found.hit_tokens == trace.hit_tokens(hits)
     assert found.nvme_written_blocks == replay.num_written
     assert found.refs == trace.num_refs
+    assert found.seconds > 0
     assert (found.policy, found.admission) == (policy, "all")
     assert (found.host_blocks, found.nvme_blocks) == (48, 90)
 
@@ -444,26 +415,17 @@ def test_a_disk_that_is_never_full_has_each_block_written_once():
 # -- the run ------------------------------------------------------------------------------------
 
 
-@each_policy
-@each_admission
-def test_it_finds_the_same_each_time(policy, admission):
-    trace = random_trace(2, num_requests=250)
-    once, again = (
-        simulate(trace, policy=policy, host_blocks=40, nvme_blocks=80, admission=admission)
-        for _ in range(2)
-    )
-    assert timeless(once) == timeless(again)
-
-
-def test_time_is_measured():
-    assert simulate(excerpt(SYNTHETIC), policy="lru", host_blocks=300).seconds > 0
+def two_tiers(builder: TraceBuilder, policy: str, host_blocks: int, nvme_blocks: int) -> Outcome:
+    sizes = {"host_blocks": host_blocks, "nvme_blocks": nvme_blocks}
+    return simulate(builder.build(), policy=policy, admission="all", **sizes)
 
 
 @each_policy
 def test_a_trace_without_a_request_is_replayed(policy):
-    trace = TraceBuilder(name="made", block_tokens=4).build()
-    found = simulate(trace, policy=policy, host_blocks=20, nvme_blocks=20, admission="all")
+    builder = TraceBuilder(name="made", block_tokens=4)
+    found, trace = two_tiers(builder, policy, 20, 20), builder.build()
     assert (found.hit_blocks, found.refs) == (0, 0)
+    assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == 0
 
 
 @each_policy
@@ -472,9 +434,7 @@ def test_requests_without_a_block_are_passed_over(policy):
     for at in range(4):
         builder.add(time_s=at, num_tokens=3, ids=[])
         builder.add(time_s=at, num_tokens=8, ids=[1, 2])
-    found = simulate(
-        builder.build(), policy=policy, host_blocks=20, nvme_blocks=20, admission="all"
-    )
+    found = two_tiers(builder, policy, 20, 20)
     assert (found.hit_blocks, found.refs) == (6, 8)
 
 
@@ -484,9 +444,7 @@ def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy):
     for at in range(6):
         builder.add(time_s=at, num_tokens=400, ids=range(100))
         builder.add(time_s=at + 0.5, num_tokens=400, ids=range(1000, 1100))
-    found = simulate(
-        builder.build(), policy=policy, host_blocks=30, nvme_blocks=50, admission="all"
-    )
+    found = two_tiers(builder, policy, 30, 50)
     assert found.nvme_written_blocks > 0
     assert 0 < found.hit_blocks <= 10 * 80
 
