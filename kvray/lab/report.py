@@ -32,11 +32,7 @@ class Report:
     """Returns the picture, where the command has one."""
 
     def show(self, *, as_json: bool, plot: Path | None = None) -> None:
-        """Print the texts and tables, or the JSON object; write the picture to `plot`.
-
-        Raises:
-            ConfigError: the picture cannot be written.
-        """
+        """Print the parts, or JSON; write the picture, or raise ConfigError if it cannot be."""
         if as_json:
             print(json.dumps(self.facts, indent=2))
         else:
@@ -49,11 +45,7 @@ class Report:
 
 def machine_facts() -> dict[str, Any]:
     """Return what JSON says of the machine and of kvray."""
-    return {
-        "cpu_cores": psutil.cpu_count(),
-        "machine": platform.machine(),
-        "version": __version__,
-    }
+    return {"cpu_cores": psutil.cpu_count(), "machine": platform.machine(), "version": __version__}
 
 
 def percent(ratio: float) -> str:

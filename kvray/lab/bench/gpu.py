@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -31,6 +31,7 @@ from kvray.lab.bench.runner import (
     Pair,
     Runner,
     bench_spec,
+    is_soon,
     measure,
     require_room,
     speed_ratio,
@@ -87,21 +88,17 @@ class GpuScale:
         return cls(pairs=repeat or 15, prefill_pairs=repeat or 5)
 
     @property
-    def prompt_bytes(self) -> int:
-        """Bytes of the KV of the longest prompt and its answer."""
-        return self.num_pages * block_bytes(RANDOM[self.model])
-
-    @property
     def num_pages(self) -> int:
         """Blocks of the longest prompt and its answer."""
         return -(-(self.lengths[-1] + _ANSWER_TOKENS) // _TOKENS_PER_BLOCK)
 
-    def check_memory(self, free_bytes: int) -> None:
-        """Make sure that two models and their pages fit into the GPU's free memory.
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of these blocks' KV."""
+        return self.num_pages * block_bytes(RANDOM[self.model])
 
-        Raises:
-            CapacityError: they do not.
-        """
+    def check_memory(self, free_bytes: int) -> None:
+        """Raise CapacityError unless two models and their pages fit into the GPU's free memory."""
         config = RANDOM[self.model]
         weights = sum(map(prod, weight_shapes(config).values())) * dtype_of(config).itemsize
         # What a pass computes with, at most: of all its tokens in one layer.
@@ -132,34 +129,31 @@ def measure_gpu(
     runner: Runner,
     kinds: Collection[str] = KINDS,
 ) -> Report:
-    """Take the measurements of `kinds`.
-
-    Raises:
-        KVRayError: there is no room, or a step failed.
-    """
+    """Take the measurements of `kinds`; KVRayError: there is no room, or a step failed."""
     if device.is_gpu:
         scale.check_memory(int(torch.cuda.mem_get_info(device.device)[0]))
-    num_rows = {"copies": 8 * len(scale.block_sizes) + 2, "prompts": 2 * len(scale.lengths)}
-    runner.show("Starting", total=sum(num_rows[kind] for kind in kinds))
+    measures = {
+        "copies": (_measure_copies, 8 * len(scale.block_sizes) + 2),
+        "prompts": (_measure_prompts, 2 * len(scale.lengths)),
+    }
+    runner.show("Starting", total=sum(measures[kind][1] for kind in kinds))
     directory = runner.make_directory(arena_dir)
     rows, tally = list[Row](), Tally()
-    measures = {"copies": _measure_copies, "prompts": _measure_prompts}
     for kind in kinds:
         with runner.scope() as scope:
-            for row in measures[kind](scale, device, directory, scope, tally):
+            for row in measures[kind][0](scale, device, directory, scope, tally):
                 rows.append(row)
                 runner.show(f"Measured {row.title}")
                 runner.advance()
     return _report(scale, device, rows, tally)
 
 
+@dataclass(slots=True)
 class Tally:
-    """What is counted beside the measurements."""
+    """Bytes by how they were copied, and answers that differ from those without kvray."""
 
-    def __init__(self) -> None:
-        self.copied: Counter[str] = Counter()
-        self.num_wrong = 0
-        """Answers that differ from those of the engine without kvray."""
+    copied: Counter[str] = field(default_factory=Counter)
+    num_wrong: int = 0
 
 
 def _measure_copies(
@@ -196,21 +190,20 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    targets = {
-        name: {"wanted": wanted, "found": figures[name], "is_met": _is_met(name, figures[name])}
-        for name, wanted in _TARGETS.items()
-        if name in figures
-    }
-    missed = [
-        f"{name} is {one['found']:.3g}, wanted {one['wanted']}"
-        for name, one in targets.items()
-        if not one["is_met"]
-    ]
+    targets, missed = {}, []
+    for name, wanted in _TARGETS.items():
+        if (found := figures.get(name)) is not None:
+            is_met = found <= wanted if name in _AT_MOST else found >= wanted
+            targets[name] = {"wanted": wanted, "found": found, "is_met": is_met}
+            if not is_met:
+                missed.append(f"{name} is {found:.3g}, wanted {wanted}")
     how = ", ".join(
         f"{format_size(size)} {name.removeprefix('copied_bytes_')}"
         for name, size in tally.copied.items()
     )
-    faster = f"Loading is the faster way from {first:,} tokens on." if first else ""
+    faster = "Computing was the faster way at every length." if ratios else ""
+    if first:
+        faster = f"Loading is the faster way from {first:,} tokens on."
     return bench_report(
         rows,
         note=f"{scale.num_blocks} blocks between an arena and a paged pool on {facts['gpu']} (torch"
@@ -219,7 +212,7 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         " all of it. Ratios are medians over pairs of kvray's speed over that of the bare work."
         + (f"\nCopied: {how}." if how else "")
         + "\n"
-        + (faster or ("Computing was the faster way at every length." if ratios else ""))
+        + faster
         + (f"\n{tally.num_wrong} answers were WRONG: report this." if tally.num_wrong else "")
         + (f"\nTargets that were missed: {'; '.join(missed)}." if missed else ""),
         facts={
@@ -235,10 +228,6 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
     )
 
 
-def _is_met(name: str, found: float) -> bool:
-    return found <= _TARGETS[name] if name in _AT_MOST else found >= _TARGETS[name]
-
-
 @contextmanager
 def _prompts(
     scale: GpuScale, device: GpuDevice, directory: Path, tally: Tally
@@ -251,9 +240,8 @@ def _prompts(
     shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
     try:
-        _is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
-        status = shard.status()
-        if status["state"] != "serving":
+        is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
+        if (status := shard.status())["state"] != "serving":
             raise KVRayError(
                 f"The bench's shard did not start: {status.get('message', status['state'])}"
             )
@@ -291,18 +279,13 @@ class Prompts:
         num_stored: Callable[[], int],
         tally: Tally,
     ) -> None:
-        self._tally = tally
-        self._bare = bare
-        self._ours = ours
+        self._bare, self._ours = bare, ours
         self._num_stored = num_stored
+        self._tally = tally
         self._random = default_rng(0)
 
     def take(self, num_tokens: int, count: int) -> list[Row]:
-        """Measure prompts of one length: loaded, and computed with their saves behind the passes.
-
-        Raises:
-            KVRayError: a prompt was not stored, or not loaded.
-        """
+        """Measure prompts of one length; KVRayError: one was not stored, or not loaded."""
         self._compare(num_tokens, 1)  # the first one sets things up
         cold, loaded = self._compare(num_tokens, count)
         name = name_of(num_tokens)
@@ -325,7 +308,7 @@ class Prompts:
     def _store_rest(self, prompt: list[int], wanted: int) -> None:
         """Return once so many blocks are stored; a busy machine drops saves, so it asks again."""
         deadline = time.monotonic() + _WAIT_S
-        while not _is_soon(lambda: self._num_stored() >= wanted, _STORE_S):
+        while not is_soon(lambda: self._num_stored() >= wanted, _STORE_S, poll_s=0.002):
             if time.monotonic() > deadline:
                 raise KVRayError(f"Storing a prompt took more than {_WAIT_S:.0f} s; report this.")
             self._ours.reset_prefix_cache()
@@ -353,7 +336,6 @@ class Prompts:
         return cold, loaded
 
     def _computed(self, prompt: list[int], index: int) -> tuple[Pair, set[tuple[int, ...]]]:
-        """Have both engines compute a prompt; return the times and the answers."""
         answers = set[tuple[int, ...]]()
 
         def answer(engine: ReferenceEngine, _: int) -> Duration:
@@ -361,22 +343,13 @@ class Prompts:
             answers.add(output.token_ids)
             return Duration(output.ttft_s)
 
-        ours, floor = partial(answer, self._ours), partial(answer, self._bare)
-        (pair,) = measure(1, ours=ours, floor=floor, first=index)
+        sides = {"ours": partial(answer, self._ours), "floor": partial(answer, self._bare)}
+        (pair,) = measure(1, **sides, first=index)
         return pair, answers
 
     def _answer(self, engine: ReferenceEngine, prompt: list[int]) -> Output:
         output: Output = engine.generate(prompt, max_tokens=_ANSWER_TOKENS, timeout_s=_WAIT_S)
         return output
-
-
-def _is_soon(until: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not until():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def name_of(num_tokens: int) -> str:
@@ -385,10 +358,7 @@ def name_of(num_tokens: int) -> str:
 
 
 def crossover(ratios: dict[int, float]) -> int | None:
-    """Return the prompt length from which on loading is faster; None: it never is.
-
-    `ratios` has the computed time over the loaded time of each length.
-    """
+    """Return the prompt length from which on computing takes longer; None: it never does."""
     found = None
     for num_tokens in sorted(ratios, reverse=True):
         if ratios[num_tokens] <= 1:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from kvray.lab.bench.runner import (
     TOKENS_PER_BLOCK,
     Duration,
     Pair,
+    is_soon,
     measure,
     reserve_all,
     time_ratio,
@@ -50,11 +50,7 @@ _READY_S = 60.0
 
 
 class GpuDevice:
-    """A device, such as "cuda:0" or "cpu", with a stream that stands for the engine's.
-
-    Raises:
-        ConfigError: there is no GPU that torch can use.
-    """
+    """A device, such as "cuda:0", and a stream as the engine's; ConfigError: torch has no GPU."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -95,22 +91,21 @@ class GpuDevice:
             kind = torch.bfloat16 if self.is_gpu else torch.float32
             self._matrix = torch.randn(size, size, device=self.device, dtype=kind)
             self._multiply(_WARM_UP)
-            self._product_s = self.time(self._multiply_and_wait).seconds / _WARM_UP
+            self._product_s = self.time(partial(self._multiply, _WARM_UP, waits=True)).seconds
+            self._product_s /= _WARM_UP
         self._multiply(min(_PRODUCTS_MAX, 1 + int(seconds / self._product_s)))
         try:
             yield
         finally:
             self.finish()
 
-    def _multiply_and_wait(self) -> None:
-        self._multiply(_WARM_UP)
-        self.finish()
-
-    def _multiply(self, count: int) -> None:
+    def _multiply(self, count: int, *, waits: bool = False) -> None:
         assert self._matrix is not None
         with self.on(self._beside):
             for _ in range(count):
                 torch.mm(self._matrix, self._matrix)
+        if waits:
+            self.finish()
 
 
 _KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
@@ -119,14 +114,11 @@ _KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
 
 def wait_until_ready(pool: object, arena: Arena) -> None:
     """Return once copies of `pool` are as fast as they will be; KVRayError: they never are."""
-    deadline = time.monotonic() + _READY_S
-    while isinstance(pool, DevicePool) and not pool.is_ready(arena):
-        if time.monotonic() > deadline:
-            raise KVRayError(
-                f"The arena was not registered with the GPU within {_READY_S:.0f} s; run it again"
-                " on an idle machine, or with --quick."
-            )
-        time.sleep(0.01)
+    if isinstance(pool, DevicePool) and not is_soon(lambda: pool.is_ready(arena), _READY_S):
+        raise KVRayError(
+            f"The arena was not registered with the GPU within {_READY_S:.0f} s; run it again on an"
+            " idle machine, or with --quick."
+        )
 
 
 class BlockCopies:
@@ -135,8 +127,7 @@ class BlockCopies:
     The pool is that of a rank that reads its own blocks and, of four ranks, those of one that had
     all heads, in which a quarter of each plane is its own.
 
-    Raises:
-        KVRayError: the arena has no room.
+    KVRayError: the arena has no room.
     """
 
     def __init__(
@@ -153,14 +144,9 @@ class BlockCopies:
         steps = tuple(
             LayerRange((one,), one * share, (one + 1) * share) for one in range(NUM_LAYERS)
         )
+        region = Region(pages=self._pages, steps=steps, num_planes=2 * NUM_LAYERS)
         layout = CacheLayout(
-            groups=(
-                Group(
-                    layers=tuple(range(NUM_LAYERS)),
-                    window=None,
-                    own=(Region(pages=self._pages, steps=steps, num_planes=2 * NUM_LAYERS),),
-                ),
-            ),
+            groups=(Group(layers=tuple(range(NUM_LAYERS)), window=None, own=(region,)),),
             dtype="bfloat16",
             kv_factor=2,
             tokens_per_block=TOKENS_PER_BLOCK,
@@ -209,10 +195,7 @@ class BlockCopies:
             yield copy_row(title, name, pairs, num_bytes=self._num_bytes)
 
     def take_resliced(self, count: int) -> Iterator[Row]:
-        """Measure loads of this rank's heads out of blocks with those of four ranks.
-
-        They are compared with one copy of pinned memory, and with loads of the rank's own blocks.
-        """
+        """Measure loads of this rank's heads out of four ranks' blocks, beside loads of its own."""
         block_bytes = RANKS * self._part.block_bytes
         slots = self._reserve(b"whole", block_bytes)
         self._check_resliced(slots)
@@ -245,48 +228,36 @@ class BlockCopies:
         *,
         is_busy: bool = False,
     ) -> list[Pair]:
-        def ours(_: int) -> Duration:
-            return self._time(work, is_busy=is_busy)
+        def time(work: Callable[[], None], _: int) -> Duration:
+            if not is_busy:
+                return self._device.time(work)
+            with self._device.multiplying(self._num_bytes / _SLOWEST_BYTES_S):
+                return timed(work)
 
-        def floor(_: int) -> Duration:
-            return self._time(bare, is_busy=is_busy)
-
-        measure(2, ours=ours, floor=floor)  # the first ones set things up
-        return measure(count, ours=ours, floor=floor)
-
-    def _time(self, work: Callable[[], None], *, is_busy: bool) -> Duration:
-        if not is_busy:
-            return self._device.time(work)
-        with self._device.multiplying(self._num_bytes / _SLOWEST_BYTES_S):
-            return timed(work)
+        sides: Any = {"ours": partial(time, work), "floor": partial(time, bare)}
+        measure(2, **sides)  # the first ones set things up
+        return measure(count, **sides)
 
     def _load(self, pages: Array, *, part: Part | None = None, slots: Array | None = None) -> None:
-        pool, stream = self.pool, self._device.stream
         load = Load(part or self._part, self._slots if slots is None else slots, pages)
-        pool.fence(stream)
-        _spin(pool.load(self._arena, [load], stream))
+        self.pool.fence(self._device.stream)
+        _spin(self.pool.load(self._arena, [load], self._device.stream))
 
     def _save(self, pages: Array) -> None:
-        pool, stream = self.pool, self._device.stream
-        pool.fence(stream)
-        mark: Any = pool.mark(stream)
-        _spin(pool.save(self._arena, self._part, pages, self._slots, mark))
+        self.pool.fence(self._device.stream)
+        mark: Any = self.pool.mark(self._device.stream)
+        _spin(self.pool.save(self._arena, self._part, pages, self._slots, mark))
 
     def _copy_whole(self, *, is_load: bool) -> None:
-        source, target = self._pinned, self._whole
-        if not is_load:
-            source, target = target, source
+        ends = (self._pinned, self._whole)
+        source, target = ends if is_load else ends[::-1]
         with self._device.on(self._side):
             target.copy_(source, non_blocking=True)
         if self._side is not None:
             self._side.synchronize()
 
     def _check(self) -> None:
-        """Save and load once.
-
-        Raises:
-            KVRayError: a byte is wrong, so that no speed means anything.
-        """
+        """Save and load once; KVRayError: a byte is wrong, so that no speed means anything."""
         pages = torch.from_numpy(self._scattered).to(self._device.device)
         self._pages.random_(0, 255)
         expected = self._pages[pages].cpu()

@@ -1,7 +1,4 @@
-"""`kvray bench nvme`: demotions to and promotions from a disk, beside the same bytes moved by fio.
-
-Without fio it measures kvray alone.
-"""
+"""`kvray bench nvme`: demotions to a disk and promotions, beside fio where there is one."""
 
 from __future__ import annotations
 
@@ -69,10 +66,9 @@ def run(
 
     The figures of the first of `block` have no size in their names.
 
-    Raises:
-        ConfigError: a directory cannot be used, or a block size does not fit.
-        CapacityError: there is no room for the arena.
-        KVRayError: the bytes did not arrive, or went through the page cache; or fio failed.
+    ConfigError: a directory cannot be used, or a block size does not fit. CapacityError: there is
+    no room for the arena. KVRayError: the bytes did not arrive, or went through the page cache; or
+    fio failed.
     """
     settings = load_config(config)
     num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
@@ -156,17 +152,14 @@ def _rows(
     pairs: dict[str, list[Pair]], num_bytes: int, end: str, where: str, *, has_floor: bool
 ) -> list[Row]:
     """Return the rows of blocks of one size; `end` is the end of their figures' names."""
-    copies, cpu = [], []
+    copies, cpu = list[Row](), list[Row]()
     for name, title in _TITLES.items():
         names = f"nvme_{name}_{{}}{end}"
         row = copy_row(f"{title}, {where}", names, pairs[name], num_bytes=num_bytes)
         cpu_names = names.format("cpu_s_per_gb"), names.format("floor_cpu_s_per_gb")
         spent = cpu_row(f"CPU time: {title.strip()}", cpu_names, pairs[name], num_bytes=num_bytes)
-        if not has_floor:
-            row = value_row(row.title, row.unit, row.ours, names.format("gb_s"))
-            spent = value_row(spent.title, spent.unit, spent.ours, cpu_names[0])
-        copies.append(row)
-        cpu.append(spent)
+        for rows, one, figure in ((copies, row, names.format("gb_s")), (cpu, spent, cpu_names[0])):
+            rows.append(one if has_floor else value_row(one.title, one.unit, one.ours, figure))
     return copies + cpu
 
 
@@ -193,7 +186,6 @@ class _Bench:
         self.page_bytes = file.huge_page_bytes if file and is_huge else _SMALL_PAGE
 
     def take(self, block_bytes: int, repeat: int) -> dict[str, list[Pair]]:
-        """Return the pairs of each of `_TITLES` with blocks of one size."""
         size, stores = format_size(block_bytes), []
         self._runner.show(f"Storing blocks of {size} into an empty tier")
         for index in range(repeat):  # both sides have new files in every pair
@@ -250,10 +242,7 @@ class _Bench:
             self._store = None
 
     def _renew(self, block_bytes: int) -> None:
-        """Make a store whose only file has room for one arena of blocks of that size.
-
-        Nothing was ever written there, as in the floor's file.
-        """
+        """Make a store whose only file, never written to, has room for one arena of such blocks."""
         self._drop_store()
         self._block_bytes = block_bytes
         stride = max(block_bytes, SLOT_MIN)
@@ -272,7 +261,6 @@ class _Bench:
         self._demote(0)
 
     def _demote(self, index: int) -> Duration:
-        """Demote the arena's blocks, for good."""
         slots = key_index.find(self._arena.tables, key_index.pack_keys(self._keys), 0)
         stored = np.zeros(0, dtype=bool)
 

@@ -74,24 +74,15 @@ class Options:
 
 
 def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[str, Any]:
-    """Play a run and return its report.
-
-    Raises:
-        KVRayError: nodes, tier or an engine did not start.
-    """
+    """Play a run and return its report; KVRayError: nodes, tier or an engine did not start."""
     workload = load.make_workload(
         seed=options.seed,
         num_phases=min(_PHASES_MAX, 3 + int(options.duration_s / 30)),
         num_replicas=options.num_replicas,
     )
     kinds, left_out = _choose_kinds(options)
-    schedule = make_schedule(
-        seed=options.seed,
-        duration_s=options.duration_s,
-        quiet_s=options.quiet_s,
-        gap_s=options.gap_s,
-        kinds=kinds,
-    )
+    length = {"duration_s": options.duration_s, "quiet_s": options.quiet_s}
+    schedule = make_schedule(seed=options.seed, **length, gap_s=options.gap_s, kinds=kinds)
     with interrupts.closing() as stack, ProgressLine(console) as line:
         num_asks = sum(map(len, load.all_asks(workload)))
         with line.during("Computing the answers without kvray", num_asks) as advance:
@@ -154,7 +145,13 @@ class _Serving:
     def serve(self, schedule: Sequence[Fault], duration_s: float, advance: Advance) -> Results:
         """Serve on a new tier with new engines while the schedule strikes."""
         self._run("up")
-        servers, joined = self._start_servers(), list[Server]()
+        nodes, joined = itertools.cycle(self._machine.nodes), list[Server]()
+        servers = [
+            self._begin_server(f"replica-{number}", next(nodes))
+            for number in range(1, self._options.num_replicas + 1)
+        ]
+        for server in servers:
+            server.replica.wait_ready()
 
         def welcome(node: Node) -> Server:
             joined.append(self._begin_server(f"joined-{len(joined) + 1}", node))
@@ -189,17 +186,6 @@ class _Serving:
             server.close()
         self._run("down")
         return results
-
-    def _start_servers(self) -> list[Server]:
-        """Start an engine for each replica."""
-        nodes = itertools.cycle(self._machine.nodes)
-        servers = [
-            self._begin_server(f"replica-{number}", next(nodes))
-            for number in range(1, self._options.num_replicas + 1)
-        ]
-        for server in servers:
-            server.wait_ready()
-        return servers
 
     def _begin_server(self, name: str, node: Node) -> Server:
         server = Server(
@@ -251,7 +237,6 @@ class _Serving:
 
 
 def _collect(servers: Sequence[Server], joined: Sequence[Server]) -> Results:
-    """Return the results of servers that have ended."""
     results = Results(joined=[served for server in joined for served in server.served])
     for server in (*servers, *joined):
         results.failures += server.failures

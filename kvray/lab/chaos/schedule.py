@@ -65,8 +65,7 @@ def make_schedule(
     No fault strikes in the last `quiet_s` of a run, nor in half that time at its start. Two strikes
     are `gap_s` apart on average.
 
-    Raises:
-        ValueError: there is no kind.
+    ValueError: there is no kind.
     """
     if not kinds:
         raise ValueError("no kind of fault is left")

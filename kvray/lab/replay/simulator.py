@@ -1,7 +1,4 @@
-"""A trace through policies and sizes, in virtual time and without bytes, beside LRU and bounds.
-
-No policy beats the bounds: an infinite cache, and Belady's optimum for a finite one.
-"""
+"""A trace through policies and sizes in virtual time, beside LRU, Belady's optimum and infinity."""
 
 from __future__ import annotations
 
@@ -142,7 +139,12 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
     No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
     optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
     """
-    ids, next_uses = trace.ids.tolist(), _next_uses(trace.ids).tolist()
+    # Where each block comes next, or `_NEVER`; shape [num_refs].
+    order = np.argsort(trace.ids, kind="stable")
+    nexts = np.full(len(order), _NEVER)
+    same = trace.ids[order[1:]] == trace.ids[order[:-1]]
+    nexts[order[:-1][same]] = order[1:][same]
+    ids, next_uses = trace.ids.tolist(), nexts.tolist()
     is_cached = [False] * trace.num_unique
     farthest: list[int] = []
     """A heap of next uses: negative places in `ids`. A place that has passed lies below all that
@@ -163,15 +165,6 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
             used -= 1
     found = np.array(hits, dtype=np.int64)
     return Outcome.of(trace, found, policy="belady", host_blocks=num_blocks)
-
-
-def _next_uses(ids: Ints) -> Ints:
-    """Return where each block comes next, or `_NEVER`; shape [num_refs]."""
-    order = np.argsort(ids, kind="stable")
-    found = np.full(len(order), _NEVER)
-    same = ids[order[1:]] == ids[order[:-1]]
-    found[order[:-1][same]] = order[1:][same]
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,10 +216,7 @@ def compare(
     *,
     progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> Comparison:
-    """Replay a trace as planned; `simulate` does one run, as the function above.
-
-    `progress` takes the name of the next run, and how many runs are done and in all.
-    """
+    """Replay as planned, by `simulate`; `progress` takes the next run, and how many are done."""
     runs = list(plan.runs())
     total = len(plan.host_blocks) + len(runs)
     bounds: dict[int, Outcome] = {}
