@@ -125,9 +125,10 @@ class Command(TyperCommand):
     """A command whose help ends with its examples and its exit statuses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what Typer gives, and let each paragraph of the docstring flow."""
+        """Let each paragraph of the docstring flow."""
         super().__init__(*args, **kwargs)
-        self.help = _flowing(self.help)
+        paragraphs = (self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters, with readable placeholders."""
@@ -155,13 +156,6 @@ def epilog(command: str) -> str:
     meanings = {0: _DONE, 2: _FAILED, 130: "interrupted"} | _STATUSES.get(command, {})
     statuses = [f"  {status:<3}  {meanings[status]}" for status in sorted(meanings)]
     return "\n".join([*(lines if len(lines) > 1 else []), "", "Exit status:", *statuses])
-
-
-def _flowing(text: str | None) -> str | None:
-    """Return a docstring without the line breaks of the source inside its paragraphs."""
-    if text is None:
-        return None
-    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
 
 
 def _readable(params: Any) -> Any:

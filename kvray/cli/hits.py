@@ -116,10 +116,6 @@ class History:
         while len(self._kept) > 2 and now - self._kept[0][0] > self._window_s:
             self._kept.popleft()
 
-    def forget(self) -> None:
-        """Start again after a time without answers."""
-        self._kept.clear()
-
     @property
     def seconds(self) -> float:
         """Time between the first and the last that are kept."""
@@ -148,9 +144,8 @@ class History:
         """Return the rates of every rank that the shards know."""
         if not self._kept:
             return []
-        before = {
-            (one["replica"], one["rank"]): one for one in ranks_of(self._kept[0][1]["shards"])
-        }
+        ranks = ranks_of(self._kept[0][1]["shards"])
+        before = {(one["replica"], one["rank"]): one for one in ranks}
         found = []
         for one in ranks_of(self._kept[-1][1]["shards"]):
             then = before.get((one["replica"], one["rank"]), one)
@@ -178,12 +173,9 @@ class History:
 
 def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
     """Return the tier's name, and where its prompt tokens come from at present."""
-    totals: Counter[str] = Counter()
-    for one in replicas:
-        totals.update(one.counters)
-    prompt = totals["prompt_tokens"]
+    totals = total_counters({"counters": one.counters} for one in replicas)
     rates = "no requests"
-    if prompt:
+    if prompt := totals["prompt_tokens"]:
         rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
     return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
 
@@ -191,8 +183,7 @@ def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> s
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
     numbers = ("prompt tok/s", *SOURCES, COMPUTED)
-    table = empty_table("replica", "rank", numbers=numbers)
-    table.add_column("missed because")
+    table = empty_table("replica", "rank", numbers=numbers, rest=["missed because"])
     for one in replicas:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)

@@ -1,7 +1,4 @@
-"""What every command prints: its console, tables and pictures, and at its outer edge errors.
-
-An error becomes one sentence and an exit status; a failed write to the standard output is one.
-"""
+"""What every command prints: tables, pictures and, at its edge, errors, also of writing itself."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -21,6 +19,9 @@ from rich.table import Table
 
 from kvray.console.interrupts import Interrupts
 from kvray.errors import ConfigError, KVRayError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EXIT_PIPE = 141
 """The status of a process that SIGPIPE ended, as other tools end here."""
@@ -40,9 +41,8 @@ class Output:
     def write(self, text: str) -> int:
         """Write `text`.
 
-        Raises:
-            OutputLost: the disk is full, for example.
-            SystemExit: the reader has enough, as `head` does. That is no error.
+        OutputLost: the disk is full, for example. SystemExit: the reader has enough, as `head`
+        does. That is no error.
         """
         if self._stream is None:
             raise OutputLost("stdout is closed; give the command one, or send it to /dev/null.")
@@ -76,9 +76,6 @@ class Output:
             return SystemExit(_EXIT_PIPE)
         return OutputLost(f"stdout cannot be written: {error.strerror}.")
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _DOTS_PER_INCH = 120
 
@@ -123,13 +120,12 @@ def printer(*, is_error: bool = False, soft_wrap: bool = False) -> Console:
     style is a `rich.text.Text`. With `soft_wrap` the terminal breaks its lines.
     """
     stream = sys.stderr if is_error else sys.stdout
-    width = None if stream.isatty() else _WHOLE_LINES
     return Console(
         markup=False,
         emoji=False,
         highlight=False,
         soft_wrap=soft_wrap,
-        width=width,
+        width=None if stream.isatty() else _WHOLE_LINES,
         file=stream,
     )
 
@@ -146,9 +142,13 @@ def visible(told: Any) -> Any:
 
 
 def empty_table(
-    *columns: str, numbers: Sequence[str] = (), title: str | None = None, folds: bool = False
+    *columns: str,
+    numbers: Sequence[str] = (),
+    rest: Sequence[str] = (),
+    title: str | None = None,
+    folds: bool = False,
 ) -> Table:
-    """Return a table with `columns`, and then `numbers`, which stand right.
+    """Return a table with `columns`, then `numbers`, which stand right, and then the `rest`.
 
     Too wide a table cuts its numbers short first; with `folds` its columns take several lines.
     """
@@ -157,6 +157,8 @@ def empty_table(
         table.add_column(name, overflow="fold", no_wrap=not folds)
     for name in numbers:
         table.add_column(name, justify="right")
+    for name in rest:
+        table.add_column(name)
     return table
 
 
@@ -164,43 +166,32 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-@contextlib.contextmanager
-def stdout_kept() -> Iterator[None]:
+def stdout_kept() -> AbstractContextManager[Any]:
     """Send to stderr what Ray prints meanwhile, such as the death of a node."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def _require_directory() -> None:
-    """Refuse to work without a working directory, where every relative path would fail."""
-    try:
-        os.getcwd()
-    except OSError:
-        raise ConfigError("The working directory was removed; change to one that exists.") from None
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextlib.contextmanager
 def boundary(*, verbose: bool) -> Iterator[Interrupts]:
     """Run a command's body.
 
-    Raises:
-        typer.Exit: with `EXIT_ERROR` after an error of ours. Its message went to stderr, or its
-            traceback with `verbose`. With `EXIT_INTERRUPTED` after Ctrl-C or SIGTERM.
+    typer.Exit: with `EXIT_ERROR` after an error of ours. Its message went to stderr, or its
+    traceback with `verbose`. With `EXIT_INTERRUPTED` after Ctrl-C or SIGTERM.
     """
     interrupts = Interrupts()
     try:
         with interrupts.caught():
-            _require_directory()
+            try:
+                os.getcwd()  # without it every relative path would fail
+            except OSError:
+                says = "The working directory was removed; change to one that exists."
+                raise ConfigError(says) from None
             yield interrupts
-    except KVRayError as error:
+    except (KVRayError, KeyboardInterrupt) as error:
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         if verbose:
             Console(stderr=True).print_exception()
         else:
-            print(f"kvray: {visible(' '.join(str(error).split()))}", file=sys.stderr)  # in one line
-        raise typer.Exit(EXIT_ERROR) from None
-    except KeyboardInterrupt:
-        if verbose:
-            Console(stderr=True).print_exception()
-        else:
-            print("kvray: interrupted.", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+            says = "interrupted." if is_interrupted else visible(" ".join(str(error).split()))
+            print(f"kvray: {says}", file=sys.stderr)  # in one line
+        raise typer.Exit(EXIT_INTERRUPTED if is_interrupted else EXIT_ERROR) from None

@@ -57,10 +57,7 @@ class Gate:
             return False
 
     def admits(self, request: Request) -> bool:
-        """Return whether the request has the token, if there is one.
-
-        ConfigError: the token cannot be read.
-        """
+        """Return whether the request has the token, if any; ConfigError: it cannot be read."""
         if self._token_file is None:
             return True
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
-from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.tier import hit_findings, tier_findings
+from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
 from kvray.cli.explain import request_report, requests_sentence
 from kvray.cli.hits import (
     COMPUTED,
@@ -65,10 +64,11 @@ class Shares:
             for name in ("", one.rank["replica"]):
                 if name in totals or len(totals) <= _REPLICAS_MAX:
                     totals.setdefault(name, Counter()).update(one.counters)
-        rates = {name: [*token_sources(counters).values()] for name, counters in totals.items()}
-        self._points.append(
-            {"at": now, "rates": {name: [round(r, 1) for r in one] for name, one in rates.items()}}
-        )
+        rates = {
+            name: [round(rate, 1) for rate in token_sources(counters).values()]
+            for name, counters in totals.items()
+        }
+        self._points.append({"at": now, "rates": rates})
 
     def since(self, at: float) -> list[dict[str, Any]]:
         """Return the points after a time: tokens a second by replica, in the order of `SHOWN`."""
@@ -89,7 +89,6 @@ class PageState:
     """The state of the page."""
 
     def __init__(self, cluster_name: str) -> None:
-        """Start without answers of the tier of that name."""
         self._cluster_name = cluster_name
         self._parts = {name: _Part() for name in EVERY_S}
         self._rates = History(_WINDOW_S)
@@ -126,7 +125,8 @@ class PageState:
         }
         status = self._parts[STATUS].answer
         if status is not None:
-            found |= self._panels | {"nodes": nodes(self._rates, self._seen, now)}
+            nodes = [_node(one, self._seen, now) for one in self._rates.nodes()]
+            found |= self._panels | {"nodes": nodes}
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
@@ -144,7 +144,7 @@ class PageState:
             self._is_interrupted = True
             return
         if self._is_interrupted:  # rates over a gap would be none of the present
-            self._rates.forget()
+            self._rates = History(_WINDOW_S)
             self._is_interrupted = False
         self._rates.add(now, status)
         self._shares.add(now, self._rates.replicas())
@@ -153,7 +153,12 @@ class PageState:
             name: (now, one) for name, one in there.items() if "arena" in one
         }
         self._panels = status_panels(status, self._rates)
-        self._faults = _faults(status)
+        findings = [*tier_findings(status)]
+        if ranks_of(status["shards"]) or not silent(status["shards"]):
+            findings += hit_findings(status)  # else replicas may be where nobody answers
+        self._faults = [
+            one for kind in ("fault", "hint") for one in findings if one.verdict == kind
+        ]
         self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
 
     def _part(self, name: str, now: float) -> dict[str, Any]:
@@ -164,14 +169,6 @@ class PageState:
             "trouble": part.trouble,
             "trouble_s": _age(part.trouble_at, now),
         }
-
-
-def _faults(status: Mapping[str, Any]) -> list[Finding]:
-    """Return what `kvray doctor` finds wrong with a status, faults first."""
-    found = [*tier_findings(status)]
-    if ranks_of(status["shards"]) or not silent(status["shards"]):
-        found += hit_findings(status)  # else replicas may be where nobody answers
-    return [one for kind in ("fault", "hint") for one in found if one.verdict == kind]
 
 
 def _age(at: float | None, now: float) -> float | None:
@@ -190,9 +187,8 @@ _CURVES_MAX = 4
 def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
     """Return what `kvray status` knows, with rates, except for the nodes."""
     shards = status["shards"]
-    links = sorted(
-        node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")
-    )
+    links = node_links(dict(status))
+    links.sort(key=lambda link: (bool(link.transport), link.breaker == "closed"))
     replicas = rates.replicas()
     totals = total_counters([*ranks_of(shards), *ended_of(shards)])
     prompt = totals["prompt_tokens"]
@@ -207,11 +203,6 @@ def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
         "without": f"Without node {without}, which does not answer." if without else "",
         "curve": _curve(combined(shards)),
     }
-
-
-def nodes(rates: History, seen: Seen, now: float) -> list[dict[str, Any]]:
-    """Return each node, with its last figures and their age if it does not answer."""
-    return [_node(one, seen, now) for one in rates.nodes()]
 
 
 def silent(shards: Shards) -> list[str]:
@@ -257,6 +248,7 @@ def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
+    """Return a node, with its last figures and their age if it does not answer."""
     shard = rates.shard
     at, known = seen.get(shard["shard"], (now, shard))
     is_old = "arena" not in shard and "arena" in known
