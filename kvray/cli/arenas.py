@@ -16,14 +16,13 @@ from kvray.cli.explain import age_text
 from kvray.config import format_size, load_config
 from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
-from kvray.console.output import boundary, empty_table
+from kvray.console.output import EXIT_FAILED, boundary, empty_table
 from kvray.console.progress import COUNTING, make_progress
 from kvray.errors import ConfigError, ShardUnavailable
 
 if TYPE_CHECKING:
     from kvray.actors.owner.inventory import Finding
 
-_EXIT_LEFT, _EXIT_CORRUPT = 1, 1
 _NAMES_MAX = 20
 _OUTCOMES = {
     "owned": "kept: its shard runs",
@@ -57,7 +56,7 @@ def sweep(
         found = {"directory": str(parent), "arenas": swept}
         show_answer(found, _report_swept, as_json=as_json)
     if any(arena["outcome"] == "left" for arena in swept):
-        raise typer.Exit(_EXIT_LEFT)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def verify(
             parent = str(settings.arena.dir)
             show_answer(told, lambda told: _report_verified(told, parent), as_json=as_json)
         if any(arena["corrupt"] or arena["damage"] for arena in found):
-            raise typer.Exit(_EXIT_CORRUPT)
+            raise typer.Exit(EXIT_FAILED)
         if errors:
             raise errors[0]
 

@@ -55,8 +55,17 @@ def install(
         if target is not None:
             print(f"The dashboard is {put_dashboard(target)}.")
             return
-        _, session = _session(ray_temp_dir, config)
-        print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
+        providers = _session(ray_temp_dir, config)[1] / _PROVIDERS  # what Ray's Grafana loads
+        try:
+            found = yaml.safe_load(providers.read_text())
+            directory = Path(found["providers"][0]["options"]["path"])
+        except (OSError, yaml.YAMLError, LookupError, TypeError):
+            raise ConfigError(
+                f"Ray has not written {providers}; start its head with the dashboard (`ray start"
+                " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
+                " with --to."
+            ) from None
+        print(f"The dashboard is {put_dashboard(directory)}.")
         print("Each Ray session has a new directory: repeat this after a restart of Ray.")
         print("`kvray dashboard scrape` prints the configuration for Prometheus.")
 
@@ -104,20 +113,6 @@ def _session(ray_temp_dir: Path | None, config: Path | None) -> tuple[Path, Path
             " give its --temp-dir as --ray-temp-dir."
         )
     return ray_temp_dir, session.resolve()
-
-
-def dashboards_dir(session: Path) -> Path:
-    """Return the directory that Ray's Grafana loads dashboards from; Ray's dashboard names it."""
-    providers = session / _PROVIDERS
-    try:
-        found = yaml.safe_load(providers.read_text())
-        return Path(found["providers"][0]["options"]["path"])
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
-        raise ConfigError(
-            f"Ray has not written {providers}; start its head with the dashboard (`ray start"
-            " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
-            " with --to."
-        ) from None
 
 
 def put_dashboard(directory: Path) -> Path:

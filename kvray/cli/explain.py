@@ -1,7 +1,4 @@
-"""`kvray explain`: why a request hit or missed, and what became of the blocks of a prompt.
-
-Each reason of a miss and each cause of an eviction has its words, and what to do about it.
-"""
+"""`kvray explain`: why a request hit or missed, what became of a prompt's blocks, and advice."""
 
 import time
 from collections import Counter
@@ -339,7 +336,7 @@ def age_text(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def shortened(value: str, most: int) -> str:
+def shortened(value: str, most: int = 40) -> str:
     """Return `value`, or what fits of it into `most` characters."""
     return value if len(value) <= most else value[: most - 3] + "..."
 

@@ -79,10 +79,8 @@ class NodeRates(NamedTuple):
     """The work of one node in a second, and its shard's status."""
 
     shard: Status
-    evicted: float
-    """Blocks."""
-    staged_bytes: float
-    """From other nodes and from disk."""
+    evicted: float  # blocks
+    staged_bytes: float  # from other nodes and from disk
     written_bytes: float
     read_bytes: float
 
@@ -93,8 +91,7 @@ class ReplicaRates(NamedTuple):
     rank: Status
     counters: dict[str, float]
     """How much each counter grew in a second."""
-    missed: dict[str, float]
-    """By reason, the largest first."""
+    missed: dict[str, float]  # by reason, the largest first
 
     @property
     def prompt(self) -> float:

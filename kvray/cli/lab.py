@@ -7,10 +7,8 @@ import typer
 from kvray.cli.asking import parse_option
 from kvray.console.interrupts import masked
 from kvray.console.options import JsonOption, VerboseOption, option
-from kvray.console.output import PlotOption, boundary, check_plot, printer
+from kvray.console.output import EXIT_FAILED, PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
-
-_EXIT_FAILED = 1
 
 
 def demo(
@@ -48,7 +46,7 @@ def demo(
         )
         report.show(as_json=as_json, plot=plot)
     if report.facts["failures"]:
-        raise typer.Exit(_EXIT_FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def chaos(
@@ -109,4 +107,4 @@ def chaos(
         found = play(options, console=console, interrupts=interrupts)
         chaos_report(found).show(as_json=as_json)
     if not has_passed(found):
-        raise typer.Exit(_EXIT_FAILED)
+        raise typer.Exit(EXIT_FAILED)

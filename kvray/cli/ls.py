@@ -14,8 +14,6 @@ from kvray.config import format_size
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.output import boundary, empty_table
 
-_MODEL_MAX = 40
-
 
 def ls(
     namespace: Annotated[
@@ -94,7 +92,7 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            shortened(str(fields.get("model", "no known replica")), _MODEL_MAX),
+            shortened(str(fields.get("model", "no known replica"))),
             str(fields.get("kv_dtype", "")),
             ", ".join(one["replicas"]),
             format_size(one["host_bytes"]),

@@ -102,7 +102,6 @@ def _report(found: dict[str, Any], more: list[int]) -> Iterator[Table | str]:
         yield from sizing_sentences(entry, more or [entry["host_bytes"]])
 
 
-_MODEL_MAX = 40
 _TOO_LITTLE = (
     "Too little traffic so far to say what memory is worth: there is no namespace of which the"
     " sample has enough blocks, or no curve is done yet."
@@ -159,7 +158,7 @@ def sizing_sentences(
 
 def sizing_title(entry: Mapping[str, Any]) -> str:
     """Return a namespace's name, and its model's."""
-    model = shortened(str(entry["model"]), _MODEL_MAX)
+    model = shortened(str(entry["model"]))
     return f"{entry['namespace']} ({model})" if model else str(entry["namespace"])
 
 

@@ -15,16 +15,8 @@ from rich.table import Table
 
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
+from kvray.cli import hits
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.hits import (
-    COMPUTED,
-    SOURCES,
-    ended_of,
-    ranks_of,
-    source_shares,
-    sources_sentence,
-    total_counters,
-)
 from kvray.cli.size import sizing_line
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size, load_config
@@ -144,13 +136,13 @@ def _report(found: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def _replicas_report(shards: list[dict[str, Any]]) -> Iterator[Table | str]:
-    replicas, ended = ranks_of(shards), ended_of(shards)
+    replicas, ended = hits.ranks_of(shards), hits.ended_of(shards)
     if not replicas and not ended:
         yield "No replica has registered yet."
         return
-    totals = total_counters([*replicas, *ended])
+    totals = hits.total_counters([*replicas, *ended])
     if totals["prompt_tokens"]:
-        yield f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
+        yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
     if replicas:
         yield replicas_table(replicas)
         yield sizing_line(combined(shards))
@@ -242,14 +234,16 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
                 node_of(shard["shard"]),
                 f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
                 *_cells(shard, "nvme"),
-                _nvme_remark(nvme),
+                disk_remark(nvme)[0],
             )
     return table
 
 
 def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each rank; counters that are zero or unknown are left out."""
-    numbers = [name.replace(" ", "\n") for name in (*_COUNTED.values(), *SOURCES, COMPUTED)]
+    numbers = [
+        name.replace(" ", "\n") for name in (*_COUNTED.values(), *hits.SOURCES, hits.COMPUTED)
+    ]
     table = empty_table("replica", numbers=("rank", *numbers), title="Replicas")
     table.add_column("misses", no_wrap=True)
     table.add_column("others")
@@ -266,7 +260,7 @@ def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
             replica["replica"],
             str(replica["rank"]),
             *(str(counters.get(name, "")) for name in _COUNTED),
-            *source_shares(counters).values(),
+            *hits.source_shares(counters).values(),
             "\n".join(_named(misses)),
             ", ".join(gone + _named(others)),
         )
@@ -276,7 +270,7 @@ def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
 def ended_line(ended: Sequence[Mapping[str, Any]]) -> str:
     """Return the sums of ranks that ended a while ago."""
     line = f"{sum(one['ranks'] for one in ended)} ranks ended before and are not listed"
-    totals = total_counters(ended)
+    totals = hits.total_counters(ended)
     if not totals["prompt_tokens"]:
         return f"{line}."
     return f"{line}: {totals['requests']:,} requests, {totals['hit_tokens']:,} hit tokens."
@@ -292,16 +286,20 @@ def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:
     return list(shard.get("arena", {}).get("slabs", []))
 
 
-def _nvme_remark(nvme: dict[str, Any]) -> str:
-    """Return what is wrong with the disk, if anything is."""
+def disk_remark(nvme: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is wrong with the disk, and the remedy; empty if nothing is."""
     if nvme["message"]:
-        out = "out: " if nvme.get("state") == "out" else ""
-        return f"{out}{nvme['message']}"
+        out = "is out, and the node goes on with its memory: " if nvme.get("state") == "out" else ""
+        says = f"{out}{str(nvme['message']).rstrip('.')}"
+        return says, "mend the disk; the shard then takes it back by itself"
     if nvme["segments_without_room"]:
-        return "the disk is full"
+        return "the disk is full", "free room on it, or lower nvme.capacity"
     if nvme["write_budget_bytes"] == 0:
-        return "the day's writes are used up"
-    return "" if nvme["is_direct"] else "through the page cache: no direct I/O here"
+        return "the day's budget of writes is used up", "raise nvme.write_gib_per_day"
+    if nvme["is_direct"]:
+        return "", ""
+    says = "goes through the page cache, because its file system has no direct I/O"
+    return says, "put nvme.dir on ext4 or xfs on a local disk"
 
 
 def probe(
@@ -383,7 +381,7 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     }
     # Those that are gone too: their blocks are here.
     replicas: dict[str, dict[str, None]] = {}
-    for rank in ranks_of(shards):
+    for rank in hits.ranks_of(shards):
         name = rank["replica"] + ("" if rank["connected"] else " gone")
         replicas.setdefault(rank["namespace"], {})[name] = None
     digests = [digest for digest in replicas if digest in namespaces]

@@ -15,14 +15,12 @@ class NodeLink(NamedTuple):
 
     source: str
     target: str
-    transport: str | None
-    """None: they cannot."""
+    transport: str | None  # None: they cannot
     why: str
     bytes_per_s: float | None = None
     """As measured lately; None: nothing has come over it yet."""
     breaker: str = "closed"
     error: str = ""
-    """The last failure."""
 
 
 def node_links(found: dict[str, Any]) -> list[NodeLink]:

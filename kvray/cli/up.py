@@ -158,19 +158,15 @@ def _show_memory(console: Console, settings: KVRayConfig) -> None:
         console.print(str(error))
     else:
         if not is_local:
-            workers = worker_bytes(memory, size, claims)
-            console.print(f"It fits with Ray started so:\n  {_ray_start(settings, store, workers)}")
-
-
-def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
-    address, shard = settings.ray.address or "", settings.shard
-    words = ["ray start", f"--address={address}" if ":" in address else "--head"]
-    words += [f"--object-store-memory={store}", f"--memory={workers}"]
-    if shard.resource is not None:
-        words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
-    if shard.label is not None:
-        words.append(f"--labels={shlex.quote(shard.label)}")
-    return " ".join(words)
+            address, shard = settings.ray.address or "", settings.shard
+            words = ["ray start", f"--address={address}" if ":" in address else "--head"]
+            words.append(f"--object-store-memory={store}")
+            words.append(f"--memory={worker_bytes(memory, size, claims)}")
+            if shard.resource is not None:
+                words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
+            if shard.label is not None:
+                words.append(f"--labels={shlex.quote(shard.label)}")
+            console.print(f"It fits with Ray started so:\n  {' '.join(words)}")
 
 
 def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> Iterator[str]:

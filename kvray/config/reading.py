@@ -39,8 +39,7 @@ WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
 
 _PLAIN = ("CLUSTER_NAME", "CONFIG")
 """What is left of our variables that name no section."""
-_RAY_THRESHOLD = 0.95
-"""Ray's own default."""
+_RAY_THRESHOLD = 0.95  # Ray's own default
 
 
 class Effective(NamedTuple):
@@ -49,7 +48,6 @@ class Effective(NamedTuple):
     config: KVRayConfig
     origins: Origins
     path: Path | None = None
-    """The file that was read."""
 
 
 class Setting(NamedTuple):
@@ -57,8 +55,7 @@ class Setting(NamedTuple):
 
     name: str
     """Dotted; entries of a list by their number."""
-    value: Any
-    """As JSON: sizes with their unit."""
+    value: Any  # as JSON: sizes with their unit
     origin: Origin
 
 
@@ -250,10 +247,7 @@ def _read_text(path: Path) -> str:
 def _lines(
     node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
 ) -> Iterator[tuple[SettingPath, Origin]]:
-    """Yield the line of everything; an alias has the line of what it repeats.
-
-    A key that stands twice in one mapping is refused: YAML would take the last.
-    """
+    """Yield the line of everything, of an alias that of the first; no key may stand twice."""
     if len(at) > _DEPTH_MAX or id(node) in visited:
         return
     visited.add(id(node))

@@ -162,6 +162,7 @@ def empty_table(
     return table
 
 
+EXIT_FAILED = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 

@@ -116,14 +116,11 @@ def _locked_memory(config: KVRayConfig) -> Finding:
 
 def _memory_limit(config: KVRayConfig) -> Finding:
     """Compare the limit with the arena: a tmpfs counts for the cgroup that touches it first."""
-    limits = limiting_cgroups()
-    if not limits:
+    found = min(limiting_cgroups(), key=lambda cgroup: cgroup.limit, default=None)
+    if found is None:
         return ok("cgroup", "no limit on memory")
-    tightest = min(limits, key=lambda cgroup: cgroup.limit)
-    says = (
-        f"{tightest.path} allows {format_size(tightest.limit)}, {format_size(tightest.left)} left"
-    )
-    if (config.node_dir / ARENA_FILE).exists() or tightest.left >= config.arena.capacity:
+    says = f"{found.path} allows {format_size(found.limit)}, {format_size(found.left)} left"
+    if (config.node_dir / ARENA_FILE).exists() or found.left >= config.arena.capacity:
         return ok("cgroup", says)
     return hint(
         "cgroup",
@@ -258,7 +255,11 @@ def _mount(config: KVRayConfig) -> Finding:
         return ok("mount", f"{where} is {kind} without a limit of its own")
     needed = ArenaSpec.of(config).geometry().file_bytes + config.events_bytes
     # As if it were empty: the arena itself may fill it, under another name.
-    if needed > room.size and not _may_have_arena(config.node_dir):
+    try:
+        has_arena = (config.node_dir / ARENA_FILE).exists()
+    except PermissionError:
+        has_arena = True  # the next check reports it
+    if needed > room.size and not has_arena:
         command = remount_command(replace(room, free=room.size), needed)
         return fault(
             "mount",
@@ -270,14 +271,6 @@ def _mount(config: KVRayConfig) -> Finding:
     return ok(
         "mount", f"{where} is {kind} of {format_size(room.size)}, {format_size(room.free)} free"
     )
-
-
-def _may_have_arena(directory: Path) -> bool:
-    """Return whether there is an arena already, as far as this user can see."""
-    try:
-        return (directory / ARENA_FILE).exists()
-    except PermissionError:
-        return True  # the next check reports it
 
 
 def _directory(config: KVRayConfig) -> Finding:
@@ -396,16 +389,16 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         return
     finally:
         shard.close()
-    if (theirs := answer.get("arena_id")) != arena_id:
+    took_ms = 1e3 * (ended - began)
+    if (theirs := answer.get("arena_id")) == arena_id:
+        yield ok("socket", f"{answer.get('shard')} answered in {took_ms:.1f} ms")
+    else:
         yield fault(
             "socket",
             f"the shard behind the socket owns arena {theirs}, but the file that is mapped here is"
             f" {arena_id}",
             "mount one directory for both; if the tier has just restarted, look again",
         )
-    else:
-        took_ms = 1e3 * (ended - began)
-        yield ok("socket", f"{answer.get('shard')} answered in {took_ms:.1f} ms")
     if (version := answer.get("version")) != __version__:
         yield hint(
             "versions",
@@ -414,22 +407,15 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         )
     else:
         yield ok("versions", f"kvray {__version__}, here and in the shard")
-    yield _same_clock(answer, began, ended)
-
-
-def _same_clock(answer: dict[str, Any], began: float, ended: float) -> Finding:
-    """Compare the clocks: leases have monotonic times, which a time namespace may shift."""
-    theirs = answer.get("monotonic_s")
-    if not isinstance(theirs, float):
-        return skipped("clock", "the shard does not tell its time")
-    apart = max(began - theirs, theirs - ended, 0.0)
-    if apart > _CLOCKS_APART_S:
-        return fault(
-            "clock",
-            f"the monotonic clock here and the shard's are {apart:.0f} s apart",
-            "run engine and Ray in one time namespace",
-        )
-    return ok("clock", "the shard has the same time")
+    # Leases have monotonic times, which a time namespace may shift.
+    clock = answer.get("monotonic_s")
+    if not isinstance(clock, float):
+        yield skipped("clock", "the shard does not tell its time")
+    elif (apart := max(began - clock, clock - ended, 0.0)) > _CLOCKS_APART_S:
+        says = f"the monotonic clock here and the shard's are {apart:.0f} s apart"
+        yield fault("clock", says, "run engine and Ray in one time namespace")
+    else:
+        yield ok("clock", "the shard has the same time")
 
 
 def _copies(arena: Arena) -> Finding:

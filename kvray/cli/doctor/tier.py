@@ -1,7 +1,4 @@
-"""Checks the tier by its status: its parts, the links between nodes, and the hit rate.
-
-The questions on hits are those of the decision tree in docs/faq.md, in its order.
-"""
+"""Checks the tier by its status; the questions on hits follow the decision tree of docs/faq.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from kvray.actors.names import node_of
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.status import unnamed_sentences
+from kvray.cli.status import disk_remark, unnamed_sentences
 from kvray.cli.transports import NodeLink, node_links
 from kvray.config import format_size
 from kvray.metrics import figure
@@ -25,7 +22,6 @@ class Finding(NamedTuple):
     """`hint`: it works, but not as well as it could. `fault`: it does not work. `skipped`: it was
     not checked, and `says` has the reason."""
     check: str
-    """The thing that was checked, in a word or two."""
     says: str
     """The result, as a sentence without its full stop."""
     fix: str = ""
@@ -122,23 +118,8 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
     for remark in nvme.get("remarks", ()):
         says, _, fix = str(remark).rstrip(".").partition("; ")
         yield hint(check, says, fix)
-    if nvme["message"]:
-        out = "is out, and the node goes on with its memory: " if nvme.get("state") == "out" else ""
-        yield fault(
-            check,
-            f"{out}{str(nvme['message']).rstrip('.')}",
-            "mend the disk; the shard then takes it back by itself",
-        )
-    elif nvme["segments_without_room"]:
-        yield hint(check, "the disk is full", "free room on it, or lower nvme.capacity")
-    elif nvme["write_budget_bytes"] == 0:
-        yield hint(check, "the day's budget of writes is used up", "raise nvme.write_gib_per_day")
-    elif not nvme["is_direct"]:
-        yield hint(
-            check,
-            "goes through the page cache, because its file system has no direct I/O",
-            "put nvme.dir on ext4 or xfs on a local disk",
-        )
+    if (remark := disk_remark(nvme))[0]:
+        yield (fault if nvme["message"] else hint)(check, *remark)
     else:
         yield ok(check, f"{format_size(nvme['file_bytes'])} of blocks")
 
