@@ -25,9 +25,7 @@ class Report:
     """The result of one run of a command."""
 
     parts: Sequence[str | Table]
-    """Printed one below the other."""
     facts: Mapping[str, Any]
-    """The JSON object."""
     figure: Callable[[], Figure] | None = None
     """Returns the picture, where the command has one."""
 

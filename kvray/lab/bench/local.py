@@ -43,10 +43,8 @@ class Copies(NamedTuple):
     """The blocks of one size that each store or retrieve copies."""
 
     title: str
-    name: str
-    """End of the figures' names."""
-    shape: tuple[int, int]
-    """Blocks, and the bytes of each."""
+    name: str  # end of the figures' names
+    shape: tuple[int, int]  # blocks, and the bytes of each
     num_sections: int
     """Parts of a buffer. Copies of few bytes take turns on them, so that no cache has them."""
     pairs: int
@@ -62,7 +60,6 @@ class LocalScale:
     """How much a run measures."""
 
     capacity: int
-    """Bytes of the arena that is stored into."""
     large: Copies
     small: Copies
     first_pairs: int
@@ -140,7 +137,7 @@ class _Bench:
         self._arena: Arena | None = None
         self._arena_stack = runner.stack.enter_context(ExitStack())
         self._num_chains = 0
-        self._workers = [Worker.start(runner) for _ in range(1 + NUM_READERS)]
+        self._workers = [Worker(runner) for _ in range(1 + NUM_READERS)]
         self._writer, self._reader = self._workers[:1], self._workers[1:2]
 
     def take_all(self) -> list[Row]:

@@ -29,6 +29,7 @@ from kvray.lab.bench.runner import (
     Timed,
     bench_spec,
     measure,
+    require_room,
     reserve_all,
     timed,
 )
@@ -64,11 +65,8 @@ def run(
 ) -> Report:
     """Measure an arena under arena.dir, and `disk`, a directory, else the one of temporary files.
 
-    The figures of the first of `block` have no size in their names.
-
-    ConfigError: a directory cannot be used, or a block size does not fit. CapacityError: there is
-    no room for the arena. KVRayError: the bytes did not arrive, or went through the page cache; or
-    fio failed.
+    The figures of the first of `block` have no size in their names. KVRayError: a directory or a
+    block size cannot be used, the bytes did not arrive past the page cache, or fio failed.
     """
     settings = load_config(config)
     num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
@@ -105,32 +103,23 @@ def run(
 
 
 def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
+    """Raise ConfigError unless blocks fit, and direct I/O reaches a disk with room in `disk`."""
     for size in sizes:
         if not 4096 <= size <= num_bytes or num_bytes % size or size % 4096:
             raise ConfigError(
                 f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB that"
                 f" divides {format_size(num_bytes)}."
             )
-    _check_direct(disk)
-    # Two files, and those of the next pair before these are gone.
-    needed, free = 4 * num_bytes, shutil.disk_usage(disk).free
-    if free < needed:
-        raise ConfigError(
-            f"The bench needs {format_size(needed)} in {disk} and {format_size(free)} are free;"
-            " name another directory with --dir."
-        )
-
-
-def _check_direct(directory: Path) -> None:
-    """Raise ConfigError unless direct I/O reaches a disk in `directory`."""
     try:
-        mount = mount_of(directory)
+        # Two files, and those of the next pair before these are gone.
+        require_room(4 * num_bytes, shutil.disk_usage(disk).free, str(disk), "give another --dir")
+        mount = mount_of(disk)
         if mount is not None and mount.kind in _IN_MEMORY:
             raise ConfigError(
-                f"{directory} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
+                f"{disk} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
                 " give a directory on a disk with --dir."
             )
-        fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        fd = os.open(disk, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
             with mmap.mmap(-1, mmap.PAGESIZE) as page:
                 os.pwrite(fd, page, 0)
@@ -139,11 +128,11 @@ def _check_direct(directory: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             raise ConfigError(
-                f"The file system of {directory} takes no direct I/O, so a retrieve would not come"
+                f"The file system of {disk} takes no direct I/O, so a retrieve would not come"
                 " from the disk; give a directory on a disk with --dir."
             ) from None
         raise ConfigError(
-            f"The bench cannot write its files in {directory} ({error.strerror}); give another"
+            f"The bench cannot write its files in {disk} ({error.strerror}); give another"
             " directory with --dir."
         ) from None
 

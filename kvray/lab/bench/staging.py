@@ -78,7 +78,7 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    driver = Worker.start(runner, __name__, machine.environ())
+    driver = Worker(runner, __name__, machine.environ())
     driver.send("take", config_path=str(path), num_blocks=num_blocks, repeat=num_pairs)
     pairs = {
         name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in found]

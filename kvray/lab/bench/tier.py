@@ -140,7 +140,7 @@ class _Bench:
         )
         runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
         shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
-        self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
+        self._workers = [Worker(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         where, wait_s = str(self._settings.node_dir), self._settings.arena.lock_wait_s
         call_all(self._workers, "attach", directory=where, lock_wait_s=wait_s)

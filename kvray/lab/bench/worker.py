@@ -99,10 +99,7 @@ class Load:
         return Found(copies=dict(self._copies), calls=dict(self._calls), counts=self._counts)
 
     def play(self, sizes: Sequence[int], *, num_prefixes: int, turn: int, seconds: float) -> None:
-        """Ask for prefixes for so long; the sizes of blocks take turns from hot to cold.
-
-        One in ten is new: no other turn, from 1 on, has it.
-        """
+        """Ask for prefixes for so long, one in ten new; sizes take turns from hot to cold."""
         deadline, rng = time.monotonic() + seconds, default_rng(turn)
         weights = 1 / np.arange(1, num_prefixes + 1) ** _ZIPF_EXPONENT
         weights /= weights.sum()
@@ -197,24 +194,15 @@ Times = tuple[float, float, float]
 class Worker:
     """The parent's handle on a process, which never outlives its parent."""
 
-    def __init__(self, module: str = __name__, env: Mapping[str, str] | None = None) -> None:
-        """Run `module`, which calls `serve`; `env` are variables besides this process's."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the worker
-        try:
-            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
-        except BaseException:
-            self._log.close()
-            raise
-
-    @classmethod
-    def start(
-        cls, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
-    ) -> Worker:
-        """Return a new process, which ends with the run."""
+    def __init__(
+        self, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
         with runner.interrupts.held():
-            worker = cls(module, env)
-            runner.stack.callback(worker.close)
-        return worker
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
+            self._log = runner.stack.enter_context(log)
+            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
+            runner.stack.callback(self.close)
 
     def send(self, name: str, **arguments: Any) -> None:
         """Begin a call."""
@@ -240,7 +228,6 @@ class Worker:
         self._pipe.close()
         self._process.kill()
         self._process.wait(_CLOSE_TIMEOUT_S)
-        self._log.close()
 
 
 def serve(work: object) -> None:

@@ -28,7 +28,7 @@ _TRANSFER_BYTES_PER_S = 500_000
 _CORRUPT_TIMEOUT_S = 30.0
 
 
-class Departures:
+class _Departures:
     """Orders nodes of a machine away by commands, as people and clouds do."""
 
     def __init__(self, machine: Machine, config: str) -> None:
@@ -46,18 +46,15 @@ class Departures:
             raise NotNow("Another node is down.")
 
     def drain(self, node: Node) -> None:
-        """Begin to have a node drained by hand."""
         self._begin(node, "kvray", "drain", "ID", "--no-wait", "-c", self._config)
 
     def preempt(self, node: Node) -> None:
-        """Begin to tell Ray that a node will be lost."""
         ray = ("ray.scripts.scripts", "drain-node", f"--address={self._machine.address}")
         reason = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot")
         deadline = f"--deadline-remaining-seconds={PREEMPTION_S}"
         self._begin(node, *ray, "--node-id", "ID", *reason, deadline)
 
     def require_taken(self) -> None:
-        """Raise NotYet until the last order was taken."""
         if self._process is None or self._process.poll() != 0:
             raise NotYet("The order to go was not taken.")
 
@@ -68,7 +65,6 @@ class Departures:
             self._is_staying = True
 
     def go(self, node: Node) -> None:
-        """End a node's processes at once."""
         self.close()
         node.kill()
 
@@ -103,8 +99,7 @@ class Departures:
 class NotNow(KVRayError):
     """The fault has no target now, or too few requests are in flight; it may be tried again."""
 
-    patience_s = 15.0
-    """How long it is tried."""
+    patience_s = 15.0  # how long it is tried
 
 
 class NotYet(NotNow):
@@ -132,7 +127,6 @@ class Campaign:
         where twice is fine. `in_flight` returns how many requests wait for an answer.
         """
         self.strikes: list[Strike] = []
-        """The result of each fault so far."""
         self._strike = strike
         self._end = end
         self._in_flight = in_flight
@@ -190,15 +184,12 @@ class Faults:
         config_path: Path,
         welcome: Callable[[Node], Server],
     ) -> None:
-        """Strike the nodes of `machine`, the tier on it, and `servers`, its replicas.
-
-        `welcome` begins to start a replica on a node that joins.
-        """
+        """Strike `machine`, its tier and `servers`; `welcome` begins a replica on a new node."""
         self._machine = machine
         self._servers = list(servers)
         self._cluster_name = config_path.stem
         self._welcome = welcome
-        self._departures = Departures(machine, str(config_path))
+        self._departures = _Departures(machine, str(config_path))
         self._joined: Server | None = None
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}

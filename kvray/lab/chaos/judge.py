@@ -36,7 +36,6 @@ class Strike:
     ended: float
     in_flight: int
     skipped: str | None = None
-    """The reason why it did not strike."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -204,11 +204,7 @@ class Machine:
         cluster_name: str = "nodes",
         resource: str = RESOURCE,
     ) -> Path:
-        """Write the configuration of a tier on this cluster, and return its path.
-
-        `settings` is section -> key -> value, without Ray's address. The nodes with `resource` get
-        a shard.
-        """
+        """Write the configuration of a tier on the nodes with `resource`, with Ray's address."""
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
         values.setdefault("shard", {})["resource"] = resource

@@ -241,15 +241,12 @@ def _collect(servers: Sequence[Server], joined: Sequence[Server]) -> Results:
     for server in (*servers, *joined):
         results.failures += server.failures
         results.losses += server.losses
-    stalls = [_without_stops(read_stalls(one.stalls_path), one.stops) for one in servers]
-    results.stalls = np.concatenate(stalls)
+    kept = []
+    for server in servers:
+        stalls = read_stalls(server.stalls_path)
+        for began, ended in server.stops:  # the engine was stopped on purpose
+            stalls = stalls[(stalls[:, 1] + stalls[:, 2] < began) | (stalls[:, 1] > ended)]
+        kept.append(stalls)
+    results.stalls = np.concatenate(kept)
     results.served = [served for server in servers for served in server.served]
     return results
-
-
-def _without_stops(stalls: Any, stops: Sequence[tuple[float, float]]) -> Any:
-    """Leave the calls out during which the engine was stopped on purpose."""
-    kept = np.ones(len(stalls), dtype=bool)
-    for began, ended in stops:
-        kept &= (stalls[:, 1] + stalls[:, 2] < began) | (stalls[:, 1] > ended)
-    return stalls[kept]

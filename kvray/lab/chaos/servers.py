@@ -1,7 +1,4 @@
-"""Replicas that get prompts without a pause, each from its own thread; dead ones are restarted.
-
-The right answers are those of one more engine, which has no connector and reuses nothing.
-"""
+"""Replicas that get prompts without a pause and are restarted; an engine without kvray is right."""
 
 import contextlib
 import os
@@ -56,10 +53,7 @@ class Server:
     def __init__(
         self, name: str, *, environ: Mapping[str, str], arena_dir: Path, files: Path
     ) -> None:
-        """Begin to start a replica, which finds the tier by `environ`, on the node of `arena_dir`.
-
-        `files` is the path of its files of stalls and output, without their suffixes.
-        """
+        """Begin to start a replica; `files` is the path of its stalls and output, but a suffix."""
         self.name = name
         self.arena_dir = arena_dir
         self.stalls_path = Path(f"{files}.stalls")

@@ -1,8 +1,4 @@
-"""The whole demo: model, tier, engines, phases, verdict. Everything ends with it, however it ends.
-
-The prompts are a handbook, each time from another chapter on, and a question. The model is found or
-downloaded first, unpacked and read later.
-"""
+"""The whole demo: model, tier, engines, phases, verdict; everything ends, however it ends."""
 
 import os
 import shutil
@@ -84,7 +80,6 @@ _PHASES = {
 }
 
 Prompts = dict[str, tuple[int, ...]]
-"""Name -> token ids."""
 
 
 def play(
@@ -230,10 +225,7 @@ def make_prompts(tokenizer: Tokenizer) -> Prompts:
 
 
 def shareable_tokens(num_tokens: int) -> int:
-    """Return how many tokens of a prompt another engine can take from the tier.
-
-    Full blocks only, and never the whole prompt: the engine computes at least one token.
-    """
+    """Return how many tokens another engine can take: full blocks, never the whole prompt."""
     return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
 
 

@@ -1,8 +1,4 @@
-"""Reading a trace: its content says in which of the known formats it is.
-
-The formats are Mooncake's lines and agentic sessions, whose requests are timed from their session's
-start. Records are checked, and may come in any order.
-"""
+"""Reading a trace, whose content says its format: Mooncake's lines, or agentic sessions."""
 
 from __future__ import annotations
 
@@ -172,8 +168,7 @@ class _Record(BaseModel):
 class MooncakeLine(_Record):
     """One request of a file in FAST25-release/traces of kvcache-ai/Mooncake."""
 
-    timestamp: Time
-    """Milliseconds."""
+    timestamp: Time  # milliseconds
     input_length: Count
     hash_ids: list[Id]
 
@@ -249,7 +244,11 @@ def read_trace(
     while name.endswith(_SUFFIXES):  # they say how it is packed
         name = name.rpartition(".")[0]
     if path.is_dir():
-        trace = lay_out(_sessions_in(path), name=name, concurrent=concurrent, seed=seed)
+        found = list[Session]()
+        for one in sorted(path.glob("*.json")):
+            with _opened(one) as file:
+                found += _sessions_of(file, one)
+        trace = lay_out(found, name=name, concurrent=concurrent, seed=seed)
     else:
         with _opened(path) as file:
             head, is_archive = _head(file)
@@ -275,12 +274,6 @@ def _read_lines(lines: Iterable[bytes], path: Path, name: str, block_tokens: int
         check_blocks(len(ids), num_tokens, block_tokens, here)
         builder.add(time_s=time_s, num_tokens=num_tokens, ids=ids)
     return builder.build()
-
-
-def _sessions_in(directory: Path) -> Iterator[Session]:
-    for path in sorted(directory.glob("*.json")):
-        with _opened(path) as file:
-            yield from _sessions_of(file, path)
 
 
 def _sessions_of(file: io.BufferedReader, path: Path) -> Iterator[Session]:

@@ -1,8 +1,4 @@
-"""A trace on several replicas, each request sent by a router, event by event in virtual time.
-
-No bytes are moved. Pools and the tier of all replicas know the blocks in each, least recently used
-first out. Several routers are compared so, beside one replica with all the memory.
-"""
+"""A trace on several replicas behind a router, event by event in virtual time, without bytes."""
 
 from __future__ import annotations
 
@@ -34,18 +30,14 @@ class FleetPlan:
 
     num_replicas: int
     pool_blocks: int
-    """Of each replica's own pool."""
     host_blocks: int
-    """Of each node's part of the tier."""
     disk_blocks: int = 0
     """Of each node's disk; 0: there is none."""
     rates: Rates
     speed: float = 1.0
-    """The trace's times are divided by it."""
     deadline_s: float = 5.0
     """First tokens after it are no goodput."""
     seed: int = 0
-    """Of the numbers that routers draw."""
     imbalance_max: int = 10
     """Difference of queue lengths above which `affinity` falls back to `pow2`."""
 
@@ -269,7 +261,6 @@ class FleetOutcome:
     in_time: float
     """Requests whose first token came before the deadline, over all requests."""
     goodput_per_s: float
-    """Those requests, for each second."""
     throughput_per_s: float
     """All requests, for each second up to the last first token."""
     load_spread: float

@@ -30,12 +30,10 @@ class Outcome:
     policy: str
     admission: str | None = None
     """It decides which blocks the NVMe tier takes; None without that tier."""
-    host_blocks: int | None
-    """None: infinite."""
+    host_blocks: int | None  # None: infinite
     nvme_blocks: int = 0
     """Size of the NVMe tier; 0 without one."""
     refs: int
-    """Blocks that the requests asked for."""
     prompt_tokens: int
     hit_blocks: int
     """Blocks of the contiguous prefixes that were found, in either tier."""
@@ -44,7 +42,6 @@ class Outcome:
     nvme_hit_blocks: int = 0
     nvme_written_blocks: int = 0
     seconds: float = 0.0
-    """CPU time of the replay."""
     gain: float | None = None
     """Its part of the blocks that Belady finds and LRU does not; None if there are none."""
     write_share: float | None = None
@@ -95,11 +92,7 @@ def simulate(
     nvme_blocks: int = 0,
     admission: str | None = None,
 ) -> Outcome:
-    """Return the outcome of a trace's requests on a host tier, and an NVMe tier if it has blocks.
-
-    `policy` is one of `POLICIES`, of both tiers. `admission`, one of `ADMISSIONS`, decides which
-    blocks the NVMe tier takes.
-    """
+    """Return the outcome on a host tier and, if it has blocks, an NVMe tier."""
     began_s = time.process_time()
     # Half empty, a tier neither evicts nor demotes: a larger one would find the same.
     enough = 2 * max(1, trace.num_unique)
@@ -174,9 +167,7 @@ class Plan:
     policies: Sequence[str]
     host_blocks: Sequence[int]
     nvme_blocks: int = 0
-    """Size of the NVMe tier; 0 for none."""
     admissions: Sequence[str] = ()
-    """Of the NVMe tier, if there is one."""
 
     def runs(self) -> Iterator[tuple[int, str, str | None]]:
         """Return size, policy and admission of each run, the baseline's first at each size."""

@@ -81,10 +81,7 @@ async def play(
     timeout_s: float,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Send each request when it is due, whatever the others do; return the answers in that order.
-
-    An answer that is not whole within `timeout_s` has failed. `advance` is called after each.
-    """
+    """Send each request when it is due, and return the answers; one that is late has failed."""
     openai = _openai()
     async with _client(endpoint.url, timeout_s=timeout_s) as client:
         began = time.monotonic()

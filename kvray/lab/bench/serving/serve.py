@@ -8,7 +8,6 @@ import io
 import logging
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, is_soon
 from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
 from kvray.lab.bench.serving.report import Round, Section, serving_report
 from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
@@ -50,10 +49,8 @@ class Options:
     answer_tokens: int
     in_time: float
     timeout: float
-    replicas: int | None
-    """None: those that answer."""
-    model: str | None
-    """None: what the endpoints list."""
+    replicas: int | None  # None: those that answer
+    model: str | None  # None: what the endpoints list
     config: Path | None
     pool_blocks: int
     capacity: int
@@ -229,13 +226,12 @@ def _arguments(options: Options, name: str, config: Path) -> dict[str, Any]:
 
 
 def _wait(runner: Runner, status: Callable[[], Any], name: str, *, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    def is_up() -> bool:
         runner.interrupts.check()
         found = status().applications.get(name)
-        if found is not None and found.status == "RUNNING":
-            return
         if found is not None and found.status == "DEPLOY_FAILED":
             raise ConfigError(f"{name} did not start: {found.message}")
-        time.sleep(_POLL_S)
-    raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")
+        return found is not None and found.status == "RUNNING"
+
+    if not is_soon(is_up, timeout_s, poll_s=_POLL_S):
+        raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")

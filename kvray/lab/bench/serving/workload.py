@@ -42,7 +42,6 @@ class Request:
     """One request, whose tokens hang on the round."""
 
     at_s: float
-    """Since the start of the round."""
     stretches: tuple[Stretch, ...]
 
     @property
