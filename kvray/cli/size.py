@@ -17,8 +17,14 @@ from kvray.console.options import (
     flag,
     option,
 )
-from kvray.console.output import PlotOption, boundary, check_plot, empty_table, write_picture
-from kvray.lab.report import blank_figure
+from kvray.console.output import (
+    PlotOption,
+    blank_figure,
+    boundary,
+    check_plot,
+    empty_table,
+    write_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,6 +21,7 @@ from kvray.console.interrupts import Interrupts
 from kvray.errors import ConfigError, KVRayError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _EXIT_PIPE = 141
@@ -93,6 +94,20 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot writes a PNG, not {path.name}; give a name that ends in .png.")
     if not path.parent.is_dir():
         raise ConfigError(f"There is no directory {path.parent} for --plot; make it first.")
+
+
+def blank_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure in inches and its panels, row by row; `options` are those of `subplots`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def write_picture(figure: Figure, path: Path) -> None:

@@ -16,7 +16,6 @@ from kvray import __version__
 from kvray.console.output import printer, write_picture
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -49,17 +48,3 @@ def machine_facts() -> dict[str, Any]:
 def percent(ratio: float) -> str:
     """Return a ratio as people read it."""
     return f"{100 * ratio:.1f} %"
-
-
-def blank_figure(
-    width: float, height: float, *, rows: int = 1, columns: int = 1, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure in inches and its panels, row by row; `options` are those of `subplots`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-    return figure, panels

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvray.console.output import empty_table
-from kvray.lab.report import Report, blank_figure
+from kvray.console.output import blank_figure, empty_table
+from kvray.lab.report import Report
 from kvray.reference import Output
 from kvray.reference.output import count_wrong
 

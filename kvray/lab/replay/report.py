@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from kvray.console.output import empty_table
+from kvray.console.output import blank_figure, empty_table
 from kvray.lab.replay.curve_check import CurveCheck
 from kvray.lab.replay.routers import ONE, FleetComparison, FleetOutcome
 from kvray.lab.replay.simulator import BASELINE, Comparison, Outcome
-from kvray.lab.report import Report, blank_figure, machine_facts, percent
+from kvray.lab.report import Report, machine_facts, percent
 from kvray.store.replay import Trace
 
 if TYPE_CHECKING:
