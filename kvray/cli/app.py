@@ -13,7 +13,7 @@ from kvray.cli.bench import bench
 from kvray.cli.blocks import clear, drain, prefetch
 from kvray.cli.config import config_app, connector_config
 from kvray.cli.dashboard import dashboard
-from kvray.cli.doctor import doctor
+from kvray.cli.doctor.command import doctor
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
 from kvray.cli.lab import chaos, demo
@@ -25,16 +25,7 @@ from kvray.cli.up import down, up
 from kvray.console.output import EXIT_ERROR, Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
-    "Run a tier": (
-        up,
-        down,
-        drain,
-        clear,
-        prefetch,
-        sweep,
-        connector_config,
-        config_app,
-    ),
+    "Run a tier": (up, down, drain, clear, prefetch, sweep, connector_config, config_app),
     "Look at it": (status, ls, size, explain, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }

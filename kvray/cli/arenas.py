@@ -1,29 +1,28 @@
-"""`kvray sweep` and `kvray verify`: this node's arenas, removed if nobody uses them, or checked.
+"""`kvray sweep` and `kvray verify`: this node's arenas, removed or checked, without Ray."""
 
-Neither needs Ray.
-"""
-
-import json
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import TransferSpeedColumn
+from rich.table import Table
 
 from kvray.cli.asking import show_answer
 from kvray.cli.explain import age_text
-from kvray.config import KVRayConfig, format_size, load_config
+from kvray.config import format_size, load_config
 from kvray.console.interrupts import Interrupts, masked
-from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table, printer
+from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
+from kvray.console.output import EXIT_FAILED, boundary, empty_table
+from kvray.console.progress import COUNTING, make_progress
 from kvray.errors import ConfigError, ShardUnavailable
 
 if TYPE_CHECKING:
     from kvray.actors.owner.inventory import Finding
 
-_EXIT_LEFT, _EXIT_CORRUPT = 1, 1
 _NAMES_MAX = 20
 _OUTCOMES = {
     "owned": "kept: its shard runs",
@@ -38,13 +37,9 @@ def sweep(
     config: ConfigOption = None,
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="The directory to look in; by default arena.dir."
-        ),
+        option("DIR", "The directory to look in; by default arena.dir.", names=["--dir"]),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the arenas, and remove none.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Show the arenas, and remove none.")] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -59,40 +54,35 @@ def sweep(
 
         swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
         found = {"directory": str(parent), "arenas": swept}
-        show_answer(found, lambda told: _print_swept(parent, told["arenas"]), as_json=as_json)
+        show_answer(found, _report_swept, as_json=as_json)
     if any(arena["outcome"] == "left" for arena in swept):
-        raise typer.Exit(_EXIT_LEFT)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
     """Remove the arena if nobody uses it; return what it was, and the outcome."""
+    from kvray.actors.owner.inventory import look_at, remove_unused
+
     outcome, problem = str(finding.use), None
     if outcome == "unused" and not dry_run:
-        outcome, problem = _remove(finding.path)
+        try:
+            # If it stays, a process may have attached meanwhile.
+            outcome = "removed" if remove_unused(finding.path) else str(look_at(finding.path).use)
+            if outcome == "unused":
+                outcome, problem = "left", "it has files of others."
+        except ConfigError as error:
+            outcome, problem = "left", str(error)
+        except OSError as error:
+            outcome, problem = "left", f"{error.filename} ({error.strerror}); remove it by hand."
     age_s = None if finding.created is None else round(time.time() - finding.created, 1)
     found = asdict(finding) | {"path": str(finding.path), "age_s": age_s}
     return found | {"outcome": outcome, "problem": problem}
 
 
-def _remove(directory: Path) -> tuple[str, str | None]:
-    """Remove an arena that nobody used; return the outcome, and why it is left if it is."""
-    from kvray.actors.owner.inventory import look_at, remove_unused
-
-    try:
-        if remove_unused(directory):
-            return "removed", None
-    except ConfigError as error:
-        return "left", str(error)
-    except OSError as error:
-        return "left", f"{error.filename} ({error.strerror}); remove it by hand."
-    use = look_at(directory).use  # a process may have attached meanwhile
-    return ("left", "it has files of others.") if use == "unused" else (use, None)
-
-
-def _print_swept(parent: Path, swept: list[dict[str, Any]]) -> None:
-    console = printer()
+def _report_swept(found: dict[str, Any]) -> Iterator[Table | str]:
+    parent, swept = found["directory"], found["arenas"]
     if not swept:
-        console.print(f"There are no arenas of this user in {parent!s}.")
+        yield f"There are no arenas of this user in {parent}."
         return
     columns = ("directory", "cluster", "memory", "age", "owner", "attached", "")
     table = empty_table(*columns, title=f"Arenas in {parent}", folds=True)
@@ -108,19 +98,18 @@ def _print_swept(parent: Path, swept: list[dict[str, Any]]) -> None:
             "\n".join(attached) or "none",
             _OUTCOMES[arena["outcome"]],
         )
-    console.print(table)
+    yield table
     for arena in swept:
-        path = arena["path"]
         if arena["defect"] is not None and arena["owner"] is None:
-            console.print(f"{path}: {arena['defect']}", soft_wrap=True)
+            yield f"{arena['path']}: {arena['defect']}"
         if arena["outcome"] == "left":
-            console.print(f"{path} could not be removed: {arena['problem']}", soft_wrap=True)
+            yield f"{arena['path']} could not be removed: {arena['problem']}"
 
 
 def verify(
     config: ConfigOption = None,
     all_arenas: Annotated[
-        bool, typer.Option("--all", help="Check every arena of this user under arena.dir.")
+        bool, flag("--all", "Check every arena of this user under arena.dir.")
     ] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -134,60 +123,45 @@ def verify(
         settings = load_config(config)
         found: list[dict[str, Any]] = []
         errors: list[ShardUnavailable] = []
-        for directory in _directories(settings, all_arenas=all_arenas):
+        directories = [settings.node_dir]
+        if all_arenas:
+            from kvray.actors.owner.ownership import is_own
+            from kvray.store.arena.file import ARENA_FILE
+
+            every = sorted(settings.arena.dir.glob("kvray-*"))
+            directories = [one for one in every if is_own(one) and (one / ARENA_FILE).exists()]
+        for directory in directories:
             try:
                 # A signal waits for the end of a batch: no lease may stay behind.
                 with interrupts.held():
                     found.append(_verify(directory, settings.arena.lock_wait_s, interrupts))
             except ShardUnavailable as error:
                 errors.append(error)
-        if as_json:
-            print(json.dumps({"arenas": found, "errors": [str(error) for error in errors]}))
-        elif found or not errors:
-            _print_verified(found, settings.arena.dir)
+        if as_json or found or not errors:
+            told = {"arenas": found, "errors": [str(error) for error in errors]}
+            parent = str(settings.arena.dir)
+            show_answer(told, lambda told: _report_verified(told, parent), as_json=as_json)
         if any(arena["corrupt"] or arena["damage"] for arena in found):
-            raise typer.Exit(_EXIT_CORRUPT)
+            raise typer.Exit(EXIT_FAILED)
         if errors:
             raise errors[0]
 
 
-def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
-    if not all_arenas:
-        return [settings.node_dir]
-    from kvray.actors.owner.ownership import is_own
-    from kvray.store.arena.file import ARENA_FILE
-
-    found = sorted(settings.arena.dir.glob("kvray-*"))
-    return [path for path in found if is_own(path) and (path / ARENA_FILE).exists()]
-
-
 def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict[str, Any]:
-    """Check one arena, with a bar on a terminal; return the result."""
     from kvray.store import Arena
     from kvray.store.scan import scan
 
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=(console := printer(is_error=True)),
-        transient=True,
-        disable=not console.is_terminal,
-        auto_refresh=False,  # its thread would take signals that are held back
-    )
+    progress = make_progress(*COUNTING[:3], TransferSpeedColumn(), auto_refresh=False)
     task = progress.add_task(f"Checking {directory.name}", total=None)
 
     def report(done: int, total: int) -> None:
         interrupts.check()
         progress.update(task, completed=done, total=total, refresh=True)
 
-    arena = Arena(directory, lock_wait_s=lock_wait_s)
-    try:
+    with closing(Arena(directory, lock_wait_s=lock_wait_s)) as arena, progress:
         arena.join("verify")
         start = time.perf_counter()
-        with progress:
-            found = scan(arena, report)
+        found = scan(arena, report)
         return {
             "cluster_name": arena.cluster_name,
             "directory": str(directory),
@@ -198,14 +172,12 @@ def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict
             "damage": dict(found.damage),
             "skipped": found.skipped,
         }
-    finally:
-        arena.close()
 
 
-def _print_verified(found: list[dict[str, Any]], parent: Path) -> None:
-    console = printer(soft_wrap=True)
+def _report_verified(told: dict[str, Any], parent: str) -> Iterator[Table | str]:
+    found = told["arenas"]
     if not found:
-        console.print(f"This user has no arena under {parent!s}.")
+        yield f"This user has no arena under {parent}."
         return
     numbers = ("blocks", "bytes", "seconds", "corrupt", "skipped")
     table = empty_table("arena", numbers=numbers, title="Arenas")
@@ -218,15 +190,14 @@ def _print_verified(found: list[dict[str, Any]], parent: Path) -> None:
             str(len(arena["corrupt"])),
             str(arena["skipped"]),
         )
-    console.print(table)
+    yield table
     for arena in found:
         if corrupt := arena["corrupt"]:
             names = ", ".join(corrupt[:_NAMES_MAX]) + (", ..." if corrupt[_NAMES_MAX:] else "")
-            console.print(f"{arena['directory']}: corrupt, now quarantined: {names}")
+            yield f"{arena['directory']}: corrupt, now quarantined: {names}"
         if damage := arena["damage"]:
             names = ", ".join(f"{count} {name}" for name, count in damage.items())
-            console.print(
-                f"{arena['directory']}: tables damaged: {names}. The shard that"
-                " serves it mends them within minutes, else the next `kvray up` does; test the"
-                " memory of this node."
+            yield (
+                f"{arena['directory']}: tables damaged: {names}. The shard that serves it mends"
+                " them within minutes, else the next `kvray up` does; test the memory of this node."
             )

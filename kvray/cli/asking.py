@@ -2,14 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
+
 from kvray.config import load_config, parse_size
 from kvray.console.interrupts import masked
-from kvray.console.output import stdout_kept, visible
+from kvray.console.output import printer, stdout_kept, visible
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,9 +52,13 @@ def parse_option(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}.") from None
 
 
-def show_answer(found: Any, printed: Callable[[Any], None], *, as_json: bool) -> None:
-    """Print `found` as one JSON object, or as `printed` does for people."""
+def show_answer(
+    found: Any, report: Callable[[Any], Iterable[RenderableType]], *, as_json: bool
+) -> None:
+    """Print `found` as one JSON object, or for people the texts and tables of its `report`."""
     if as_json:
         print(json.dumps(found, indent=2, default=str))
-    else:
-        printed(visible(found))
+        return
+    console = printer()
+    for part in report(visible(found)):
+        console.print(part, soft_wrap=isinstance(part, str))

@@ -11,26 +11,19 @@ import typer
 
 from kvray.cli.asking import parse_option
 from kvray.console.interrupts import masked
-from kvray.console.options import ConfigOption, JsonOption, VerboseOption
+from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
 from kvray.console.output import PlotOption, boundary, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.report import Report
 
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
+    bool, flag("--quick", "Measure little: it shows that it works, not how fast.")
 ]
-
-
-RepeatOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
-]
+RepeatOption = Annotated[int | None, option("N", "Pairs of each measurement.", 1, 1_000_000)]
 BlockOption = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"
-    ),
+    option("SIZE", "Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"),
 ]
 
 bench = typer.Typer(
@@ -41,10 +34,7 @@ bench = typer.Typer(
 
 
 def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator: the bench of that name runs with the options that a function declares.
-
-    `taken` names what a bench is given of a layer above its own, as `module:name`.
-    """
+    """Return a decorator that runs a bench; `taken` names what it gets of a higher layer."""
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
@@ -75,9 +65,7 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
 @bench.command()
 @_runs("local")
 def local(
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Shared memory of the bench's own arena.")
-    ] = "1GiB",
+    capacity: Annotated[str, option("SIZE", "Shared memory of the bench's own arena.")] = "1GiB",
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
@@ -125,20 +113,13 @@ def staging(
 @bench.command()
 @_runs("tier")
 def tier(
-    capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Shared memory of the tier's arena.")
-    ] = "6GiB",
+    capacity: Annotated[str, option("SIZE", "Shared memory of the tier's arena.")] = "6GiB",
     block: BlockOption = None,
     processes: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1, max=8, metavar="N", help="Processes at once; may be repeated. [1, 2 .. as cores]"
-        ),
+        option("N", "Processes at once; may be repeated. [1, 2 .. as cores]", 1, 8),
     ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(min=1, max=3600, metavar="S", help="Load for each number of processes."),
-    ] = 60,
+    seconds: Annotated[float, option("S", "Load for each number of processes.", 1, 3600)] = 60,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     verbose: VerboseOption = False,
@@ -155,9 +136,7 @@ def tier(
 def nvme(
     disk: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
-        ),
+        option("DIR", "Where the segment files go, on a disk; else in TMPDIR.", names=["--dir"]),
     ] = None,
     block: BlockOption = None,
     repeat: RepeatOption = None,
@@ -177,83 +156,51 @@ def nvme(
 @_runs("serving.serve", app="kvray.serve:app")
 def serve(
     url: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=URL", help="An endpoint; may be repeated. The first is judged."),
+        list[str] | None, option("NAME=URL", "An endpoint; may be repeated. The first is judged.")
     ] = None,
     is_local: Annotated[
-        bool, typer.Option("--local", help="Start three applications of kvray.serve and load them.")
+        bool, flag("--local", "Start three applications of kvray.serve and load them.")
     ] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Requests of a trace, as `kvray replay` reads it."),
+        Path | None, option("FILE", "Requests of a trace, as `kvray replay` reads it.")
     ] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="conversations, one-prefix or no-prefix; may be repeated. [conversations; --local:"
+        option(
+            "NAME",
+            "conversations, one-prefix or no-prefix; may be repeated. [conversations; --local:"
             " all]",
         ),
     ] = None,
-    rate: Annotated[
-        float, typer.Option(min=0.01, max=10_000, metavar="R", help="Requests per second.")
-    ] = 0.5,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=86_400, metavar="S", help="Load of each round.")
-    ] = 60,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="Rounds, with other prompts each.")
-    ] = 3,
-    scale: Annotated[
-        float,
-        typer.Option(min=1, max=4096, metavar="X", help="Prompts of a trace are X times shorter."),
-    ] = 16,
-    tokens_max: Annotated[
-        int,
-        typer.Option(min=1, max=10_000_000, metavar="N", help="Longer prompts lose their end."),
-    ] = 2048,
+    rate: Annotated[float, option("R", "Requests per second.", 0.01, 10_000)] = 0.5,
+    seconds: Annotated[float, option("S", "Load of each round.", 1, 86_400)] = 60,
+    rounds: Annotated[int, option("N", "Rounds, with other prompts each.", 1, 1000)] = 3,
+    scale: Annotated[float, option("X", "Prompts of a trace are X times shorter.", 1, 4096)] = 16,
+    tokens_max: Annotated[int, option("N", "Longer prompts lose their end.", 1, 10_000_000)] = 2048,
     vocabulary: Annotated[
-        int,
-        typer.Option(min=64, max=10_000_000, metavar="N", help="Token ids of prompts are below N."),
+        int, option("N", "Token ids of prompts are below N.", 64, 10_000_000)
     ] = 16_384,
-    answer_tokens: Annotated[
-        int, typer.Option(min=1, max=100_000, metavar="N", help="Tokens of an answer.")
-    ] = 8,
+    answer_tokens: Annotated[int, option("N", "Tokens of an answer.", 1, 100_000)] = 8,
     in_time: Annotated[
-        float,
-        typer.Option(
-            min=0.001, max=86_400, metavar="S", help="A first token that comes later is too late."
-        ),
+        float, option("S", "A first token that comes later is too late.", 0.001, 86_400)
     ] = 2,
     timeout: Annotated[
-        float,
-        typer.Option(min=1, max=3600, metavar="S", help="A request that takes longer has failed."),
+        float, option("S", "A request that takes longer has failed.", 1, 3600)
     ] = 120,
     replicas: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            metavar="N",
-            help="Replicas behind each endpoint. [those that answer; --local: 3]",
-        ),
+        option("N", "Replicas behind each endpoint. [those that answer; --local: 3]", 1, 1000),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="[what the endpoint lists; --local: smollm2]"),
+        str | None, option("NAME", "[what the endpoint lists; --local: smollm2]")
     ] = None,
     pool_blocks: Annotated[
-        int,
-        typer.Option(
-            min=16, max=10_000_000, metavar="N", help="--local: blocks of an engine's own pool."
-        ),
+        int, option("N", "--local: blocks of an engine's own pool.", 16, 10_000_000)
     ] = 128,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="--local: shared memory of the tier's arena.")
+        str, option("SIZE", "--local: shared memory of the tier's arena.")
     ] = "2GiB",
-    start_timeout: Annotated[
-        float, typer.Option(min=1, max=3600, metavar="S", help="--local: longest start.")
-    ] = 300,
+    start_timeout: Annotated[float, option("S", "--local: longest start.", 1, 3600)] = 300,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     config: ConfigOption = None,

@@ -1,6 +1,5 @@
 """`kvray drain`, `kvray clear` and `kvray prefetch`: have blocks go elsewhere, go, or come."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,10 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from kvray.cli.asking import open_client, read_tokens
+from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.cli.status import drain_sentence
 from kvray.config import load_config
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.options import (
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    VerboseOption,
+    flag,
+    option,
+)
 from kvray.console.output import boundary, printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
@@ -26,14 +32,9 @@ def drain(
     node: Annotated[
         str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
     ],
-    deadline: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, max=86_400, help="How long there is."),
-    ] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="The node stays after all.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
-    ] = True,
+    deadline: Annotated[float | None, option("SECONDS", "How long there is.", 0, 86_400)] = None,
+    cancel: Annotated[bool, flag("--cancel", "The node stays after all.")] = False,
+    wait: Annotated[bool, flag("--wait/--no-wait", "Wait until the blocks are away.")] = True,
     config: ConfigOption = None,
     address: AddressOption = None,
     verbose: VerboseOption = False,
@@ -106,8 +107,7 @@ def prefetch(
     replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
     salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
     lora: Annotated[
-        str | None,
-        typer.Option(help="Path of the request's LoRA adapter on the nodes."),
+        str | None, typer.Option(help="Path of the request's LoRA adapter on the nodes.")
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,
@@ -122,12 +122,10 @@ def prefetch(
         token_ids = read_tokens(tokens)
         with open_client(config, address) as client:
             brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
-        if as_json:
-            print(json.dumps(asdict(brought), indent=2))
-            return
-        print(
+        said = [
             f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
             f" {brought.staged_tokens:,} of them came now."
-        )
+        ]
         if brought.reason != "none":
-            print(f"Why not more: {brought.reason.replace('_', ' ')}.")
+            said.append(f"Why not more: {brought.reason.replace('_', ' ')}.")
+        show_answer(asdict(brought), lambda _: said, as_json=as_json)

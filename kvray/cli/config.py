@@ -1,34 +1,28 @@
 """`kvray config` and `kvray connector-config`: values with their sources, and engine options."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from kvray.cli.asking import show_answer
-from kvray.config import (
-    effective_settings,
-    json_schema,
-    load_config,
-    read_effective,
+from kvray.config import effective_settings, json_schema, load_config, read_effective
+from kvray.console.options import (
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    VerboseOption,
+    flag,
+    option,
 )
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table, printer
+from kvray.console.output import boundary, empty_table
 from kvray.errors import ConfigError
 
-_NodeLabelOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="Use the values that `nodes` has for nodes with this Ray label; repeatable.",
-    ),
-]
-
 config_app = typer.Typer(
-    name="config",
-    help="Show the configuration and its schema.",
-    no_args_is_help=True,
+    name="config", help="Show the configuration and its schema.", no_args_is_help=True
 )
 
 
@@ -36,8 +30,14 @@ config_app = typer.Typer(
 def show(
     config: ConfigOption = None,
     address: AddressOption = None,
-    node_label: _NodeLabelOption = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Leave out the defaults.")] = False,
+    node_label: Annotated[
+        list[str] | None,
+        option(
+            "KEY=VALUE",
+            "Use the values that `nodes` has for nodes with this Ray label; repeatable.",
+        ),
+    ] = None,
+    changed: Annotated[bool, flag("--changed", "Leave out the defaults.")] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -46,9 +46,16 @@ def show(
     Without --node-label these are the tier's own values. Needs no Ray.
     """
     with boundary(verbose=verbose):
-        effective = read_effective(
-            config, overrides={"ray.address": address}, labels=_labels(node_label)
-        )
+        labels = {}
+        for one in node_label or []:
+            key, parted, value = one.partition("=")
+            if not (key and parted and value):
+                raise ConfigError(
+                    f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
+                )
+            labels[key] = value
+        overrides = {"ray.address": address}
+        effective = read_effective(config, overrides=overrides, labels=labels)
         found = {
             "file": None if effective.path is None else str(effective.path),
             "settings": [
@@ -61,7 +68,7 @@ def show(
                 if not (changed and one.origin.kind == "default")
             ],
         }
-        show_answer(found, _print, as_json=as_json)
+        show_answer(found, _report, as_json=as_json)
 
 
 @config_app.command()
@@ -71,11 +78,10 @@ def schema(verbose: VerboseOption = False) -> None:
         print(json_schema(), end="")
 
 
-def _print(found: dict[str, Any]) -> None:
-    console = printer()
-    console.print(f"File: {found['file'] or 'none'}", soft_wrap=True)
+def _report(found: dict[str, Any]) -> Iterator[Table | str]:
+    yield f"File: {found['file'] or 'none'}"
     if not found["settings"]:
-        console.print("Every setting has its default.")
+        yield "Every setting has its default."
         return
     table = empty_table("setting", "value", "from", folds=True)
     for one in found["settings"]:
@@ -83,30 +89,13 @@ def _print(found: dict[str, Any]) -> None:
         written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         style = "dim" if origin["kind"] == "default" else None
         table.add_row(one["name"], written, origin["where"] or origin["kind"], style=style)
-    console.print(table)
+    yield table
 
-
-def _labels(given: list[str] | None) -> dict[str, str]:
-    """Return the labels of `--node-label`, as key -> value."""
-    labels = {}
-    for one in given or []:
-        key, parted, value = one.partition("=")
-        if not (key and parted and value):
-            raise ConfigError(
-                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
-            )
-        labels[key] = value
-    return labels
-
-
-MODULE = "kvray.connector"
-SCHEDULER_CLASS = "KvRayScheduler"
-WORKER_CLASS = "KvRayWorker"
 
 _TEMPLATE = """\
 # Written by `kvray connector-config`; for `trtllm-serve MODEL --extra_llm_api_options THIS_FILE`.
 kv_connector_config:
-  connector_module: {module}
+  connector_module: kvray.connector
   # {hint}
   connector_scheduler_class: {scheduler}
   connector_worker_class: {worker}
@@ -123,9 +112,7 @@ def connector_config(
     config: ConfigOption = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The file to write; by default stdout."
-        ),
+        option("FILE", "The file to write; by default stdout.", names=["--output", "-o"]),
     ] = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -147,17 +134,11 @@ def connector_config(
 
 def render(config: Path | None) -> str:
     """Return the YAML for a replica that reads `config`, or what KVRAY_CONFIG names if None."""
-    scheduler, worker = (class_name(name, config) for name in (SCHEDULER_CLASS, WORKER_CLASS))
+    where = "" if config is None else f"@{config.absolute()}"
     return _TEMPLATE.format(
-        module=MODULE,
-        scheduler=json.dumps(scheduler, ensure_ascii=False),  # a YAML string too
-        worker=json.dumps(worker, ensure_ascii=False),
+        scheduler=json.dumps(f"KvRayScheduler{where}", ensure_ascii=False),  # a YAML string too
+        worker=json.dumps(f"KvRayWorker{where}", ensure_ascii=False),
         hint="After the @: the configuration that the engine reads."
         if config
         else "The engine reads the configuration that KVRAY_CONFIG names when it starts.",
     )
-
-
-def class_name(name: str, config: Path | None) -> str:
-    """Return the class's name, with the configuration that it reads."""
-    return name if config is None else f"{name}@{config.absolute()}"

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 import yaml
 
-from kvray.cli.page import serve
+from kvray.cli.page.command import serve
 from kvray.config import load_config
-from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.options import ConfigOption, VerboseOption, option
 from kvray.console.output import boundary
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.errors import ConfigError
@@ -22,18 +22,13 @@ dashboard = typer.Typer(
 
 dashboard.command()(serve)
 
-_SESSION = "session_latest"
 _PROVIDERS = Path("metrics/grafana/provisioning/dashboards/default.yml")
 _DISCOVERY = "prom_metrics_service_discovery.json"
-_RAY_DIR = "ray"
-
-
 TempDirOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="The --temp-dir of Ray's head. By default that of this tier's local Ray, then"
-        " /tmp/ray.",
+    option(
+        "DIR",
+        "The --temp-dir of Ray's head. By default that of this tier's local Ray, then /tmp/ray.",
     ),
 ]
 
@@ -44,10 +39,10 @@ def install(
     ray_temp_dir: TempDirOption = None,
     target: Annotated[
         Path | None,
-        typer.Option(
-            "--to",
-            metavar="DIR",
-            help="A directory that a Grafana loads dashboards from; this needs no Ray.",
+        option(
+            "DIR",
+            "A directory that a Grafana loads dashboards from; this needs no Ray.",
+            names=["--to"],
         ),
     ] = None,
     verbose: VerboseOption = False,
@@ -60,17 +55,24 @@ def install(
         if target is not None:
             print(f"The dashboard is {put_dashboard(target)}.")
             return
-        _, session = _session(ray_temp_dir, config)
-        print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
+        providers = _session(ray_temp_dir, config)[1] / _PROVIDERS  # what Ray's Grafana loads
+        try:
+            found = yaml.safe_load(providers.read_text())
+            directory = Path(found["providers"][0]["options"]["path"])
+        except (OSError, yaml.YAMLError, LookupError, TypeError):
+            raise ConfigError(
+                f"Ray has not written {providers}; start its head with the dashboard (`ray start"
+                " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
+                " with --to."
+            ) from None
+        print(f"The dashboard is {put_dashboard(directory)}.")
         print("Each Ray session has a new directory: repeat this after a restart of Ray.")
         print("`kvray dashboard scrape` prints the configuration for Prometheus.")
 
 
 @dashboard.command()
 def scrape(
-    config: ConfigOption = None,
-    ray_temp_dir: TempDirOption = None,
-    verbose: VerboseOption = False,
+    config: ConfigOption = None, ray_temp_dir: TempDirOption = None, verbose: VerboseOption = False
 ) -> None:
     """Print a configuration for Prometheus: where the metrics and the alerts are."""
     with boundary(verbose=verbose):
@@ -102,29 +104,15 @@ def _session(ray_temp_dir: Path | None, config: Path | None) -> tuple[Path, Path
     if ray_temp_dir is None:
         from kvray.actors.tier.local_ray import local_dir
 
-        own = local_dir(load_config(config).cluster_name) / _RAY_DIR
+        own = local_dir(load_config(config).cluster_name) / "ray"
         ray_temp_dir = own if own.is_dir() else Path("/tmp/ray")
-    session = ray_temp_dir / _SESSION
+    session = ray_temp_dir / "session_latest"
     if not session.is_dir():
         raise ConfigError(
             f"There is no Ray session in {ray_temp_dir}; run this on the node of Ray's head, and"
             " give its --temp-dir as --ray-temp-dir."
         )
     return ray_temp_dir, session.resolve()
-
-
-def dashboards_dir(session: Path) -> Path:
-    """Return the directory that Ray's Grafana loads dashboards from; Ray's dashboard names it."""
-    providers = session / _PROVIDERS
-    try:
-        found = yaml.safe_load(providers.read_text())
-        return Path(found["providers"][0]["options"]["path"])
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
-        raise ConfigError(
-            f"Ray has not written {providers}; start its head with the dashboard (`ray start"
-            " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
-            " with --to."
-        ) from None
 
 
 def put_dashboard(directory: Path) -> Path:

@@ -1,9 +1,7 @@
-"""`kvray explain`: why a request hit or missed, and what became of the blocks of a prompt.
-
-Each reason of a miss and each cause of an eviction has its words, and what to do about it.
-"""
+"""`kvray explain`: why a request hit or missed, what became of a prompt's blocks, and advice."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,8 +12,15 @@ from rich.table import Table
 
 from kvray.actors.names import node_of
 from kvray.cli.asking import open_client, read_tokens, show_answer
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table, printer
+from kvray.console.options import (
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    VerboseOption,
+    flag,
+    option,
+)
+from kvray.console.output import boundary, empty_table
 from kvray.errors import ConfigError
 
 _LAST_MAX = 200
@@ -31,27 +36,23 @@ def explain(
             help="The engine's number of the request; with --last, how many requests.",
         ),
     ] = None,
-    last: Annotated[
-        bool, typer.Option("--last", help="Explain the latest request, or the latest N.")
-    ] = False,
+    last: Annotated[bool, flag("--last", "Explain the latest request, or the latest N.")] = False,
     replica: Annotated[
-        str | None,
-        typer.Option(help="Only this replica, named as in `kvray status`."),
+        str | None, typer.Option(help="Only this replica, named as in `kvray status`.")
     ] = None,
     tokens: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Explain a prompt: its token ids, as a JSON list or separated by white space;"
-            " - is stdin.",
+        option(
+            "FILE",
+            "Explain a prompt: its token ids, as a JSON list or separated by white space; - is"
+            " stdin.",
         ),
     ] = None,
     salt: Annotated[
         str | None, typer.Option(help="With --tokens: the prompt's cache salt.")
     ] = None,
     lora: Annotated[
-        str | None,
-        typer.Option(help="With --tokens: the path of its LoRA adapter on the nodes."),
+        str | None, typer.Option(help="With --tokens: the path of its LoRA adapter on the nodes.")
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,
@@ -75,26 +76,23 @@ def explain(
             else:
                 found = client.explain(request_id, replica=replica, last=_LAST_MAX)
         as_list = last and (request_id or 1) > 1
-        show_answer(found, lambda found: _print(found, as_list=as_list), as_json=as_json)
+        show_answer(found, lambda found: _report(found, as_list=as_list), as_json=as_json)
 
 
-def _print(found: dict[str, Any], *, as_list: bool) -> None:
-    console = printer()
-    now = time.time()
-    requests = found.get("requests", [])
+def _report(found: dict[str, Any], *, as_list: bool) -> Iterator[RenderableType]:
+    now, requests = time.time(), found.get("requests", [])
     if as_list:
-        console.print(requests_table(requests, now=now))
-        console.print(requests_sentence(requests), soft_wrap=True)
+        yield requests_table(requests, now=now)
+        yield requests_sentence(requests)
     else:
         reports = [request_report(one, now=now) for one in requests]
         reports += [prompt_report(one, now=now) for one in found.get("prompts", [])]
         for number, report in enumerate(reports):
             if number:
-                console.print()
-            for line in report:
-                console.print(line, soft_wrap=isinstance(line, str))
+                yield ""
+            yield from report
     if found["silent"]:
-        console.print(f"No answer from {', '.join(found['silent'])}, which may know more.")
+        yield f"No answer from {', '.join(found['silent'])}, which may know more."
 
 
 _MORE_ROOM = (
@@ -109,16 +107,15 @@ WAYS = {
 }
 _TIERS = {"host": "the memory", "nvme": "the disk"}
 _PLACES = {"host": "in the memory", "nvme": "on the disk"}
+_RANGE_COLUMNS = ("tokens", "what", "how, or why not")
 _DAY_S = 86_400
 
 
 class Reason(NamedTuple):
-    """One reason of a miss."""
+    """The end of "missed because ...", and what to do, as a sentence; empty if nothing."""
 
     means: str
-    """The end of a sentence "missed because ..."."""
     advice: str
-    """What to do, as a sentence; empty if nothing."""
 
 
 REASONS: dict[str, Reason] = {
@@ -211,10 +208,7 @@ CAUSES = {
 
 
 def reason(name: str, cause: str = "") -> Reason:
-    """Return the words for a reason; an unknown one is its own name.
-
-    The advice on evicted blocks depends on the `cause`, one of `CAUSES`.
-    """
+    """Return the words for a reason, else its name; of evicted blocks with a `cause`'s advice."""
     known = REASONS.get(name) or Reason(name.replace("_", " "), "")
     return known._replace(advice=CAUSES[cause].advice) if cause in CAUSES else known
 
@@ -225,9 +219,23 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
     yield (
         f"Request {request['request_id']} of replica"
         f" {request['replica']}{rank}, {clock(request['at'], now)}:"
-        f" {_tokens(request['num_tokens'])}, namespace {request['namespace'] or 'not known'}"
+        f" {request['num_tokens']:,} prompt tokens, namespace {request['namespace'] or 'not known'}"
     )
-    yield _table(_request_rows(request, now))
+    table = empty_table(*_RANGE_COLUMNS, folds=True)
+    about = "about " if request["is_sampled"] else ""
+    for one in request["ranges"]:
+        what, text = one["what"], ""
+        if what == "own":
+            what, text = "own pool", "the engine had these itself"
+        elif what == "hit":
+            text = WAYS.get(one["way"], f"brought by {one['way']}")
+            text += f" from node {node_of(one['source'])}" if one["source"] else ""
+        elif what == "computed":
+            text = "the last token, and tokens that fill no block, are always computed"
+        else:
+            text = f"{about}{_missed(one, request['log_since'], now)}"
+        table.add_row(_extent(one), what, text)
+    yield table
     yield (
         f"The request waited {1000 * request['stage_s']:.1f} ms for the shard; the rest took"
         f" {1000 * request['lease_s']:.1f} ms."
@@ -256,10 +264,22 @@ def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
 def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[RenderableType]:
     """Yield the lines on what one namespace has of a prompt."""
     yield (
-        f"{_tokens(prompt['num_tokens'])} as replica {prompt['replica']} keys"
+        f"{prompt['num_tokens']:,} prompt tokens as replica {prompt['replica']} keys"
         f" them, namespace {prompt['namespace']}"
     )
-    yield _table(_prompt_rows(prompt, now))
+    table = empty_table(*_RANGE_COLUMNS, folds=True)
+    for one in prompt["ranges"]:
+        if one["what"] == "stored":
+            text = _places(one["places"])
+        elif one["what"] == "computed":
+            text = "these fill no block, and only whole blocks are stored"
+        elif one["what"] == "never_stored":
+            text = f"at least not since {clock(prompt['log_since'], now)}"
+        else:
+            text = _left(one, now) if "left_at" in one else ""
+            text += f" some parts {_places(one['places'])}" if one["places"] else ""
+        table.add_row(_extent(one), one["what"].replace("_", " "), text)
+    yield table
     yield from _leaving(prompt["leaving"])
     stored, total = prompt["stored_tokens"], prompt["num_tokens"]
     known = reason(prompt["reason"], _cause(prompt))
@@ -277,11 +297,8 @@ def requests_table(requests: Sequence[Mapping[str, Any]], *, now: float) -> Tabl
     )
     for one in requests:
         table.add_row(
-            str(one["request_id"]),
-            one["replica"],
-            clock(one["at"], now),
-            *(f"{one[name]:,}" for name in ("num_tokens", "own_tokens", "hit_tokens")),
-            f"{one['missed_tokens']:,}",
+            *(str(one["request_id"]), one["replica"], clock(one["at"], now)),
+            *(f"{one[f'{name}_tokens']:,}" for name in ("num", "own", "hit", "missed")),
             "" if one["reason"] == "none" else one["reason"].replace("_", " "),
         )
     return table
@@ -291,10 +308,10 @@ def requests_sentence(requests: Sequence[Mapping[str, Any]]) -> str:
     """Return how much of some requests hit, and the main reason for the rest."""
     total = sum(one["num_tokens"] for one in requests)
     hit = sum(one["hit_tokens"] for one in requests)
-    missed: dict[str, int] = {}
+    missed: Counter[str] = Counter()
     for one in requests:
-        missed[one["reason"]] = missed.get(one["reason"], 0) + one["missed_tokens"]
-    worst = max(missed, key=lambda name: missed[name])
+        missed[one["reason"]] += one["missed_tokens"]
+    worst = max(missed, key=missed.__getitem__)
     start = f"{hit:,} of {total:,} tokens of these {len(requests)} requests were hits"
     if not missed[worst]:
         return f"{start}; nothing was missed."
@@ -319,25 +336,9 @@ def age_text(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def shortened(value: str, most: int) -> str:
+def shortened(value: str, most: int = 40) -> str:
     """Return `value`, or what fits of it into `most` characters."""
     return value if len(value) <= most else value[: most - 3] + "..."
-
-
-def _request_rows(request: Mapping[str, Any], now: float) -> Iterator[tuple[str, str, str]]:
-    about = "about " if request["is_sampled"] else ""
-    for one in request["ranges"]:
-        what, text = one["what"], ""
-        if what == "own":
-            what, text = "own pool", "the engine had these itself"
-        elif what == "hit":
-            text = WAYS.get(one["way"], f"brought by {one['way']}")
-            text += f" from node {node_of(one['source'])}" if one["source"] else ""
-        elif what == "computed":
-            text = "the last token, and tokens that fill no block, are always computed"
-        else:
-            text = f"{about}{_missed(one, request['log_since'], now)}"
-        yield _extent(one), what, text
 
 
 def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
@@ -352,21 +353,6 @@ def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
     return text
 
 
-def _prompt_rows(prompt: Mapping[str, Any], now: float) -> Iterator[tuple[str, str, str]]:
-    for one in prompt["ranges"]:
-        what, text = one["what"].replace("_", " "), ""
-        if one["what"] == "stored":
-            text = _places(one["places"])
-        elif one["what"] == "computed":
-            text = "these fill no block, and only whole blocks are stored"
-        elif one["what"] == "never_stored":
-            text = f"at least not since {clock(prompt['log_since'], now)}"
-        else:
-            text = _left(one, now) if "left_at" in one else ""
-            text += f" some parts {_places(one['places'])}" if one["places"] else ""
-        yield _extent(one), what, text
-
-
 def _left(one: Mapping[str, Any], now: float) -> str:
     first, last = one["left_at"]
     when = clock(last, now)
@@ -378,11 +364,11 @@ def _left(one: Mapping[str, Any], now: float) -> str:
 
 def _cause(told: Mapping[str, Any]) -> str:
     """Return the cause that evicted most tokens; empty if none was evicted."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for one in told["ranges"]:
         if told["reason"] == one.get("reason", one["what"]) and "left_by" in one:
-            found[one["left_by"]] = found.get(one["left_by"], 0) + one["stop"] - one["start"]
-    return max(found, key=lambda name: found[name], default="")
+            found[one["left_by"]] += one["stop"] - one["start"]
+    return max(found, key=found.__getitem__, default="")
 
 
 def _places(places: Sequence[Mapping[str, str]]) -> str:
@@ -390,11 +376,10 @@ def _places(places: Sequence[Mapping[str, str]]) -> str:
 
 
 def _sources(request: Mapping[str, Any]) -> str:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for one in request["ranges"]:
         if one["what"] == "hit":
-            text = WAYS.get(one["way"], one["way"])
-            found[text] = found.get(text, 0) + one["stop"] - one["start"]
+            found[WAYS.get(one["way"], one["way"])] += one["stop"] - one["start"]
     if not found:
         return ""
     if len(found) == 1:
@@ -410,19 +395,8 @@ def _leaving(shards: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _table(rows: Iterator[tuple[str, str, str]]) -> Table:
-    table = empty_table("tokens", "what", "how, or why not", folds=True)
-    for extent, what, text in rows:
-        table.add_row(extent, what, text)
-    return table
-
-
 def _extent(one: Mapping[str, Any]) -> str:
     return f"{one['start']:,} - {one['stop']:,}"
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} prompt tokens"
 
 
 def _ended(sentence: str, advice: str) -> str:

@@ -121,17 +121,30 @@ _STATUSES: dict[str, dict[int, str]] = {
 """What a status means, where a command has its own word for it."""
 
 
-class Command(TyperCommand):
+class _Readable:
+    """Flags and arguments show no type, numbers N, and other options their name in capitals."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if isinstance(one, TyperArgument):
+                one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+            elif getattr(one, "is_flag", False):
+                one.metavar = ""
+            elif one.metavar is None:
+                is_number = getattr(one, "min", None) is not None
+                one.metavar = "N" if is_number else str(one.name).upper()
+        return params
+
+
+class Command(_Readable, TyperCommand):
     """A command whose help ends with its examples and its exit statuses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what Typer gives, and let each paragraph of the docstring flow."""
+        """Let each paragraph of the docstring flow."""
         super().__init__(*args, **kwargs)
-        self.help = _flowing(self.help)
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, with readable placeholders."""
-        return _readable(super().get_params(ctx))
+        paragraphs = (self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help page."""
@@ -139,12 +152,8 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-class Group(TyperGroup):
+class Group(_Readable, TyperGroup):
     """A command that has commands below it."""
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, with readable placeholders."""
-        return _readable(super().get_params(ctx))
 
 
 def epilog(command: str) -> str:
@@ -155,23 +164,3 @@ def epilog(command: str) -> str:
     meanings = {0: _DONE, 2: _FAILED, 130: "interrupted"} | _STATUSES.get(command, {})
     statuses = [f"  {status:<3}  {meanings[status]}" for status in sorted(meanings)]
     return "\n".join([*(lines if len(lines) > 1 else []), "", "Exit status:", *statuses])
-
-
-def _flowing(text: str | None) -> str | None:
-    """Return a docstring without the line breaks of the source inside its paragraphs."""
-    if text is None:
-        return None
-    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
-
-
-def _readable(params: Any) -> Any:
-    """Have flags and arguments show no type, numbers N, other options their name in capitals."""
-    for one in params:
-        if isinstance(one, TyperArgument):
-            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-        elif getattr(one, "is_flag", False):
-            one.metavar = ""
-        elif one.metavar is None:
-            is_number = getattr(one, "min", None) is not None
-            one.metavar = "N" if is_number else str(one.name).upper()
-    return params

@@ -79,10 +79,8 @@ class NodeRates(NamedTuple):
     """The work of one node in a second, and its shard's status."""
 
     shard: Status
-    evicted: float
-    """Blocks."""
-    staged_bytes: float
-    """From other nodes and from disk."""
+    evicted: float  # blocks
+    staged_bytes: float  # from other nodes and from disk
     written_bytes: float
     read_bytes: float
 
@@ -93,8 +91,7 @@ class ReplicaRates(NamedTuple):
     rank: Status
     counters: dict[str, float]
     """How much each counter grew in a second."""
-    missed: dict[str, float]
-    """By reason, the largest first."""
+    missed: dict[str, float]  # by reason, the largest first
 
     @property
     def prompt(self) -> float:
@@ -115,10 +112,6 @@ class History:
         self._kept.append((now, status))
         while len(self._kept) > 2 and now - self._kept[0][0] > self._window_s:
             self._kept.popleft()
-
-    def forget(self) -> None:
-        """Start again after a time without answers."""
-        self._kept.clear()
 
     @property
     def seconds(self) -> float:
@@ -148,9 +141,8 @@ class History:
         """Return the rates of every rank that the shards know."""
         if not self._kept:
             return []
-        before = {
-            (one["replica"], one["rank"]): one for one in ranks_of(self._kept[0][1]["shards"])
-        }
+        ranks = ranks_of(self._kept[0][1]["shards"])
+        before = {(one["replica"], one["rank"]): one for one in ranks}
         found = []
         for one in ranks_of(self._kept[-1][1]["shards"]):
             then = before.get((one["replica"], one["rank"]), one)
@@ -178,12 +170,9 @@ class History:
 
 def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
     """Return the tier's name, and where its prompt tokens come from at present."""
-    totals: Counter[str] = Counter()
-    for one in replicas:
-        totals.update(one.counters)
-    prompt = totals["prompt_tokens"]
+    totals = total_counters({"counters": one.counters} for one in replicas)
     rates = "no requests"
-    if prompt:
+    if prompt := totals["prompt_tokens"]:
         rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
     return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
 
@@ -191,8 +180,7 @@ def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> s
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
     numbers = ("prompt tok/s", *SOURCES, COMPUTED)
-    table = empty_table("replica", "rank", numbers=numbers)
-    table.add_column("missed because")
+    table = empty_table("replica", "rank", numbers=numbers, rest=["missed because"])
     for one in replicas:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)

@@ -6,30 +6,25 @@ import typer
 
 from kvray.cli.asking import parse_option
 from kvray.console.interrupts import masked
-from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.output import PlotOption, boundary, check_plot, printer
+from kvray.console.options import JsonOption, VerboseOption, option
+from kvray.console.output import EXIT_FAILED, PlotOption, boundary, check_plot, printer
 from kvray.errors import ConfigError
-
-_EXIT_FAILED = 1
 
 
 def demo(
     model: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL",
-            help="smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path"
-            " of a Llama-family checkpoint.",
+        option(
+            "MODEL",
+            "smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path of a"
+            " Llama-family checkpoint.",
         ),
     ] = "smollm2",
     engine: Annotated[
-        str,
-        typer.Option(metavar="ENGINE", help="reference, or vllm, where vLLM is installed."),
+        str, option("ENGINE", "reference, or vllm, where vLLM is installed.")
     ] = "reference",
     as_json: JsonOption = False,
-    arena: Annotated[
-        str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
-    ] = "1GiB",
+    arena: Annotated[str, option("SIZE", "Shared memory of the demo's tier.")] = "1GiB",
     plot: PlotOption = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -46,18 +41,17 @@ def demo(
             from kvray.lab.demo.play import play
 
         console = printer(is_error=True)
-        verdict, report = play(
+        report = play(
             model, engine=engine, capacity=capacity, console=console, interrupts=interrupts
         )
         report.show(as_json=as_json, plot=plot)
-    if verdict.failures:
-        raise typer.Exit(_EXIT_FAILED)
+    if report.facts["failures"]:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def chaos(
     duration: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=20, max=86_400, help="Length of the run with faults."),
+        float, option("SECONDS", "Length of the run with faults.", 20, 86_400)
     ] = 60.0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Decides the load and the faults.")
@@ -66,15 +60,12 @@ def chaos(
         int, typer.Option(min=1, max=8, help="Ray nodes with a shard, on this machine.")
     ] = 2,
     replicas: Annotated[int, typer.Option(min=1, max=16, help="Engines, dealt to the nodes.")] = 2,
-    gap: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Mean time between two faults."),
-    ] = 1.5,
+    gap: Annotated[float, option("SECONDS", "Mean time between two faults.", 0.1, 3600)] = 1.5,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KIND",
-            help="Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
+        option(
+            "KIND",
+            "Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
             " supervisor, engine or raylet), cut_link, cut_links, slow_link, fill_tmpfs, fill_disk,"
             " fill_arena, truncate, flip_bytes, drain, call_off, preempt or join.",
         ),
@@ -116,4 +107,4 @@ def chaos(
         found = play(options, console=console, interrupts=interrupts)
         chaos_report(found).show(as_json=as_json)
     if not has_passed(found):
-        raise typer.Exit(_EXIT_FAILED)
+        raise typer.Exit(EXIT_FAILED)

@@ -1,6 +1,6 @@
 """`kvray ls`: the stored namespaces, and the most used prefixes of one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +12,7 @@ from kvray.cli.explain import shortened
 from kvray.cli.hits import tier_share
 from kvray.config import format_size
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table, printer
-
-_MODEL_MAX = 40
+from kvray.console.output import boundary, empty_table
 
 
 def ls(
@@ -44,7 +42,7 @@ def ls(
         }
         if namespace is not None:
             found["prefixes"] = prefixes(contents)[:hottest]
-        show_answer(found, lambda found: _print(found, namespace), as_json=as_json)
+        show_answer(found, lambda found: _report(found, namespace), as_json=as_json)
 
 
 def namespaces(
@@ -94,7 +92,7 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            shortened(str(fields.get("model", "no known replica")), _MODEL_MAX),
+            shortened(str(fields.get("model", "no known replica"))),
             str(fields.get("kv_dtype", "")),
             ", ".join(one["replicas"]),
             format_size(one["host_bytes"]),
@@ -124,19 +122,17 @@ def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) ->
     return table
 
 
-def _print(found: Mapping[str, Any], namespace: str | None) -> None:
-    console = printer()
+def _report(found: Mapping[str, Any], namespace: str | None) -> Iterator[Table | str]:
     entries = found["namespaces"]
     if found["silent"]:
-        console.print(f"No answer from {', '.join(found['silent'])}: their blocks are not counted.")
+        yield f"No answer from {', '.join(found['silent'])}: their blocks are not counted."
     if namespace is None:
-        console.print(namespaces_table(entries) if entries else "Nothing is stored.")
-        return
-    if not found["prefixes"]:
-        console.print(f"Nothing of namespace {namespace} is in memory; `kvray ls` shows what is.")
-        return
-    sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
-    console.print(prefixes_table(found["prefixes"], sizes.get(namespace, 0)))
+        yield namespaces_table(entries) if entries else "Nothing is stored."
+    elif not found["prefixes"]:
+        yield f"Nothing of namespace {namespace} is in memory; `kvray ls` shows what is."
+    else:
+        sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+        yield prefixes_table(found["prefixes"], sizes.get(namespace, 0))
 
 
 def _entry(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

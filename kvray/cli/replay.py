@@ -1,6 +1,6 @@
 """`kvray replay`: its options, for policies, for routers and for a shard's curve."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,73 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.console.interrupts import masked
-from kvray.console.options import JsonOption, VerboseOption
-from kvray.console.output import PlotOption, boundary, check_plot, printer
+from kvray.console.options import JsonOption, VerboseOption, flag, option
+from kvray.console.output import PlotOption, boundary, check_plot
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.lab.replay.routers import FleetPlan
     from kvray.lab.report import Report
 
-DEFAULTS: Mapping[str, int] = {
-    **{"pool": 800, "host": 3_000, "speed": 1, "deadline": 5, "imbalance": 10},
-    **{"prefill_rate": 12_000, "token_bytes": 163_840},
-    **{"copy_rate": 20, "link_rate": 10, "disk_rate": 3},
-}
-"""docs/replay.md says where they are from."""
 _LINK_LATENCY_S = 0.002
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
 _CAPACITIES = "1k,5k,10k,30k,100k"
 
 
-def _option(name: str, metavar: str, text: str, **bounds: Any) -> Any:
-    return typer.Option(metavar=metavar, help=f"{text} Default: {DEFAULTS[name]}.", **bounds)
+_FLEET = (
+    *("router", "pool", "host", "speed", "deadline", "imbalance", "prefill_rate", "token_bytes"),
+    *("copy_rate", "link_rate", "disk_rate"),
+)
+"""The options for routers; docs/replay.md says where their defaults are from."""
 
 
-def _positive(name: str, metavar: str, text: str) -> Any:
-    return _option(name, metavar, text, min=1e-6, max=1e12)
-
-
-def refuse(given: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError if one of the options was given."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} {why}.")
-
-
-def make_plan(
-    replicas: int, given: Mapping[str, Any], *, disk_blocks: int, seed: int
-) -> "FleetPlan":
-    """Return the plan of the options that were given; for None it takes the default."""
-    from kvray.lab.replay.routers import FleetPlan
-    from kvray.routing import Link, Rates
-
-    values = {
-        name: default if given[name] is None else given[name] for name, default in DEFAULTS.items()
-    }
-    return FleetPlan(
-        num_replicas=replicas,
-        pool_blocks=values["pool"],
-        host_blocks=values["host"],
-        disk_blocks=disk_blocks,
-        speed=values["speed"],
-        deadline_s=values["deadline"],
-        imbalance_max=values["imbalance"],
-        seed=seed,
-        rates=Rates(
-            prefill_tokens_per_s=values["prefill_rate"],
-            token_bytes=values["token_bytes"],
-            host=Link(bytes_per_s=1e9 * values["copy_rate"]),
-            remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * values["link_rate"]),
-            disk=Link(bytes_per_s=1e9 * values["disk_rate"]) if disk_blocks else None,
-        ),
-    )
+def _positive(metavar: str, text: str) -> Any:
+    return option(metavar, text, 1e-6, 1e12)
 
 
 Names = list[str] | None
 
 
 def replay(
+    ctx: typer.Context,
     trace: Annotated[
         Path,
         typer.Argument(
@@ -85,91 +46,50 @@ def replay(
         ),
     ],
     capacity: Annotated[
-        Names,
-        typer.Option(metavar="BLOCKS", help=f"Sizes of the host tier. Default: {_CAPACITIES}."),
+        Names, option("BLOCKS", f"Sizes of the host tier. Default: {_CAPACITIES}.")
     ] = None,
-    policy: Annotated[
-        Names, typer.Option(metavar="NAME", help="gittins or lru. Default: both.")
-    ] = None,
-    nvme: Annotated[
-        str | None, typer.Option(metavar="BLOCKS", help="Put an NVMe tier of this size below.")
-    ] = None,
+    policy: Annotated[Names, option("NAME", "gittins or lru. Default: both.")] = None,
+    nvme: Annotated[str | None, option("BLOCKS", "Put an NVMe tier of this size below.")] = None,
     admission: Annotated[
-        Names,
-        typer.Option(metavar="NAME", help="NVMe admission: all, twice or likely. Default: each."),
+        Names, option("NAME", "NVMe admission: all, twice or likely. Default: each.")
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(
-            **{"min": 1, "max": 1_000_000, "metavar": "N"},
-            help="Tokens of a block, if the trace does not say it. Default: 512.",
-        ),
+        option("N", "Tokens of a block, if the trace does not say it. Default: 512.", 1, 1_000_000),
     ] = None,
     concurrent: Annotated[
         int,
-        typer.Option(
-            **{"min": 1, "max": 1_000_000, "metavar": "N"},
-            help="Sessions at the same time, if the trace has no start times.",
-        ),
+        option("N", "Sessions at the same time, if the trace has no start times.", 1, 1_000_000),
     ] = 16,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**32 - 1, metavar="N", help="Decides the order in which sessions begin."
-        ),
+        int, option("N", "Decides the order in which sessions begin.", 0, 2**32 - 1)
     ] = 0,
     check_curve: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--check-curve",
-            help="Check the curve of `kvray size` on this trace, by full replays. Default policy:"
+            "Check the curve of `kvray size` on this trace, by full replays. Default policy:"
             " gittins.",
         ),
     ] = False,
     replicas: Annotated[
-        int | None,
-        typer.Option(
-            **{"min": 1, "max": 512, "metavar": "N"},
-            help="Compare routers instead, on N replicas with a node each.",
-        ),
+        int | None, option("N", "Compare routers instead, on N replicas with a node each.", 1, 512)
     ] = None,
     router: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="round_robin, pow2, affinity or kvray. Default: all."),
+        Names, option("NAME", "round_robin, pow2, affinity or kvray. Default: all.")
     ] = None,
-    pool: Annotated[str | None, _option("pool", "BLOCKS", "Size of a replica's own pool.")] = None,
-    host: Annotated[
-        str | None, _option("host", "BLOCKS", "The tier's memory of each node.")
-    ] = None,
-    speed: Annotated[
-        float | None, _positive("speed", "X", "Divide the trace's times by X: more load.")
-    ] = None,
-    deadline: Annotated[
-        float | None, _positive("deadline", "S", "First tokens after S seconds are no goodput.")
-    ] = None,
+    pool: Annotated[str, option("BLOCKS", "Size of a replica's own pool.")] = "800",
+    host: Annotated[str, option("BLOCKS", "The tier's memory of each node.")] = "3000",
+    speed: Annotated[float, _positive("X", "Divide the trace's times by X: more load.")] = 1,
+    deadline: Annotated[float, _positive("S", "First tokens after S seconds are no goodput.")] = 5,
     imbalance: Annotated[
-        int | None,
-        _option(
-            "imbalance",
-            "N",
-            "Queues may differ by N before affinity does as pow2.",
-            min=0,
-            max=1_000_000,
-        ),
-    ] = None,
-    prefill_rate: Annotated[
-        float | None, _positive("prefill_rate", "TOKENS/S", "Prefill of a replica.")
-    ] = None,
-    token_bytes: Annotated[
-        float | None, _positive("token_bytes", "BYTES", "KV cache of one token.")
-    ] = None,
-    copy_rate: Annotated[
-        float | None, _positive("copy_rate", "GB/S", "From a node's memory to its pool.")
-    ] = None,
-    link_rate: Annotated[float | None, _positive("link_rate", "GB/S", "From node to node.")] = None,
-    disk_rate: Annotated[
-        float | None, _positive("disk_rate", "GB/S", "From disk to memory, with --nvme.")
-    ] = None,
+        int, option("N", "Queues may differ by N before affinity does as pow2.", 0, 1_000_000)
+    ] = 10,
+    prefill_rate: Annotated[float, _positive("TOKENS/S", "Prefill of a replica.")] = 12_000,
+    token_bytes: Annotated[float, _positive("BYTES", "KV cache of one token.")] = 163_840,
+    copy_rate: Annotated[float, _positive("GB/S", "From a node's memory to its pool.")] = 20,
+    link_rate: Annotated[float, _positive("GB/S", "From node to node.")] = 10,
+    disk_rate: Annotated[float, _positive("GB/S", "From disk to memory, with --nvme.")] = 3,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
@@ -188,28 +108,30 @@ def replay(
     A size is a number of blocks, such as 5000, 5k or 1.5M. Names and sizes may be given
     repeatedly, or separated by commas.
     """
-    fleet = {
-        **{"pool": pool, "host": host, "speed": speed, "deadline": deadline},
-        **{"imbalance": imbalance, "prefill_rate": prefill_rate, "token_bytes": token_bytes},
-        **{"copy_rate": copy_rate, "link_rate": link_rate, "disk_rate": disk_rate},
-    }
+    given = [
+        name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
+    ]
     with boundary(verbose=verbose):
         if check_curve and (replicas is not None or plot is not None):
             raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
+        refused = _FLEET if replicas is None else ("capacity", "policy", "admission")
+        why = "is for policies; leave --replicas out"
         if replicas is None:
-            refuse({"router": router, **fleet}, "is for routers; give --replicas N, too")
-        else:
-            given = {"capacity": capacity, "policy": policy, "admission": admission}
-            refuse(given, "is for policies; leave --replicas out")
+            why = "is for routers; give --replicas N, too"
+        for name in refused:
+            if name in given:
+                raise ConfigError(f"--{name.replace('_', '-')} {why}.")
         host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
         nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
         if admission and not nvme_blocks:
             raise ConfigError("--admission decides what goes to disk; give --nvme BLOCKS, too.")
-        if disk_rate is not None and not nvme_blocks:
+        if "disk_rate" in given and not nvme_blocks:
             raise ConfigError("--disk-rate is the speed of a disk; give --nvme BLOCKS, too.")
-        for name in ("pool", "host"):
-            if fleet[name] is not None:
-                fleet[name] = _one_size(str(fleet[name]), f"--{name}")
+        sizes = {
+            "pool_blocks": _one_size(pool, "--pool"),
+            "host_blocks": _one_size(host, "--host"),
+            "disk_blocks": nvme_blocks,
+        }
         if plot is not None:
             check_plot(plot)
         with masked():
@@ -217,7 +139,8 @@ def replay(
             from kvray.lab.replay import read_trace, simulator
             from kvray.lab.replay.curve_check import check_curves
             from kvray.lab.replay.report import report_curves, report_policies, report_routers
-            from kvray.lab.replay.routers import ROUTERS, compare_routers
+            from kvray.lab.replay.routers import ROUTERS, FleetPlan, compare_routers
+            from kvray.routing import Link, Rates
 
         policies, admissions = policy or [], admission or []
         if check_curve:
@@ -229,7 +152,7 @@ def replay(
             admissions=_names(admissions, simulator.ADMISSIONS, "--admission"),
         )
         routers = _names(router, list(ROUTERS), "--router")
-        with counting_progress(printer(is_error=True)) as bar:
+        with counting_progress() as bar:
             task = bar.add_task("Reading", total=None)
 
             def show(title: str, done: int, total: int) -> None:
@@ -240,7 +163,21 @@ def replay(
             if check_curve:
                 report = report_curves(check_curves(read, plan, seed=seed, progress=show))
             elif replicas is not None:
-                fleet_plan = make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
+                fleet_plan = FleetPlan(
+                    num_replicas=replicas,
+                    **sizes,
+                    speed=speed,
+                    deadline_s=deadline,
+                    imbalance_max=imbalance,
+                    seed=seed,
+                    rates=Rates(
+                        prefill_tokens_per_s=prefill_rate,
+                        token_bytes=token_bytes,
+                        host=Link(bytes_per_s=1e9 * copy_rate),
+                        remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * link_rate),
+                        disk=Link(bytes_per_s=1e9 * disk_rate) if nvme_blocks else None,
+                    ),
+                )
                 routed = compare_routers(read, fleet_plan, routers, progress=show)
                 report = report_routers(routed, concurrent=concurrent)
             else:
@@ -265,7 +202,6 @@ def _one_size(text: str, option: str) -> int:
 
 
 def _names(given: Names, known: Sequence[str], option: str) -> Sequence[str]:
-    """Return the names that an option has, or all known ones."""
     names = _split(given or [])
     for name in names:
         if name not in known:

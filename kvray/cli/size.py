@@ -1,22 +1,28 @@
 """`kvray size`: how much host memory is worth it, by the traffic as it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.table import Table
 
 from kvray.actors.tier.sizing import WORTH_SHARE, found_with
 from kvray.cli.asking import open_client, parse_option, show_answer
 from kvray.cli.explain import shortened
 from kvray.config import format_size
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.options import (
+    AddressOption,
+    ConfigOption,
+    JsonOption,
+    VerboseOption,
+    flag,
+    option,
+)
 from kvray.console.output import (
     PlotOption,
+    blank_figure,
     boundary,
     check_plot,
     empty_table,
-    printer,
     write_picture,
 )
 
@@ -30,17 +36,14 @@ _MORE_MAX = 16
 def size(
     add: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Host memory to add, of all nodes together; may be repeated. Default: as much"
-            " again as there is.",
+        option(
+            "SIZE",
+            "Host memory to add, of all nodes together; may be repeated. Default: as much again as"
+            " there is.",
         ),
     ] = None,
     now: Annotated[
-        bool,
-        typer.Option(
-            "--now", help="Draw the curves here from what the nodes have sampled until now."
-        ),
+        bool, flag("--now", "Draw the curves here from what the nodes have sampled until now.")
     ] = False,
     config: ConfigOption = None,
     address: AddressOption = None,
@@ -61,19 +64,19 @@ def size(
             check_plot(plot)
         with open_client(config, address) as client:
             found = client.sizing(now=now)
-        show_answer(found, lambda found: _print(found, more), as_json=as_json)
+        show_answer(found, lambda found: _report(found, more), as_json=as_json)
         if plot is not None:
             write_picture(make_figure(found), plot)
 
 
 def make_figure(found: dict[str, Any]) -> "Figure":
     """Return the share of hits by size of the memory, one picture for each namespace."""
-    from matplotlib.figure import Figure
-
     entries = found["namespaces"][:_PLOTTED_MAX]
-    figure = Figure(figsize=(9, 4.5 * max(1, len(entries))), layout="constrained")
-    for at, entry in enumerate(entries):
-        axes = figure.add_subplot(len(entries), 1, at + 1)
+    rows = max(1, len(entries))
+    figure, panels = blank_figure(9, 4.5 * rows, rows=rows)
+    for axes in panels[len(entries) :]:
+        axes.remove()
+    for axes, entry in zip(panels, entries, strict=False):
         sizes = [one / 2**30 for one in entry["sizes"]]
         host = [100 * (entry["own"] + one) for one in entry["host"]]
         both = [one + 100 * disk for one, disk in zip(host, entry["disk"], strict=True)]
@@ -93,23 +96,18 @@ def make_figure(found: dict[str, Any]) -> "Figure":
         axes.set_ylabel("prompt tokens that hit, %")
         axes.set_ylim(0, 100)
         axes.grid(axis="y", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     return figure
 
 
-def _print(found: dict[str, Any], more: list[int]) -> None:
-    console = printer()
-    for sentence in missing_sentences(found):
-        console.print(sentence, soft_wrap=True)
+def _report(found: dict[str, Any], more: list[int]) -> Iterator[Table | str]:
+    yield from missing_sentences(found)
     for entry in found["namespaces"]:
-        console.print(f"\n{sizing_title(entry)}")
-        console.print(sizing_table(entry))
-        for sentence in sizing_sentences(entry, more or [entry["host_bytes"]]):
-            console.print(sentence, soft_wrap=True)
+        yield f"\n{sizing_title(entry)}"
+        yield sizing_table(entry)
+        yield from sizing_sentences(entry, more or [entry["host_bytes"]])
 
 
-_MODEL_MAX = 40
 _TOO_LITTLE = (
     "Too little traffic so far to say what memory is worth: there is no namespace of which the"
     " sample has enough blocks, or no curve is done yet."
@@ -119,10 +117,7 @@ _TOO_LITTLE = (
 def sizing_sentences(
     entry: Mapping[str, Any], more_bytes: Sequence[int], *, is_short: bool = False
 ) -> list[str]:
-    """Return what a namespace's prompts find now, and what they would find with more memory.
-
-    The short form is one sentence, on the first of `more_bytes`.
-    """
+    """Return what prompts find now, and with more memory; in short only the latter, once."""
     now = found_with(entry, entry["host_bytes"])
     assert now is not None, "the present size is a point of every curve"
     hits, sentences = entry["own"] + now["host"] + now["disk"], []
@@ -149,12 +144,27 @@ def sizing_sentences(
     )
     if entry["disk_bytes"]:
         sentences.append(f"The disk gives {_points(now['disk'])}.")
-    return [*sentences, _worth(entry), *_fits(entry)]
+    least, sizes = entry["worth_from_bytes"], entry["sizes"]
+    if least is None:
+        sentences.append(
+            f"No size up to {format_size(sizes[-1])} is worth running: less than"
+            f" {_points(WORTH_SHARE)} of the prompt tokens would come from host memory."
+        )
+    elif least == 0:
+        sentences.append(f"Even {format_size(sizes[0])} are worth running.")
+    else:
+        sentences.append(f"Below {format_size(least)} it is not worth running.")
+    if entry["distinct_bytes"] <= entry["host_bytes"]:
+        sentences.append(
+            f"All blocks of the sampled prompts, of {_time(entry['seconds'])}, fit into"
+            f" {format_size(entry['distinct_bytes'])}: more memory brings them nothing."
+        )
+    return sentences
 
 
 def sizing_title(entry: Mapping[str, Any]) -> str:
     """Return a namespace's name, and its model's."""
-    model = shortened(str(entry["model"]), _MODEL_MAX)
+    model = shortened(str(entry["model"]))
     return f"{entry['namespace']} ({model})" if model else str(entry["namespace"])
 
 
@@ -192,30 +202,8 @@ def sizing_table(entry: Mapping[str, Any]) -> Table:
     for size, host, disk, error in rows:
         found = [_share(entry["own"] + host + disk), _share(host), _share(disk)]
         cells = [format_size(size), *found[: 3 if entry["disk_bytes"] else 2], _points(2 * error)]
-        is_now = size == entry["host_bytes"]
-        table.add_row(*cells, style="bold" if is_now else None)
+        table.add_row(*cells, style="bold" if size == entry["host_bytes"] else None)
     return table
-
-
-def _worth(entry: Mapping[str, Any]) -> str:
-    least = entry["worth_from_bytes"]
-    if least is None:
-        return (
-            f"No size up to {format_size(entry['sizes'][-1])} is worth running: less than"
-            f" {_points(WORTH_SHARE)} of the prompt tokens would come from host memory."
-        )
-    if least == 0:
-        return f"Even {format_size(entry['sizes'][0])} are worth running."
-    return f"Below {format_size(least)} it is not worth running."
-
-
-def _fits(entry: Mapping[str, Any]) -> list[str]:
-    if entry["distinct_bytes"] > entry["host_bytes"]:
-        return []
-    return [
-        f"All blocks of the sampled prompts, of {_time(entry['seconds'])}, fit into"
-        f" {format_size(entry['distinct_bytes'])}: more memory brings them nothing."
-    ]
 
 
 def _share(value: float) -> str:

@@ -2,8 +2,9 @@
 
 import contextlib
 import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,20 +15,12 @@ from rich.table import Table
 
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
+from kvray.cli import hits
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.hits import (
-    COMPUTED,
-    SOURCES,
-    ended_of,
-    ranks_of,
-    source_shares,
-    sources_sentence,
-    total_counters,
-)
 from kvray.cli.size import sizing_line
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size, load_config
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption, flag
 from kvray.console.output import boundary, empty_table, printer, visible
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.metrics import figure
@@ -77,7 +70,7 @@ def status(
     config: ConfigOption = None,
     address: AddressOption = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help=f"Show it every {_WATCH_S:.0f} s, until Ctrl-C.")
+        bool, flag("--watch", f"Show it every {_WATCH_S:.0f} s, until Ctrl-C.")
     ] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -86,13 +79,12 @@ def status(
     with boundary(verbose=verbose):
         if watch and as_json:
             raise ConfigError("--watch shows a text; take --json without it, in a loop.")
-        console = printer()
         with open_client(config, address) as client:
             if watch:
-                _watch(client, console)
+                _watch(client, printer())
                 return
             found = client.status()
-        show_answer(found, _print, as_json=as_json)
+        show_answer(found, _report, as_json=as_json)
 
 
 def _watch(client: "Client", console: Console) -> None:
@@ -112,16 +104,10 @@ def _watch(client: "Client", console: Console) -> None:
             time.sleep(_WATCH_S)
 
 
-def _print(found: dict[str, Any]) -> None:
-    console = printer()
-    for part in _report(found):
-        console.print(part, soft_wrap=isinstance(part, str))
-
-
 def _report(found: dict[str, Any]) -> Iterator[Table | str]:
-    """Yield the tables and sentences about a tier."""
     shards, lookup = found["shards"], found["lookup"]
-    yield f"Tier {found['cluster_name']}: {_count(shards, 'shard')}, {lookup_sentence(lookup)}"
+    count = f"{len(shards)} shard{'' if len(shards) == 1 else 's'}"
+    yield f"Tier {found['cluster_name']}: {count}, {lookup_sentence(lookup)}"
     if "partitions" in lookup:
         yield lookups_table(lookup["partitions"])
     yield shards_table(shards)
@@ -131,36 +117,32 @@ def _report(found: dict[str, Any]) -> Iterator[Table | str]:
     if any("nvme" in shard for shard in shards):
         yield nvme_table(shards)
     for shard in shards:
-        yield from _shard_sentences(shard)
+        name = shard["shard"]
+        if shard.get("message"):
+            yield f"{name}: {shard['message']}"
+        if stopped := shard.get("stopped_with_lock"):
+            pid = stopped["pid"]
+            yield (
+                f"{name}: process {pid} ({stopped['name']}) is stopped while it has the arena's"
+                f" lock; continue it with `kill -CONT {pid}`, or the shard ends it."
+            )
+        if (drain := shard.get("drain")) is not None:
+            yield drain_sentence(name, drain)
+        yield from (f"{name}: {one}" for one in shard.get("nvme", {}).get("remarks", ()))
     if between := node_links(found):
         yield node_links_table(between)
     yield from _replicas_report(shards)
     yield "Watch it in a browser: `kvray dashboard serve`."
 
 
-def _shard_sentences(shard: dict[str, Any]) -> Iterator[str]:
-    name = shard["shard"]
-    if shard.get("message"):
-        yield f"{name}: {shard['message']}"
-    if stopped := shard.get("stopped_with_lock"):
-        yield (
-            f"{name}: process {stopped['pid']} ({stopped['name']}) is stopped while it has the"
-            f" arena's lock; continue it with `kill -CONT {stopped['pid']}`, or the shard ends it."
-        )
-    if (drain := shard.get("drain")) is not None:
-        yield drain_sentence(name, drain)
-    for remark in shard.get("nvme", {}).get("remarks", ()):
-        yield f"{name}: {remark}"
-
-
 def _replicas_report(shards: list[dict[str, Any]]) -> Iterator[Table | str]:
-    replicas, ended = ranks_of(shards), ended_of(shards)
+    replicas, ended = hits.ranks_of(shards), hits.ended_of(shards)
     if not replicas and not ended:
         yield "No replica has registered yet."
         return
-    totals = total_counters([*replicas, *ended])
+    totals = hits.total_counters([*replicas, *ended])
     if totals["prompt_tokens"]:
-        yield f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
+        yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
     if replicas:
         yield replicas_table(replicas)
         yield sizing_line(combined(shards))
@@ -169,7 +151,14 @@ def _replicas_report(shards: list[dict[str, Any]]) -> Iterator[Table | str]:
     for says, fix in unnamed_sentences(replicas):
         yield f"{says}; {fix}."
     yield from namespaces_report(shards) or ()
-    yield from events_report(shards)
+    published = [(shard["shard"], shard["events"]) for shard in shards if "events" in shard]
+    if published:
+        table = empty_table("replica", "events", "replays", title="KV events")
+        for _, events in published:
+            for replica, (live, replay) in events["replicas"].items():
+                table.add_row(replica, live, replay)
+        yield table
+    yield from (f"{name}: {one['problem']}" for name, one in published if one["problem"])
 
 
 def state_text(shard: Mapping[str, Any]) -> str:
@@ -189,8 +178,9 @@ def lookup_sentence(lookup: Mapping[str, Any]) -> str:
 
 def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each partition of the lookup."""
-    numbers = (*_COLUMNS["lookup"],)
-    table = empty_table("lookup", "state", numbers=numbers, title="Partitions of the lookup")
+    table = empty_table(
+        *("lookup", "state"), numbers=(*_COLUMNS["lookup"],), title="Partitions of the lookup"
+    )
     for one in partitions:
         found = (one["state"],) if "state" in one else ("answers", *_cells(one, "lookup"))
         table.add_row(one["lookup"], *found)
@@ -221,7 +211,14 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
     table = empty_table("node", numbers=_SLAB_COLUMNS, title="Memory by block size")
     for shard in shards:
         for use in _slabs_of(shard):
-            table.add_row(node_of(shard["shard"]), *_slab_cells(use))
+            wasted = use["slot_waste_bytes"] + use["slab_waste_bytes"]
+            table.add_row(
+                node_of(shard["shard"]),
+                format_size(use["block_bytes"]),
+                *(str(use[name]) for name in ("slabs", "blocks", "free_slots", "longest_free_run")),
+                f"{use['fragmented_share']:.0%}",
+                format_size(wasted) if wasted else "0",
+            )
         if _slabs_of(shard):
             table.add_row(node_of(shard["shard"]), "spare", str(shard["arena"]["spare_slabs"]))
     return table
@@ -229,44 +226,43 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
 
 def nvme_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard that keeps blocks on disk."""
-    table = empty_table("node", "files", numbers=(*_COLUMNS["nvme"],), title="On disk")
-    table.add_column("")
+    numbers = (*_COLUMNS["nvme"],)
+    table = empty_table("node", "files", numbers=numbers, rest=[""], title="On disk")
     for shard in shards:
         if (nvme := shard.get("nvme")) is not None:
             table.add_row(
                 node_of(shard["shard"]),
                 f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
                 *_cells(shard, "nvme"),
-                _nvme_remark(nvme),
+                disk_remark(nvme)[0],
             )
     return table
 
 
 def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each rank; counters that are zero or unknown are left out."""
-    numbers = [name.replace(" ", "\n") for name in (*_COUNTED.values(), *SOURCES, COMPUTED)]
+    numbers = [
+        name.replace(" ", "\n") for name in (*_COUNTED.values(), *hits.SOURCES, hits.COMPUTED)
+    ]
     table = empty_table("replica", numbers=("rank", *numbers), title="Replicas")
     table.add_column("misses", no_wrap=True)
     table.add_column("others")
     for replica in replicas:
         counters = replica["counters"]
-        misses = _named(counters, lambda name: name.startswith(MISS_PREFIX))
-        others = _named(
-            counters,
-            lambda name: (
-                name not in _COUNTED
-                and not name.startswith(MISS_PREFIX)
-                and not _ELSEWHERE.search(name)
-            ),
-        )
+        misses = {name: value for name, value in counters.items() if name.startswith(MISS_PREFIX)}
+        others = {
+            name: value
+            for name, value in counters.items()
+            if not (name in misses or name in _COUNTED or _ELSEWHERE.search(name))
+        }
         gone = [] if replica["connected"] else ["gone"]
         table.add_row(
             replica["replica"],
             str(replica["rank"]),
             *(str(counters.get(name, "")) for name in _COUNTED),
-            *source_shares(counters).values(),
-            "\n".join(misses),
-            ", ".join(gone + others),
+            *hits.source_shares(counters).values(),
+            "\n".join(_named(misses)),
+            ", ".join(gone + _named(others)),
         )
     return table
 
@@ -274,15 +270,15 @@ def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
 def ended_line(ended: Sequence[Mapping[str, Any]]) -> str:
     """Return the sums of ranks that ended a while ago."""
     line = f"{sum(one['ranks'] for one in ended)} ranks ended before and are not listed"
-    totals = total_counters(ended)
+    totals = hits.total_counters(ended)
     if not totals["prompt_tokens"]:
         return f"{line}."
     return f"{line}: {totals['requests']:,} requests, {totals['hit_tokens']:,} hit tokens."
 
 
-def _named(counters: Mapping[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
+def _named(counters: Mapping[str, int]) -> list[str]:
     """Return "320 not stored" and the like, the largest first."""
-    found = sorted((-value, name) for name, value in counters.items() if value and is_wanted(name))
+    found = sorted((-value, name) for name, value in counters.items() if value)
     return [f"{-value} {name.removeprefix(MISS_PREFIX).replace('_', ' ')}" for value, name in found]
 
 
@@ -290,30 +286,20 @@ def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:
     return list(shard.get("arena", {}).get("slabs", []))
 
 
-def _slab_cells(use: dict[str, Any]) -> list[str]:
-    wasted = use["slot_waste_bytes"] + use["slab_waste_bytes"]
-    return [
-        format_size(use["block_bytes"]),
-        *(str(use[name]) for name in ("slabs", "blocks", "free_slots", "longest_free_run")),
-        f"{use['fragmented_share']:.0%}",
-        format_size(wasted) if wasted else "0",
-    ]
-
-
-def _nvme_remark(nvme: dict[str, Any]) -> str:
-    """Return what is wrong with the disk, if anything is."""
+def disk_remark(nvme: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is wrong with the disk, and the remedy; empty if nothing is."""
     if nvme["message"]:
-        out = "out: " if nvme.get("state") == "out" else ""
-        return f"{out}{nvme['message']}"
+        out = "is out, and the node goes on with its memory: " if nvme.get("state") == "out" else ""
+        says = f"{out}{str(nvme['message']).rstrip('.')}"
+        return says, "mend the disk; the shard then takes it back by itself"
     if nvme["segments_without_room"]:
-        return "the disk is full"
+        return "the disk is full", "free room on it, or lower nvme.capacity"
     if nvme["write_budget_bytes"] == 0:
-        return "the day's writes are used up"
-    return "" if nvme["is_direct"] else "through the page cache: no direct I/O here"
-
-
-def _count(items: list[Any], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+        return "the day's budget of writes is used up", "raise nvme.write_gib_per_day"
+    if nvme["is_direct"]:
+        return "", ""
+    says = "goes through the page cache, because its file system has no direct I/O"
+    return says, "put nvme.dir on ext4 or xfs on a local disk"
 
 
 def probe(
@@ -335,11 +321,11 @@ def probe(
         try:
             answer = shard.call("hello", timeout_s=timeout)
         except ShardUnavailable as error:
-            typer.echo(f"kvray: {error}", err=True)
+            print(f"kvray: {error}", file=sys.stderr)
             raise typer.Exit(EXIT_NOT_SERVING) from None
         finally:
             shard.close()
-        typer.echo(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")
+        print(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")
 
 
 _COLUMNS_MAX = 6
@@ -358,21 +344,6 @@ def drain_sentence(shard: str, found: Mapping[str, Any]) -> str:
         "late": f"has no time left to drain: {moved}, {left} are not",
     }[found["state"]]
     return f"{shard} {says}." + (f" {found['message']}" if found.get("message") else "")
-
-
-def events_report(shards: Sequence[Mapping[str, Any]]) -> list[Table | str]:
-    """Return a table of where each replica's events are published, and what is wrong with them."""
-    published = [(shard, shard["events"]) for shard in shards if "events" in shard]
-    if not published:
-        return []
-    table = empty_table("replica", "events", "replays", title="KV events")
-    for _, events in published:
-        for replica, (live, replay) in events["replicas"].items():
-            table.add_row(replica, live, replay)
-    problems = [
-        f"{shard['shard']}: {events['problem']}" for shard, events in published if events["problem"]
-    ]
-    return [table, *problems]
 
 
 def shares_report(shards: list[dict[str, Any]]) -> list[Table | str]:
@@ -404,14 +375,15 @@ def _held(shard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
-    """Return how the replicas' namespaces differ, and a sentence on it; None if they do not.
-
-    The table has one column for each namespace and one row for each field that differs.
-    """
+    """Return a column for each namespace, of the fields that differ, and a sentence; or None."""
     namespaces = {
         digest: values for shard in shards for digest, values in shard.get("namespaces", {}).items()
     }
-    replicas = _replicas_by_namespace(shards)
+    # Those that are gone too: their blocks are here.
+    replicas: dict[str, dict[str, None]] = {}
+    for rank in hits.ranks_of(shards):
+        name = rank["replica"] + ("" if rank["connected"] else " gone")
+        replicas.setdefault(rank["namespace"], {})[name] = None
     digests = [digest for digest in replicas if digest in namespaces]
     if len(digests) < 2:
         return None
@@ -419,33 +391,15 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     table = Table(title="Namespaces", title_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for digest in shown:
-        table.add_column(f"{_names(replicas[digest])}\n{digest}", overflow="fold")
+        names, more = [*replicas[digest]][:_NAMES_MAX], len(replicas[digest]) - _NAMES_MAX
+        names += [f"and {more} more"] if more > 0 else []
+        table.add_column("\n".join([*names, digest]), overflow="fold")
     for field in {name: None for digest in shown for name in namespaces[digest]}:
         values = [str(namespaces[digest].get(field, "")) for digest in shown]
         if len(set(values)) > 1:
             table.add_row(field, *values)
-    return table, _sentence(len(digests))
-
-
-def _replicas_by_namespace(shards: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return digest -> names of its replicas; those that are gone too: their blocks are here."""
-    found: dict[str, list[str]] = {}
-    for rank in ranks_of(shards):
-        names = found.setdefault(rank["namespace"], [])
-        name = rank["replica"] + ("" if rank["connected"] else " gone")
-        if name not in names:
-            names.append(name)
-    return found
-
-
-def _names(names: list[str]) -> str:
-    more = len(names) - _NAMES_MAX
-    return "\n".join([*names[:_NAMES_MAX], *([f"and {more} more"] if more > 0 else [])])
-
-
-def _sentence(num_namespaces: int) -> str:
-    more = num_namespaces - _COLUMNS_MAX
-    return (
+    more = len(digests) - _COLUMNS_MAX
+    return table, (
         "Replicas in different columns share no blocks; to have them share, start them with the"
         " same model and engine arguments."
         + (f" {more} more namespaces are in kvray status --json." if more > 0 else "")
@@ -464,14 +418,13 @@ def unnamed_sentences(replicas: Iterable[Mapping[str, Any]]) -> Iterator[tuple[s
                     "look at its log for the reason, or name the model in connector.model_key",
                 )
             else:
+                total, done = (
+                    counters["fingerprint_bytes"],
+                    counters.get("fingerprint_bytes_read", 0),
+                )
+                left_s = (total - done) * counters.get("uptime_s", 0) // max(done, 1)
                 yield (
-                    f"{who} uses no tier until it has read its checkpoint: {_progress(counters)}",
+                    f"{who} uses no tier until it has read its checkpoint: {format_size(done)} of"
+                    f" {format_size(total)} read" + (f", about {left_s} s left" if done else ""),
                     "wait, or name the model in connector.model_key",
                 )
-
-
-def _progress(counters: Mapping[str, int]) -> str:
-    total, done = counters["fingerprint_bytes"], counters.get("fingerprint_bytes_read", 0)
-    left_s = (total - done) * counters.get("uptime_s", 0) // max(done, 1)
-    about = f", about {left_s} s left" if done else ""
-    return f"{format_size(done)} of {format_size(total)} read{about}"

@@ -1,7 +1,6 @@
 """The transport between each two nodes, and its reason; for `kvray status` and `doctor`."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -11,20 +10,17 @@ from kvray.config import format_size
 from kvray.console.output import empty_table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLink:
+class NodeLink(NamedTuple):
     """How blocks get from one node to another."""
 
     source: str
     target: str
-    transport: str | None
-    """None: they cannot."""
+    transport: str | None  # None: they cannot
     why: str
     bytes_per_s: float | None = None
     """As measured lately; None: nothing has come over it yet."""
     breaker: str = "closed"
     error: str = ""
-    """The last failure."""
 
 
 def node_links(found: dict[str, Any]) -> list[NodeLink]:
@@ -43,27 +39,15 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
                 continue
             transport, why = choose(source, sender, target, receiver)
             peer = peers.get((source, target), {})
-            made.append(
-                NodeLink(
-                    source=source,
-                    target=target,
-                    transport=transport,
-                    why=why,
-                    bytes_per_s=peer.get("bytes_per_s"),
-                    breaker=peer.get("breaker", "closed"),
-                    error=peer.get("error", ""),
-                )
-            )
+            measured = {name: peer[name] for name in NodeLink._field_defaults if name in peer}
+            made.append(NodeLink(source, target, transport, why, **measured))
     return made
 
 
 def choose(
     source: str, sender: dict[str, Any], target: str, receiver: dict[str, Any]
 ) -> tuple[str | None, str]:
-    """Return the transport that two movers use, by their statuses, and the reason.
-
-    The receiver leaves out for a while a transport that keeps failing between them.
-    """
+    """Return the transport that two movers use, unless it keeps failing, and the reason."""
     for node, mover in ((source, sender), (target, receiver)):
         if mover["state"] != "serving":
             return None, f"the mover of {node} is {mover['state']}: {mover.get('message', '')}"
@@ -91,16 +75,21 @@ def choose(
     lacking += [why for name, why in failing.items() if name in common]
     common = usable or common
     name = common[0]
-    ends = receiver["transports"][name], sender["transports"][name]
-    return name, "; ".join(lacking) or _best(name, *ends)
+    best = "the first of staging.transports that both have"
+    if name == "nixl":
+        has_rdma = all(end["transports"][name].get("rdma") for end in (receiver, sender))
+        best = f"both have it; {'RDMA' if has_rdma else 'TCP: no RDMA device'}"
+    return name, "; ".join(lacking) or best
 
 
 def node_links_table(links: list[NodeLink]) -> Table:
     """Return one row for each link."""
-    numbers = ("measured",)
-    table = empty_table("from", "to", "transport", numbers=numbers, title="Between nodes")
-    table.add_column("state", no_wrap=True)
-    table.add_column("why")
+    table = empty_table(
+        *("from", "to", "transport"),
+        numbers=("measured",),
+        rest=("state", "why"),
+        title="Between nodes",
+    )
     for link in links:
         rate = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
         state = "" if link.breaker == "closed" else link.breaker
@@ -108,10 +97,3 @@ def node_links_table(links: list[NodeLink]) -> Table:
         red = [Text(one, style="red") for one in ("none", state)]
         table.add_row(link.source, link.target, link.transport or red[0], rate, red[1], why)
     return table
-
-
-def _best(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    if name != "nixl":
-        return "the first of staging.transports that both have"
-    wires = "RDMA" if mine.get("rdma") and theirs.get("rdma") else "TCP: no RDMA device"
-    return f"both have it; {wires}"

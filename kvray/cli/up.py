@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
 from kvray.console.interrupts import masked
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption, flag, option
 from kvray.console.output import boundary, empty_table, printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
@@ -27,8 +27,7 @@ def up(
     config: ConfigOption = None,
     address: AddressOption = None,
     port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port of the local Ray's head; a free one by default."),
+        int | None, option("N", "Port of the local Ray's head; a free one by default.", 1, 65535)
     ] = None,
     dashboard: Annotated[
         bool, typer.Option(help="Start the local Ray with its dashboard.")
@@ -39,22 +38,15 @@ def up(
             help="Wait until every chosen node has its shard; otherwise nodes may join later."
         ),
     ] = True,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Restart all parts, changed or not."),
-    ] = False,
+    restart: Annotated[bool, flag("--restart", "Restart all parts, changed or not.")] = False,
     recreate: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--recreate",
-            help="Go on even if arenas must be recreated. Their blocks are lost, except those on"
-            " disk.",
+            "Go on even if arenas must be recreated. Their blocks are lost, except those on disk.",
         ),
     ] = False,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Show the changes, and make none."),
-    ] = False,
+    plan: Annotated[bool, flag("--plan", "Show the changes, and make none.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Start the tier and wait until it serves; running it again is fine.
@@ -121,20 +113,20 @@ def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
         console.print(f"The tier {name} is not running. It would be started{where}.")
         _show_memory(console, settings)
         return
-    for step in planned.steps:
-        console.print(f"{step.name} would be restarted: {'; '.join(step.reasons)}.")
-    for node_id in planned.starts:
-        console.print(f"Node {node_id[:12]} would get a shard.")
-    for node_id in planned.ends:
-        console.print(
-            f"The shard of node {node_id[:12]} would end, and its blocks in memory would be lost."
-        )
+    changes = [
+        *(f"{one.name} would be restarted: {'; '.join(one.reasons)}." for one in planned.steps),
+        *(f"Node {one[:12]} would get a shard." for one in planned.starts),
+        *(
+            f"The shard of node {one[:12]} would end, and its blocks in memory would be lost."
+            for one in planned.ends
+        ),
+    ]
+    for sentence in changes or [f"The tier {name} is up to date. Nothing would be done."]:
+        console.print(sentence)
     if planned.costs:
         console.print(
             f"Blocks would be lost, so this needs --recreate: {'; '.join(planned.costs)}."
         )
-    if not (planned.steps or planned.starts or planned.ends):
-        console.print(f"The tier {name} is up to date. Nothing would be done.")
 
 
 def _show_memory(console: Console, settings: KVRayConfig) -> None:
@@ -166,19 +158,15 @@ def _show_memory(console: Console, settings: KVRayConfig) -> None:
         console.print(str(error))
     else:
         if not is_local:
-            workers = worker_bytes(memory, size, claims)
-            console.print(f"It fits with Ray started so:\n  {_ray_start(settings, store, workers)}")
-
-
-def _ray_start(settings: KVRayConfig, store: int, workers: int) -> str:
-    address, shard = settings.ray.address or "", settings.shard
-    words = ["ray start", f"--address={address}" if ":" in address else "--head"]
-    words += [f"--object-store-memory={store}", f"--memory={workers}"]
-    if shard.resource is not None:
-        words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
-    if shard.label is not None:
-        words.append(f"--labels={shlex.quote(shard.label)}")
-    return " ".join(words)
+            address, shard = settings.ray.address or "", settings.shard
+            words = ["ray start", f"--address={address}" if ":" in address else "--head"]
+            words.append(f"--object-store-memory={store}")
+            words.append(f"--memory={worker_bytes(memory, size, claims)}")
+            if shard.resource is not None:
+                words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
+            if shard.label is not None:
+                words.append(f"--labels={shlex.quote(shard.label)}")
+            console.print(f"It fits with Ray started so:\n  {' '.join(words)}")
 
 
 def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> Iterator[str]:
@@ -205,9 +193,9 @@ def down(
     address: AddressOption = None,
     flush: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--flush/--no-flush",
-            help="First write blocks that are only in memory to the NVMe tier, the latest used"
+            "First write blocks that are only in memory to the NVMe tier, the latest used"
             " first, for at most nvme.flush_s.",
         ),
     ] = True,

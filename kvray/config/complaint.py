@@ -1,7 +1,4 @@
-"""Where each value of a configuration comes from, and what is wrong, as one sentence with the fix.
-
-Settings may be fine one by one and contradict each other.
-"""
+"""Where each value of a configuration comes from, and what is wrong with it or with two of them."""
 
 import difflib
 import os
@@ -32,6 +29,10 @@ class Origin(NamedTuple):
     where: str = ""
     """File and line, or the variable; empty if `kind` says everything."""
 
+    def before(self, sentence: str) -> str:
+        """Return a sentence with the place before it."""
+        return f"{self.where}: {sentence}" if self.where else sentence
+
 
 class Origins(dict[SettingPath, Origin]):
     """The origin of everything that was given, sections included; a later source wins."""
@@ -43,10 +44,7 @@ class Origins(dict[SettingPath, Origin]):
         self[path] = origin
 
     def of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
-        """Return the origin of a value, or of the mapping or section that it was given with.
-
-        Of the path's names, the first `at_least` count in any case; 1 is a section's.
-        """
+        """Return the origin of a value, else of a beginning of its path, `at_least` so long."""
         parts = (path[:length] for length in range(len(path), at_least - 1, -1))
         return next((self[part] for part in parts if part in self), Origin("default"))
 
@@ -57,11 +55,8 @@ _NEAR_ELSEWHERE = 0.75
 """How alike the name of a setting in another section must be, which is a bolder guess."""
 _EXPECTED = {
     "string_type": "a text",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     "finite_number": "a finite number",
     "dict_type": "a mapping of names to values",
     "tuple_type": "a list",
@@ -96,11 +91,7 @@ def explain(error: ValidationError, origins: Origins) -> str:
         sentence = _unknown(path, is_variable=origin.kind == "environment")
     else:
         sentence = _wrong_value(problem, path)
-    return _located(origin, sentence)
-
-
-def _located(origin: Origin, sentence: str) -> str:
-    return f"{origin.where}: {sentence}" if origin.where else sentence
+    return origin.before(sentence)
 
 
 def _unknown(path: SettingPath, *, is_variable: bool) -> str:
@@ -161,7 +152,10 @@ def _wrong_value(problem: Mapping[str, Any], path: SettingPath) -> str:
             return f"{dotted} must {form}, not be {shown(given)}."
         case "literal_error":
             words = problem["ctx"]["expected"]
-            return f"{dotted} must be {words}, not {shown(given)}{_meant(given, words)}"
+            allowed = [one.strip("'") for one in words.replace(" or ", ", ").split(", ")]
+            near = difflib.get_close_matches(shown(given).strip("'").lower(), allowed, n=1)
+            meant = f"; did you mean {near[0]}?" if near else "."
+            return f"{dotted} must be {words}, not {shown(given)}{meant}"
         case "too_short":  # no setting asks for more than one
             return f"{dotted} must have at least {problem['ctx']['min_length']} entry{example}."
         case "too_long":
@@ -174,13 +168,6 @@ def _wrong_value(problem: Mapping[str, Any], path: SettingPath) -> str:
     return f"{dotted} must be {must}{example}, not {shown(given)}{quote}."
 
 
-def _meant(given: object, words: str) -> str:
-    """Return which of the possible words is the nearest, and the sentence's end."""
-    allowed = [one.strip("'") for one in words.replace(" or ", ", ").split(", ")]
-    near = difflib.get_close_matches(shown(given).strip("'").lower(), allowed, n=1)
-    return f"; did you mean {near[0]}?" if near else "."
-
-
 Contradictions = Iterator[tuple[SettingPath, str]]
 """The setting that is best changed, and the sentence with what to do about it."""
 
@@ -188,7 +175,7 @@ Contradictions = Iterator[tuple[SettingPath, str]]
 def refuse_first(found: Contradictions, origins: Origins) -> None:
     """Raise ConfigError for the first contradiction, if there is one."""
     for path, sentence in found:
-        raise ConfigError(_located(origins.of(path), sentence))
+        raise ConfigError(origins.of(path).before(sentence))
 
 
 def contradictions(config: KVRayConfig) -> Contradictions:
@@ -272,19 +259,15 @@ def _in_arena(arena: ArenaConfig) -> Contradictions:
         says = f"{slab} is smaller than {slot_min}, but slots are cut from slabs"
         yield ("arena", "slab"), f"{says}; raise arena.slab, or lower arena.slot_min."
     if "slab" in arena.model_fields_set and arena.slab > arena.capacity:
-        yield (
-            ("arena", "slab"),
-            f"{slab} is larger than {capacity}; lower arena.slab, or leave it out.",
-        )
+        says = f"{slab} is larger than {capacity}"
+        yield ("arena", "slab"), f"{says}; lower arena.slab, or leave it out."
     known: dict[str, str] = {}
     for name in arena.quotas:
         other = known.setdefault(name[:_QUOTA_DIGITS], name)
         if other != name:
             says = f"arena.quotas has {other} and {name}, and kvray compares the first"
-            yield (
-                ("arena", "quotas", name),
-                f"{says} {_QUOTA_DIGITS} digits only; keep one of the two.",
-            )
+            says += f" {_QUOTA_DIGITS} digits only; keep one of the two."
+            yield ("arena", "quotas", name), says
 
 
 def _in_nvme(config: KVRayConfig) -> Contradictions:
@@ -293,10 +276,8 @@ def _in_nvme(config: KVRayConfig) -> Contradictions:
     slots = f"arena.slot_min ({exact_size(slot_min)})"
     if nvme.segment >= nvme.capacity:
         says = f"nvme.capacity ({exact_size(nvme.capacity)}) has no room for one file of {segment}"
-        yield (
-            ("nvme", "segment"),
-            f"{says} with its table; lower nvme.segment, or raise nvme.capacity.",
-        )
+        says += " with its table; lower nvme.segment, or raise nvme.capacity."
+        yield ("nvme", "segment"), says
     if nvme.dir is None:
         return
     if slot_min % _PAGE_BYTES:
@@ -313,5 +294,4 @@ def _in_nvme(config: KVRayConfig) -> Contradictions:
 
 
 def _multiple(size: int, unit: int) -> str:
-    """Return the next multiple of `unit`, as a file has it."""
     return exact_size(-(-size // unit) * unit)

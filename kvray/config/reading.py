@@ -1,7 +1,4 @@
-"""The configuration as it holds: a file, labels of nodes, the environment, what a caller says.
-
-The only module that reads the environment.
-"""
+"""The configuration as it holds: from a file, labels, and the environment, read here alone."""
 
 import contextlib
 import difflib
@@ -42,8 +39,7 @@ WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
 
 _PLAIN = ("CLUSTER_NAME", "CONFIG")
 """What is left of our variables that name no section."""
-_RAY_THRESHOLD = 0.95
-"""Ray's own default."""
+_RAY_THRESHOLD = 0.95  # Ray's own default
 
 
 class Effective(NamedTuple):
@@ -52,7 +48,6 @@ class Effective(NamedTuple):
     config: KVRayConfig
     origins: Origins
     path: Path | None = None
-    """The file that was read."""
 
 
 class Setting(NamedTuple):
@@ -60,8 +55,7 @@ class Setting(NamedTuple):
 
     name: str
     """Dotted; entries of a list by their number."""
-    value: Any
-    """As JSON: sizes with their unit."""
+    value: Any  # as JSON: sizes with their unit
     origin: Origin
 
 
@@ -74,15 +68,13 @@ def load_config(
     """Read the configuration of the tier; later sources win: file, environment, `overrides`.
 
     Args:
-        path: a YAML file; None: the file that `KVRAY_CONFIG` names, else the well-known path,
-            else the defaults.
+        path: a YAML file; None: what `KVRAY_CONFIG` names, else the well-known path, else none.
         overrides: dotted key -> value, for example {"arena.capacity": "2GiB"}; None is no value.
         environ: variables `KVRAY_SECTION__KEY`, for example KVRAY_ARENA__CAPACITY=2GiB; an empty
             one counts as not set. None: those of this process.
 
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown, a value is out of range, or two
-            values contradict each other.
+    ConfigError: the file cannot be read, a key is unknown, a value is out of range, or two values
+    contradict each other.
     """
     return read_effective(path, overrides=overrides, environ=environ).config
 
@@ -197,17 +189,18 @@ _REMEDIES = {
 
 
 def _read_document(path: Path) -> tuple[dict[str, Any], Origins]:
-    """Return what a file says, and in which line, counted from 1.
-
-    ConfigError: it is no mapping in YAML, or says one thing twice.
-    """
+    """Return what a file of YAML says, and in which line, from 1; ConfigError: it is none."""
     text = _read_text(path)
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         values = None if root is None else loader.construct_document(root)
     except yaml.YAMLError as error:
-        raise ConfigError(_not_yaml(path, error)) from None
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        remedy = next(remedy for part, remedy in _REMEDIES.items() if part in said)
+        raise ConfigError(f"{where}: this is not valid YAML: {said}; {remedy}.") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; check its brackets.") from None
     except ValueError as error:  # of a date or a number that YAML knows by its form only
@@ -226,10 +219,8 @@ def _read_document(path: Path) -> tuple[dict[str, Any], Origins]:
 def _read_text(path: Path) -> str:
     try:
         if path.is_fifo():  # opening it would wait for a writer, for ever
-            raise ConfigError(
-                f"{path} is a pipe, but every part of the tier reads the configuration; name a"
-                " file."
-            )
+            says = f"{path} is a pipe, but every part of the tier reads the configuration"
+            raise ConfigError(f"{says}; name a file.")
         with path.open("rb") as file:
             raw = file.read(_BYTES_MAX + 1)
     except IsADirectoryError:
@@ -256,10 +247,7 @@ def _read_text(path: Path) -> str:
 def _lines(
     node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
 ) -> Iterator[tuple[SettingPath, Origin]]:
-    """Yield the line of everything; an alias has the line of what it repeats.
-
-    A key that stands twice in one mapping is refused: YAML would take the last.
-    """
+    """Yield the line of everything, of an alias that of the first; no key may stand twice."""
     if len(at) > _DEPTH_MAX or id(node) in visited:
         return
     visited.add(id(node))
@@ -279,14 +267,6 @@ def _lines(
         seen[name] = line
         yield below, Origin("file", f"{path}:{line}")
         yield from _lines(value, below, path, visited)
-
-
-def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-    said = getattr(error, "problem", None) or " ".join(str(error).split())
-    remedy = next(remedy for part, remedy in _REMEDIES.items() if part in said)
-    return f"{where}: this is not valid YAML: {said}; {remedy}."
 
 
 class _Sourced(BaseSettings, KVRayConfig):

@@ -1,7 +1,4 @@
-"""Everything that can be set, with its default, its bounds and what it is.
-
-The JSON schema of kvray.yaml and the table of settings follow from it.
-"""
+"""All that can be set, with defaults and bounds; kvray.yaml's schema and a table follow from it."""
 
 import json
 from collections.abc import Iterator
@@ -225,19 +222,17 @@ class RayConfig(_Section):
     """deadline of each Ray call"""
 
 
-def _given(section: BaseModel) -> dict[str, Any]:
-    """Return what a section sets, without its defaults."""
-    return {name: getattr(section, name) for name in sorted(section.model_fields_set)}
-
-
 def _part_of(section: type[BaseModel]) -> GetPydanticSchema:
     """Take any part of a section: it is checked as the section is, and holds what it sets only."""
+
+    def given(part: BaseModel) -> dict[str, Any]:
+        return {name: getattr(part, name) for name in sorted(part.model_fields_set)}
 
     def dump(given: dict[str, Any], info: SerializationInfo) -> dict[str, Any]:
         whole = section.model_construct(**given)
         return whole.model_dump(mode=info.mode, include=set(given))
 
-    part = Annotated[section, AfterValidator(_given), PlainSerializer(dump)]  # type: ignore[valid-type]
+    part = Annotated[section, AfterValidator(given), PlainSerializer(dump)]  # type: ignore[valid-type]
     return GetPydanticSchema(lambda source, handler: handler(part))
 
 
@@ -360,12 +355,11 @@ def _rows(properties: dict[str, Any], sections: dict[str, Any], at: str) -> Iter
         if reference:
             yield from _rows(sections[reference]["properties"], sections, f"{at}{name}.")
         else:
-            yield SettingRow(
-                name=f"{at}{name}",
-                kind=_kind(found),
-                default=_written(found.get("default")),
-                description=found.get("description", ""),
-            )
+            default = found.get("default", "")
+            if not isinstance(default, str):  # as YAML has it
+                default = "" if default is None else json.dumps(default)
+            says = found.get("description", "")
+            yield SettingRow(f"{at}{name}", _kind(found), default, says)
 
 
 def _kind(found: dict[str, Any]) -> str:
@@ -384,10 +378,3 @@ def _kind(found: dict[str, Any]) -> str:
         return "absolute path"
     kinds_of = {"array": "list", "object": "mapping", "string": "text"}
     return kinds_of[found["type"]]
-
-
-def _written(default: Any) -> str:
-    """Return a default as YAML has it; "" for none."""
-    if default is None:
-        return ""
-    return default if isinstance(default, str) else json.dumps(default)

@@ -56,7 +56,11 @@ def parse_size(value: object) -> int:
         text = str(value) if isinstance(value, str | float) else ""
         found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if not found or found[2] not in _UNITS:
-            raise ValueError(f"{shown(value)} is no size; {_remedy(text)}")
+            says, remedy = f"{shown(value)} is no size", "write a number with a unit such as 64GiB"
+            near = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", text, re.IGNORECASE)
+            if near:
+                remedy = f"units are binary here: write {near[1]}{_MEANT[near[2].lower()]}"
+            raise ValueError(f"{says}; {remedy}")
         size = int(Decimal(found[1]) * _UNITS[found[2]])
     if size <= 0:
         raise ValueError(f"{shown(value)} is not a positive size; write for example 64GiB")
@@ -107,19 +111,6 @@ def _absolute(path: Path) -> Path:
     return path
 
 
-def _listed(value: object) -> object:
-    """Take text with commas for a list, as a variable of the environment has it."""
-    return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
-
-
-def _remedy(text: str) -> str:
-    """Return what to write in place of what has no unit of ours."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", text, re.IGNORECASE)
-    if found:
-        return f"units are binary here: write {found[1]}{_MEANT[found[2].lower()]}"
-    return "write a number with a unit such as 64GiB"
-
-
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
@@ -146,4 +137,7 @@ NamespaceName = Annotated[
 Label = Annotated[str, Field(pattern=LABEL_PATTERN, examples=["kvray.io/pool=big"])]
 """A label of a Ray node, key=value."""
 
-Listed = BeforeValidator(_listed)
+Listed = BeforeValidator(
+    lambda value: [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+)
+"""Takes text with commas for a list, as a variable of the environment has it."""

@@ -28,7 +28,6 @@ class Interrupts:
     """Raises KeyboardInterrupt for the signals, later where that would lose something."""
 
     def __init__(self) -> None:
-        """Start with the signals as they are."""
         self._depth = 0
         self._pending = False
 

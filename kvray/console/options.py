@@ -1,9 +1,22 @@
 """The options that several commands share."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def option(metavar: str, text: str, *bounds: float, names: Sequence[str] = ()) -> Any:
+    """Return an option for a value that help shows as `metavar`; a number has two bounds."""
+    low, high = bounds or (None, None)
+    return typer.Option(*names, metavar=metavar, help=text, min=low, max=high)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option that is on or off."""
+    return typer.Option(name, help=text)
+
 
 ConfigOption = Annotated[
     Path | None,
@@ -19,11 +32,10 @@ ConfigOption = Annotated[
 
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="A running Ray cluster. By default ray.address of the configuration, then the Ray of"
-        " this machine.",
-        show_default=False,
+    option(
+        "HOST:PORT",
+        "A running Ray cluster. By default ray.address of the configuration, then the Ray of this"
+        " machine.",
     ),
 ]
 

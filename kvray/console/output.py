@@ -1,7 +1,4 @@
-"""What every command prints: its console, tables and pictures, and at its outer edge errors.
-
-An error becomes one sentence and an exit status; a failed write to the standard output is one.
-"""
+"""What every command prints: tables, pictures and, at its edge, errors, also of writing itself."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -21,6 +19,10 @@ from rich.table import Table
 
 from kvray.console.interrupts import Interrupts
 from kvray.errors import ConfigError, KVRayError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _EXIT_PIPE = 141
 """The status of a process that SIGPIPE ended, as other tools end here."""
@@ -40,9 +42,8 @@ class Output:
     def write(self, text: str) -> int:
         """Write `text`.
 
-        Raises:
-            OutputLost: the disk is full, for example.
-            SystemExit: the reader has enough, as `head` does. That is no error.
+        OutputLost: the disk is full, for example. SystemExit: the reader has enough, as `head`
+        does. That is no error.
         """
         if self._stream is None:
             raise OutputLost("stdout is closed; give the command one, or send it to /dev/null.")
@@ -77,9 +78,6 @@ class Output:
         return OutputLost(f"stdout cannot be written: {error.strerror}.")
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _DOTS_PER_INCH = 120
 
 PlotOption = Annotated[
@@ -96,6 +94,20 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot writes a PNG, not {path.name}; give a name that ends in .png.")
     if not path.parent.is_dir():
         raise ConfigError(f"There is no directory {path.parent} for --plot; make it first.")
+
+
+def blank_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure in inches and its panels, row by row; `options` are those of `subplots`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def write_picture(figure: Figure, path: Path) -> None:
@@ -123,13 +135,12 @@ def printer(*, is_error: bool = False, soft_wrap: bool = False) -> Console:
     style is a `rich.text.Text`. With `soft_wrap` the terminal breaks its lines.
     """
     stream = sys.stderr if is_error else sys.stdout
-    width = None if stream.isatty() else _WHOLE_LINES
     return Console(
         markup=False,
         emoji=False,
         highlight=False,
         soft_wrap=soft_wrap,
-        width=width,
+        width=None if stream.isatty() else _WHOLE_LINES,
         file=stream,
     )
 
@@ -146,9 +157,13 @@ def visible(told: Any) -> Any:
 
 
 def empty_table(
-    *columns: str, numbers: Sequence[str] = (), title: str | None = None, folds: bool = False
+    *columns: str,
+    numbers: Sequence[str] = (),
+    rest: Sequence[str] = (),
+    title: str | None = None,
+    folds: bool = False,
 ) -> Table:
-    """Return a table with `columns`, and then `numbers`, which stand right.
+    """Return a table with `columns`, then `numbers`, which stand right, and then the `rest`.
 
     Too wide a table cuts its numbers short first; with `folds` its columns take several lines.
     """
@@ -157,50 +172,42 @@ def empty_table(
         table.add_column(name, overflow="fold", no_wrap=not folds)
     for name in numbers:
         table.add_column(name, justify="right")
+    for name in rest:
+        table.add_column(name)
     return table
 
 
+EXIT_FAILED = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-@contextlib.contextmanager
-def stdout_kept() -> Iterator[None]:
+def stdout_kept() -> AbstractContextManager[Any]:
     """Send to stderr what Ray prints meanwhile, such as the death of a node."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def _require_directory() -> None:
-    """Refuse to work without a working directory, where every relative path would fail."""
-    try:
-        os.getcwd()
-    except OSError:
-        raise ConfigError("The working directory was removed; change to one that exists.") from None
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextlib.contextmanager
 def boundary(*, verbose: bool) -> Iterator[Interrupts]:
     """Run a command's body.
 
-    Raises:
-        typer.Exit: with `EXIT_ERROR` after an error of ours. Its message went to stderr, or its
-            traceback with `verbose`. With `EXIT_INTERRUPTED` after Ctrl-C or SIGTERM.
+    typer.Exit: with `EXIT_ERROR` after an error of ours. Its message went to stderr, or its
+    traceback with `verbose`. With `EXIT_INTERRUPTED` after Ctrl-C or SIGTERM.
     """
     interrupts = Interrupts()
     try:
         with interrupts.caught():
-            _require_directory()
+            try:
+                os.getcwd()  # without it every relative path would fail
+            except OSError:
+                says = "The working directory was removed; change to one that exists."
+                raise ConfigError(says) from None
             yield interrupts
-    except KVRayError as error:
+    except (KVRayError, KeyboardInterrupt) as error:
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         if verbose:
             Console(stderr=True).print_exception()
         else:
-            print(f"kvray: {visible(' '.join(str(error).split()))}", file=sys.stderr)  # in one line
-        raise typer.Exit(EXIT_ERROR) from None
-    except KeyboardInterrupt:
-        if verbose:
-            Console(stderr=True).print_exception()
-        else:
-            print("kvray: interrupted.", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+            says = "interrupted." if is_interrupted else visible(" ".join(str(error).split()))
+            print(f"kvray: {says}", file=sys.stderr)  # in one line
+        raise typer.Exit(EXIT_INTERRUPTED if is_interrupted else EXIT_ERROR) from None

@@ -11,25 +11,40 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
 
 from kvray.console.interrupts import Interrupts
+from kvray.console.output import printer
+
+_DESCRIPTION = TextColumn("{task.description}", markup=False)
+_WAITING = (SpinnerColumn(), _DESCRIPTION, TimeElapsedColumn())
+COUNTING = (_DESCRIPTION, BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
 
 
-def counting_progress(console: Console) -> Progress:
-    """Return a bar that counts steps; it is silent if `console` is no terminal."""
+def make_progress(
+    *columns: ProgressColumn, console: Console | None = None, auto_refresh: bool = True
+) -> Progress:
+    """Return a bar on `console`, by default stderr; it is silent if that is no terminal.
+
+    Without `auto_refresh` it has no thread, which would take signals that are held back.
+    """
+    console = console or printer(is_error=True)
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *columns,
         console=console,
         transient=True,
         disable=not console.is_terminal,
+        auto_refresh=auto_refresh,
     )
+
+
+def counting_progress() -> Progress:
+    """Return a bar that counts steps."""
+    return make_progress(_DESCRIPTION, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 class ProgressLine:
@@ -37,14 +52,8 @@ class ProgressLine:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        columns = (_DESCRIPTION, BarColumn(), TimeElapsedColumn())
+        self._progress = make_progress(*columns, console=console)
 
     def __enter__(self) -> "ProgressLine":
         self._progress.start()
@@ -66,11 +75,6 @@ class ProgressLine:
             self._console.print(f"{title}: done in {time.monotonic() - began:.0f} s")
 
 
-_DESCRIPTION = TextColumn("{task.description}", markup=False)
-_WAITING = (SpinnerColumn(), _DESCRIPTION, TimeElapsedColumn())
-_COUNTING = (_DESCRIPTION, BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
-
-
 class LaunchProgress:
     """A spinner while Ray starts, then a bar with the bytes of the arenas that are being made.
 
@@ -80,13 +84,7 @@ class LaunchProgress:
 
     def __init__(self, console: Console, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
-        self._progress = Progress(
-            *_WAITING,
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            auto_refresh=False,  # its thread would take signals that are held back
-        )
+        self._progress = make_progress(*_WAITING, console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> "LaunchProgress":
@@ -121,7 +119,7 @@ class LaunchProgress:
         self._interrupts.check()
         total = sum(shard.get("total", 0) for shard in shards)
         done = sum(shard.get("done", 0) for shard in shards)
-        columns = _COUNTING if total else _WAITING
+        columns = COUNTING if total else _WAITING
         fields: Any = {
             "description": counting if total else waiting,
             "completed": done,

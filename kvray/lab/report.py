@@ -16,7 +16,6 @@ from kvray import __version__
 from kvray.console.output import printer, write_picture
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -25,18 +24,12 @@ class Report:
     """The result of one run of a command."""
 
     parts: Sequence[str | Table]
-    """Printed one below the other."""
     facts: Mapping[str, Any]
-    """The JSON object."""
     figure: Callable[[], Figure] | None = None
     """Returns the picture, where the command has one."""
 
     def show(self, *, as_json: bool, plot: Path | None = None) -> None:
-        """Print the texts and tables, or the JSON object; write the picture to `plot`.
-
-        Raises:
-            ConfigError: the picture cannot be written.
-        """
+        """Print the parts, or JSON; write the picture, or raise ConfigError if it cannot be."""
         if as_json:
             print(json.dumps(self.facts, indent=2))
         else:
@@ -49,27 +42,9 @@ class Report:
 
 def machine_facts() -> dict[str, Any]:
     """Return what JSON says of the machine and of kvray."""
-    return {
-        "cpu_cores": psutil.cpu_count(),
-        "machine": platform.machine(),
-        "version": __version__,
-    }
+    return {"cpu_cores": psutil.cpu_count(), "machine": platform.machine(), "version": __version__}
 
 
 def percent(ratio: float) -> str:
     """Return a ratio as people read it."""
     return f"{100 * ratio:.1f} %"
-
-
-def blank_figure(
-    width: float, height: float, *, rows: int = 1, columns: int = 1, **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure in inches and its panels, row by row; `options` are those of `subplots`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-    return figure, panels

@@ -10,7 +10,6 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +40,18 @@ def environ(num_threads: int) -> dict[str, str]:
 
 
 class VllmEngine:
-    """`AsyncLLM` with the methods of an engine that a child serves.
-
-    Calls cross to an event loop on a thread of its own, which answers them.
-    """
+    """`AsyncLLM` as an engine that a child serves; calls cross to an event loop on its thread."""
 
     def __init__(self, *, model: str = SMOLLM2, with_kvray: bool = True, **options: Any) -> None:
-        """Start vLLM with `options` of its `AsyncEngineArgs`; its cache has `num_blocks` if given.
-
-        KVRayError: it does not start.
-        """
+        """Start vLLM with `options` of `AsyncEngineArgs`, or `num_blocks`; KVRayError: none."""
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         run = self._loop.run_forever
         self._thread = threading.Thread(target=run, name="kvray-llm", daemon=True)
         self._thread.start()
         try:
-            self._llm = self._do(_start(model, with_kvray=with_kvray, options=options))
+            start = _start(model, with_kvray=with_kvray, options=options)
+            self._llm = asyncio.run_coroutine_threadsafe(start, self._loop).result()
         except (ImportError, RuntimeError, ValueError) as error:
             traceback.print_exc()
             raise KVRayError(str(error)) from error
@@ -85,9 +79,6 @@ class VllmEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
 
-    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     async def _settle(self, call: Call, prompt: Prompt, max_tokens: int, salt: str | None) -> None:
         try:
             call.future.set_result(await self._answer(call, prompt, max_tokens, salt))
@@ -103,11 +94,8 @@ class VllmEngine:
         from vllm import SamplingParams
 
         began, first_at, num_told = time.monotonic(), 0.0, 0
-        asked: dict[str, Any] = {}
-        if isinstance(prompt, str):
-            asked["prompt"] = prompt
-        else:
-            asked["prompt_token_ids"] = list(prompt)
+        is_text = isinstance(prompt, str)
+        asked: dict[str, Any] = {"prompt": prompt} if is_text else {"prompt_token_ids": [*prompt]}
         if salt is not None:
             asked["cache_salt"] = salt
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)

@@ -1,21 +1,19 @@
 """`kvray doctor`: runs the checks and prints each fault and hint with its fix."""
 
-import json
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvray.cli.doctor.finding import Finding, fault, ok
-from kvray.cli.doctor.tier import hit_findings, tier_findings
-from kvray.cli.transports import node_links, node_links_table
+from kvray.cli.asking import show_answer
+from kvray.cli.doctor.tier import Finding, fault, hit_findings, ok, tier_findings
+from kvray.cli.transports import NodeLink, node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.interrupts import masked
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption, flag
 from kvray.console.output import EXIT_ERROR, boundary, printer, stdout_kept, visible
 from kvray.errors import KVRayError
 
@@ -26,10 +24,7 @@ def doctor(
     config: ConfigOption = None,
     address: AddressOption = None,
     here: Annotated[
-        bool,
-        typer.Option(
-            "--here", help="Only this machine or container, as an engine sees it. Asks no Ray."
-        ),
+        bool, flag("--here", "Only this machine or container, as an engine sees it. Asks no Ray.")
     ] = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -43,8 +38,7 @@ def doctor(
         settings = load_config(config, overrides={"ray.address": address})
         with masked():
             from kvray.cli.doctor.node import arena_findings, machine_findings, why_not_here
-        console = printer()
-        with console.status("Looking at this machine") if not as_json else stdout_kept():
+        with printer().status("Looking at this machine") if not as_json else stdout_kept():
             findings = list(machine_findings(settings))
         found: dict[str, Any] | None = None
         elsewhere: Finding | None = None
@@ -54,12 +48,12 @@ def doctor(
             if found is not None:
                 elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
         findings += arena_findings(settings) if elsewhere is None else [elsewhere]
-        if as_json:
-            links = [] if found is None else node_links(found)
-            told = {"findings": [*map(asdict, findings)], "transports": [*map(asdict, links)]}
-            print(json.dumps(told, indent=2))
-        else:
-            _print(console, findings, found)
+        links = [] if found is None else node_links(found)
+        told = {
+            "findings": [one._asdict() for one in findings],
+            "transports": [one._asdict() for one in links],
+        }
+        show_answer(told, lambda _: _report(findings, links), as_json=as_json)
         if any(finding.verdict == "fault" for finding in findings):
             raise typer.Exit(EXIT_ERROR)
 
@@ -80,7 +74,7 @@ def _ask_tier(settings: KVRayConfig) -> tuple[dict[str, Any] | None, str, list[F
     return found, node_id, [ok("Ray", "answers"), *tier_findings(found), *hit_findings(found)]
 
 
-def _print(console: Console, findings: list[Finding], found: dict[str, Any] | None) -> None:
+def _report(findings: list[Finding], links: list[NodeLink]) -> Iterator[Table | str]:
     table = Table(box=box.SIMPLE, collapse_padding=True, show_header=False)
     for _ in range(2):
         table.add_column(no_wrap=True)
@@ -88,12 +82,11 @@ def _print(console: Console, findings: list[Finding], found: dict[str, Any] | No
     for finding in findings:
         verdict = Text(finding.verdict, style=_COLOURS[finding.verdict])
         table.add_row(verdict, finding.check, finding.says)
-    console.print(table)
-    if found is not None and (made := node_links(found)):
-        console.print(node_links_table(made))
+    yield table
+    if links:
+        yield node_links_table(links)
     unfixed = [one for kind in ("fault", "hint") for one in findings if one.verdict == kind]
     for one in unfixed:
-        line = f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
-        console.print(line, soft_wrap=True)
+        yield f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
     if not unfixed:
-        console.print("Nothing is wrong.", soft_wrap=True)
+        yield "Nothing is wrong."

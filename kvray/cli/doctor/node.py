@@ -4,6 +4,7 @@ The arena's checks go in the order in which an engine attaches: mount, user, fil
 clock. The first fault ends the walk where it explains the next ones.
 """
 
+import contextlib
 import os
 import platform
 import pwd
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvray import __version__
-from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
+from kvray.cli.doctor.tier import Finding, fault, hint, ok, skipped
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.tenant import read_secret
@@ -38,8 +38,7 @@ from kvray.transport.nixl import has_rdma
 
 _PACKAGES = ("ray", "torch", "msgpack", "numpy", "xxhash", "nixl", "tensorrt_llm")
 _FILES_MIN = 4096
-_INFINIBAND = Path("/sys/class/infiniband")
-_NETWORK = Path("/sys/class/net")
+_DEVICES = ("infiniband", "net")
 _PROBE_S = 60.0
 _NIXL_PROBE = """
 import numpy as np
@@ -58,33 +57,31 @@ print("ray" in sys.modules)
 
 def machine_findings(config: KVRayConfig) -> Iterator[Finding]:
     """Yield the findings about this machine or container."""
-    yield _software()
+    versions = [f"kvray {__version__}", f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    yield ok("software", ", ".join(versions))
     yield _connector()
     yield _open_files()
     yield _locked_memory(config)
     yield _memory_limit(config)
     yield from _secrets(config)
     yield _nixl(config)
-    yield _devices()
-
-
-def _software() -> Finding:
-    versions = [f"kvray {__version__}", f"Python {platform.python_version()}"]
-    for package in _PACKAGES:
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ok("software", ", ".join(versions))
+    rdma, network = (
+        sorted(path.name for path in Path("/sys/class", one).glob("*")) for one in _DEVICES
+    )
+    cards = ", ".join(name for name in network if name != "lo") or "loopback only"
+    yield ok("devices", f"RDMA on {', '.join(rdma)}" if rdma else f"no RDMA; TCP over {cards}")
 
 
 def _connector() -> Finding:
     """Import the connector in another process, as an engine does: it must not import Ray."""
-    answer = _probe(_CONNECTOR_PROBE)
-    if answer is None or answer.returncode:
+    status, said = _probe(_CONNECTOR_PROBE)
+    if status != 0:
         return fault(
             "connector",
-            f"kvray.connector cannot be imported: {_last_line(answer)}",
+            f"kvray.connector cannot be imported: {said}",
             "install kvray with its requirements where the engine runs: `pip install kvray`",
         )
     return ok("connector", "kvray.connector can be imported, without Ray")
@@ -119,14 +116,11 @@ def _locked_memory(config: KVRayConfig) -> Finding:
 
 def _memory_limit(config: KVRayConfig) -> Finding:
     """Compare the limit with the arena: a tmpfs counts for the cgroup that touches it first."""
-    limits = limiting_cgroups()
-    if not limits:
+    found = min(limiting_cgroups(), key=lambda cgroup: cgroup.limit, default=None)
+    if found is None:
         return ok("cgroup", "no limit on memory")
-    tightest = min(limits, key=lambda cgroup: cgroup.limit)
-    says = (
-        f"{tightest.path} allows {format_size(tightest.limit)}, {format_size(tightest.left)} left"
-    )
-    if (config.node_dir / ARENA_FILE).exists() or tightest.left >= config.arena.capacity:
+    says = f"{found.path} allows {format_size(found.limit)}, {format_size(found.left)} left"
+    if (config.node_dir / ARENA_FILE).exists() or found.left >= config.arena.capacity:
         return ok("cgroup", says)
     return hint(
         "cgroup",
@@ -155,10 +149,10 @@ def _nixl(config: KVRayConfig) -> Finding:
     """Make real agents, in another process: the library may abort or hang."""
     if "nixl" not in config.staging.transports:
         return skipped("NIXL", "staging.transports does not name it")
-    answer = _probe(_NIXL_PROBE)
-    if answer is None or answer.returncode:
-        says = f"blocks of other nodes come through Ray's object store: {_last_line(answer)}"
-        if answer is not None and answer.returncode > 0:  # a sentence of ours, with its fix
+    status, said = _probe(_NIXL_PROBE)
+    if status != 0:
+        says = f"blocks of other nodes come through Ray's object store: {said}"
+        if status is not None and status > 0:  # a sentence of ours, with its fix
             return hint("NIXL", says, "do so where Ray runs; engines do not need NIXL")
         return hint(
             "NIXL",
@@ -166,45 +160,24 @@ def _nixl(config: KVRayConfig) -> Finding:
             "install another version of NIXL's wheel where Ray runs; until then set"
             " staging.transports: [object_ref], because movers may end like this process",
         )
-    library, wires = answer.stdout.split()[-2:]
+    library, wires = said.split()[-2:]
     return ok("NIXL", f"{library} makes agents, over {wires}")
 
 
-def _devices() -> Finding:
-    rdma, network = _names(_INFINIBAND), [name for name in _names(_NETWORK) if name != "lo"]
-    if rdma:
-        return ok("devices", f"RDMA on {', '.join(rdma)}")
-    return ok("devices", f"no RDMA; TCP over {', '.join(network) or 'loopback only'}")
-
-
-def _probe(code: str) -> "subprocess.CompletedProcess[str] | None":
-    """Run `code` in another interpreter; None if it did not end in time."""
+def _probe(code: str) -> tuple[int | None, str]:
+    """Run `code` in another interpreter; return its status, None if it hung, and what it said."""
+    command = [sys.executable, "-c", code]
     try:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=False,
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return None
-
-
-def _last_line(answer: "subprocess.CompletedProcess[str] | None") -> str:
-    if answer is None:
-        return f"no answer within {_PROBE_S:.0f} s"
-    if answer.returncode < 0:
-        return f"a process that used it ended by {signal.Signals(-answer.returncode).name}"
-    lines = answer.stderr.strip().splitlines()
-    return lines[-1] if lines else f"it ended with status {answer.returncode}"
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in directory.iterdir())
-    except OSError:
-        return []
+        return None, f"no answer within {_PROBE_S:.0f} s"
+    status, lines = done.returncode, done.stderr.strip().splitlines()
+    if status < 0:
+        return status, f"a process that used it ended by {signal.Signals(-status).name}"
+    failed = lines[-1] if lines else f"it ended with status {status}"
+    return status, failed if status else done.stdout
 
 
 def _limit(value: int) -> str:
@@ -221,10 +194,7 @@ _ROUNDS = 3
 
 
 def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
-    """Yield what keeps a process of this user and container from its node's shard.
-
-    It joins the arena for a moment, as an engine does, and reads some of its memory.
-    """
+    """Yield what keeps a process from its node's shard; it joins the arena, as an engine does."""
     yield (mount := _mount(config))
     if mount.verdict == "fault":
         return
@@ -236,7 +206,7 @@ def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
     except ShardUnavailable as error:
         yield _no_arena(config.node_dir, error)
         return
-    with closing(arena):
+    with contextlib.closing(arena):
         capacity = int(arena.tables.header["capacity"])
         age_s = max(0.0, time.time() - float(arena.tables.header["created"]))
         size = f"{format_size(capacity)} of blocks, made {age_s / 3600:.1f} h ago"
@@ -249,10 +219,7 @@ def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
 def why_not_here(
     shards: Sequence[Mapping[str, Any]], node_id: str, directory: Path
 ) -> Finding | None:
-    """Return why this node has no arena in `directory`; None if it should have one.
-
-    `shards` are those of `Client.status`; `node_id` is Ray's.
-    """
+    """Return why the node of that id in Ray has no arena in `directory`; None if it should."""
     own = [shard for shard in shards if str(shard["shard"]).endswith(node_id[:12])]
     if not own:
         return skipped("arena", "this node has no shard; see shard.resource and shard.label")
@@ -288,7 +255,11 @@ def _mount(config: KVRayConfig) -> Finding:
         return ok("mount", f"{where} is {kind} without a limit of its own")
     needed = ArenaSpec.of(config).geometry().file_bytes + config.events_bytes
     # As if it were empty: the arena itself may fill it, under another name.
-    if needed > room.size and not _may_have_arena(config.node_dir):
+    try:
+        has_arena = (config.node_dir / ARENA_FILE).exists()
+    except PermissionError:
+        has_arena = True  # the next check reports it
+    if needed > room.size and not has_arena:
         command = remount_command(replace(room, free=room.size), needed)
         return fault(
             "mount",
@@ -298,17 +269,8 @@ def _mount(config: KVRayConfig) -> Finding:
             " --shm-size or emptyDir)",
         )
     return ok(
-        "mount",
-        f"{where} is {kind} of {format_size(room.size)}, {format_size(room.free)} free",
+        "mount", f"{where} is {kind} of {format_size(room.size)}, {format_size(room.free)} free"
     )
-
-
-def _may_have_arena(directory: Path) -> bool:
-    """Return whether there is an arena already, as far as this user can see."""
-    try:
-        return (directory / ARENA_FILE).exists()
-    except PermissionError:
-        return True  # the next check reports it
 
 
 def _directory(config: KVRayConfig) -> Finding:
@@ -427,16 +389,16 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         return
     finally:
         shard.close()
-    if (theirs := answer.get("arena_id")) != arena_id:
+    took_ms = 1e3 * (ended - began)
+    if (theirs := answer.get("arena_id")) == arena_id:
+        yield ok("socket", f"{answer.get('shard')} answered in {took_ms:.1f} ms")
+    else:
         yield fault(
             "socket",
             f"the shard behind the socket owns arena {theirs}, but the file that is mapped here is"
             f" {arena_id}",
             "mount one directory for both; if the tier has just restarted, look again",
         )
-    else:
-        took_ms = 1e3 * (ended - began)
-        yield ok("socket", f"{answer.get('shard')} answered in {took_ms:.1f} ms")
     if (version := answer.get("version")) != __version__:
         yield hint(
             "versions",
@@ -445,22 +407,15 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         )
     else:
         yield ok("versions", f"kvray {__version__}, here and in the shard")
-    yield _same_clock(answer, began, ended)
-
-
-def _same_clock(answer: dict[str, Any], began: float, ended: float) -> Finding:
-    """Compare the clocks: leases have monotonic times, which a time namespace may shift."""
-    theirs = answer.get("monotonic_s")
-    if not isinstance(theirs, float):
-        return skipped("clock", "the shard does not tell its time")
-    apart = max(began - theirs, theirs - ended, 0.0)
-    if apart > _CLOCKS_APART_S:
-        return fault(
-            "clock",
-            f"the monotonic clock here and the shard's are {apart:.0f} s apart",
-            "run engine and Ray in one time namespace",
-        )
-    return ok("clock", "the shard has the same time")
+    # Leases have monotonic times, which a time namespace may shift.
+    clock = answer.get("monotonic_s")
+    if not isinstance(clock, float):
+        yield skipped("clock", "the shard does not tell its time")
+    elif (apart := max(began - clock, clock - ended, 0.0)) > _CLOCKS_APART_S:
+        says = f"the monotonic clock here and the shard's are {apart:.0f} s apart"
+        yield fault("clock", says, "run engine and Ray in one time namespace")
+    else:
+        yield ok("clock", "the shard has the same time")
 
 
 def _copies(arena: Arena) -> Finding:

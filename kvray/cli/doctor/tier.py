@@ -1,21 +1,34 @@
-"""Checks the tier by its status: its parts, the links between nodes, and the hit rate.
-
-The questions on hits are those of the decision tree in docs/faq.md, in its order.
-"""
+"""Checks the tier by its status; the questions on hits follow the decision tree of docs/faq.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from kvray.actors.names import node_of
-from kvray.cli.doctor.finding import Finding, fault, hint, ok
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.status import unnamed_sentences
+from kvray.cli.status import disk_remark, unnamed_sentences
 from kvray.cli.transports import NodeLink, node_links
 from kvray.config import format_size
 from kvray.metrics import figure
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    verdict: Literal["ok", "hint", "fault", "skipped"]
+    """`hint`: it works, but not as well as it could. `fault`: it does not work. `skipped`: it was
+    not checked, and `says` has the reason."""
+    check: str
+    says: str
+    """The result, as a sentence without its full stop."""
+    fix: str = ""
+    """The remedy; every hint and every fault has one."""
+
+
+ok, hint, fault, skipped = (partial(Finding, one) for one in ("ok", "hint", "fault", "skipped"))
 
 _PASSING = ("starting", "preparing", "flushing")
 _LITTLE = 0.05
@@ -43,7 +56,13 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
     for shard in shards:
         yield _shard(shard)
-        yield from _corrupt(shard)
+        corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
+        if corrupt:
+            yield hint(
+                f"shard {node_of(shard['shard'])}",
+                f"{corrupt} blocks did not have their checksum and were not used",
+                "run `kvray verify`, and test this node's memory and disk",
+            )
         yield from _pages(shard)
         yield from _disk(shard)
     for link in node_links(dict(status)):
@@ -69,16 +88,6 @@ def _shard(shard: Mapping[str, Any]) -> Finding:
     return fault(check, f"is {state}: {message}", "correct what it says, then run `kvray up`")
 
 
-def _corrupt(shard: Mapping[str, Any]) -> Iterator[Finding]:
-    corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
-    if corrupt:
-        yield hint(
-            f"shard {node_of(shard['shard'])}",
-            f"{corrupt} blocks did not have their checksum and were not used",
-            "run `kvray verify`, and test this node's memory and disk",
-        )
-
-
 def _pages(shard: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the pages that the arena got, and the command that would get it larger ones."""
     memory = shard.get("memory")
@@ -87,11 +96,8 @@ def _pages(shard: Mapping[str, Any]) -> Iterator[Finding]:
     check = f"pages {node_of(shard['shard'])}"
     mapped, huge, nodes = memory["mapped_bytes"], memory["huge_bytes"], memory["numa_nodes"]
     page, over = format_size(memory["huge_page_bytes"]), memory["interleaved_nodes"]
-    spread = ""
-    if nodes > 1:
-        spread = f", interleaved over {over} NUMA nodes"
-        if not over:
-            spread = f", not interleaved over the {nodes} NUMA nodes"
+    how = f"interleaved over {over}" if over else f"not interleaved over the {nodes}"
+    spread = f", {how} NUMA nodes" if nodes > 1 else ""
     if memory["command"] is None:
         pages = f"huge pages of {page}" if huge else "small pages"
         yield ok(check, f"its memory is in {pages}{spread}")
@@ -112,23 +118,8 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
     for remark in nvme.get("remarks", ()):
         says, _, fix = str(remark).rstrip(".").partition("; ")
         yield hint(check, says, fix)
-    if nvme["message"]:
-        out = "is out, and the node goes on with its memory: " if nvme.get("state") == "out" else ""
-        yield fault(
-            check,
-            f"{out}{str(nvme['message']).rstrip('.')}",
-            "mend the disk; the shard then takes it back by itself",
-        )
-    elif nvme["segments_without_room"]:
-        yield hint(check, "the disk is full", "free room on it, or lower nvme.capacity")
-    elif nvme["write_budget_bytes"] == 0:
-        yield hint(check, "the day's budget of writes is used up", "raise nvme.write_gib_per_day")
-    elif not nvme["is_direct"]:
-        yield hint(
-            check,
-            "goes through the page cache, because its file system has no direct I/O",
-            "put nvme.dir on ext4 or xfs on a local disk",
-        )
+    if (remark := disk_remark(nvme))[0]:
+        yield (fault if nvme["message"] else hint)(check, *remark)
     else:
         yield ok(check, f"{format_size(nvme['file_bytes'])} of blocks")
 
@@ -173,18 +164,13 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     for says, fix in unnamed_sentences(replicas):
         yield hint("checkpoint", says, fix)
     totals = total_counters([*replicas, *ended])
-    if not totals["prompt_tokens"]:
-        yield from _no_requests(totals, num_ranks)
-        return
-    says = f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
-    yield ok("hit rate", says)
-    yield from _alone(replicas)
-    yield from _reasons(totals)
-    yield from _not_kept(shards, totals)
-
-
-def _no_requests(totals: Mapping[str, int], num_ranks: int) -> Iterator[Finding]:
-    if totals["bypassed_requests"]:
+    if totals["prompt_tokens"]:
+        yield ok(
+            "hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
+        )
+        yield from _missed(replicas, totals)
+        yield from _not_kept(shards, totals)
+    elif totals["bypassed_requests"]:
         yield fault(
             "requests",
             f"all {totals['bypassed_requests']} requests bypassed the cache, because a LoRA adapter"
@@ -199,8 +185,8 @@ def _no_requests(totals: Mapping[str, int], num_ranks: int) -> Iterator[Finding]
         )
 
 
-def _alone(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield a hint if no two replicas can share, because each has its own namespace."""
+def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iterator[Finding]:
+    """Yield a hint if each replica has its own namespace, and the reasons of most misses."""
     spaces = {replica["namespace"] for replica in replicas}
     names = {replica["replica"] for replica in replicas}
     if len(names) > 1 and len(spaces) == len(names):
@@ -210,18 +196,11 @@ def _alone(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             "start them with the same model and engine arguments; `kvray status` shows the fields"
             " that differ",
         )
-
-
-def _reasons(totals: Counter[str]) -> Iterator[Finding]:
-    """Yield the reasons of most missed tokens, the largest first."""
-    missed = {
-        name.removeprefix(MISS_PREFIX): value
-        for name, value in totals.most_common()
-        if name.startswith(MISS_PREFIX) and value
-    }
-    all_missed = sum(missed.values())
-    for reason, tokens in missed.items():
-        if reason in COUNTED and tokens >= _LITTLE * all_missed:
+    missed = [(name, count) for name, count in totals.most_common() if name.startswith(MISS_PREFIX)]
+    least = max(1.0, _LITTLE * sum(count for _, count in missed))
+    for name, tokens in missed:
+        reason = name.removeprefix(MISS_PREFIX)
+        if reason in COUNTED and tokens >= least:
             means, advice = REASONS[reason]
             fix = advice[0].lower() + advice[1:].rstrip(".")
             yield hint(f"missed: {reason}", f"{tokens} tokens: {means}", fix)
@@ -236,9 +215,12 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
             "raise arena.capacity, or look for engines with long leases in the shards' logs",
         )
     if totals["dropped_blocks"]:
+        prefix = "dropped_blocks_"
+        found = sorted((-count, name) for name, count in totals.items() if name.startswith(prefix))
+        why = ", ".join(f"{-count} {name.removeprefix(prefix)}" for count, name in found if count)
         yield hint(
             "saves",
-            f"{totals['dropped_blocks']} blocks were not stored{_why_not(totals)}",
+            f"{totals['dropped_blocks']} blocks were not stored" + (f": {why}" if why else ""),
             "see the reason in docs/metrics.md; if saves were too slow (too_many, too_slow), raise"
             " connector.saves_max, or give the engine one more core",
         )
@@ -248,11 +230,3 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
             f"the connectors had {totals['errors']} errors, and computed these requests",
             "look at the engines' logs for lines that begin with kvray:, and report defects",
         )
-
-
-def _why_not(totals: Mapping[str, int]) -> str:
-    """Return ": 3 too_slow, 2 no_room", for example."""
-    prefix = "dropped_blocks_"
-    found = sorted((-count, name) for name, count in totals.items() if name.startswith(prefix))
-    reasons = ", ".join(f"{-count} {name.removeprefix(prefix)}" for count, name in found if count)
-    return f": {reasons}" if reasons else ""

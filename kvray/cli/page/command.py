@@ -1,7 +1,4 @@
-"""`kvray dashboard serve`: starts the page's server, and ends it at Ctrl-C.
-
-A process that asks the tier feeds its page.
-"""
+"""`kvray dashboard serve`: starts the page's server, fed by a process that asks the tier."""
 
 import asyncio
 import contextlib
@@ -148,7 +145,6 @@ async def _run(app: "FastAPI", feed: Feed, listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Give a socket that listens there."""
     host = host.strip("[]")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -1,7 +1,4 @@
-"""The page's server: files of the package, and the state of the page as JSON; it only reads.
-
-Its gate knows who may read the page: by the names it is reached by, and by the tier's token.
-"""
+"""The page's server: files, and the page's state as JSON, for those whom its gate admits."""
 
 import hashlib
 import hmac
@@ -57,10 +54,7 @@ class Gate:
             return False
 
     def admits(self, request: Request) -> bool:
-        """Return whether the request has the token, if there is one.
-
-        ConfigError: the token cannot be read.
-        """
+        """Return whether the request has the token, if any; ConfigError: it cannot be read."""
         if self._token_file is None:
             return True
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

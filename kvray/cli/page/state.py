@@ -1,7 +1,4 @@
-"""The page's state as plain data: what the tier has answered, since when not, and the panels; pure.
-
-Times are seconds since the epoch. No figure leaves without its age.
-"""
+"""The page's state as plain data; pure. Times are since the epoch, and every figure has its age."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,24 +10,9 @@ from rich.table import Table
 
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
-from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.tier import hit_findings, tier_findings
+from kvray.cli import hits
+from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
 from kvray.cli.explain import request_report, requests_sentence
-from kvray.cli.hits import (
-    COMPUTED,
-    SOURCES,
-    History,
-    NodeRates,
-    ReplicaRates,
-    ended_of,
-    headline,
-    ranks_of,
-    rate_text,
-    replicas_table,
-    sources_sentence,
-    token_sources,
-    total_counters,
-)
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
 from kvray.cli.size import missing_sentences, sizing_sentences, sizing_title
 from kvray.cli.status import lookup_sentence, state_text
@@ -38,7 +20,7 @@ from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size
 from kvray.metrics import figure
 
-SHOWN = (*SOURCES, COMPUTED)
+SHOWN = (*hits.SOURCES, hits.COMPUTED)
 _POINTS_MAX = 900
 _REPLICAS_MAX = 32
 _GAP_S = 10.0
@@ -56,7 +38,7 @@ class Shares:
     def __init__(self) -> None:
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS_MAX)
 
-    def add(self, now: float, ranks: Iterable[ReplicaRates] = ()) -> None:
+    def add(self, now: float, ranks: Iterable[hits.ReplicaRates] = ()) -> None:
         """Take the rates of all ranks; none: the tier did not answer, which is a gap."""
         if self._points and now - self._points[-1]["at"] > _GAP_S:
             self._points.append({"at": now - 1, "rates": {}})
@@ -65,10 +47,11 @@ class Shares:
             for name in ("", one.rank["replica"]):
                 if name in totals or len(totals) <= _REPLICAS_MAX:
                     totals.setdefault(name, Counter()).update(one.counters)
-        rates = {name: [*token_sources(counters).values()] for name, counters in totals.items()}
-        self._points.append(
-            {"at": now, "rates": {name: [round(r, 1) for r in one] for name, one in rates.items()}}
-        )
+        rates = {
+            name: [round(rate, 1) for rate in hits.token_sources(counters).values()]
+            for name, counters in totals.items()
+        }
+        self._points.append({"at": now, "rates": rates})
 
     def since(self, at: float) -> list[dict[str, Any]]:
         """Return the points after a time: tokens a second by replica, in the order of `SHOWN`."""
@@ -89,10 +72,9 @@ class PageState:
     """The state of the page."""
 
     def __init__(self, cluster_name: str) -> None:
-        """Start without answers of the tier of that name."""
         self._cluster_name = cluster_name
         self._parts = {name: _Part() for name in EVERY_S}
-        self._rates = History(_WINDOW_S)
+        self._rates = hits.History(_WINDOW_S)
         self._is_interrupted = False
         self._shares = Shares()
         self._panels: dict[str, Any] = {}
@@ -121,12 +103,21 @@ class PageState:
         """Return all panels, with those points of the history that are later than `since`."""
         found: dict[str, Any] = {
             "tier": self._cluster_name,
-            "parts": {name: self._part(name, now) for name in EVERY_S},
+            "parts": {
+                name: {
+                    "age_s": _age(part.answered_at, now),
+                    "old_after_s": EVERY_S[name] + _LATE_S,
+                    "trouble": part.trouble,
+                    "trouble_s": _age(part.trouble_at, now),
+                }
+                for name, part in self._parts.items()
+            },
             "shares": {"names": SHOWN, "points": self._shares.since(since)},
         }
         status = self._parts[STATUS].answer
         if status is not None:
-            found |= self._panels | {"nodes": nodes(self._rates, self._seen, now)}
+            nodes = [_node(one, self._seen, now) for one in self._rates.nodes()]
+            found |= self._panels | {"nodes": nodes}
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
@@ -144,7 +135,7 @@ class PageState:
             self._is_interrupted = True
             return
         if self._is_interrupted:  # rates over a gap would be none of the present
-            self._rates.forget()
+            self._rates = hits.History(_WINDOW_S)
             self._is_interrupted = False
         self._rates.add(now, status)
         self._shares.add(now, self._rates.replicas())
@@ -153,25 +144,13 @@ class PageState:
             name: (now, one) for name, one in there.items() if "arena" in one
         }
         self._panels = status_panels(status, self._rates)
-        self._faults = _faults(status)
+        findings = [*tier_findings(status)]
+        if hits.ranks_of(status["shards"]) or not silent(status["shards"]):
+            findings += hit_findings(status)  # else replicas may be where nobody answers
+        self._faults = [
+            one for kind in ("fault", "hint") for one in findings if one.verdict == kind
+        ]
         self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
-
-    def _part(self, name: str, now: float) -> dict[str, Any]:
-        part = self._parts[name]
-        return {
-            "age_s": _age(part.answered_at, now),
-            "old_after_s": EVERY_S[name] + _LATE_S,
-            "trouble": part.trouble,
-            "trouble_s": _age(part.trouble_at, now),
-        }
-
-
-def _faults(status: Mapping[str, Any]) -> list[Finding]:
-    """Return what `kvray doctor` finds wrong with a status, faults first."""
-    found = [*tier_findings(status)]
-    if ranks_of(status["shards"]) or not silent(status["shards"]):
-        found += hit_findings(status)  # else replicas may be where nobody answers
-    return [one for kind in ("fault", "hint") for one in found if one.verdict == kind]
 
 
 def _age(at: float | None, now: float) -> float | None:
@@ -182,36 +161,31 @@ Shards = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
 
 HOTTEST = 8
-"""Prefixes of one namespace."""
 _LINKS_MAX = 40
 _CURVES_MAX = 4
 
 
-def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
+def status_panels(status: Mapping[str, Any], rates: hits.History) -> dict[str, Any]:
     """Return what `kvray status` knows, with rates, except for the nodes."""
     shards = status["shards"]
-    links = sorted(
-        node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")
-    )
+    links = node_links(dict(status))
+    links.sort(key=lambda link: (bool(link.transport), link.breaker == "closed"))
     replicas = rates.replicas()
-    totals = total_counters([*ranks_of(shards), *ended_of(shards)])
+    totals = hits.total_counters([*hits.ranks_of(shards), *hits.ended_of(shards)])
     prompt = totals["prompt_tokens"]
     without = ", ".join(silent(shards))
     return {
-        "headline": headline(status["cluster_name"], rates, replicas),
+        "headline": hits.headline(status["cluster_name"], rates, replicas),
         "lookup": lookup_sentence(status["lookup"]),
         "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
         "num_links_hidden": max(0, len(links) - _LINKS_MAX),
-        "replicas": plain(replicas_table(replicas)) if replicas else None,
-        "totals": f"{prompt:,} prompt tokens so far: {sources_sentence(totals)}" if prompt else "",
+        "replicas": plain(hits.replicas_table(replicas)) if replicas else None,
+        "totals": f"{prompt:,} prompt tokens so far: {hits.sources_sentence(totals)}"
+        if prompt
+        else "",
         "without": f"Without node {without}, which does not answer." if without else "",
         "curve": _curve(combined(shards)),
     }
-
-
-def nodes(rates: History, seen: Seen, now: float) -> list[dict[str, Any]]:
-    """Return each node, with its last figures and their age if it does not answer."""
-    return [_node(one, seen, now) for one in rates.nodes()]
 
 
 def silent(shards: Shards) -> list[str]:
@@ -256,7 +230,8 @@ def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
     }
 
 
-def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
+def _node(rates: hits.NodeRates, seen: Seen, now: float) -> dict[str, Any]:
+    """Return a node, with its last figures and their age if it does not answer."""
     shard = rates.shard
     at, known = seen.get(shard["shard"], (now, shard))
     is_old = "arena" not in shard and "arena" in known
@@ -269,10 +244,13 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
         meters.append(_meter("disk", nvme["file_bytes"], nvme["capacity_bytes"]))
         figures.append(f"{figure(known, 'resident_blocks', tier='nvme'):,} blocks on disk")
     if arena is not None and not is_old:
-        figures += [f"{rates.evicted:,.0f} evicted/s", f"{rate_text(rates.staged_bytes)}/s staged"]
+        figures += [
+            f"{rates.evicted:,.0f} evicted/s",
+            f"{hits.rate_text(rates.staged_bytes)}/s staged",
+        ]
         if nvme is not None:
-            figures.append(f"{rate_text(rates.written_bytes)}/s to disk")
-            figures.append(f"{rate_text(rates.read_bytes)}/s from disk")
+            figures.append(f"{hits.rate_text(rates.written_bytes)}/s to disk")
+            figures.append(f"{hits.rate_text(rates.read_bytes)}/s from disk")
     return {
         "name": node_of(known["shard"]),
         "state": state_text(shard),

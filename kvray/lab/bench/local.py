@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from kvray.lab.bench.runner import (
     Duration,
     Pair,
     Runner,
-    Timed,
     bench_spec,
     measure,
     over_all,
@@ -44,10 +43,8 @@ class Copies(NamedTuple):
     """The blocks of one size that each store or retrieve copies."""
 
     title: str
-    name: str
-    """End of the figures' names."""
-    shape: tuple[int, int]
-    """Blocks, and the bytes of each."""
+    name: str  # end of the figures' names
+    shape: tuple[int, int]  # blocks, and the bytes of each
     num_sections: int
     """Parts of a buffer. Copies of few bytes take turns on them, so that no cache has them."""
     pairs: int
@@ -63,7 +60,6 @@ class LocalScale:
     """How much a run measures."""
 
     capacity: int
-    """Bytes of the arena that is stored into."""
     large: Copies
     small: Copies
     first_pairs: int
@@ -75,11 +71,7 @@ class LocalScale:
 
     @classmethod
     def fit(cls, capacity: int, *, repeat: int | None, quick: bool) -> LocalScale:
-        """Return the counts for an arena of `capacity` bytes and `repeat` pairs of each kind.
-
-        Raises:
-            ConfigError: the capacity is too small to measure anything.
-        """
+        """Return the counts for `repeat` pairs each; ConfigError: `capacity` is too small."""
         if capacity < _CAPACITY_MIN:
             raise ConfigError(
                 f"--capacity {format_size(capacity)} is too small to measure anything; give at"
@@ -104,11 +96,7 @@ class LocalScale:
         )
 
     def check_memory(self, directory: Path) -> None:
-        """Make sure that the arena fits into its directory, and all buffers into the memory.
-
-        Raises:
-            CapacityError: they do not.
-        """
+        """Raise CapacityError unless the arena fits into its directory, and buffers into memory."""
         specs = (bench_spec(self.capacity), self.lookup_spec)
         arena = max(spec.geometry().file_bytes for spec in specs)
         buffers = (1 + NUM_READERS) * self.large.num_bytes
@@ -120,15 +108,12 @@ class LocalScale:
 def run(
     runner: Runner, *, config: Path | None, capacity: int, repeat: int | None, quick: bool
 ) -> Report:
-    """Take all measurements.
-
-    Raises:
-        KVRayError: there is no room, or a step failed.
-    """
-    settings = load_config(config)
+    """Take all measurements; KVRayError: there is no room, or a step failed."""
     scale = LocalScale.fit(capacity, repeat=repeat, quick=quick)
+    directory = runner.make_directory(load_config(config).arena.dir)
+    scale.check_memory(directory)
     return bench_report(
-        measure_local(scale, arena_dir=settings.arena.dir, runner=runner),
+        _Bench(scale, directory, runner).take_all(),
         note=f"{scale.large.shape[0]} blocks of 4 MiB and {scale.small.shape[0]} of 128 KiB in"
         f" an arena of {format_size(scale.capacity)}, on {cores()}. Ratios are medians over pairs:"
         " for copies kvray's speed over the bare copy's, for lookups kvray's time over that of"
@@ -142,13 +127,6 @@ def run(
     )
 
 
-def measure_local(scale: LocalScale, *, arena_dir: Path, runner: Runner) -> list[Row]:
-    """Return the rows of all measurements; raises as `run` does."""
-    directory = runner.make_directory(arena_dir)
-    scale.check_memory(directory)
-    return _Bench(scale, directory, runner).take_all()
-
-
 class _Bench:
     """An arena that this process owns, one process that stores, and four that retrieve."""
 
@@ -159,20 +137,20 @@ class _Bench:
         self._arena: Arena | None = None
         self._arena_stack = runner.stack.enter_context(ExitStack())
         self._num_chains = 0
-        self._workers = [Worker.start(runner) for _ in range(1 + NUM_READERS)]
+        self._workers = [Worker(runner) for _ in range(1 + NUM_READERS)]
         self._writer, self._reader = self._workers[:1], self._workers[1:2]
 
     def take_all(self) -> list[Row]:
-        measurements: tuple[tuple[str, Callable[[], list[Row]]], ...] = (
-            ("first stores", self._first_stores),
-            ("stores", self._stores),
-            ("retrieves", self._retrieves),
-            ("lookups", self._lookups),
-        )
-        self._runner.show("Starting", total=len(measurements))
+        measures = {
+            "first stores": self._first_stores,
+            "stores": self._stores,
+            "retrieves": self._retrieves,
+            "lookups": self._lookups,
+        }
+        self._runner.show("Starting", total=len(measures))
         call_all(self._workers, "allocate", num_bytes=self._scale.large.num_bytes)
-        rows = []
-        for title, take in measurements:
+        rows: list[Row] = []
+        for title, take in measures.items():
             self._runner.show(f"Measuring {title}")
             rows += take()
             self._runner.advance()
@@ -183,8 +161,7 @@ class _Bench:
         large, pairs = self._scale.large, []
         for _ in range(self._scale.first_pairs):
             self._renew_arena(bench_spec(self._scale.capacity), users=self._writer)
-            ours = self._store(large)
-            pairs.append(Pair(ours, self._copy(self._writer, large)))
+            pairs.append(Pair(self._store(large), self._copy(self._writer, large)))
         title = "first store into a fresh arena"
         return [copy_row(title, "first_store_{}", pairs, num_bytes=large.num_bytes)]
 
@@ -210,7 +187,8 @@ class _Bench:
                 self._clear()
             return self._store(copies, section)
 
-        return self._measure(self._writer, copies, store, is_store=True)
+        copy = partial(self._copy, self._writer, copies)
+        return measure(copies.pairs, ours=store, floor=copy)
 
     def _retrieves(self) -> list[Row]:
         large, small = self._scale.large, self._scale.small
@@ -239,15 +217,8 @@ class _Bench:
             where = {"shape": copies.shape, "section": section}
             return _time(readers, "retrieve", chain=chains[section], verify=verify, **where)
 
-        return self._measure(readers, copies, retrieve, is_store=False)
-
-    def _measure(
-        self, users: list[Worker], copies: Copies, ours: Timed, *, is_store: bool
-    ) -> list[Pair]:
-        def copy(index: int) -> Duration:
-            return self._copy(users, copies, index, is_store=is_store)
-
-        return measure(copies.pairs, ours=ours, floor=copy)
+        copy = partial(self._copy, readers, copies, is_store=False)
+        return measure(copies.pairs, ours=retrieve, floor=copy)
 
     def _lookups(self) -> list[Row]:
         """Look up a short and a long prompt of which all, half and nothing is stored."""

@@ -1,7 +1,4 @@
-"""`kvray bench nvme`: demotions to and promotions from a disk, beside the same bytes moved by fio.
-
-Without fio it measures kvray alone.
-"""
+"""`kvray bench nvme`: demotions to a disk and promotions, beside fio where there is one."""
 
 from __future__ import annotations
 
@@ -32,6 +29,7 @@ from kvray.lab.bench.runner import (
     Timed,
     bench_spec,
     measure,
+    require_room,
     reserve_all,
     timed,
 )
@@ -67,12 +65,8 @@ def run(
 ) -> Report:
     """Measure an arena under arena.dir, and `disk`, a directory, else the one of temporary files.
 
-    The figures of the first of `block` have no size in their names.
-
-    Raises:
-        ConfigError: a directory cannot be used, or a block size does not fit.
-        CapacityError: there is no room for the arena.
-        KVRayError: the bytes did not arrive, or went through the page cache; or fio failed.
+    The figures of the first of `block` have no size in their names. KVRayError: a directory or a
+    block size cannot be used, the bytes did not arrive past the page cache, or fio failed.
     """
     settings = load_config(config)
     num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
@@ -109,32 +103,23 @@ def run(
 
 
 def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
+    """Raise ConfigError unless blocks fit, and direct I/O reaches a disk with room in `disk`."""
     for size in sizes:
         if not 4096 <= size <= num_bytes or num_bytes % size or size % 4096:
             raise ConfigError(
                 f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB that"
                 f" divides {format_size(num_bytes)}."
             )
-    _check_direct(disk)
-    # Two files, and those of the next pair before these are gone.
-    needed, free = 4 * num_bytes, shutil.disk_usage(disk).free
-    if free < needed:
-        raise ConfigError(
-            f"The bench needs {format_size(needed)} in {disk} and {format_size(free)} are free;"
-            " name another directory with --dir."
-        )
-
-
-def _check_direct(directory: Path) -> None:
-    """Raise ConfigError unless direct I/O reaches a disk in `directory`."""
     try:
-        mount = mount_of(directory)
+        # Two files, and those of the next pair before these are gone.
+        require_room(4 * num_bytes, shutil.disk_usage(disk).free, str(disk), "give another --dir")
+        mount = mount_of(disk)
         if mount is not None and mount.kind in _IN_MEMORY:
             raise ConfigError(
-                f"{directory} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
+                f"{disk} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
                 " give a directory on a disk with --dir."
             )
-        fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        fd = os.open(disk, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
             with mmap.mmap(-1, mmap.PAGESIZE) as page:
                 os.pwrite(fd, page, 0)
@@ -143,11 +128,11 @@ def _check_direct(directory: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             raise ConfigError(
-                f"The file system of {directory} takes no direct I/O, so a retrieve would not come"
+                f"The file system of {disk} takes no direct I/O, so a retrieve would not come"
                 " from the disk; give a directory on a disk with --dir."
             ) from None
         raise ConfigError(
-            f"The bench cannot write its files in {directory} ({error.strerror}); give another"
+            f"The bench cannot write its files in {disk} ({error.strerror}); give another"
             " directory with --dir."
         ) from None
 
@@ -156,17 +141,14 @@ def _rows(
     pairs: dict[str, list[Pair]], num_bytes: int, end: str, where: str, *, has_floor: bool
 ) -> list[Row]:
     """Return the rows of blocks of one size; `end` is the end of their figures' names."""
-    copies, cpu = [], []
+    copies, cpu = list[Row](), list[Row]()
     for name, title in _TITLES.items():
         names = f"nvme_{name}_{{}}{end}"
         row = copy_row(f"{title}, {where}", names, pairs[name], num_bytes=num_bytes)
         cpu_names = names.format("cpu_s_per_gb"), names.format("floor_cpu_s_per_gb")
         spent = cpu_row(f"CPU time: {title.strip()}", cpu_names, pairs[name], num_bytes=num_bytes)
-        if not has_floor:
-            row = value_row(row.title, row.unit, row.ours, names.format("gb_s"))
-            spent = value_row(spent.title, spent.unit, spent.ours, cpu_names[0])
-        copies.append(row)
-        cpu.append(spent)
+        for rows, one, figure in ((copies, row, names.format("gb_s")), (cpu, spent, cpu_names[0])):
+            rows.append(one if has_floor else value_row(one.title, one.unit, one.ours, figure))
     return copies + cpu
 
 
@@ -193,7 +175,6 @@ class _Bench:
         self.page_bytes = file.huge_page_bytes if file and is_huge else _SMALL_PAGE
 
     def take(self, block_bytes: int, repeat: int) -> dict[str, list[Pair]]:
-        """Return the pairs of each of `_TITLES` with blocks of one size."""
         size, stores = format_size(block_bytes), []
         self._runner.show(f"Storing blocks of {size} into an empty tier")
         for index in range(repeat):  # both sides have new files in every pair
@@ -250,10 +231,7 @@ class _Bench:
             self._store = None
 
     def _renew(self, block_bytes: int) -> None:
-        """Make a store whose only file has room for one arena of blocks of that size.
-
-        Nothing was ever written there, as in the floor's file.
-        """
+        """Make a store whose only file, never written to, has room for one arena of such blocks."""
         self._drop_store()
         self._block_bytes = block_bytes
         stride = max(block_bytes, SLOT_MIN)
@@ -272,7 +250,6 @@ class _Bench:
         self._demote(0)
 
     def _demote(self, index: int) -> Duration:
-        """Demote the arena's blocks, for good."""
         slots = key_index.find(self._arena.tables, key_index.pack_keys(self._keys), 0)
         stored = np.zeros(0, dtype=bool)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -15,10 +15,8 @@ from kvray.lab.report import Report, machine_facts
 
 GB = 1e9
 
-_P99 = "    99th percentile"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One measurement: kvray, the bare work, their ratio, and the figures for the JSON."""
 
@@ -28,14 +26,11 @@ class Row:
     floor: float | None = None
     ratio: float | None = None
     """kvray's speed over the floor's for copies; its time over the floor's for lookups."""
-    figures: Mapping[str, float]
+    figures: Mapping[str, float] = field(kw_only=True)
 
 
 def bench_report(rows: Sequence[Row], *, note: str, facts: Mapping[str, Any]) -> Report:
-    """Return the report of a bench.
-
-    `note` has sentences below the table that say what was measured; `facts` has sizes and counts.
-    """
+    """Return the report; `note` says below the table what was measured, `facts` how much."""
     table = empty_table("", numbers=("kvray", "bare work", "ratio"))
     for row, before in zip(rows, [None, *rows], strict=False):
         if before is not None and before.unit not in ("", row.unit):
@@ -60,35 +55,34 @@ def copy_row(
     """
     if isinstance(names, str):
         names = (names.format("ratio"), names.format("gb_s"), names.format("floor_gb_s"))
-    ours = num_bytes / GB / median_s([pair.ours for pair in pairs])
-    floor = num_bytes / GB / median_s([pair.floor for pair in pairs])
+    ours, floor = (num_bytes / GB / median_s(side) for side in zip(*pairs, strict=True))
     ratio = speed_ratio(pairs)
     figures = dict(zip(names, (ratio, ours, floor), strict=True))
-    return Row(title=title, unit="GB/s", ours=ours, floor=floor, ratio=ratio, figures=figures)
+    return Row(title, "GB/s", ours, floor, ratio, figures=figures)
 
 
 def time_row(
     title: str, names: tuple[str, str, str], pairs: Sequence[Pair], *, ratio: float
 ) -> Row:
     """Return the row of times; `names` are those of kvray's, the bare one and `ratio`."""
-    ours = 1000 * median_s([pair.ours for pair in pairs])
-    floor = 1000 * median_s([pair.floor for pair in pairs])
+    ours, floor = (1000 * median_s(side) for side in zip(*pairs, strict=True))
     figures = dict(zip(names, (ours, floor, ratio), strict=True))
-    return Row(title=title, unit="ms", ours=ours, floor=floor, ratio=ratio, figures=figures)
+    return Row(title, "ms", ours, floor, ratio, figures=figures)
 
 
 def cpu_row(title: str, names: tuple[str, str], pairs: Sequence[Pair], *, num_bytes: int) -> Row:
     """Return the row of the CPU seconds for each GB; `names` are kvray's and the bare work's."""
-    ours = statistics.median(pair.ours.cpu_s for pair in pairs) / (num_bytes / GB)
-    floor = statistics.median(pair.floor.cpu_s for pair in pairs) / (num_bytes / GB)
-    ratio = ours / floor if floor else None
+    ours, floor = (
+        statistics.median(one.cpu_s for one in side) / (num_bytes / GB)
+        for side in zip(*pairs, strict=True)
+    )
     figures = dict(zip(names, (ours, floor), strict=True))
-    return Row(title=title, unit="s/GB", ours=ours, floor=floor, ratio=ratio, figures=figures)
+    return Row(title, "s/GB", ours, floor, ours / floor if floor else None, figures=figures)
 
 
 def value_row(title: str, unit: str, value: float, name: str) -> Row:
     """Return a row without bare work."""
-    return Row(title=title, unit=unit, ours=value, figures={name: value})
+    return Row(title, unit, value, figures={name: value})
 
 
 def time_rows(title: str, name: str, durations: Sequence[Duration]) -> list[Row]:
@@ -105,26 +99,17 @@ def time_rows(title: str, name: str, durations: Sequence[Duration]) -> list[Row]
 def hash_rows(
     title: str, name: str, pairs: Sequence[Pair], *, has_spread: bool = False
 ) -> list[Row]:
-    """Return the rows of the median and of the slowest percent of work beside bare hashing.
-
-    With `has_spread` the second row also has the 99th percentile over the median.
-    """
+    """Return the rows of median and slowest percent, beside bare hashing; and their ratio."""
     ours, floor = [pair.ours for pair in pairs], [pair.floor for pair in pairs]
     p50, p99, bare = (1000 * s for s in (median_s(ours), percentile_s(ours, 99), median_s(floor)))
     ratio, spread = time_ratio(pairs), {f"{name}_ms_p99": p99}
     figures = {f"{name}_ms_p50": p50, f"{name}_hash_ms_p50": bare, f"{name}_over_hash": ratio}
-    if has_spread:
-        spread[f"{name}_p99_over_p50"] = p99 / p50
-    return [
-        Row(title=title, unit="ms", ours=p50, floor=bare, ratio=ratio, figures=figures),
-        Row(
-            title="    its 99th percentile, over its median" if has_spread else _P99,
-            unit="ms",
-            ours=p99,
-            ratio=p99 / p50 if has_spread else None,
-            figures=spread,
-        ),
-    ]
+    first = Row(title, "ms", p50, bare, ratio, figures=figures)
+    if not has_spread:
+        return [first, Row("    99th percentile", "ms", p99, figures=spread)]
+    spread[f"{name}_p99_over_p50"] = p99 / p50
+    title = "    its 99th percentile, over its median"
+    return [first, Row(title, "ms", p99, ratio=p99 / p50, figures=spread)]
 
 
 def cores() -> str:

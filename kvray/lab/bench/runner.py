@@ -18,7 +18,6 @@ from rich.progress import Progress, TaskID
 
 from kvray.config import format_size
 from kvray.console.interrupts import Interrupts
-from kvray.console.output import printer
 from kvray.console.progress import counting_progress
 from kvray.errors import CapacityError, ConfigError, KVRayError
 from kvray.identity.block import BlockKey
@@ -72,11 +71,9 @@ def measure(count: int, *, ours: Timed, floor: Timed, first: int = 0) -> list[Pa
     """
     pairs = []
     for index in range(first, first + count):
-        if index % 2:
-            pairs.append(Pair(ours(index), floor(index)))
-        else:
-            bare = floor(index)
-            pairs.append(Pair(ours(index), bare))
+        bare = None if index % 2 else floor(index)
+        mine = ours(index)
+        pairs.append(Pair(mine, bare or floor(index)))
     return pairs
 
 
@@ -107,12 +104,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
-    """Return the duration from the first start to the last end of several processes.
-
-    A span is when one began and ended, by one clock, and its CPU seconds.
-    """
+    """Return the duration of all spans: begin and end of each, by one clock, and CPU seconds."""
     began, ended, cpu_s = zip(*spans, strict=True)
     return Duration(max(ended) - min(began), sum(cpu_s))
+
+
+def is_soon(until: Callable[[], object], timeout_s: float, *, poll_s: float = 0.01) -> bool:
+    """Wait until `until` returns something true; return whether it did so in time."""
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
 
 
 def require_room(needed: int, free: int, place: str, hint: str) -> None:
@@ -132,11 +136,7 @@ def bench_spec(capacity: int, *, slot_min: int = SLOT_MIN) -> ArenaSpec:
 
 
 def reserve_all(arena: Arena, keys: Sequence[BlockKey], *, block_bytes: int) -> Reservation:
-    """Reserve a slot for each key.
-
-    Raises:
-        KVRayError: the arena gave fewer.
-    """
+    """Reserve a slot for each key; KVRayError: the arena gave fewer."""
     made = arena.reserve(
         keys, parent=None, depth=0, part=0, block_bytes=block_bytes, wait_s=LOCK_WAIT_S
     )
@@ -169,11 +169,7 @@ class Runner:
             yield replace(self, stack=stack)
 
     def make_directory(self, parent: Path) -> Path:
-        """Make a directory of the bench's own in `parent`; it is removed at the end.
-
-        Raises:
-            ConfigError: this user cannot make one there.
-        """
+        """Make a directory in `parent` until the end; ConfigError: this user cannot."""
         with self.interrupts.held():
             try:
                 path = Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
@@ -186,11 +182,7 @@ class Runner:
         return path
 
     def make_arena(self, directory: Path, spec: ArenaSpec) -> Arena:
-        """Make an arena in `directory`; it is retired at the end.
-
-        Raises:
-            CapacityError: the memory has no room for it.
-        """
+        """Make an arena until the end; CapacityError: the memory has no room for it."""
         with self.interrupts.held():
             arena = Arena.create(directory, spec, lock_wait_s=LOCK_WAIT_S)
             self.stack.callback(arena.close)
@@ -201,6 +193,6 @@ class Runner:
 @contextmanager
 def running(interrupts: Interrupts) -> Iterator[Runner]:
     """Give a runner that shows its progress on stderr; end all that it began, however it ends."""
-    progress = counting_progress(printer(is_error=True))
+    progress = counting_progress()
     with interrupts.closing() as stack, progress:
         yield Runner(interrupts, stack, progress, progress.add_task("Starting", total=None))

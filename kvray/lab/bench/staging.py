@@ -1,7 +1,4 @@
-"""`kvray bench staging`: blocks fetched from another node, beside the bare transports.
-
-Two Ray nodes are the bench's own. Their driver is a `Worker` that runs this module.
-"""
+"""`kvray bench staging`: fetches between two nodes of its own, driven by a `Worker` of this."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from kvray.transport.nixl import bindings
 from kvray.transport.object_ref import ObjectRefTransport
 from kvray.transport.transport import Array
 
-_BENCH_TIMEOUT_S, _TIMEOUT_S = 900.0, 120.0
+_TIMEOUT_S = 120.0
 _REFS_AHEAD = 2
 """Objects that are asked for before the one that is waited for."""
 _POLL_S = 0.0002
@@ -56,21 +55,19 @@ _COPIES = {
     "nixl": (
         "staging over nixl, bare NIXL push",
         ("staging_nixl_ratio", "staging_nixl_gb_per_s", "raw_nixl_gb_per_s"),
+        ("staging_cpu_s_per_gb", "raw_nixl_cpu_s_per_gb"),
     ),
     "object_ref": (
         "staging over object_ref, bare Ray objects",
         ("staging_object_ref_ratio", "staging_object_ref_gb_per_s", "raw_ray_gb_per_s"),
+        ("staging_object_ref_cpu_s_per_gb", "raw_ray_cpu_s_per_gb"),
     ),
 }
-"""For each pair of the driver: the row's title, and the names of ratio, speed and bare speed."""
+"""The title of each pair's row, the names of its ratio, speed and bare speed, and of CPU times."""
 
 
 def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
-    """Start two nodes, and fetch blocks from one to the other.
-
-    Raises:
-        KVRayError: Ray did not start, a transport is missing, or blocks did not come.
-    """
+    """Fetch blocks between two nodes; KVRayError: Ray or a transport is missing, or blocks are."""
     num_blocks, num_pairs = 256, repeat or 9
     if quick:
         num_blocks, num_pairs = 32, min(num_pairs, 3)
@@ -81,26 +78,20 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    driver = Worker.start(runner, __name__, machine.environ())
+    driver = Worker(runner, __name__, machine.environ())
     driver.send("take", config_path=str(path), num_blocks=num_blocks, repeat=num_pairs)
     pairs = {
         name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in found]
         for name, found in driver.receive().items()
     }
     num_bytes = num_blocks * LARGE_BYTES
-    nixl, object_ref = (
-        copy_row(title, names, pairs[name], num_bytes=num_bytes)
-        for name, (title, names) in _COPIES.items()
-    )
-    nixl_cpu, object_ref_cpu = (
-        cpu_row("    CPU time, both sides", names, pairs[name], num_bytes=num_bytes)
-        for name, names in (
-            ("nixl", ("staging_cpu_s_per_gb", "raw_nixl_cpu_s_per_gb")),
-            ("object_ref", ("staging_object_ref_cpu_s_per_gb", "raw_ray_cpu_s_per_gb")),
-        )
-    )
+    rows = []
+    for name, (title, names, cpu_names) in _COPIES.items():
+        rows.append(copy_row(title, names, pairs[name], num_bytes=num_bytes))
+        cpu_title = "    CPU time, both sides"
+        rows.append(cpu_row(cpu_title, cpu_names, pairs[name], num_bytes=num_bytes))
     return bench_report(
-        [nixl, nixl_cpu, object_ref, object_ref_cpu],
+        rows,
         note=f"{num_blocks} blocks of 4 MiB between two nodes of this machine, over its loopback"
         f" device, {num_pairs} pairs on {cores()}.",
         facts={"blocks": num_blocks, "block_bytes": LARGE_BYTES, "pairs": num_pairs},
@@ -200,14 +191,10 @@ class _StagingBench:
             for node in ray.nodes()  # type: ignore[no-untyped-call]
             if node["Alive"] and RESOURCE in node["Resources"]
         ]
-        made: Any = ray.remote(_BenchNode)
+        made: Any = ray.remote(num_cpus=0)(_BenchNode)
         on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        self._nodes = [
-            made.options(num_cpus=0, scheduling_strategy=on(node_id, soft=False)).remote(
-                config, num_blocks
-            )
-            for node_id in nodes
-        ]
+        places = [made.options(scheduling_strategy=on(one, soft=False)) for one in nodes]
+        self._nodes = [place.remote(config, num_blocks) for place in places]
         self._source, self._target = self._nodes
         _get(self._source.store.remote(self._keys))
         _get(self._target.clear.remote())
@@ -226,17 +213,14 @@ class _StagingBench:
         self._bare_pids = [_get(node.pid.remote()) for node in self._nodes]
 
     def take(self, repeat: int) -> dict[str, list[Pair]]:
-        """Return pairs of each measurement."""
-        bare = {"nixl": self._push_bare, "object_ref": self._pull}
-        return {name: self._pairs(name, floor, repeat) for name, floor in bare.items()}
+        found = {}
+        for name, bare in {"nixl": self._push_bare, "object_ref": self._pull}.items():
+            stage = partial(self._stage, name)
+            measure(1, ours=stage, floor=bare)  # connects, and loads what is loaded only then
+            found[name] = measure(repeat, ours=stage, floor=bare)
+        return found
 
-    def _pairs(self, transport: str, bare: Callable[[], Duration], repeat: int) -> list[Pair]:
-        self._stage(transport)  # connections, pages, and code that is loaded only then
-        bare()
-        return measure(repeat, ours=lambda _: self._stage(transport), floor=lambda _: bare())
-
-    def _stage(self, transport: str) -> Duration:
-        """Have the target's mover fetch everything."""
+    def _stage(self, transport: str, _: int) -> Duration:
         span = Span(source=_mover(transport, 0), part=0, keys=self._keys, parent=b"", depth=0)
         order = FetchOrder(spans=(span,), deadline_s=_TIMEOUT_S)
         mover = self._movers[transport][1]
@@ -250,19 +234,17 @@ class _StagingBench:
         _get(self._target.clear.remote())
         return duration
 
-    def _push_bare(self) -> Duration:
+    def _push_bare(self, _: int) -> Duration:
         address = _get(self._target.open_bare.remote())
         _get(self._source.open_bare.remote())
         _get(self._source.connect_bare.remote(address))
-        duration = self._time_bare(lambda: self._source.push_bare.remote(address))
+        push = partial(self._source.push_bare.remote, address)
+        duration, _ = _timed(self._bare_pids, push)
         _get([node.close_bare.remote() for node in self._nodes])
         return duration
 
-    def _pull(self) -> Duration:
-        return self._time_bare(lambda: self._target.pull.remote(self._source))
-
-    def _time_bare(self, begin: Callable[[], Any]) -> Duration:
-        return _timed(self._bare_pids, begin)[0]
+    def _pull(self, _: int) -> Duration:
+        return _timed(self._bare_pids, partial(self._target.pull.remote, self._source))[0]
 
 
 def _wait_serving(mover: Any) -> int:
@@ -294,17 +276,13 @@ def _mover(transport: str, place: int) -> str:
     return f"kvray-bench-{transport}-{place}"
 
 
-class _Driver:
-    """The calls that a process on the bench's Ray answers."""
-
-    def take(self, *, config_path: str, num_blocks: int, repeat: int) -> dict[str, list[Pair]]:
-        """Connect to Ray, and measure."""
-        # The variables of the bench's own process are no settings of its nodes.
-        config = load_config(config_path, environ={})
-        connect_configured(config)
-        return _StagingBench(config, num_blocks).take(repeat)
+def _take(*, config_path: str, num_blocks: int, repeat: int) -> dict[str, list[Pair]]:
+    # The variables of the bench's own process are no settings of its nodes.
+    config = load_config(config_path, environ={})
+    connect_configured(config)
+    return _StagingBench(config, num_blocks).take(repeat)
 
 
 if __name__ == "__main__":
-    serve(_Driver())
+    serve(SimpleNamespace(take=_take))
     os._exit(0)  # the cluster ends with the bench; Ray's own leaving takes seconds

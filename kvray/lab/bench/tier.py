@@ -49,21 +49,15 @@ def run(
     processes: Sequence[int] | None,
     seconds: float,
 ) -> Report:
-    """Start a tier, fill its arena, and load it.
-
-    Raises:
-        KVRayError: there is no room, Ray or the tier did not start, or a process died.
-    """
+    """Start a tier, fill its arena, and load it; KVRayError: no room, no start, or a death."""
     num_cores = len(os.sched_getaffinity(0))
     sizes = list(block or SIZES)
     steps = sorted(set(processes or ())) or [1 << n for n in range(4) if 1 << n <= num_cores]
     settings = own_settings(config, capacity=capacity)
     _check(settings, sizes, num_processes=steps[-1])
-    bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
-    rows = bench.take_all()
     names = ", ".join(map(format_size, sizes))
     return bench_report(
-        rows,
+        _Bench(runner, settings, sizes, steps=steps, seconds=seconds).take_all(),
         note=f"Blocks of {names} in an arena of {format_size(capacity)} that is full,"
         f" {seconds:g} s for each number of processes, on {cores()}. Ratios are kvray's speed over"
         " the bare copy's.",
@@ -77,10 +71,7 @@ def run(
 
 
 def own_settings(config: Path | None, **arena: int) -> KVRayConfig:
-    """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk.
-
-    They are those of `config`, but for the settings `arena` of its arena.
-    """
+    """Return `config` for a tier and a Ray of the bench's own, without a disk, and with `arena`."""
     settings = load_config(config)
     return settings.model_copy(
         update={
@@ -102,11 +93,10 @@ def start_tier(runner: Runner, settings: KVRayConfig) -> Launch:
 
 def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -> None:
     """Raise ConfigError for options that cannot be measured, and CapacityError without room."""
-    capacity, least = settings.arena.capacity, format_size(_CAPACITY_MIN)
+    capacity = settings.arena.capacity
     if capacity < _CAPACITY_MIN:
-        raise ConfigError(
-            f"--capacity {format_size(capacity)} is too small; give at least {least}."
-        )
+        says = f"--capacity {format_size(capacity)} is too small"
+        raise ConfigError(f"{says}; give at least {format_size(_CAPACITY_MIN)}.")
     for size in sizes:
         if PREFIX_BYTES % size or size < settings.arena.slot_min:
             raise ConfigError(
@@ -150,20 +140,17 @@ class _Bench:
         )
         runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
         shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
-        self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
+        self._workers = [Worker(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
-        call_all(
-            self._workers,
-            "attach",
-            directory=str(self._settings.node_dir),
-            lock_wait_s=self._settings.arena.lock_wait_s,
-        )
+        where, wait_s = str(self._settings.node_dir), self._settings.arena.lock_wait_s
+        call_all(self._workers, "attach", directory=where, lock_wait_s=wait_s)
         runner.advance()
         first = self._num_prefixes
         self._ask(range(first, first + num_filled), [LARGE_BYTES], "Filling five sixths")
         first += num_filled
         small = self._ask(range(first, first + num_stored), [SMALL_BYTES], "Storing 128KiB blocks")
-        rows = [_copy_row("store, 128KiB blocks into large ones", "tier_small_into_large", small)]
+        title, names = "store, 128KiB blocks into large ones", "tier_small_into_large_{}"
+        rows = [_copy_row(title, names, small["copies"]["store 128KiB"])]
         self._ask(range(self._num_prefixes)[::-1], self._sizes, "Filling the arena")
         for num_processes in self._steps:
             rows += self._load(num_processes, turns, shard)
@@ -176,7 +163,6 @@ class _Bench:
         return [*rows, value_row("shard's CPU, idle", "cores", share, "tier_idle_cpu_share")]
 
     def _ask(self, prefixes: range, sizes: Sequence[int], title: str) -> Found:
-        """Have one process ask once for each prefix."""
         self._runner.show(title)
         founds = []
         for at in range(0, len(prefixes), _ASKED_AT_ONCE):
@@ -186,7 +172,6 @@ class _Bench:
         return merge(founds)
 
     def _load(self, num_processes: int, turns: int, shard: int) -> Iterator[Row]:
-        """Have so many processes play at once; yield the rows."""
         title = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         self._runner.show(f"Loading ({title})")
         founds, workers = [], self._workers[:num_processes]
@@ -204,13 +189,11 @@ class _Bench:
             self._runner.advance()
         share = (cpu_seconds(shard) - cpu_s) / (time.monotonic() - began)
         found, end = merge(founds), f"{num_processes}p"
-        for name in sorted(found["copies"], key=_size_last):
-            what, size = name.split()
-            row = f"tier_{what}_{{}}_{size.lower()}_{end}"
-            yield _copy_row(f"{what}, {size} blocks, {title}", row, found, name)
-        for name in sorted(found["calls"], key=_size_last):
-            what, size = name.split()
-            durations = [Duration(seconds) for seconds in found["calls"][name]]
+        for size, what in sorted(name.split()[::-1] for name in found["copies"]):
+            row, sums = f"tier_{what}_{{}}_{size.lower()}_{end}", found["copies"][f"{what} {size}"]
+            yield _copy_row(f"{what}, {size} blocks, {title}", row, sums)
+        for size, what in sorted(name.split()[::-1] for name in found["calls"]):
+            durations = [Duration(seconds) for seconds in found["calls"][f"{what} {size}"]]
             row = f"tier_{what}_{size.lower()}_{end}"
             yield from time_rows(f"{what}, {size} blocks, {title}", row, durations)
         counts = found["counts"]
@@ -221,13 +204,7 @@ class _Bench:
         yield value_row(f"shard's CPU, {title}", "cores", share, f"tier_cpu_share_{end}")
 
 
-def _copy_row(title: str, names: str, found: Found, name: str = "") -> Row:
-    """Return the row of all copies of that name, by default those of the only store."""
-    num_bytes, ours, bare = found["copies"][name or f"store {format_size(SMALL_BYTES)}"]
-    if "{}" not in names:
-        names += "_{}"
+def _copy_row(title: str, names: str, sums: Sequence[float]) -> Row:
+    """Return the row of copies with so many bytes, and seconds of kvray and bare, in all."""
+    num_bytes, ours, bare = sums
     return copy_row(title, names, [Pair(Duration(ours), Duration(bare))], num_bytes=int(num_bytes))
-
-
-def _size_last(name: str) -> list[str]:
-    return name.split()[::-1]

@@ -1,7 +1,4 @@
-"""A process of the bench: does kvray's work and the bare work on the same bytes, as it is told.
-
-The load of `kvray bench tier` is in it, too: prefixes are leased, copied, and stored.
-"""
+"""A process of the bench: does kvray's and the bare work on the same bytes, also a tier's load."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -102,10 +99,7 @@ class Load:
         return Found(copies=dict(self._copies), calls=dict(self._calls), counts=self._counts)
 
     def play(self, sizes: Sequence[int], *, num_prefixes: int, turn: int, seconds: float) -> None:
-        """Ask for prefixes for so long; the sizes of blocks take turns from hot to cold.
-
-        One in ten is new: no other turn, from 1 on, has it.
-        """
+        """Ask for prefixes for so long, one in ten new; sizes take turns from hot to cold."""
         deadline, rng = time.monotonic() + seconds, default_rng(turn)
         weights = 1 / np.arange(1, num_prefixes + 1) ** _ZIPF_EXPONENT
         weights /= weights.sum()
@@ -132,26 +126,21 @@ class Load:
         hit = leases[0].num_slots if leases else 0
         self._counts["hit"] += hit
         if hit:
-            read, bare = self._beside(
-                lambda: arena.read(leases[0], pool, rows[:hit], verify=False),
-                is_store=False,
-                num_bytes=hit * size,
-            )
+            read = partial(arena.read, leases[0], pool, rows[:hit], verify=False)
+            took, bare = self._beside(read, is_store=False, num_bytes=hit * size)
         if tail := keys[hit:]:
             self._store(tail, keys[hit - 1] if hit else None, pool[hit:], depth=hit)
         _, released = _with_time(lambda: arena.release(*leases, wait_s=LOCK_WAIT_S))
         if hit:
-            self._add(f"retrieve {name}", hit * size, seconds + read + released, bare)
+            self._add(f"retrieve {name}", hit * size, seconds + took + released, bare)
 
     def _store(
         self, keys: list[BlockKey], parent: BlockKey | None, pool: Array, *, depth: int
     ) -> None:
         arena, size = self._arena, pool.shape[1]
         name = format_size(size)
-        made, reserved = self._call(
-            f"reserve {name}",
-            lambda: arena.reserve(keys, parent=parent, depth=depth, part=0, block_bytes=size),
-        )
+        place: Any = {"parent": parent, "depth": depth, "part": 0, "block_bytes": size}
+        made, reserved = self._call(f"reserve {name}", lambda: arena.reserve(keys, **place))
         if made is None:
             self._counts["busy"] += 1
             return
@@ -176,11 +165,9 @@ class Load:
         source, target = self._pool[place, :num_bytes], self._shared[place, :num_bytes]
         if not is_store:
             source, target = target, source
-        sides = [lambda: np.copyto(target, source), work]
-        if next(self._turns) % 4 < 2:  # a request may take two turns
-            bare, ours = (_with_time(side)[1] for side in sides)
-        else:
-            ours, bare = (_with_time(side)[1] for side in reversed(sides))
+        sides = [work, lambda: np.copyto(target, source)]
+        order = -1 if next(self._turns) % 4 < 2 else 1  # a request may take two turns
+        ours, bare = [_with_time(side)[1] for side in sides[::order]][::order]
         return ours, bare
 
     def _add(self, name: str, *figures: float) -> None:
@@ -207,35 +194,22 @@ Times = tuple[float, float, float]
 class Worker:
     """The parent's handle on a process, which never outlives its parent."""
 
-    def __init__(self, module: str = __name__, env: Mapping[str, str] | None = None) -> None:
-        """Run `module`, which calls `serve`; `env` are variables besides this process's."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the worker
-        try:
-            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
-        except BaseException:
-            self._log.close()
-            raise
-
-    @classmethod
-    def start(
-        cls, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
-    ) -> Worker:
-        """Return a new process, which ends with the run."""
+    def __init__(
+        self, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
         with runner.interrupts.held():
-            worker = cls(module, env)
-            runner.stack.callback(worker.close)
-        return worker
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
+            self._log = runner.stack.enter_context(log)
+            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
+            runner.stack.callback(self.close)
 
     def send(self, name: str, **arguments: Any) -> None:
         """Begin a call."""
         self._pipe.send({"call": name, "arguments": arguments}, timeout_s=_TIMEOUT_S)
 
     def receive(self) -> Any:
-        """Return the answer to the oldest call that is not answered yet.
-
-        Raises:
-            KVRayError: the call failed there, or the process has died.
-        """
+        """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
         try:
             answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
         except PipeClosed as error:
@@ -254,7 +228,6 @@ class Worker:
         self._pipe.close()
         self._process.kill()
         self._process.wait(_CLOSE_TIMEOUT_S)
-        self._log.close()
 
 
 def serve(work: object) -> None:
@@ -302,9 +275,8 @@ class _Work:
         for at in range(0, num_bytes, _PATTERN_BYTES):
             self._buffer[at : at + _PATTERN_BYTES] = pattern[: num_bytes - at]
 
-    # -- copies of a section: that part of buffer and arena which has `shape` (blocks, bytes) ----
-
     def store(self, *, chain: int, shape: tuple[int, int], section: int) -> Times:
+        """Store a section: that part of the buffer which has `shape`, blocks and bytes."""
         keys, pool = block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
         rows, arena = np.arange(shape[0]), self.arena
 
@@ -335,8 +307,6 @@ class _Work:
             source, target = target, source
         return _timed(lambda: np.copyto(target, source))
 
-    # -- requests to a tier, see `tier_load` ------------------------------------------------------
-
     def ask(self, *, prefixes: Sequence[int], sizes: Sequence[int]) -> Found:
         """Ask for each prefix once; the sizes of blocks take turns."""
         load = Load(self.arena, self._buffer)
@@ -349,8 +319,6 @@ class _Work:
         load.play(sizes, num_prefixes=num_prefixes, turn=turn, seconds=seconds)
         return load.take()
 
-    # -- lookups ------------------------------------------------------------------------------
-
     def store_prompt(self, *, num_tokens: int, block_bytes: int) -> None:
         keys = chain_keys(_prompt(num_tokens), tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
         made = reserve_all(self.arena, keys, block_bytes=block_bytes)
@@ -360,21 +328,19 @@ class _Work:
     def look_up(self, *, num_tokens: int, present: int, count: int) -> list[tuple[float, float]]:
         """Look up a prompt of which the first `present` tokens are stored, and hash it bare.
 
-        Returns:
-            `count` pairs of seconds, kvray's and the bare work's. kvray's side is all that an
-            engine waits for, from the list of tokens to the lease, but not the lease's end.
+        Return pairs of seconds, kvray's and the bare work's. kvray's side is all that an engine
+        waits for, from the list of tokens to the lease, but not the lease's end.
         """
         tokens, arena = _prompt(num_tokens, present), self.arena
         pairs = []
         for _ in range(count):
-            began = time.perf_counter()
-            keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
-            leases = arena.lease(keys)
-            seconds = time.perf_counter() - began
+            leases, seconds = _with_time(
+                lambda: arena.lease(
+                    chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
+                )
+            )
             arena.release(*leases or ())
-            began = time.perf_counter()
-            _hash_bare(tokens)
-            pairs.append((seconds, time.perf_counter() - began))
+            pairs.append((seconds, _with_time(lambda: _hash_bare(tokens))[1]))
             found = sum(lease.num_slots for lease in leases or ())
             expected = present // TOKENS_PER_BLOCK
             if leases is None or found != expected:
@@ -414,11 +380,7 @@ def _prompt(num_tokens: int, present: int | None = None) -> list[int]:
 
 
 def _timed(work: Callable[[], bool | None]) -> Times:
-    """Do `work` and time it.
-
-    Raises:
-        KVRayError: it returned False: it did less than it should, so that its time means nothing.
-    """
+    """Do `work` and time it; KVRayError: it did less than it should, and returned False."""
     cpu_s, began = time.process_time(), time.monotonic()
     is_done = work()
     ended, cpu_s = time.monotonic(), time.process_time() - cpu_s

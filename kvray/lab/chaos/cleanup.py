@@ -28,20 +28,19 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     directories = [Path(name) for name in sys.argv[1:]]
     sys.stdin.read()
-    end_processes(directories[0])
-    for directory in directories:
-        _unmount(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def end_processes(directory: Path) -> None:
-    """Kill every process of the cluster in `directory`, and those that they start meanwhile."""
+    # Processes may start others meanwhile.
     deadline = time.monotonic() + _END_TIMEOUT_S
-    while (found := processes_of(directory)) and time.monotonic() < deadline:
+    while (found := processes_of(directories[0])) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(found, timeout=_POLL_S)
+    for directory in directories:
+        for disk in reversed(psutil.disk_partitions(all=True)):
+            if Path(disk.mountpoint).is_relative_to(directory):
+                command = ["umount", "--lazy", disk.mountpoint]
+                subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
@@ -67,14 +66,6 @@ def _belongs(pid: int, directory: Path) -> bool:
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"{directory}/"):
                     return True
     return False
-
-
-def _unmount(directory: Path) -> None:
-    with open("/proc/self/mounts") as mounts:
-        points = [line.split()[1] for line in mounts]
-    for point in reversed(points):
-        if point == str(directory) or point.startswith(f"{directory}/"):
-            subprocess.run(["umount", "--lazy", point], check=False, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

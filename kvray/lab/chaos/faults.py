@@ -1,13 +1,9 @@
-"""Lets the faults of a schedule strike when they can, makes them happen, and undoes them.
-
-One node at a time may be ordered to go.
-"""
+"""Lets the faults of a schedule strike when they can; one node at a time may be ordered to go."""
 
 import contextlib
 import heapq
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +14,7 @@ import psutil
 
 from kvray.errors import KVRayError
 from kvray.lab.chaos.judge import IN_FLIGHT_MIN, Strike
-from kvray.lab.chaos.machine import Machine, Node
+from kvray.lab.chaos.machine import Machine, Node, begin
 from kvray.lab.chaos.network import Network
 from kvray.lab.chaos.schedule import Fault
 from kvray.lab.chaos.servers import Server
@@ -32,11 +28,10 @@ _TRANSFER_BYTES_PER_S = 500_000
 _CORRUPT_TIMEOUT_S = 30.0
 
 
-class Departures:
+class _Departures:
     """Orders nodes of a machine away by commands, as people and clouds do."""
 
     def __init__(self, machine: Machine, config: str) -> None:
-        """Order nodes away from the tier of the configuration at the path `config`."""
         self._machine = machine
         self._config = config
         self._node: Node | None = None
@@ -51,18 +46,15 @@ class Departures:
             raise NotNow("Another node is down.")
 
     def drain(self, node: Node) -> None:
-        """Begin to have a node drained by hand."""
         self._begin(node, "kvray", "drain", "ID", "--no-wait", "-c", self._config)
 
     def preempt(self, node: Node) -> None:
-        """Begin to tell Ray that a node will be lost."""
         ray = ("ray.scripts.scripts", "drain-node", f"--address={self._machine.address}")
         reason = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot")
         deadline = f"--deadline-remaining-seconds={PREEMPTION_S}"
         self._begin(node, *ray, "--node-id", "ID", *reason, deadline)
 
     def require_taken(self) -> None:
-        """Raise NotYet until the last order was taken."""
         if self._process is None or self._process.poll() != 0:
             raise NotYet("The order to go was not taken.")
 
@@ -73,7 +65,6 @@ class Departures:
             self._is_staying = True
 
     def go(self, node: Node) -> None:
-        """End a node's processes at once."""
         self.close()
         node.kill()
 
@@ -99,9 +90,7 @@ class Departures:
     def _begin(self, node: Node, *command: str) -> None:
         if (node_id := node.node_id) is None:
             raise NotNow("It is not running.")
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self.close()
         self._node, self._node_id = node, node_id
         self._command = tuple(node_id if one == "ID" else one for one in command)
         self._process = self._machine.begin(*self._command)
@@ -110,8 +99,7 @@ class Departures:
 class NotNow(KVRayError):
     """The fault has no target now, or too few requests are in flight; it may be tried again."""
 
-    patience_s = 15.0
-    """How long it is tried."""
+    patience_s = 15.0  # how long it is tried
 
 
 class NotYet(NotNow):
@@ -133,18 +121,12 @@ class Campaign:
         ends_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin now.
+        """Begin now; after `ends_s` no fault of the `schedule`, by its times, strikes or lasts.
 
-        Args:
-            schedule: in the order of their times.
-            strike: makes a fault happen, or raises `NotNow`.
-            end: undoes a fault, and the preparations for it. Twice is fine.
-            in_flight: returns how many requests wait for an answer.
-            ends_s: seconds from now; after that no fault strikes or lasts.
-            now: returns monotonic seconds.
+        `strike` makes a fault happen, or raises `NotNow`; `end` undoes it, and its preparations,
+        where twice is fine. `in_flight` returns how many requests wait for an answer.
         """
         self.strikes: list[Strike] = []
-        """The result of each fault so far."""
         self._strike = strike
         self._end = end
         self._in_flight = in_flight
@@ -202,15 +184,12 @@ class Faults:
         config_path: Path,
         welcome: Callable[[Node], Server],
     ) -> None:
-        """Strike the nodes of `machine`, the tier on it, and `servers`, its replicas.
-
-        `welcome` begins to start a replica on a node that joins.
-        """
+        """Strike `machine`, its tier and `servers`; `welcome` begins a replica on a new node."""
         self._machine = machine
         self._servers = list(servers)
         self._cluster_name = config_path.stem
         self._welcome = welcome
-        self._departures = Departures(machine, str(config_path))
+        self._departures = _Departures(machine, str(config_path))
         self._joined: Server | None = None
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}
@@ -218,14 +197,15 @@ class Faults:
         self._corruptors: list[subprocess.Popen[bytes]] = []
 
     def strike(self, fault: Fault) -> None:
-        """Make a fault happen.
-
-        Raises:
-            NotNow: it has no target.
-        """
+        """Make a fault happen; NotNow: it has no target."""
         verb, _, part = fault.kind.partition("_")
-        if verb == "kill":
-            self._kill(part, fault)
+        if fault.kind == "kill_engine":
+            self._send(signal.SIGKILL, fault)
+        elif fault.kind == "kill_raylet":
+            self._departures.require_all_there()
+            self._node(fault).kill()
+        elif verb == "kill":
+            self._process(part, fault).kill()
         elif verb == "stop":
             self._undo[fault.number] = self._stop(part, fault)
         elif (undo := getattr(self, f"_{fault.kind}")(fault)) is not None:
@@ -254,17 +234,6 @@ class Faults:
             corruptor.kill()
             corruptor.wait()
 
-    # -- ends and stops ---------------------------------------------------------------------------
-
-    def _kill(self, part: str, fault: Fault) -> None:
-        if part == "engine":
-            self._send(signal.SIGKILL, fault)
-        elif part == "raylet":
-            self._departures.require_all_there()
-            self._node(fault).kill()
-        else:
-            self._process(part, fault).kill()
-
     def _stop(self, part: str, fault: Fault) -> Undo:
         if part == "engine":
             return self._send(signal.SIGSTOP, fault)
@@ -291,8 +260,6 @@ class Faults:
 
     def _node(self, fault: Fault) -> Node:
         return _chosen(self._machine.nodes, fault)
-
-    # -- nodes that go and come -------------------------------------------------------------------
 
     def _drain(self, fault: Fault) -> Undo:
         return self._leave(fault, self._departures.drain, self._departures.go)
@@ -342,8 +309,6 @@ class Faults:
         self._machine.take_away(node)
         self._joined = None
 
-    # -- cables -----------------------------------------------------------------------------------
-
     def _cut_link(self, fault: Fault) -> Undo:
         network, host = self._cable(fault)
         network.cut(host)
@@ -382,8 +347,6 @@ class Faults:
         self._seen[fault.number] = now, received
         return received - before > _TRANSFER_BYTES_PER_S * (now - at)
 
-    # -- memory and disk --------------------------------------------------------------------------
-
     def _fill_tmpfs(self, fault: Fault) -> Undo:
         return _fill(self._node(fault).arena_dir / "junk")
 
@@ -401,16 +364,9 @@ class Faults:
         directory = node.arena_dir / f"kvray-{self._cluster_name}"
         if not (directory / "arena").exists():
             raise NotNow("There is no arena.")
-        arguments = [verb, str(directory), str(fault.number), str(amount)]
-        corruptor = subprocess.Popen(
-            [sys.executable, "-m", "kvray.lab.chaos.corruptor", *arguments],
-            env=node.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self._corruptors.append(corruptor)
-        return corruptor
+        arguments = (verb, str(directory), str(fault.number), str(amount))
+        self._corruptors.append(begin("kvray.lab.chaos.corruptor", *arguments, env=node.environ))
+        return self._corruptors[-1]
 
 
 def _chosen(parts: Sequence[T], fault: Fault) -> T:

@@ -36,7 +36,6 @@ class Strike:
     ended: float
     in_flight: int
     skipped: str | None = None
-    """The reason why it did not strike."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +60,11 @@ def hit_share(served: Iterable[Served]) -> float:
 
 def hit_tokens_ratio(served: Sequence[Served], calm: Sequence[Served]) -> float:
     """Return hit tokens per prompt token, relative to the run without faults."""
-    return _hits_per_token(served) / max(1e-9, _hits_per_token(calm))
+    found = []
+    for outputs in (_outputs(served), _outputs(calm)):
+        prompt_tokens = sum(one.prompt_tokens for one in outputs)
+        found.append(sum(one.hit_tokens for one in outputs) / max(1, prompt_tokens))
+    return found[0] / max(1e-9, found[1])
 
 
 def stall_p99_ms(stalls: Stalls) -> float:
@@ -184,13 +187,6 @@ def _grouped(served: Iterable[Served], name: str) -> dict[Any, list[Served]]:
     return groups
 
 
-def _hits_per_token(served: Iterable[Served]) -> float:
-    outputs = _outputs(served)
-    return sum(one.hit_tokens for one in outputs) / max(
-        1, sum(one.prompt_tokens for one in outputs)
-    )
-
-
 def _outputs(served: Iterable[Served]) -> list[Output]:
     return [output for batch in served for output in batch.outputs]
 
@@ -206,8 +202,7 @@ def _told(settings: dict[str, dict[str, Any]]) -> str:
 def chaos_report(found: dict[str, Any]) -> Report:
     """Return the report: one row for each kind of fault that was due, figures and the verdict."""
     numbers = ("struck", "in flight\nat least", "hits back\nwithin")
-    table = empty_table("fault", numbers=numbers)
-    table.add_column("did not strike")
+    table = empty_table("fault", numbers=numbers, rest=["did not strike"])
     for kind in KINDS:
         if (row := found["by_kind"].get(kind.name)) is not None:
             least, back = row["in_flight_min"], row["recovery_s_max"]

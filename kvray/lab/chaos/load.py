@@ -27,10 +27,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A document, and the questions about it, turn by turn.
-
-    The prompt of a turn is the document with all questions so far and the answers to them.
-    """
+    """A document and questions about it; a turn's prompt has all so far, with their answers."""
 
     number: int
     document: Tokens
@@ -116,9 +113,13 @@ def batches_of(
     random_ = random.Random(seed * 1000 + replica)
     for number in itertools.count():
         phase, place = divmod(number, BATCHES)
+        # Phases come round again.
+        conversations = list(workload[phase % len(workload)].private[replica])
+        for index in range(_SHARED_DOCUMENTS):
+            lag = (index + replica) % num_replicas
+            conversations += workload[(phase - lag) % len(workload)].shared[index]
         asks = [
-            Ask(one.number, min(_TURNS - 1, random_.randrange(place + 1)))
-            for one in _open_conversations(workload, phase, replica, num_replicas)
+            Ask(one.number, min(_TURNS - 1, random_.randrange(place + 1))) for one in conversations
         ]
         yield Batch(place, random_.sample(asks, min(BATCH_SIZE, len(asks))))
 
@@ -129,17 +130,6 @@ def all_asks(workload: list[Phase]) -> Iterator[list[Ask]]:
         numbers = conversations_of([phase])
         for turn in range(_TURNS):
             yield [Ask(number, turn) for number in numbers]
-
-
-def _open_conversations(
-    workload: list[Phase], at: int, replica: int, num_replicas: int
-) -> list[Conversation]:
-    """Return the conversations of stretch `at` of a replica's run; phases come round again."""
-    found = list(workload[at % len(workload)].private[replica])
-    for index in range(_SHARED_DOCUMENTS):
-        lag = (index + replica) % num_replicas
-        found += workload[(at - lag) % len(workload)].shared[index]
-    return found
 
 
 def _words(random_: random.Random, least: int, most: int) -> Tokens:

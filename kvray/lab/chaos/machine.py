@@ -35,6 +35,19 @@ _CLOSE_TIMEOUT_S = 30.0
 _PORT = 6379
 
 
+def begin(
+    module: str, *args: str, env: Environ, enter: Sequence[str] = ()
+) -> "subprocess.Popen[bytes]":
+    """Begin to run a module of Python in silence; `enter` is the beginning of the command."""
+    return subprocess.Popen(
+        [*enter, sys.executable, "-m", module, *args],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 class Node:
     """One Ray node. `Machine` makes it; anyone may kill it and start it again."""
 
@@ -63,9 +76,8 @@ class Node:
 
     def empty(self) -> None:
         """Remove its blocks in memory and on disk: another machine comes in its place."""
-        found = [*self.arena_dir.glob("kvray-*")]
-        found += [Path(self.environ[name]) for name in ("KVRAY_NVME__DIR",) if name in self.environ]
-        for path in found:
+        nvme = self.environ.get("KVRAY_NVME__DIR")
+        for path in (*self.arena_dir.glob("kvray-*"), *([Path(nvme)] if nvme else [])):
             shutil.rmtree(path, ignore_errors=True)
 
     def actors(self, kind: str) -> list[psutil.Process]:
@@ -98,10 +110,7 @@ def _title(process: psutil.Process) -> str:
 
 
 class Machine:
-    """One head, which gets no shard, and nodes that do; `close` removes everything.
-
-    Ray writes to `directory`, and the machine's user to `scratch`.
-    """
+    """One head, without a shard, and nodes; Ray writes to `directory`, users to `scratch`."""
 
     def __init__(
         self,
@@ -114,22 +123,14 @@ class Machine:
         environ: Mapping[str, str] | None = None,
         head_options: Sequence[str] = ("--port=0", "--no-monitor"),
     ) -> None:
-        """Start the cluster and return when all nodes have joined.
+        """Start the cluster, with `num_nodes` beside the head; return when all have joined.
 
-        A network, `mount_bytes` and `disk_bytes` need root.
-
-        Args:
-            num_nodes: nodes beside the head.
-            has_network: gives each an address and a cable.
-            mount_bytes: size of a tmpfs for each arena; None: a directory in /dev/shm.
-            disk_bytes: size of a tmpfs for everything that Ray writes; None: a directory in /tmp.
-            has_nvme: gives each a directory of its own for blocks on disk.
-            environ: variables of every node besides those of this process. This process's settings
-                of kvray are left out.
-            head_options: of `ray start --head`; with a network the port is another.
-
-        Raises:
-            ConfigError: a node did not start, or this machine allows no network.
+        A network gives each node an address and a cable. `mount_bytes` is the size of a tmpfs for
+        each arena (None: a directory in /dev/shm), `disk_bytes` of one for everything that Ray
+        writes (None: a directory in /tmp). These three need root. `has_nvme` gives each node a
+        directory of its own for blocks on disk. Every node has the variables of this process, but
+        for kvray's settings, and those of `environ`. With a network the head's port is another.
+        ConfigError: a node did not start, or this machine allows no network.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-"))  # short: Ray's sockets lie in it
         self.scratch = Path("/dev/shm") / self.directory.name
@@ -160,9 +161,8 @@ class Machine:
                 _mount(self.directory, disk_bytes)
             if has_network:
                 self.network = Network(self._spawn_holder, num_hosts=num_nodes + 1)
-            options = ("--head", "--include-dashboard=false", *head_options)
-            if has_network:
-                options = (*options, f"--port={_PORT}")
+            port = [f"--port={_PORT}"] if has_network else []
+            options = ("--head", "--include-dashboard=false", *head_options, *port)
             self.head = self._describe(0, "head", self.scratch / "head", *options)
             self.address = self.head.start()
             for number in range(1, num_nodes + 1):
@@ -179,11 +179,7 @@ class Machine:
         return {**self._own, "RAY_ADDRESS": self.address}
 
     def run(self, *args: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
-        """Run a command of kvray as a user on the head would.
-
-        Raises:
-            ConfigError: it did not end in time, and was killed.
-        """
+        """Run a command as a user on the head would; ConfigError: it did not end in time."""
         try:
             return subprocess.run(
                 [*self._enter(0), sys.executable, "-m", "kvray", *args],
@@ -199,13 +195,7 @@ class Machine:
 
     def begin(self, module: str, *args: str) -> "subprocess.Popen[bytes]":
         """Begin to run a module of Python as a user on the head would."""
-        return subprocess.Popen(
-            [*self._enter(0), sys.executable, "-m", module, *args],
-            env=self.environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        return begin(module, *args, env=self.environ(), enter=self._enter(0))
 
     def write_config(
         self,
@@ -214,11 +204,7 @@ class Machine:
         cluster_name: str = "nodes",
         resource: str = RESOURCE,
     ) -> Path:
-        """Write the configuration of a tier on this cluster, and return its path.
-
-        `settings` is section -> key -> value, without Ray's address. The nodes with `resource` get
-        a shard.
-        """
+        """Write the configuration of a tier on the nodes with `resource`, with Ray's address."""
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
         values.setdefault("shard", {})["resource"] = resource
@@ -268,8 +254,8 @@ class Machine:
         self.close()
 
     def _describe_node(self, number: int) -> Node:
-        is_mount = self._mount_bytes is not None
-        arena_dir = (self.directory if is_mount else self.scratch) / f"shm{number}"
+        parent = self.scratch if self._mount_bytes is None else self.directory
+        arena_dir = parent / f"shm{number}"
         arena_dir.mkdir(mode=0o700)
         if self._mount_bytes is not None:
             _mount(arena_dir, self._mount_bytes)

@@ -1,10 +1,8 @@
-"""Network namespaces of this machine: each node has an address and a cable of its own.
-
-The namespaces have no names: they live as long as the processes in them, and vanish with them.
-"""
+"""Network namespaces for nodes with addresses and cables; they live as long as their processes."""
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -40,23 +38,15 @@ class Network:
     """A switch, and a namespace for each host that is plugged into it; numbers begin at 0."""
 
     def __init__(self, spawn: Spawn, *, num_hosts: int) -> None:
-        """Make the switch and the hosts; `spawn` starts the processes that hold the namespaces.
-
-        Raises:
-            ConfigError: this process may not do that, or a command is missing.
-        """
+        """Make the hosts, in processes that `spawn` starts; ConfigError: it is not allowed."""
         if (reason := why_impossible()) is not None:
             raise ConfigError(f"A network of several nodes on one machine {reason}.")
         self._spawn = spawn
         self._cuts: Counter[int] = Counter()
         self._limits: Counter[int] = Counter()
         self._switch = self._hold()
-        _ip(
-            self._switch,
-            "link add br0 type bridge",
-            f"addr add {_SWITCH}/24 dev br0",
-            "link set br0 up",
-        )
+        made = ("link add br0 type bridge", f"addr add {_SWITCH}/24 dev br0", "link set br0 up")
+        _ip(self._switch, *made)
         self._hosts: list[int] = []
         for number in range(num_hosts):
             self.plug_in(number)
@@ -81,10 +71,7 @@ class Network:
             _ip(self._switch, f"link set port{number} up")
 
     def slow(self, number: int, *, mbit: int, latency_ms: int) -> None:
-        """Limit a host's traffic; packets queue for `latency_ms`, and are dropped then.
-
-        The last of several limits counts, until all of them are taken away.
-        """
+        """Limit a host's traffic, and its queue; the last limit counts until all are taken away."""
         self._limits[number] += 1
         self._shape(number, "replace", f"tbf rate {mbit}mbit burst 32kb latency {latency_ms}ms")
 
@@ -97,10 +84,9 @@ class Network:
     def bytes_in(self, number: int) -> int:
         """Return the bytes that a host has got over its cable so far."""
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{self._hosts[number]}/net/dev").read_text().splitlines():
-                name, _, figures = line.partition(":")
-                if name.strip() == _DEVICE:
-                    return int(figures.split()[0])
+            text = Path(f"/proc/{self._hosts[number]}/net/dev").read_text()
+            if found := re.search(rf"{_DEVICE}:\s*(\d+)", text):
+                return int(found[1])
         return 0
 
     def plug_in(self, number: int) -> None:

@@ -61,11 +61,7 @@ class Options:
 
 
 def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[str, Any]:
-    """Play a run and return its report.
-
-    Raises:
-        KVRayError: nodes, tier or an engine did not start.
-    """
+    """Play a run and return its report; KVRayError: nodes, tier or an engine did not start."""
     workload = load.make_workload(
         seed=options.seed,
         num_phases=min(_PHASES_MAX, 3 + int(options.duration_s / 30)),
@@ -143,7 +139,13 @@ class _Serving:
     def serve(self, schedule: Sequence[Fault], duration_s: float, advance: Advance) -> Results:
         """Serve on a new tier with new engines while the schedule strikes."""
         self._run("up")
-        servers, joined = self._start_servers(), list[Server]()
+        nodes, joined = itertools.cycle(self._machine.nodes), list[Server]()
+        servers = [
+            self._begin_server(f"replica-{number}", next(nodes))
+            for number in range(1, self._options.num_replicas + 1)
+        ]
+        for server in servers:
+            server.replica.wait_ready()
 
         def welcome(node: Node) -> Server:
             joined.append(self._begin_server(f"joined-{len(joined) + 1}", node))
@@ -178,17 +180,6 @@ class _Serving:
             server.close()
         self._run("down")
         return results
-
-    def _start_servers(self) -> list[Server]:
-        """Start an engine for each replica."""
-        nodes = itertools.cycle(self._machine.nodes)
-        servers = [
-            self._begin_server(f"replica-{number}", next(nodes))
-            for number in range(1, self._options.num_replicas + 1)
-        ]
-        for server in servers:
-            server.wait_ready()
-        return servers
 
     def _begin_server(self, name: str, node: Node) -> Server:
         server = Server(
@@ -240,20 +231,16 @@ class _Serving:
 
 
 def _collect(servers: Sequence[Server], joined: Sequence[Server]) -> Results:
-    """Return the results of servers that have ended."""
     results = Results(joined=[served for server in joined for served in server.served])
     for server in (*servers, *joined):
         results.failures += server.failures
         results.losses += server.losses
-    stalls = [_without_stops(read_stalls(one.stalls_path), one.stops) for one in servers]
-    results.stalls = np.concatenate(stalls)
+    kept = []
+    for server in servers:
+        stalls = read_stalls(server.stalls_path)
+        for began, ended in server.stops:  # the engine was stopped on purpose
+            stalls = stalls[(stalls[:, 1] + stalls[:, 2] < began) | (stalls[:, 1] > ended)]
+        kept.append(stalls)
+    results.stalls = np.concatenate(kept)
     results.served = [served for server in servers for served in server.served]
     return results
-
-
-def _without_stops(stalls: Any, stops: Sequence[tuple[float, float]]) -> Any:
-    """Leave the calls out during which the engine was stopped on purpose."""
-    kept = np.ones(len(stalls), dtype=bool)
-    for began, ended in stops:
-        kept &= (stalls[:, 1] + stalls[:, 2] < began) | (stalls[:, 1] > ended)
-    return stalls[kept]

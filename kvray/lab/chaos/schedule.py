@@ -81,11 +81,8 @@ def make_schedule(
 ) -> list[Fault]:
     """Return the faults of a run: each kind equally often, in an order that the seed decides.
 
-    No fault strikes in the last `quiet_s` of a run, nor in half that time at its start. Two strikes
-    are `gap_s` apart on average.
-
-    Raises:
-        ValueError: there is no kind.
+    No fault strikes in the last `quiet_s`, nor in half that time at the start. Two strikes are
+    `gap_s` apart on average. ValueError: there is no kind.
     """
     if not kinds:
         raise ValueError("no kind of fault is left")

@@ -1,7 +1,4 @@
-"""Replicas that get prompts without a pause, each from its own thread; dead ones are restarted.
-
-The right answers are those of one more engine, which has no connector and reuses nothing.
-"""
+"""Replicas that get prompts without a pause and are restarted; an engine without kvray is right."""
 
 import contextlib
 import os
@@ -54,21 +51,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        environ: Mapping[str, str],
-        arena_dir: Path,
-        files: Path,
+        self, name: str, *, environ: Mapping[str, str], arena_dir: Path, files: Path
     ) -> None:
-        """Begin to start a replica.
-
-        Args:
-            name: for people and for kvray.
-            environ: variables with which it finds the tier.
-            arena_dir: where its node has its arena.
-            files: the path of its files of stalls and output, without their suffixes.
-        """
+        """Begin to start a replica; `files` is the path of its stalls and output, but a suffix."""
         self.name = name
         self.arena_dir = arena_dir
         self.stalls_path = Path(f"{files}.stalls")
@@ -84,32 +69,22 @@ class Server:
             connector_worker_class="KvRayWorker",
         )
         own = {"KVRAY_CONNECTOR__REPLICA": name, "KVRAY_ARENA__DIR": str(arena_dir)}
-        environ = {**environ, **own}
-        log_path = Path(f"{files}.log")
-        self._spawn = partial(spawn, name, connector, env=environ, log_path=log_path)
-        self._replica = self._spawn()
+        env, log_path = {**environ, **own}, Path(f"{files}.log")
+        self._spawn = partial(spawn, name, connector, env=env, log_path=log_path)
+        self.replica = self._spawn()
         self._killed_pid = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def wait_ready(self) -> None:
-        """Return when the replica answers.
-
-        Raises:
-            KVRayError: it did not start.
-        """
-        self._replica.wait_ready()
-
     def serve(self, batches: Iterator[tuple[int, list[Question]]]) -> None:
         """Send batch after batch from now on, until `end`; each has its place in a phase."""
-        self._thread = threading.Thread(
-            target=self._serve, args=(batches,), name=f"kvray-{self.name}"
-        )
+        name = f"kvray-{self.name}"
+        self._thread = threading.Thread(target=self._serve, args=(batches,), name=name)
         self._thread.start()
 
     def send(self, signum: signal.Signals) -> int | None:
         """Send SIGKILL or SIGSTOP as a fault; return the pid, or None if the replica is idle."""
-        replica = self._replica
+        replica = self.replica
         if not self.in_flight or not replica.is_alive:
             return None
         if signum == signal.SIGKILL:
@@ -139,10 +114,10 @@ class Server:
     def close(self) -> None:
         """End thread and replica at once. Twice is fine."""
         self.end()
-        self._killed_pid = self._replica.pid
-        self._replica.kill()
+        self._killed_pid = self.replica.pid
+        self.replica.kill()
         self.join()
-        self._replica.kill()  # if the thread was just starting another one
+        self.replica.kill()  # if the thread was just starting another one
 
     def _serve(self, batches: Iterator[tuple[int, list[Question]]]) -> None:
         for place, questions in batches:
@@ -157,13 +132,11 @@ class Server:
                 self.in_flight = 0
 
     def _ask(self, place: int, questions: list[Question]) -> None:
-        self._replica.wait_ready()
+        self.replica.wait_ready()
         prompts, truths = zip(*questions, strict=True)
         began = time.monotonic()
         self.in_flight = len(prompts)
-        outputs = self._replica.generate(
-            prompts, max_tokens=MAX_TOKENS, timeout_s=_ANSWER_TIMEOUT_S
-        )
+        outputs = self.replica.generate(prompts, max_tokens=MAX_TOKENS, timeout_s=_ANSWER_TIMEOUT_S)
         answers = zip(outputs, truths, strict=True)
         self.served.append(
             Served(
@@ -178,7 +151,7 @@ class Server:
 
     def _note(self, error: KVRayError, num_requests: int) -> None:
         losses, text = self.losses, str(error)
-        if self._replica.pid == self._killed_pid:
+        if self.replica.pid == self._killed_pid:
             losses["injected_deaths"] += not self._stopping.is_set()
             losses["injected_requests"] += num_requests
             return
@@ -194,10 +167,10 @@ class Server:
     def _restart(self) -> None:
         """Restart the replica, again and again until it answers or the run ends."""
         while not self._stopping.is_set():
-            self._replica.kill()
+            self.replica.kill()
             try:
-                self._replica = self._spawn()
-                self._replica.wait_ready()
+                self.replica = self._spawn()
+                self.replica.wait_ready()
                 return
             except KVRayError as error:
                 self._note(error, 0)

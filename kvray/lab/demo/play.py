@@ -1,8 +1,4 @@
-"""The whole demo: model, tier, engines, phases, verdict. Everything ends with it, however it ends.
-
-The prompts are a handbook, each time from another chapter on, and a question. The model is found or
-downloaded first, unpacked and read later.
-"""
+"""The whole demo: model, tier, engines, phases, verdict; everything ends, however it ends."""
 
 import os
 import shutil
@@ -26,15 +22,8 @@ from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress, ProgressLine
 from kvray.errors import ConfigError
 from kvray.lab import vllm
-from kvray.lab.demo.report import (
-    ORACLE,
-    WITH_KVRAY,
-    WITHOUT_KVRAY,
-    Record,
-    Verdict,
-    judge,
-    report,
-)
+from kvray.lab.bench.runner import is_soon
+from kvray.lab.demo.report import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, judge, report
 from kvray.lab.report import Report
 from kvray.reference import KvConnectorConfig, Replica
 from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -91,17 +80,12 @@ _PHASES = {
 }
 
 Prompts = dict[str, tuple[int, ...]]
-"""Name -> token ids."""
 
 
 def play(
     model: str, *, engine: str, capacity: int, console: Console, interrupts: Interrupts
-) -> tuple[Verdict, Report]:
-    """Play all phases with an engine on a tier of `capacity` bytes, and judge them.
-
-    Raises:
-        KVRayError: the model, the tier or an engine did not work.
-    """
+) -> Report:
+    """Play all phases on a tier of `capacity` bytes; KVRayError: model, tier or engine failed."""
     began = time.monotonic()
     if engine not in _ENGINES:
         raise ConfigError(f"There is no engine {engine!r}; give one of {', '.join(_ENGINES)}.")
@@ -141,10 +125,9 @@ def play(
                         advance()
     oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
     records = [record for record in engines.records if record.phase != ORACLE]
-    verdict = judge(records, oracle=oracle)
-    return verdict, report(
+    return report(
         records,
-        verdict,
+        judge(records, oracle=oracle),
         titles=_PHASES,
         facts={"model": model, "tokens_per_block": TOKENS_PER_BLOCK},
         seconds=time.monotonic() - began,
@@ -157,11 +140,7 @@ def _is_tiny(model: str) -> bool:
 
 
 def _fetch_model(model: str) -> None:
-    """Make sure that the model is on this machine.
-
-    Raises:
-        ConfigError: there is no such model, its download failed, or a package is missing.
-    """
+    """Make sure that the model is on this machine; ConfigError: it, or a package, cannot be had."""
     missing = [name for name in ("accelerate", "gguf", "transformers") if not find_spec(name)]
     if missing:
         raise ConfigError(
@@ -177,11 +156,7 @@ def _fetch_model(model: str) -> None:
 
 
 def _read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
-    """Return the name or path that engines load, and the tokenizer.
-
-    Raises:
-        ConfigError: the model cannot be read, or cannot be unpacked into the cache.
-    """
+    """Return the name or path that engines load, and the tokenizer; ConfigError: unreadable."""
     if _is_tiny(model):
         return model, ByteTokenizer()
     with console.status("Reading the model"):
@@ -250,10 +225,7 @@ def make_prompts(tokenizer: Tokenizer) -> Prompts:
 
 
 def shareable_tokens(num_tokens: int) -> int:
-    """Return how many tokens of a prompt another engine can take from the tier.
-
-    Full blocks only, and never the whole prompt: the engine computes at least one token.
-    """
+    """Return how many tokens another engine can take: full blocks, never the whole prompt."""
     return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
 
 
@@ -286,10 +258,27 @@ class Engines:
         """Start engines side by side and return when all are ready."""
         for name in names:
             env = {**self._environ, "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-")}
-            made = self._arguments(num_blocks, with_kvray=with_kvray, with_reuse=with_reuse)
+            made: dict[str, Any]
             if self._engine == "vllm":
                 env |= vllm.environ(self._num_threads)
-            self._replicas[name] = Replica.spawn(name, env=env, **made)
+                made = {
+                    "module": vllm.MODULE,
+                    "block_size": TOKENS_PER_BLOCK,
+                    "num_blocks": num_blocks + 1,  # vLLM keeps one for itself
+                    "max_model_len": num_blocks * TOKENS_PER_BLOCK,
+                    "dtype": "float32",
+                    "enable_prefix_caching": with_reuse,
+                    "with_kvray": with_kvray,
+                }
+            else:
+                made = {
+                    "tokens_per_block": TOKENS_PER_BLOCK,
+                    "num_blocks": num_blocks,
+                    "connector": _CONNECTOR if with_kvray else None,
+                    "enable_block_reuse": with_reuse,
+                    "num_threads": self._num_threads,
+                }
+            self._replicas[name] = Replica.spawn(name, env=env, model=self._model, **made)
         for name in names:
             self._replicas[name].wait_ready()
 
@@ -320,49 +309,17 @@ class Engines:
         stored_before = self._num_stored() if until_saved else 0
         tokens = self.prompts[prompt]
         output = self._replicas[replica].generate([tokens], max_tokens=_MAX_TOKENS)[0]
-        self.records.append(
-            Record(
-                phase=phase,
-                replica=replica,
-                prompt=prompt,
-                output=output,
-                expected_hit_tokens=expected_hit_tokens,
-            )
-        )
+        self.records.append(Record(phase, replica, prompt, output, expected_hit_tokens))
         if until_saved:
             computed = output.prompt_tokens - output.reused_tokens - output.hit_tokens
             num_stored = stored_before + computed // TOKENS_PER_BLOCK
-            deadline = time.monotonic() + _SAVED_TIMEOUT_S
-            while self._num_stored() < num_stored and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-
-    def _arguments(self, num_blocks: int, *, with_kvray: bool, with_reuse: bool) -> dict[str, Any]:
-        if self._engine == "vllm":
-            return {
-                "module": vllm.MODULE,
-                "model": self._model,
-                "block_size": TOKENS_PER_BLOCK,
-                "num_blocks": num_blocks + 1,  # vLLM keeps one for itself
-                "max_model_len": num_blocks * TOKENS_PER_BLOCK,
-                "dtype": "float32",
-                "enable_prefix_caching": with_reuse,
-                "with_kvray": with_kvray,
-            }
-        return {
-            "model": self._model,
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "num_blocks": num_blocks,
-            "connector": _CONNECTOR if with_kvray else None,
-            "enable_block_reuse": with_reuse,
-            "num_threads": self._num_threads,
-        }
+            is_soon(lambda: self._num_stored() >= num_stored, _SAVED_TIMEOUT_S, poll_s=_POLL_S)
 
     def _num_stored(self) -> int:
         return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
 
 
 def _steps(engines: Engines, phase: str) -> Iterator[Callable[[], None]]:
-    """Yield the steps of a phase."""
     ask = partial(engines.ask, phase)
     both = partial(engines.start, _ONE, _TWO, num_blocks=_POOL_BLOCKS)
     shared = {name: shareable_tokens(len(tokens)) for name, tokens in engines.prompts.items()}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvray.console.output import empty_table
-from kvray.lab.report import Report, blank_figure
+from kvray.console.output import blank_figure, empty_table
+from kvray.lab.report import Report
 from kvray.reference import Output
 from kvray.reference.output import count_wrong
 
@@ -33,7 +33,7 @@ _GAP = 1.1
 _INCHES_PER_ROW = 0.28
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One answered request."""
 
@@ -62,12 +62,7 @@ class Verdict:
 
 
 def judge(records: Sequence[Record], *, oracle: dict[str, Record]) -> Verdict:
-    """Compare all answers with the oracle's, and all hits with the expected ones.
-
-    Args:
-        records: the requests of all phases, in order.
-        oracle: prompt -> its answer without any reuse.
-    """
+    """Compare all answers with the oracle's of the same prompts, and hits with the expected."""
     truths = [oracle[record.prompt] for record in records]
     wrong = [
         count_wrong(record.output.token_ids, truth.output.token_ids)
@@ -115,14 +110,10 @@ def report(
     facts: Mapping[str, object],
     seconds: float,
 ) -> Report:
-    """Return the report of a demo that took `seconds`.
-
-    `titles` are those of the phases, and `facts` what else the JSON says.
-    """
+    """Return the report of a demo, with its phases' `titles` and more `facts` for the JSON."""
     # The text gets the width that the other columns leave.
     numbers = ("prompt\ntokens", "own\npool", "hit\ntokens", "first\ntoken")
-    table = empty_table("phase", "replica", "prompt", numbers=numbers)
-    table.add_column("text")
+    table = empty_table("phase", "replica", "prompt", numbers=numbers, rest=["text"])
     for _, of_phase in groupby(records, key=lambda record: record.phase):
         for record in of_phase:
             output = record.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +19,7 @@ _REPORT_S = 1.0
 _NAME = "trace"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CurvePoint:
     """One size of the host tier; shares are of the blocks asked for."""
 
@@ -96,14 +97,8 @@ def check_curve(
     for at, blocks in enumerate(host_blocks):
         progress(f"{policy}, {blocks:,} blocks", 2 + at, total)
         full = simulate(trace, host_blocks=blocks, nvme_blocks=nvme_blocks, **options)
-        points.append(
-            CurvePoint(
-                host_blocks=blocks,
-                live=drawn["host"][at] + drawn["disk"][at],
-                error=drawn["error"][at],
-                full=full.hit_ratio,
-            )
-        )
+        live, error = drawn["host"][at] + drawn["disk"][at], drawn["error"][at]
+        points.append(CurvePoint(blocks, live, error, full.hit_ratio))
     return CurveCheck(
         policy=policy,
         admission=admission,
@@ -119,16 +114,13 @@ def check_curves(
     trace: Trace, plan: Plan, *, seed: int, progress: Callable[[str, int, int], None]
 ) -> list[CurveCheck]:
     """Return the check of every policy and, with a disk, every admission."""
-    return [
-        check_curve(
-            trace,
-            plan.host_blocks,
-            policy=policy,
-            nvme_blocks=plan.nvme_blocks,
-            admission=admission,
-            seed=seed,
-            progress=progress,
-        )
-        for policy in plan.policies
-        for admission in (plan.admissions if plan.nvme_blocks else (EVERYTHING,))
-    ]
+    check = partial(
+        check_curve,
+        trace,
+        plan.host_blocks,
+        nvme_blocks=plan.nvme_blocks,
+        seed=seed,
+        progress=progress,
+    )
+    admissions = plan.admissions if plan.nvme_blocks else (EVERYTHING,)
+    return [check(policy=one, admission=other) for one in plan.policies for other in admissions]

@@ -1,8 +1,4 @@
-"""Reading a trace: its content says in which of the known formats it is.
-
-The formats are Mooncake's lines and agentic sessions, whose requests are timed from their session's
-start. Records are checked, and may come in any order.
-"""
+"""Reading a trace, whose content says its format: Mooncake's lines, or agentic sessions."""
 
 from __future__ import annotations
 
@@ -128,10 +124,7 @@ class TraceBuilder:
         self._requests.append((time_s, num_tokens, np.asarray(ids, dtype=np.int64), space))
 
     def build(self) -> Trace:
-        """Return the trace of all requests.
-
-        Ids of the content alone are told apart by the blocks before them.
-        """
+        """Return the trace; equal ids after other blocks are other blocks."""
         requests = sorted(self._requests, key=lambda request: request[0])
         roots: dict[Any, int] = {}
         # (block before, id) -> block; below 0 a space stands for the block before a root.
@@ -175,8 +168,7 @@ class _Record(BaseModel):
 class MooncakeLine(_Record):
     """One request of a file in FAST25-release/traces of kvcache-ai/Mooncake."""
 
-    timestamp: Time
-    """Milliseconds."""
+    timestamp: Time  # milliseconds
     input_length: Count
     hash_ids: list[Id]
 
@@ -240,11 +232,7 @@ def _field(location: tuple[int | str, ...]) -> str:
 
 
 def read_trace(
-    path: Path,
-    *,
-    block_tokens: int | None = None,
-    concurrent: int = CONCURRENT,
-    seed: int = 0,
+    path: Path, *, block_tokens: int | None = None, concurrent: int = CONCURRENT, seed: int = 0
 ) -> Trace:
     """Return the trace in a file or a directory; ConfigError: it cannot be read.
 
@@ -252,13 +240,19 @@ def read_trace(
     them. `block_tokens` counts where the file does not say it (None: 512). `concurrent` sessions
     run at once, in an order that `seed` decides.
     """
-    name = _name(path)
+    name = path.resolve().name
+    while name.endswith(_SUFFIXES):  # they say how it is packed
+        name = name.rpartition(".")[0]
     if path.is_dir():
-        trace = lay_out(_sessions_in(path), name=name, concurrent=concurrent, seed=seed)
+        found = list[Session]()
+        for one in sorted(path.glob("*.json")):
+            with _opened(one) as file:
+                found += _sessions_of(file, one)
+        trace = lay_out(found, name=name, concurrent=concurrent, seed=seed)
     else:
         with _opened(path) as file:
-            head = _head(file)
-            if _LINE_MARK in head and not (_is_archive(head) or _SESSION_MARK in head):
+            head, is_archive = _head(file)
+            if _LINE_MARK in head and not (is_archive or _SESSION_MARK in head):
                 trace = _read_lines(file, path, name, block_tokens or _MOONCAKE_BLOCK_TOKENS)
             else:
                 sessions = _sessions_of(file, path)
@@ -276,21 +270,15 @@ def _read_lines(lines: Iterable[bytes], path: Path, name: str, block_tokens: int
             continue
         here = f"{path}, line {number}"
         line = parse(MooncakeLine, text, here)
-        check_blocks(len(line.hash_ids), line.input_length, block_tokens, here)
-        time_s, num_tokens = line.timestamp / 1000, line.input_length
-        builder.add(time_s=time_s, num_tokens=num_tokens, ids=line.hash_ids)
+        time_s, num_tokens, ids = line.timestamp / 1000, line.input_length, line.hash_ids
+        check_blocks(len(ids), num_tokens, block_tokens, here)
+        builder.add(time_s=time_s, num_tokens=num_tokens, ids=ids)
     return builder.build()
 
 
-def _sessions_in(directory: Path) -> Iterator[Session]:
-    for path in sorted(directory.glob("*.json")):
-        with _opened(path) as file:
-            yield from _sessions_of(file, path)
-
-
 def _sessions_of(file: io.BufferedReader, path: Path) -> Iterator[Session]:
-    head = _head(file)
-    if _is_archive(head):
+    head, is_archive = _head(file)
+    if is_archive:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
                 content = archive.extractfile(member)
@@ -325,17 +313,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
 
 
-def _head(file: io.BufferedReader) -> bytes:
-    return file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
-
-
-def _is_archive(head: bytes) -> bool:
-    return head[_TAR_AT:].startswith(_TAR)
-
-
-def _name(path: Path) -> str:
-    """Return the name of a file without the suffixes that say how it is packed."""
-    name = path.resolve().name
-    while name.endswith(_SUFFIXES):
-        name = name.rpartition(".")[0]
-    return name
+def _head(file: io.BufferedReader) -> tuple[bytes, bool]:
+    """Return the beginning of a file, and whether it is that of an archive."""
+    head = file.peek(_HEAD_BYTES)[:_HEAD_BYTES]
+    return head, head[_TAR_AT:].startswith(_TAR)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from kvray.console.output import empty_table
+from kvray.console.output import blank_figure, empty_table
 from kvray.lab.replay.curve_check import CurveCheck
 from kvray.lab.replay.routers import ONE, FleetComparison, FleetOutcome
 from kvray.lab.replay.simulator import BASELINE, Comparison, Outcome
-from kvray.lab.report import Report, blank_figure, machine_facts, percent
+from kvray.lab.report import Report, machine_facts, percent
 from kvray.store.replay import Trace
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ _RUN = (
     *("policy", "admission", "host_blocks", "nvme_blocks", *_HITS, "host_hit_blocks"),
     *("nvme_hit_blocks", "nvme_written_blocks", "written_per_hit", "seconds", "refs_per_s"),
     *("gain", "write_share"),
-)
-_PLAN = (
-    *("num_replicas", "pool_blocks", "host_blocks", "disk_blocks", "speed", "deadline_s"),
-    *("imbalance_max", "seed"),
 )
 _SOURCES = ("pool", "host", "disk", "remote")
 _BOUND = "#8a8f98"
@@ -100,7 +96,7 @@ def report_routers(found: FleetComparison, *, concurrent: int) -> Report:
     facts = {
         **_trace_facts(found.trace),
         "concurrent": concurrent,
-        **_pick(plan, _PLAN),
+        **{name: value for name, value in asdict(plan).items() if name != "rates"},
         "prefill_tokens_per_s": rates.prefill_tokens_per_s,
         "token_bytes": rates.token_bytes,
         "host_bytes_per_s": rates.host.bytes_per_s,
@@ -164,9 +160,9 @@ def _policy_table(found: Comparison) -> Table:
     """Return one row for each run, and the bounds below those of each size."""
     has_disk = found.plan.nvme_blocks > 0
     disk = ("host", "NVMe", "written", "per hit", "of LRU's") if has_disk else ()
-    table = empty_table(numbers=("blocks", "policy", "hit ratio", "of tokens", "gain", *disk))
+    numbers = ("blocks", "policy", "hit ratio", "of tokens", "gain", *disk, "refs/s")
+    table = empty_table(numbers=numbers)
     table.columns[1].justify = "left"
-    table.add_column("refs/s", justify="right")
     for host_blocks in found.plan.host_blocks:
         size = f"{host_blocks:,}"
         for outcome in found.outcomes:
@@ -213,10 +209,7 @@ def _router_cells(outcome: FleetOutcome, sources: Sequence[str]) -> list[str]:
 
 
 def _draw_policies(found: Comparison) -> Figure:
-    """Draw the share of blocks that each policy missed, by the size of the host tier.
-
-    The y axis starts at 0, so that distances do not deceive.
-    """
+    """Draw the share of blocks that each policy missed, from 0, by the size of the host tier."""
     figure, (axes,) = blank_figure(9, 5.5)
     sizes = list(found.plan.host_blocks)
     lines: dict[str, list[float]] = {}

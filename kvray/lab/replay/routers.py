@@ -1,17 +1,14 @@
-"""A trace on several replicas, each request sent by a router, event by event in virtual time.
-
-No bytes are moved. Pools and the tier of all replicas know the blocks in each, least recently used
-first out. Several routers are compared so, beside one replica with all the memory.
-"""
+"""A trace on several replicas behind a router, event by event in virtual time, without bytes."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import groupby
 from typing import Protocol, get_args
 
 import numpy as np
@@ -33,24 +30,24 @@ class FleetPlan:
 
     num_replicas: int
     pool_blocks: int
-    """Of each replica's own pool."""
     host_blocks: int
-    """Of each node's part of the tier."""
     disk_blocks: int = 0
     """Of each node's disk; 0: there is none."""
     rates: Rates
     speed: float = 1.0
-    """The trace's times are divided by it."""
     deadline_s: float = 5.0
     """First tokens after it are no goodput."""
     seed: int = 0
-    """Of the numbers that routers draw."""
     imbalance_max: int = 10
     """Difference of queue lengths above which `affinity` falls back to `pow2`."""
 
     def merged(self) -> FleetPlan:
         """Return the plan of one replica with the memory and the prefill rate of all."""
         count, rates = self.num_replicas, self.rates
+
+        def all_of(link: Link) -> Link:
+            return replace(link, bytes_per_s=count * link.bytes_per_s)
+
         return replace(
             self,
             num_replicas=1,
@@ -60,14 +57,10 @@ class FleetPlan:
             rates=replace(
                 rates,
                 prefill_tokens_per_s=count * rates.prefill_tokens_per_s,
-                host=_faster(rates.host, count),
-                disk=None if rates.disk is None else _faster(rates.disk, count),
+                host=all_of(rates.host),
+                disk=None if rates.disk is None else all_of(rates.disk),
             ),
         )
-
-
-def _faster(link: Link, times: int) -> Link:
-    return replace(link, bytes_per_s=times * link.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,28 +89,28 @@ class Memory:
 
     def stretches(self, ids: Sequence[int], num_tokens: int) -> list[Stretch]:
         """Return the prefix that the tier holds, as a lookup would say it."""
-        runs: list[tuple[tuple[int, int], int]] = []
-        for at, block in enumerate(ids):
-            masks = self._in_host[block], self._on_disk[block]
+        found, at = [], 0
+        for masks, run in groupby((self._in_host[one], self._on_disk[one]) for one in ids):
             if masks == (0, 0):
                 break
-            tokens = min(self._block_tokens, num_tokens - at * self._block_tokens)
-            if runs and runs[-1][0] == masks:
-                tokens += runs.pop()[1]
-            runs.append((masks, tokens))
-        return [Stretch(num_tokens=tokens, holders=self._holders(masks)) for masks, tokens in runs]
+            stop = min(num_tokens, at + self._block_tokens * sum(1 for _ in run))
+            found.append(Stretch(num_tokens=stop - at, holders=self._holders(masks)))
+            at = stop
+        return found
 
     def use(self, replica: int, ids: Sequence[int]) -> None:
         """Note that a replica has just had a prompt's blocks: they are in its pool and its host."""
         bit = 1 << replica
         self.pools[replica].use(ids)
         gone = self._hosts[replica].use(ids)
-        _set(self._in_host, bit, ids)
-        _clear(self._in_host, bit, gone)
-        # A block on disk stays there when it is promoted.
-        _set(self._on_disk, bit, gone)
         again = [block for block in ids if block in self._disks[replica]]
-        _clear(self._on_disk, bit, self._disks[replica].use([*gone[::-1], *again]))
+        lost = self._disks[replica].use([*gone[::-1], *again])
+        # A block on disk stays there when it is promoted.
+        for masks, came, went in ((self._in_host, ids, gone), (self._on_disk, gone, lost)):
+            for block in came:
+                masks[block] |= bit
+            for block in went:
+                masks[block] &= ~bit
 
     def cost(
         self,
@@ -141,26 +134,14 @@ class Memory:
         return predict(candidate, request.num_tokens, stretches)
 
     def _holders(self, masks: tuple[int, int]) -> dict[str, Medium]:
-        found = self._known.get(masks)
-        if found is None:
-            found = {}
-            for node in range(len(self.pools)):
-                if masks[0] >> node & 1:
-                    found[str(node)] = "host"
-                elif masks[1] >> node & 1:
-                    found[str(node)] = "disk"
-            self._known[masks] = found
-        return found
-
-
-def _set(masks: list[int], bit: int, blocks: Iterable[int]) -> None:
-    for block in blocks:
-        masks[block] |= bit
-
-
-def _clear(masks: list[int], bit: int, blocks: Iterable[int]) -> None:
-    for block in blocks:
-        masks[block] &= ~bit
+        if masks not in self._known:
+            on_host, on_disk = masks
+            self._known[masks] = {
+                str(node): "host" if on_host >> node & 1 else "disk"
+                for node in range(len(self.pools))
+                if (on_host | on_disk) >> node & 1
+            }
+        return self._known[masks]
 
 
 class Router(Protocol):
@@ -181,7 +162,6 @@ class RoundRobin(Router):
         self._num_replicas = plan.num_replicas
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
-        """Return the next replica."""
         return request.number % self._num_replicas
 
 
@@ -192,7 +172,6 @@ class PowerOfTwo(Router):
         self._random = random.Random(plan.seed)
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
-        """Return one of two replicas."""
         drawn = self._random.sample(range(len(queues)), min(2, len(queues)))
         return min(drawn, key=queues.__getitem__)
 
@@ -212,7 +191,6 @@ class Affinity(Router):
         self._num_had = [0] * plan.num_replicas
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
-        """Return the replica with the shortest queue of those that match best."""
         if max(queues) - min(queues) > self._imbalance_max:
             replica = self._imbalanced.route(request, queues, now)
         else:
@@ -244,7 +222,6 @@ class Kvray(Router):
         self._pools = [Lru[int](plan.pool_blocks) for _ in range(plan.num_replicas)]
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
-        """Return the replica with the earliest first token."""
         stretches = self._memory.stretches(request.ids, request.num_tokens)
         costs = [
             self._memory.cost(request, at, pool, stretches, load=load, now=now)
@@ -257,7 +234,6 @@ class Kvray(Router):
         return replica
 
     def done(self, request: int, replica: int, now: float) -> None:
-        """Take the request out of the replica's queue."""
         self._loads[replica].done(request, now)
 
 
@@ -285,7 +261,6 @@ class FleetOutcome:
     in_time: float
     """Requests whose first token came before the deadline, over all requests."""
     goodput_per_s: float
-    """Those requests, for each second."""
     throughput_per_s: float
     """All requests, for each second up to the last first token."""
     load_spread: float
@@ -398,10 +373,7 @@ def compare_routers(
     *,
     progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> FleetComparison:
-    """Replay a trace through each router.
-
-    `progress` takes the name of the next run, and how many runs are done and in all.
-    """
+    """Replay a trace through each router; `progress` takes the next run, and how many are done."""
     total = 1 + len(routers)
     progress(ONE, 0, total)
     one = replace(simulate(trace, plan.merged(), router="round_robin"), router=ONE)

@@ -1,7 +1,4 @@
-"""A trace through policies and sizes, in virtual time and without bytes, beside LRU and bounds.
-
-No policy beats the bounds: an infinite cache, and Belady's optimum for a finite one.
-"""
+"""A trace through policies and sizes in virtual time, beside LRU, Belady's optimum and infinity."""
 
 from __future__ import annotations
 
@@ -33,12 +30,10 @@ class Outcome:
     policy: str
     admission: str | None = None
     """It decides which blocks the NVMe tier takes; None without that tier."""
-    host_blocks: int | None
-    """None: infinite."""
+    host_blocks: int | None  # None: infinite
     nvme_blocks: int = 0
     """Size of the NVMe tier; 0 without one."""
     refs: int
-    """Blocks that the requests asked for."""
     prompt_tokens: int
     hit_blocks: int
     """Blocks of the contiguous prefixes that were found, in either tier."""
@@ -47,7 +42,6 @@ class Outcome:
     nvme_hit_blocks: int = 0
     nvme_written_blocks: int = 0
     seconds: float = 0.0
-    """CPU time of the replay."""
     gain: float | None = None
     """Its part of the blocks that Belady finds and LRU does not; None if there are none."""
     write_share: float | None = None
@@ -98,11 +92,7 @@ def simulate(
     nvme_blocks: int = 0,
     admission: str | None = None,
 ) -> Outcome:
-    """Return the outcome of a trace's requests on a host tier, and an NVMe tier if it has blocks.
-
-    `policy` is one of `POLICIES`, of both tiers. `admission`, one of `ADMISSIONS`, decides which
-    blocks the NVMe tier takes.
-    """
+    """Return the outcome on a host tier and, if it has blocks, an NVMe tier."""
     began_s = time.process_time()
     # Half empty, a tier neither evicts nor demotes: a larger one would find the same.
     enough = 2 * max(1, trace.num_unique)
@@ -142,7 +132,12 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
     No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
     optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
     """
-    ids, next_uses = trace.ids.tolist(), _next_uses(trace.ids).tolist()
+    # Where each block comes next, or `_NEVER`; shape [num_refs].
+    order = np.argsort(trace.ids, kind="stable")
+    nexts = np.full(len(order), _NEVER)
+    same = trace.ids[order[1:]] == trace.ids[order[:-1]]
+    nexts[order[:-1][same]] = order[1:][same]
+    ids, next_uses = trace.ids.tolist(), nexts.tolist()
     is_cached = [False] * trace.num_unique
     farthest: list[int] = []
     """A heap of next uses: negative places in `ids`. A place that has passed lies below all that
@@ -165,15 +160,6 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
     return Outcome.of(trace, found, policy="belady", host_blocks=num_blocks)
 
 
-def _next_uses(ids: Ints) -> Ints:
-    """Return where each block comes next, or `_NEVER`; shape [num_refs]."""
-    order = np.argsort(ids, kind="stable")
-    found = np.full(len(order), _NEVER)
-    same = ids[order[1:]] == ids[order[:-1]]
-    found[order[:-1][same]] = order[1:][same]
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The runs of a replay: every policy at every size, and with a disk every admission."""
@@ -181,9 +167,7 @@ class Plan:
     policies: Sequence[str]
     host_blocks: Sequence[int]
     nvme_blocks: int = 0
-    """Size of the NVMe tier; 0 for none."""
     admissions: Sequence[str] = ()
-    """Of the NVMe tier, if there is one."""
 
     def runs(self) -> Iterator[tuple[int, str, str | None]]:
         """Return size, policy and admission of each run, the baseline's first at each size."""
@@ -223,10 +207,7 @@ def compare(
     *,
     progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> Comparison:
-    """Replay a trace as planned; `simulate` does one run, as the function above.
-
-    `progress` takes the name of the next run, and how many runs are done and in all.
-    """
+    """Replay as planned, by `simulate`; `progress` takes the next run, and how many are done."""
     runs = list(plan.runs())
     total = len(plan.host_blocks) + len(runs)
     bounds: dict[int, Outcome] = {}

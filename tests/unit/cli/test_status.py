@@ -9,10 +9,11 @@ from rich.console import Console
 from kvray.actors.staging.replicas import Replicas
 from kvray.actors.tier.tier import summed
 from kvray.cli import status
+from kvray.cli.asking import show_answer
 from kvray.cli.doctor.tier import hit_findings
 from kvray.cli.hits import total_counters
 from kvray.cli.status import (
-    _print,
+    _report,
     _watch,
     ended_line,
     lookups_table,
@@ -28,6 +29,10 @@ from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.cli.answers import ARENA, SERVING, replica
 from tests.unit.cli.conftest import rows, shown
+
+
+def _print(found: dict[str, Any]) -> None:
+    show_answer(found, _report, as_json=False)
 
 
 @pytest.mark.parametrize(

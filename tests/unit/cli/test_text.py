@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.tier.sizing import combined
+from kvray.cli.asking import show_answer
 from kvray.cli.explain import (
     CAUSES,
     REASONS,
@@ -18,7 +19,7 @@ from kvray.cli.explain import (
 )
 from kvray.cli.hits import History, headline, replicas_table, source_shares
 from kvray.cli.ls import namespaces, namespaces_table, prefixes
-from kvray.cli.size import _print, make_figure, sizing_line
+from kvray.cli.size import _report, make_figure, sizing_line
 from kvray.cli.transports import choose, node_links
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
@@ -268,7 +269,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return what `kvray size` prints of nodes, for sizes to add."""
 
     def say(*nodes: dict[str, Any], more: Sequence[int] = ()) -> str:
-        _print(combined(nodes), list(more))
+        show_answer(combined(nodes), lambda found: _report(found, list(more)), as_json=False)
         return capsys.readouterr().out
 
     return say

@@ -44,8 +44,8 @@ def test_what_is_no_terminal_gets_whole_lines(capsys, monkeypatch):
 def test_characters_that_control_a_terminal_are_written_out(bad, capsys):
     found = {f"k{bad}": [f"v{bad}w", {"n": 1.5, "none": None}]}
 
-    def show(told: Any) -> None:
-        printer().print(*told, told[next(iter(told))][0], soft_wrap=True)
+    def show(told: Any) -> list[str]:
+        return [f"{one} {told[one][0]}" for one in told]
 
     show_answer(found, show, as_json=False)
     said = capsys.readouterr().out

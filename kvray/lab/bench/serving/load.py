@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,7 @@ class Answer:
 
 
 def parse_endpoint(text: str) -> tuple[str, str]:
-    """Return name and URL of a `--url` option; without a name, the URL is it.
-
-    Raises:
-        ConfigError: it is no URL.
-    """
+    """Return name and URL of a `--url`; without a name, the URL is it. ConfigError: it is none."""
     name, is_named, url = text.rpartition("=")
     if not is_named:
         name = url
@@ -65,11 +61,7 @@ def parse_endpoint(text: str) -> tuple[str, str]:
 
 
 async def ask_model(name: str, url: str) -> str:
-    """Return the model that an endpoint serves, the first one that it lists.
-
-    Raises:
-        KVRayError: nobody answers there, or it serves none.
-    """
+    """Return the first model that an endpoint lists; KVRayError: there is none, or no answer."""
     openai = _openai()
     async with _client(url, timeout_s=_HELLO_TIMEOUT_S) as client:
         try:
@@ -89,15 +81,8 @@ async def play(
     timeout_s: float,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Send each request when it is due, whatever the others do; return the answers in that order.
-
-    Args:
-        endpoint: where to.
-        requests: by the time when they are due.
-        max_tokens: of an answer.
-        timeout_s: an answer that is not whole by then has failed.
-        advance: called after each answer.
-    """
+    """Send each request when it is due, and return the answers; one that is late has failed."""
+    openai = _openai()
     async with _client(endpoint.url, timeout_s=timeout_s) as client:
         began = time.monotonic()
 
@@ -105,7 +90,12 @@ async def play(
             due_at = began + due.at_s
             await asyncio.sleep(due_at - time.monotonic())
             asking = _ask(client, endpoint.model, due.tokens, max_tokens, due_at)
-            answer = await _in_time(asking, timeout_s)
+            try:
+                answer = await asyncio.wait_for(asking, timeout_s)
+            except asyncio.TimeoutError:
+                answer = Answer(error=f"no whole answer in {timeout_s:g} s")
+            except openai.OpenAIError as error:
+                answer = Answer(error=str(error) or type(error).__name__)
             advance()
             return answer
 
@@ -125,16 +115,6 @@ def _client(url: str, *, timeout_s: float) -> AsyncOpenAI:
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout_s
     )
     return client
-
-
-async def _in_time(asking: Awaitable[Answer], timeout_s: float) -> Answer:
-    openai = _openai()
-    try:
-        return await asyncio.wait_for(asking, timeout_s)
-    except asyncio.TimeoutError:
-        return Answer(error=f"no whole answer in {timeout_s:g} s")
-    except openai.OpenAIError as error:
-        return Answer(error=str(error) or type(error).__name__)
 
 
 async def _ask(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from kvray.console.output import empty_table
+from kvray.console.output import blank_figure, empty_table
 from kvray.lab.bench.runner import percentile
 from kvray.lab.bench.serving.load import Answer, Due
-from kvray.lab.report import Report, blank_figure, machine_facts
+from kvray.lab.report import Report, machine_facts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,20 +53,19 @@ class Round:
 
 
 def round_figures(one: Round, *, in_time_s: float, num_replicas: int) -> dict[str, Figures]:
-    """Return the figures of each endpoint.
-
-    Args:
-        one: the round.
-        in_time_s: a first token that comes later is too late.
-        num_replicas: behind each endpoint; 0: those that answered.
-    """
+    """Return the figures of each endpoint; `num_replicas` 0: those that answered."""
+    first = next(iter(one.answers.values()))
     return {
         name: {
             **_time_figures(one.requests, answers, in_time_s),
             **_reuse(one, answers),
             **_load(one.requests, answers, num_replicas),
             "failed": sum(bool(answer.error) for answer in answers),
-            "other_text": _num_other(answers, next(iter(one.answers.values()))),
+            "other_text": sum(  # failed answers do not count
+                ours.text != theirs.text
+                for ours, theirs in zip(answers, first, strict=True)
+                if not (ours.error or theirs.error)
+            ),
         }
         for name, answers in one.answers.items()
     }
@@ -88,11 +87,7 @@ def over_rounds(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 
 def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
-    """Return for each other endpoint how many times as good the first one is.
-
-    Each is the median of the rounds' own ratios: of times the other's over the first one's, of
-    rates the first one's over the other's.
-    """
+    """Return how many times as good the first endpoint is as each other: medians of rounds."""
     first, *others = rounds[0]
     found: dict[str, Figures] = {other: {} for other in others}
     for other in others:
@@ -109,15 +104,12 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 
 def _time_figures(requests: Sequence[Due], answers: Sequence[Answer], in_time_s: float) -> Figures:
-    whole = [answer for answer in answers if not answer.error]
+    pairs = zip(requests, answers, strict=True)
+    whole = [(due, answer) for due, answer in pairs if not answer.error]
     if not whole:
         return {"requests_per_s": 0.0, "in_time_per_s": 0.0}
-    seconds = max(
-        due.at_s + answer.whole_s
-        for due, answer in zip(requests, answers, strict=True)
-        if not answer.error
-    )
-    times = [answer.first_token_s for answer in whole]
+    seconds = max(due.at_s + answer.whole_s for due, answer in whole)
+    times = [answer.first_token_s for _, answer in whole]
     return {
         **{f"first_token_p{p}_s": percentile(times, p) for p in (50, 90, 99)},
         "requests_per_s": len(whole) / seconds,
@@ -154,15 +146,6 @@ def _load(requests: Sequence[Due], answers: Sequence[Answer], num_replicas: int)
     }
 
 
-def _num_other(answers: Sequence[Answer], first: Sequence[Answer]) -> int:
-    """Return how many texts differ from the first endpoint's; failed answers do not count."""
-    return sum(
-        ours.text != theirs.text
-        for ours, theirs in zip(answers, first, strict=True)
-        if not (ours.error or theirs.error)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One workload."""
@@ -181,32 +164,21 @@ class Section:
     ) -> Section:
         """Return the section of a workload's rounds; arguments as of `round_figures`."""
         limits: dict[str, Any] = {"in_time_s": in_time_s, "num_replicas": num_replicas}
-        answers = {
-            endpoint: [answer for one in rounds for answer in one.answers[endpoint]]
-            for endpoint in rounds[0].answers
-        }
-        return cls(
-            name=name,
-            rounds=[round_figures(one, **limits) for one in rounds],
-            first_tokens={
-                endpoint: [one.first_token_s for one in some if not one.error]
-                for endpoint, some in answers.items()
-            },
-            errors={
-                endpoint: sorted({one.error for one in some if one.error})
-                for endpoint, some in answers.items()
-            },
-        )
+        first_tokens, errors = dict[str, list[float]](), dict[str, list[str]]()
+        for endpoint in rounds[0].answers:
+            some = [answer for one in rounds for answer in one.answers[endpoint]]
+            first_tokens[endpoint] = [one.first_token_s for one in some if not one.error]
+            errors[endpoint] = sorted({one.error for one in some if one.error})
+        figures = [round_figures(one, **limits) for one in rounds]
+        return cls(name=name, rounds=figures, first_tokens=first_tokens, errors=errors)
 
     def figures(self) -> dict[str, float]:
         """Return every figure, by its name in the JSON."""
         start = f"serving_{self.name.replace('-', '_')}"
+        kinds = ("", 5, over_rounds(self.rounds)), ("_ratio", 4, ratios(self.rounds))
         return {
             f"{start}_{name}{suffix}_{endpoint}": round(value, digits)
-            for suffix, digits, found in (
-                ("", 5, over_rounds(self.rounds)),
-                ("_ratio", 4, ratios(self.rounds)),
-            )
+            for suffix, digits, found in kinds
             for endpoint, figures in found.items()
             for name, value in figures.items()
         }

@@ -1,7 +1,4 @@
-"""`kvray bench serve`: the same load on OpenAI-compatible endpoints, one after the other.
-
-With `--local` the endpoints are a tier and three applications of kvray.serve.
-"""
+"""`kvray bench serve`: the same load on several endpoints in turn, or on three of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import io
 import logging
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, is_soon
 from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
 from kvray.lab.bench.serving.report import Round, Section, serving_report
 from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
@@ -43,30 +38,22 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of the command: how much is asked, and how, and what --local starts."""
+    """The options of `kvray bench serve`, whose help says what they are."""
 
     rate: float
-    """Requests per second."""
     seconds: float
     rounds: int
     scale: float
-    """Lengths of a trace are divided by it."""
     tokens_max: int
-    """Longer prompts of a trace lose their end."""
     vocabulary: int
-    """Token ids of prompts are below it."""
     answer_tokens: int
     in_time: float
     timeout: float
-    replicas: int | None
-    """Behind each endpoint; None: those that answer."""
-    model: str | None
-    """What to ask for; None: what the endpoints list."""
+    replicas: int | None  # None: those that answer
+    model: str | None  # None: what the endpoints list
     config: Path | None
     pool_blocks: int
-    """Of each engine's own pool."""
     capacity: int
-    """Of the tier's arena."""
     start_timeout: float
 
     @property
@@ -87,17 +74,9 @@ def run(
 ) -> Report:
     """Send each workload to all endpoints in turn.
 
-    Args:
-        runner: the run.
-        url: the endpoints, NAME=URL.
-        is_local: start a fleet in place of `url`.
-        trace: where requests come from in place of `workload`.
-        workload: names of `KINDS`; none: conversations, and with a fleet all of them.
-        app: `kvray.serve.app`.
-        options: the fields of `Options`.
-
-    Raises:
-        KVRayError: an option is wrong, an endpoint does not answer, or the fleet did not start.
+    The endpoints of `url` are NAME=URL; with `is_local` a fleet of `app`, `kvray.serve.app`, is
+    started instead. `options` are the fields of `Options`. KVRayError: an option is wrong, an
+    endpoint does not answer, or the fleet did not start.
     """
     made = Options(**options)
     sources = _sources(trace, workload or (list(KINDS) if is_local else ["conversations"]), made)
@@ -140,18 +119,10 @@ def measure(
             seed = at * options.rounds + number + 1  # 0 is the warm-up's
             rounds.append(_round(runner, endpoints, source, options, title=title, seed=seed))
         sections.append(Section.of(name, rounds, **limits))
-    return serving_report(
-        sections,
-        {
-            "rate": options.rate,
-            "seconds": options.seconds,
-            "rounds": options.rounds,
-            "requests": options.num_requests,
-            "answer_tokens": options.answer_tokens,
-            "in_time_s": options.in_time,
-            "replicas": options.replicas,
-        },
-    )
+    names = ("rate", "seconds", "rounds", "answer_tokens", "replicas")
+    facts = {name: getattr(options, name) for name in names}
+    facts |= {"requests": options.num_requests, "in_time_s": options.in_time}
+    return serving_report(sections, facts)
 
 
 def _sources(
@@ -206,11 +177,7 @@ def _play(
 def _start_fleet(
     runner: Runner, options: Options, app: Callable[[dict[str, Any]], Application]
 ) -> list[Endpoint]:
-    """Start Ray, a tier and three applications, which end with the run.
-
-    Raises:
-        KVRayError: something did not start in time.
-    """
+    """Start Ray, a tier and three applications, which end with the run; KVRayError: too slowly."""
     runner.show("Starting a tier")
     # Ray prints words about its workers, which are no part of the report.
     runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -228,7 +195,15 @@ def _start_fleet(
         serve.start(http_options={"host": "127.0.0.1", "port": port})
     for name in _ROUTERS:
         runner.show(f"Starting {name}")
-        path = _write_config(settings, directory, name, launch.local.address)
+        path = directory / f"{name}.yaml"
+        # `no-tier` names a tier that is not up.
+        made = {
+            "cluster_name": settings.cluster_name + ("-none" if name == "no-tier" else ""),
+            "arena": {"dir": str(settings.arena.dir)},
+            "connector": {"model_key": f"bench-{name}"},
+            "ray": {"address": launch.local.address},
+        }
+        path.write_text(yaml.safe_dump(made))
         target = serve.RunTarget(app(_arguments(options, name, path)), name, f"/{name}")
         serve.run_many([target], wait_for_applications_running=False)
         _wait(runner, serve.status, name, timeout_s=options.start_timeout)
@@ -237,7 +212,6 @@ def _start_fleet(
 
 
 def _arguments(options: Options, name: str, config: Path) -> dict[str, Any]:
-    """Return the arguments of an application."""
     nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
     return {
         **nothing_to_fetch,
@@ -251,29 +225,13 @@ def _arguments(options: Options, name: str, config: Path) -> dict[str, Any]:
     }
 
 
-def _write_config(settings: KVRayConfig, directory: Path, name: str, address: str) -> Path:
-    """Write the kvray.yaml of an application; that of `no-tier` names a tier that is not up."""
-    cluster_name = settings.cluster_name + ("-none" if name == "no-tier" else "")
-    made = {
-        "cluster_name": cluster_name,
-        "arena": {"dir": str(settings.arena.dir)},
-        "connector": {"model_key": f"bench-{name}"},
-        "ray": {"address": address},
-    }
-    path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(made))
-    return path
-
-
 def _wait(runner: Runner, status: Callable[[], Any], name: str, *, timeout_s: float) -> None:
-    """Wait until an application runs."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    def is_up() -> bool:
         runner.interrupts.check()
         found = status().applications.get(name)
-        if found is not None and found.status == "RUNNING":
-            return
         if found is not None and found.status == "DEPLOY_FAILED":
             raise ConfigError(f"{name} did not start: {found.message}")
-        time.sleep(_POLL_S)
-    raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")
+        return found is not None and found.status == "RUNNING"
+
+    if not is_soon(is_up, timeout_s, poll_s=_POLL_S):
+        raise KVRayError(f"{name} did not start within {timeout_s:.0f} s; give fewer --replicas.")

@@ -42,7 +42,6 @@ class Request:
     """One request, whose tokens hang on the round."""
 
     at_s: float
-    """Since the start of the round."""
     stretches: tuple[Stretch, ...]
 
     @property
@@ -51,10 +50,7 @@ class Request:
         return sum(count for _, count in self.stretches)
 
     def tokens(self, seed: int, *, vocabulary: int = VOCABULARY) -> list[int]:
-        """Return the prompt; another seed has other tokens, equal where these are equal.
-
-        The ids are below `vocabulary`, and not the lowest, which may be special.
-        """
+        """Return the prompt, without special ids; another seed's is equal where this one is."""
         low = min(_SPECIAL, vocabulary // 8)
         parts = [
             default_rng((seed, name)).integers(low, vocabulary, n) for name, n in self.stretches
@@ -64,21 +60,11 @@ class Request:
 
 
 def generate(kind: str, *, num_requests: int, seconds: float, seed: int) -> list[Request]:
-    """Return the requests of a generated workload, whose arrivals are those of a Poisson process.
-
-    Args:
-        kind: a name of `KINDS`.
-        num_requests: how many.
-        seconds: from the first to the last.
-        seed: the same number makes the same requests.
-    """
+    """Return requests of `KINDS` in so many seconds, whose arrivals are a Poisson process."""
     gaps = default_rng(seed).exponential(size=num_requests)
     times = _spread(np.cumsum(gaps), seconds)
     prompts = KINDS[kind](num_requests, random.Random(seed))
-    return [
-        Request(at_s=at_s, stretches=stretches)
-        for at_s, stretches in zip(times, prompts, strict=True)
-    ]
+    return [Request(at_s=at, stretches=one) for at, one in zip(times, prompts, strict=True)]
 
 
 def from_trace(
@@ -87,16 +73,8 @@ def from_trace(
     """Return conversations of a trace, drawn at random, in so many seconds.
 
     They are whole, but for the last: the first requests of a trace have hardly begun to reuse.
-
-    Args:
-        trace: its blocks become stretches of tokens.
-        num_requests: how many.
-        seconds: from the first to the last.
-        scale: prompts and blocks become shorter by this factor.
-        tokens_max: longer prompts lose their end.
-
-    Raises:
-        ConfigError: the trace is too short, or its blocks come to nothing.
+    Prompts and blocks become shorter by `scale`; longer ones than `tokens_max` lose their end.
+    ConfigError: the trace is too short, or its blocks come to nothing.
     """
     if trace.num_requests < num_requests:
         raise ConfigError(
@@ -125,10 +103,7 @@ def from_trace(
 
 
 def _draw(trace: Trace, num_requests: int) -> list[int]:
-    """Return the numbers of the requests of conversations that are drawn, in their order.
-
-    A conversation is named by the first block of its prompts that is no system prompt.
-    """
+    """Return requests of drawn conversations, named by the first block of no system prompt."""
     is_common = np.bincount(trace.ids) > _COMMON_SHARE * trace.num_requests
     conversations: dict[int, list[int]] = {}
     for number in range(trace.num_requests):
@@ -176,13 +151,8 @@ def _conversations(num_requests: int, drawn: random.Random) -> list[tuple[Stretc
     found = []
     for _ in range(num_requests):
         if len(is_open) < 2 or drawn.random() < _BEGIN_SHARE:
-            turns: tuple[Stretch, ...] = (
-                (0, _SYSTEM_TOKENS),
-                (
-                    next(names),
-                    drawn.randint(*_QUESTION_TOKENS),
-                ),
-            )
+            question = (next(names), drawn.randint(*_QUESTION_TOKENS))
+            turns: tuple[Stretch, ...] = ((0, _SYSTEM_TOKENS), question)
         else:
             before = is_open.pop(drawn.randrange(len(is_open) - 1))
             turns = *before, (next(names), drawn.randint(*_TURN_TOKENS))
@@ -192,17 +162,11 @@ def _conversations(num_requests: int, drawn: random.Random) -> list[tuple[Stretc
     return found
 
 
-def _one_prefix(num_requests: int, drawn: random.Random) -> list[tuple[Stretch, ...]]:
-    return [((0, _PREFIX_TOKENS), (number, _OWN_TOKENS)) for number in range(1, num_requests + 1)]
-
-
-def _no_prefix(num_requests: int, drawn: random.Random) -> list[tuple[Stretch, ...]]:
-    return [((number, _PROMPT_TOKENS),) for number in range(num_requests)]
-
-
 KINDS: dict[str, Callable[[int, random.Random], list[tuple[Stretch, ...]]]] = {
     "conversations": _conversations,
-    "one-prefix": _one_prefix,
-    "no-prefix": _no_prefix,
+    "one-prefix": lambda count, _: [
+        ((0, _PREFIX_TOKENS), (number, _OWN_TOKENS)) for number in range(1, count + 1)
+    ],
+    "no-prefix": lambda count, _: [((number, _PROMPT_TOKENS),) for number in range(count)],
 }
 """Generated workloads: conversations of several turns; one prefix in all prompts; none in any."""

@@ -13,8 +13,8 @@ import pytest
 
 from kvray.actors.owner.ownership import sweep
 from kvray.cli.doctor import node
-from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.node import arena_findings, why_not_here
+from kvray.cli.doctor.tier import Finding
 from kvray.config import KVRayConfig, load_config
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.tier import hit_findings, tier_findings
+from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
 from kvray.trace.reasons import COUNTED
 from tests.unit.cli.answers import ARENA, NVME, SERVING, mover, replica
 
