@@ -71,6 +71,7 @@ class Line:
         """Follow a shard, which has not started yet, until it ends."""
         self._shards[shard.name] = shard
         if self._thread is None or not self._thread.is_alive():
+            self._is_replaced = True  # the thread before may have seen to it, and then ended
             self._thread = threading.Thread(target=self._run, name="kvray-test-lookup", daemon=True)
             self._thread.start()
         return shard
