@@ -146,6 +146,15 @@ def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache):
     assert cache.counters()["stored_tokens"] == len(TOKENS)
 
 
+def test_a_background_store_adds_what_is_missing(cache):
+    cache.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
+    mask = suffix_mask(len(TOKENS), BLOCK)
+    cache.store(TOKENS, cut(BLOB, BLOCK, len(TOKENS)), mask, blocking=False)
+    assert cache.flush()
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    assert cache.counters()["stored_tokens"] == len(TOKENS)
+
+
 def test_close_finishes_background_stores(cache, make_cache):
     other = make_cache()
     for number in range(8):
