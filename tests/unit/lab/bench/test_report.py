@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import pytest
+
+from kvray.errors import ConfigError
 from kvray.lab.bench.local import LocalScale
 from kvray.lab.bench.report import bench_report, copy_row, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
@@ -93,3 +96,8 @@ def test_percentile_is_one_of_the_timings():
 
 def test_several_processes_are_timed_from_the_first_start_to_the_last_end():
     assert over_all([(1, 4, 0.5), (2, 6, 1.5)]) == Duration(seconds=5, cpu_s=2)
+
+
+def test_capacity_that_measures_nothing_is_refused():
+    with pytest.raises(ConfigError, match="at least 64MiB"):
+        LocalScale.fit(2**20, repeat=None, quick=False)
