@@ -178,9 +178,8 @@ def lookup_sentence(lookup: Mapping[str, Any]) -> str:
 
 def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each partition of the lookup."""
-    table = empty_table(
-        *("lookup", "state"), numbers=(*_COLUMNS["lookup"],), title="Partitions of the lookup"
-    )
+    numbers = (*_COLUMNS["lookup"],)
+    table = empty_table("lookup", "state", numbers=numbers, title="Partitions of the lookup")
     for one in partitions:
         found = (one["state"],) if "state" in one else ("answers", *_cells(one, "lookup"))
         table.add_row(one["lookup"], *found)

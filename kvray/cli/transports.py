@@ -84,11 +84,9 @@ def choose(
 
 def node_links_table(links: list[NodeLink]) -> Table:
     """Return one row for each link."""
+    rest = ("state", "why")
     table = empty_table(
-        *("from", "to", "transport"),
-        numbers=("measured",),
-        rest=("state", "why"),
-        title="Between nodes",
+        "from", "to", "transport", numbers=["measured"], rest=rest, title="Between nodes"
     )
     for link in links:
         rate = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
