@@ -57,9 +57,9 @@ class Stage:
     @cached_property
     def by_part(self) -> dict[int, Spans]:
         """The spans of each part, by its index."""
-        rows = {
-            part: [one[1:] for one in self.spans if one.part == part] for part, *_ in self.spans
-        }
+        rows: dict[int, list[tuple[int, ...]]] = {}
+        for part, *row in self.spans:
+            rows.setdefault(part, []).append(tuple(row))
         return {part: Spans(*np.array(each).T[:, :, None]) for part, each in rows.items()}
 
 

@@ -73,7 +73,7 @@ def measure(count: int, *, ours: Timed, floor: Timed, first: int = 0) -> list[Pa
     for index in range(first, first + count):
         bare = None if index % 2 else floor(index)
         mine = ours(index)
-        pairs.append(Pair(mine, bare or floor(index)))
+        pairs.append(Pair(mine, floor(index) if bare is None else bare))
     return pairs
 
 

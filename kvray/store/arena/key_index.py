@@ -155,17 +155,16 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     first, count = int(tables.index_slot[bucket, tags.index(tag)]) - 1, len(keys)
     if not 0 <= first < tables.num_backed:
         return None
-    geometry, at = tables.geometry, slice(first, first + count)
+    geometry = tables.geometry
+    here: Array | slice = slice(first, first + count)
     slab, position = geometry.place_of(first)
     stop, run = position + count, geometry.run_slots
     in_slab = max(1, geometry.slab_bytes // geometry.stride(int(tables.slab_block_bytes[slab])))
-    slots: Array | None = None
     if stop > in_slab or position // run != (stop - 1) // run:
         slabs, positions = divmod(np.arange(position, stop), in_slab) + np.array([[slab], [0]])
         if slabs[-1] >= geometry.num_slabs:
             return None
-        slots = geometry.slots_at(slabs, positions)
-    here: Array | slice = at if slots is None else slots
+        here = geometry.slots_at(slabs, positions)
     # Bytes are compared by far fewer calls than arrays, each of which is dear to a cold cache.
     if (
         tables.slot_key[here].tobytes() != keys.tobytes()
@@ -173,7 +172,7 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
         or tables.slot_state[here].tobytes() != _READY * count
     ):
         return None
-    return (np.arange(first, first + count) if slots is None else slots)[None]
+    return (np.arange(first, first + count) if isinstance(here, slice) else here)[None]
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
