@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvray.errors import ConfigError
 
 _FIRST_BYTE = 3  # 0 pads, 1 begins and 2 ends, as in most Llama vocabularies
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {
+    chr(byte if byte in _SHOWN else 0x100 + hidden): byte
+    for byte, hidden in zip(
+        range(256), itertools.accumulate((byte not in _SHOWN for byte in range(256)), initial=0)
+    )
+}
+"""Character -> byte in vocabularies of GPT-2's kind, which write every byte as one that shows."""
 
 
 class ByteTokenizer:
@@ -23,13 +34,12 @@ class ByteTokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text; bytes that are no UTF-8 come back as surrogates."""
-        pieces = [
-            bytes([token - _FIRST_BYTE])
-            if _FIRST_BYTE <= token < _FIRST_BYTE + 256
-            else chr(0xF0000 + token).encode()
-            for token in token_ids
-        ]
-        return b"".join(pieces).decode(errors="surrogateescape")
+        return b"".join(map(self.bytes_of, token_ids)).decode(errors="surrogateescape")
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return what one token adds to a text's bytes."""
+        is_byte = _FIRST_BYTE <= token < _FIRST_BYTE + 256
+        return bytes([token - _FIRST_BYTE]) if is_byte else chr(0xF0000 + token).encode()
 
 
 class CheckpointTokenizer:
@@ -39,6 +49,7 @@ class CheckpointTokenizer:
         self._tokenizer = tokenizer
         eos = tokenizer.eos_token_id
         self.end_ids = frozenset(() if eos is None else (int(eos),))
+        self._is_byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without the special tokens of a chat template."""
@@ -49,6 +60,20 @@ class CheckpointTokenizer:
         """Return the text of the ids, special tokens left out."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return what one token adds to a text's bytes; a special one adds nothing."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None or token in self._tokenizer.all_special_ids:
+            return b""
+        if self._is_byte_level:
+            found = [_BYTE_OF.get(character) for character in piece]
+            return (
+                piece.encode() if None in found else bytes(one for one in found if one is not None)
+            )
+        if _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 
 Tokenizer: TypeAlias = ByteTokenizer | CheckpointTokenizer

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ray.serve")
 
-_INGRESS_REQUESTS_MAX = 512
+_INGRESS_REQUESTS_MAX = 4096
 _STATS_PERIOD_S = 2.0
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ def app(args: dict[str, Any]) -> "Application":
     with _extra():
         from ray import serve
 
-        from kvray.serve.ingress import Ingress
+        from kvray.serve.ingress import Endpoint
     ingress: Deployment = serve.deployment(
         name="Ingress",
         max_ongoing_requests=_INGRESS_REQUESTS_MAX,
@@ -41,7 +41,7 @@ def app(args: dict[str, Any]) -> "Application":
         # It leaves with its last answer, which has this deadline. Serve's 20 s would break it off.
         graceful_shutdown_timeout_s=settings.request_timeout_s,
         ray_actor_options={"num_cpus": 0},
-    )(Ingress)
+    )(Endpoint)
     return ingress.bind(settings, engines(settings))
 
 
@@ -61,7 +61,7 @@ def engines(settings: Settings) -> "Application":
     deployment: Deployment = serve.deployment(
         name="Engine",
         max_ongoing_requests=settings.requests_max,
-        max_queued_requests=settings.queued_max,
+        max_queued_requests=-1,  # the ingress counts those that wait, and refuses too many
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from kvray.breaker import Breaker
@@ -24,12 +24,11 @@ from kvray.client import Client, Prefetched
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import pack_tokens
-from kvray.serve.engine import replica_name
-from kvray.serve.protocol import RequestError
+from kvray.serve.engine import Forwarded, Head, replica_name
+from kvray.serve.render import Hint
 from kvray.serve.router import Routed
 from kvray.serve.settings import Settings
-from kvray.serve.traced import AnswerSpan, Event
-from kvray.trace.spans import current, span, traceparent
+from kvray.trace.spans import current, span
 
 Choosing: TypeAlias = "Callable[[], AbstractAsyncContextManager[Any]]"
 
@@ -94,11 +93,12 @@ async def _hold(
 _log = logging.getLogger("ray.serve")
 _TRIES_MAX = 3
 """Engines that are given a request which the ones before did not take."""
+_RETRIES_MAX = 1
+"""Other engines that get a request whose engine took it and ended before the first byte."""
 _TAKE_TIMEOUT_S = 5.0
 """An engine that does not take a request for so long is passed over."""
-_HEARD_S = 5.0
-"""An engine that was heard so lately can answer; else one is asked."""
-_HEALTH_TIMEOUT_S = 2.0
+_PLACED_S = 1.0
+"""A request that has no engine after as long waits for one, and counts as waiting."""
 
 _RIVAL_S = 10.0
 """A second choice begins after as long. Serve's router believes for ten seconds what it last heard
@@ -110,8 +110,12 @@ _BREAKERS_MAX = 1024
 _GONE = (RayError, RayServeException, StopAsyncIteration, asyncio.TimeoutError)
 """Raised by an answer whose replica has died, also as if it had ended."""
 
-_HERE = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
-"""In place of a prefetch that would find everything in the node's memory."""
+REPLICA_HEADER = "x-kvray-replica"
+"""In an answer: the engine that gave it, by its name in kvray."""
+ROUTE_HEADER = "x-kvray-route"
+"""In an answer: why that engine was chosen, one of `routing.choice.REASONS`."""
+CACHED_HEADER = "x-kvray-cached-tokens"
+"""In an answer: tokens of the prompt that were expected at that engine; the body has its own count."""
 
 
 class Prefetcher:
@@ -174,138 +178,209 @@ class Prefetcher:
         return brought
 
 
-class GenerateArgs(NamedTuple):
-    """The arguments of `Engine.generate`."""
+class RequestError(Exception):
+    """An answer of the ingress's own, with an error's status."""
 
-    tokens: list[int]
-    max_tokens: int
-    salt: str | None = None
+    def __init__(self, message: str, *, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Taken(NamedTuple):
+    """A request that an engine has taken."""
+
+    name: str
+    """The engine's, in kvray."""
+    events: Any
+    """What `Engine.forward` yields after that."""
+    routed: Routed
+    cached: int | None
+    """Tokens of the prompt that were most likely there; None: not known."""
 
 
 class Dispatcher:
     """Hands requests to the replicas of `Engine`: choose one, prefetch there, dispatch.
 
-    Serve's router chooses, and is given the prompt's tokens. Its `choose_replica` is new in Ray
-    2.60 and not stable: a Serve without it chooses as it hands over, and nothing is prefetched.
+    Serve's router chooses, and is given the prompt's tokens where they are known. Its
+    `choose_replica` is new in Ray 2.60 and not stable: a Serve without it chooses as it hands over,
+    and nothing is prefetched.
     """
 
     def __init__(
-        self, engines: DeploymentHandle[Any], prefetcher: Prefetcher, *, request_timeout_s: float
+        self,
+        engines: DeploymentHandle[Any],
+        prefetcher: Prefetcher,
+        *,
+        request_timeout_s: float,
+        queued_max: int,
     ) -> None:
         # Of the class: a handle has an attribute of any name, for the methods of its deployment.
         self._can_choose = hasattr(type(engines), "choose_replica")
-        self._engines: Any = engines.options(method_name="generate", stream=True)
-        self._health = engines.options(method_name="check_health")
+        self._engines: Any = engines.options(method_name="forward", stream=True)
         self._prefetcher = prefetcher
         self._timeout_s = request_timeout_s
-        self._heard_at = -_HEARD_S  # of any engine
+        self._queued_max = queued_max
+        self._num_queued = 0
         if not self._can_choose:
             _log.warning(
                 "This Ray Serve cannot choose a replica before a request is sent, as 2.60 can:"
                 " kvray prefetches nothing."
             )
 
-    def answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
-        """Yield what the `generate` of one engine yields.
+    async def forward(
+        self, asked: Forwarded, hint: Hint | None
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """Yield the head of one engine's answer, with headers of ours, and its bytes as they come.
 
-        An engine that is gone or silent before it has taken the request is passed over.
+        An engine that is gone or silent before it has taken the request is passed over, and so is
+        one that ends before the first byte.
 
         Raises:
-            RequestError: no engine takes it, one refused it or broke off, or time is up.
+            RequestError: no engine takes it, one broke off, or time is up.
         """
-        events, span = self._answer(asked), current()
-        return AnswerSpan(span).along(events) if span.is_recording() else events
-
-    async def _answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
         deadline = time.monotonic() + self._timeout_s
-        taken, events, routed, brought = await self._hand_over(asked, deadline)
+        began, about = time.monotonic(), current()
+        taken, head = await self._begin(asked, hint, deadline)
         is_over = False
         try:
-            route = routed.about(taken["engine"])["kvray.route.reason"]
-            _log.debug("%s has taken a request: %s", taken["engine"], route)
-            yield {**taken, "route": route}
+            route = taken.routed.about(taken.name)["kvray.route.reason"]
+            about.set_attribute("kvray.replica", taken.name)
+            _log.info("to %s by %s; %s tokens are near", taken.name, route, taken.cached)
+            ours = {REPLICA_HEADER: taken.name, ROUTE_HEADER: route}
+            if taken.cached is not None:
+                ours[CACHED_HEADER] = str(taken.cached)
+            added = [(key.encode(), str(one).encode()) for key, one in ours.items()]
+            yield Head(head.status, [*head.headers, *added])
+            is_first = True
             while not is_over:
-                event = await _next(events, taken["engine"], deadline)
-                self._heard_at = time.monotonic()
-                if "tokens" in event:
-                    routed.first_token()
-                is_over = "finish_reason" in event
-                yield _by_source(event, brought) if is_over else event
+                chunk = await _next(taken, deadline)
+                is_over = not chunk
+                if chunk and is_first:
+                    is_first = False
+                    taken.routed.first_token()
+                    about.set_attribute(
+                        "gen_ai.response.time_to_first_chunk", time.monotonic() - began
+                    )
+                    about.add_event("first token")
+                if chunk:
+                    yield chunk
         finally:
-            routed.over()
-            if not is_over:  # nobody listens any more
-                events.cancel()
+            taken.routed.over()
+            if not is_over:  # nobody listens any more, or it has failed
+                taken.events.cancel()
 
-    async def can_answer(self) -> bool:
-        """Whether an engine has said something just now, or says that it is well."""
-        if time.monotonic() - self._heard_at < _HEARD_S:
-            return True  # all of them may be full, and those that are full are not asked
-        for _ in range(_TRIES_MAX):
-            asked: Any = self._health.remote()
+    async def _begin(
+        self, asked: Forwarded, hint: Hint | None, deadline: float
+    ) -> tuple[Taken, Head]:
+        """Return the engine that answers a request, and the answer's head."""
+        retries_left = _RETRIES_MAX
+        while True:
+            taken = await self._hand_over(asked, hint, deadline)
             try:
-                await asyncio.wait_for(asked, _HEALTH_TIMEOUT_S)
-                return True
-            except asyncio.TimeoutError:
-                asked.cancel()
-            except (RayError, RayServeException) as error:
-                _log.warning("an engine is not well: %r", error)
-        return False
+                return taken, await _next(taken, deadline)
+            except BaseException as error:
+                taken.routed.over()
+                taken.events.cancel()
+                is_gone = isinstance(error, RequestError) and error.code == "replica_gone"
+                if not (is_gone and retries_left):
+                    raise
+            retries_left -= 1
+            _log.warning("%s is gone before it answered; another one is asked", taken.name)
 
-    async def _hand_over(
-        self, asked: GenerateArgs, deadline: float
-    ) -> tuple[Event, Any, Routed, Prefetched | None]:
-        """Return the first event of the engine that has taken the request, and those to come."""
+    async def _hand_over(self, asked: Forwarded, hint: Hint | None, deadline: float) -> Taken:
+        """Return the engine that has taken a request."""
         tries_left = _TRIES_MAX
         while True:
             tries_left -= 1
             try:
-                return await self._try(asked, deadline, is_last=not tries_left)
+                return await self._try(asked, hint, deadline, is_last=not tries_left)
             except _GONE as error:
-                is_full = isinstance(error, BackPressureError)
-                if is_full or not tries_left or time.monotonic() >= deadline:
+                if not tries_left or time.monotonic() >= deadline:
                     raise _failure(error, "The engine") from error
                 _log.warning("An engine did not take a request (%r); another one gets it", error)
 
     async def _try(
-        self, asked: GenerateArgs, deadline: float, *, is_last: bool
-    ) -> tuple[Event, Any, Routed, Prefetched | None]:
+        self, asked: Forwarded, hint: Hint | None, deadline: float, *, is_last: bool
+    ) -> Taken:
+        routed, cached, num_computed = Routed(), None, None
         async with AsyncExitStack() as chosen:  # a choice that is not used is given back
-            routed = Routed()
-            brought: Prefetched | None = None
             if self._can_choose:
-                choose = partial(self._choose, asked)
-                timeout_s = deadline - time.monotonic()
-                choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
-                with span("route") as route:
-                    choice, routed = await chosen.enter_async_context(choosing)
-                    name = replica_name(choice.replica_id)
-                    route.set_attributes({"kvray.replica": name, **routed.about(name)})
-                is_here = choice.replica_id in routed.here
-                brought = _HERE if is_here else None
-                if not is_here:
-                    found = await self._prefetcher.bring(asked.tokens, name, asked.salt)
-                    brought = found or brought
+                choice, routed = await self._placed(chosen, hint, deadline)
+                name = replica_name(choice.replica_id)
+                if hint is not None:
+                    cached = await self._bring(hint, name, choice.replica_id, routed)
+                    num_computed = None if cached is None else len(hint.tokens) - cached
                 routed.sent(choice.replica_id)
-                events = self._engines.dispatch(choice, *asked, **_trace())
+                events = self._engines.dispatch(choice, asked, num_computed)
             else:
-                events = self._engines.remote(*asked, **_trace())
+                events = self._engines.remote(asked)
             patience_s = deadline - time.monotonic()
             if self._can_choose and not is_last:  # else the wait for a free engine is part of it
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
             try:
-                taken = await asyncio.wait_for(anext(events), patience_s)
-                return taken, events, routed, brought
+                name = await asyncio.wait_for(anext(events), patience_s)
             except BaseException as error:
                 routed.over()
                 if isinstance(error, asyncio.CancelledError | asyncio.TimeoutError):
                     events.cancel()  # of what has failed it would raise the failure again
                 raise
+        return Taken(name, events, routed, cached)
+
+    async def _bring(self, hint: Hint, name: str, replica_id: str, routed: Routed) -> int | None:
+        """Have what kvray has of a prompt brought to a replica; return what is near then."""
+        near = routed.near_tokens(name)
+        if replica_id in routed.here:
+            return near
+        brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
+        if brought is None:
+            return near
+        return max(near or 0, min(brought.num_tokens, len(hint.tokens)))
+
+    async def _placed(
+        self, chosen: AsyncExitStack, hint: Hint | None, deadline: float
+    ) -> tuple[Any, Routed]:
+        """Return the router's choice, which is held until `chosen` ends.
+
+        A choice that takes long waits for a free engine: of so many waits, more are refused. Serve
+        itself would count those that it is placing right now too, and refuse a burst.
+        """
+        self._refuse_too_many()
+        choosing = first_choice(
+            partial(self._choose, hint),
+            rival_s=_RIVAL_S,
+            timeout_s=deadline - time.monotonic(),
+        )
+        with span("route") as route:
+            entering = asyncio.ensure_future(chosen.enter_async_context(choosing))
+            try:
+                if not (await asyncio.wait({entering}, timeout=_PLACED_S))[0]:
+                    self._refuse_too_many()
+                    self._num_queued += 1
+                    try:
+                        await asyncio.wait({entering})
+                    finally:
+                        self._num_queued -= 1
+                choice, routed = entering.result()
+            except BaseException:
+                if not entering.done():
+                    entering.cancel()
+                    await asyncio.wait({entering})
+                raise
+            name = replica_name(choice.replica_id)
+            route.set_attributes({"kvray.replica": name, **routed.about(name)})
+        return choice, routed
+
+    def _refuse_too_many(self) -> None:
+        if self._num_queued >= self._queued_max:
+            raise RequestError("All engines are full; try later.", status=429, code="overloaded")
 
     @asynccontextmanager
-    async def _choose(self, asked: GenerateArgs) -> AsyncIterator[Any]:
+    async def _choose(self, hint: Hint | None) -> AsyncIterator[Any]:
         """Yield a choice, and whom to tell how it turned out."""
         routed = Routed()
-        choosing = self._engines.choose_replica(*asked, kvray_salt=asked.salt, kvray_routed=routed)
+        about = {} if hint is None else {"kvray_tokens": hint.tokens, "kvray_salt": hint.salt}
+        choosing = self._engines.choose_replica(**about, kvray_routed=routed)
         try:
             async with choosing as choice:
                 yield choice, routed
@@ -314,42 +389,19 @@ class Dispatcher:
                 routed.over()
 
 
-async def _next(events: Any, name: str, deadline: float) -> Event:
+async def _next(taken: Taken, deadline: float) -> Any:
     """Return what an engine that has taken a request says next.
 
     Raises:
-        RequestError: the engine refused it, broke off, or time is up.
+        RequestError: the engine broke off, or time is up.
     """
     try:
-        event: Event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
+        return await asyncio.wait_for(anext(taken.events), deadline - time.monotonic())
     except _GONE as error:
-        raise _failure(error, name) from error
-    if "error" in event:
-        raise RequestError(event["error"], status=400 if event["is_config"] else 500)
-    return event
-
-
-def _trace() -> dict[str, str]:
-    """Return the argument with which an engine that makes spans itself knows their parent."""
-    return {"trace": trace} if (trace := traceparent()) else {}
-
-
-def _by_source(ending: Event, brought: Prefetched | None) -> Event:
-    """Return an answer's end with its tokens by source, as far as engine and prefetch say."""
-    counts = ending.get("cached_tokens_by_source")
-    if counts is None or brought is None:
-        return ending
-    at, end = counts["pool"], counts["pool"] + counts["tier"]
-    found = {"pool": counts["pool"], "host": 0, "disk": 0, "remote": 0}
-    for stop, source in (*brought.sources, (end, "host")):  # what came later was there at last
-        found[source] += max(0, min(stop, end) - at)
-        at = max(at, stop)
-    return {**ending, "cached_tokens_by_source": found}
+        raise _failure(error, taken.name) from error
 
 
 def _failure(error: Exception, name: str) -> RequestError:
-    if isinstance(error, BackPressureError):
-        return RequestError("All engines are full; try later.", status=429, code="overloaded")
     if isinstance(error, asyncio.TimeoutError):
         return RequestError(f"{name} did not answer in time.", status=504, code="timeout")
     return RequestError(f"{name} is gone; try again.", status=503, code="replica_gone")

@@ -1,46 +1,72 @@
-"""One engine: a process that knows nothing of Ray, and the Serve replica that drives it.
-
-Token ids go in and come out; text is the ingress's business.
-"""
+"""One engine: a server that knows nothing of Ray, and the Serve replica that forwards to it."""
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import aiohttp
+from multidict import CIMultiDict
 from ray import serve
 from ray.util import get_node_ip_address
+from yarl import URL
 
 from kvray.actors.routers.pools import EVENTS_STAT
 from kvray.config import CONFIG_ENV, load_config
-from kvray.errors import ConfigError, KVRayError
-from kvray.reference import Call, KvConnectorConfig, Replica
-from kvray.reference.replica import CHILD_MODULE
+from kvray.errors import KVRayError
+from kvray.events.pool_feed import HttpDrain, PoolFeed
 from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
+from kvray.serve.server import EngineServer, log_path
 from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
 
-TRTLLM_MODULE = "kvray.serve.trtllm_child"
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
+REPLICA_PREFIX = "engine-"
+_LEAVE_S = 5.0
+"""How long this process may take to end after its engine."""
+_CONNECT_S = 5.0
+_KEPT_ALIVE_S = 3.0
+"""Servers close a connection that is idle for five seconds."""
+_HEALTH_S = 2.0
+_DEFAULT_BLOCK = 32
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer")
+    + (b"transfer-encoding", b"upgrade")
 )
-
-_EVENTS_MAX = 100_000
-"""KV events of an engine's pool that wait to be published; they are taken 20 times a second."""
+"""Headers that belong to one connection (RFC 9110, 7.6.1)."""
 
 
-def spawn(name: str, settings: Settings) -> Replica:
-    """Begin to start an engine in a process of its own, which ends with this one.
+class Forwarded(NamedTuple):
+    """A client's request, to be sent to an engine's server as it is."""
+
+    method: str
+    target: str
+    """Path and query, as they came."""
+    headers: Headers
+    body: bytes
+
+
+class Head(NamedTuple):
+    """The beginning of an answer."""
+
+    status: int
+    headers: Headers
+
+
+def replica_name(serve_replica_id: str) -> str:
+    """Return what kvray calls the engine of a Serve replica, whose id is unique and never again."""
+    return REPLICA_PREFIX + serve_replica_id
+
+
+def start(name: str, settings: Settings) -> EngineServer:
+    """Begin to start an engine's server, which ends with this process.
 
     A process that has joined Ray ends with Ray's node; an engine must not. So it is a child, and
     it is told by its environment where kvray's tier is and what it is called there.
@@ -50,47 +76,7 @@ def spawn(name: str, settings: Settings) -> Replica:
         env[CONFIG_ENV] = str(settings.kvray_config)
     if settings.is_tiny and load_config(settings.kvray_config).connector.model_key is None:
         env["KVRAY_CONNECTOR__MODEL_KEY"] = settings.model  # it has no files to tell it by
-    events: dict[str, Any] = {}
-    if settings.pool_events:
-        events = {
-            "event_host": str(get_node_ip_address()),  # type: ignore[no-untyped-call]
-            "event_buffer_max_size": _EVENTS_MAX,
-        }
-    return Replica.spawn(
-        name,
-        env=env,
-        log_path=log_path(name),
-        module=TRTLLM_MODULE if uses_tensorrt_llm(settings) else CHILD_MODULE,
-        connector=CONNECTOR,
-        model=settings.model,
-        **{**events, **settings.engine_options},
-    )
-
-
-def log_path(name: str) -> Path | None:
-    """Return where the engine writes its log: beside this process's own, where Ray's dashboard is.
-
-    None, a file that has no name, where this process does not write to a file.
-    """
-    own = Path(os.readlink("/proc/self/fd/2"))
-    return own.with_name(f"{name}.log") if own.is_file() else None
-
-
-def uses_tensorrt_llm(settings: Settings) -> bool:
-    """Whether the engine is TensorRT-LLM."""
-    if settings.engine == "auto":
-        return importlib.util.find_spec("tensorrt_llm") is not None
-    return settings.engine == "tensorrt_llm"
-
-
-REPLICA_PREFIX = "engine-"
-_LEAVE_S = 5.0
-"""How long this process may take to end after its engine."""
-
-
-def replica_name(serve_replica_id: str) -> str:
-    """Return what kvray calls the engine of a Serve replica, whose id is unique and never again."""
-    return REPLICA_PREFIX + serve_replica_id
+    return EngineServer(name, settings, env=env, log=log_path(name))
 
 
 class Engine:
@@ -119,152 +105,138 @@ class Engine:
         """
         self._is_closing = False
         self._stall_timeout_s = settings.stall_timeout_s
-        self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
-        self._calls: set[Call] = set()  # under way; the loop's
-        self._waiting: set[Call] = set()  # those without a first token
-        self._heard_at = 0.0  # of any of them, or when the first of them began
-        self._first_token_at = 0.0  # the latest
+        self._request_timeout_s = settings.request_timeout_s
+        self._num_open = 0  # requests under way; the loop's, as all that follows
+        self._num_waiting = 0  # those of which nothing has come
+        self._num_streams = 0
+        self._heard_at = time.monotonic()  # of the server
+        self._first_at = 0.0  # the latest first token
         self._speed = PrefillSpeed()
+        self._session: aiohttp.ClientSession | None = None
+        self._feed: PoolFeed | None = None
         if name is None:
             name = replica_name(serve.get_replica_context().replica_id.unique_id)
-        self._replica = spawn(name, settings)
+        self._server = start(name, settings)
         try:
-            self._replica.wait_ready(settings.start_timeout_s)
+            self._server.wait_ready(settings.start_timeout_s)
+            if settings.pool_events:
+                cache = settings.engine_options.get("kv_cache_config") or settings.engine_options
+                self._feed = PoolFeed(
+                    HttpDrain(self._server.url),
+                    block_size=int(cache.get("tokens_per_block", _DEFAULT_BLOCK)),
+                    host=str(get_node_ip_address()),  # type: ignore[no-untyped-call]
+                )
         except BaseException:
-            self._replica.kill()
+            self._server.close()
             raise
         # The thread reads what does not change, and whether this object closes.
         threading.Thread(target=self._watch, args=(leave,), name="kvray-watch", daemon=True).start()
 
-    async def generate(
-        self, tokens: list[int], max_tokens: int, salt: str | None = None, trace: str = ""
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Yield `{"engine": name}` once the engine has it, the tokens as they come, then its end.
+    async def forward(
+        self, asked: Forwarded, num_computed: int | None = None
+    ) -> AsyncIterator[str | Head | bytes]:
+        """Yield this engine's name once it has the request, the answer's head, its bytes as they come.
 
-        Those are `{"tokens": [...]}`. The end is `{"finish_reason", "prompt_tokens",
-        "cached_tokens"}`, with "cached_tokens_by_source" if the engine tells, or `{"error",
-        "is_config"}`. A caller that stops listening ends the request in the engine. `trace` is the
-        request's traceparent, for an engine that makes spans.
+        A caller that stops listening closes the connection, and the server ends the request.
+        `num_computed`: tokens of the prompt that the engine most likely has to compute.
+
+        Raises:
+            KVRayError: the server broke off, or does not answer.
         """
-        heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
-        tell = _onto_loop(heard.put_nowait)
-        submit = partial(
-            self._replica.submit, tokens, max_tokens=max_tokens, salt=salt, listener=tell
-        )
-        if trace and not self._has_sources:  # the reference engine makes none
-            submit = partial(submit, trace=trace)
-        call = await self._submit(submit)
-        call.future.add_done_callback(lambda _: tell(None))
-        came_at, prefill_s, num_answering = time.monotonic(), 0.0, 0
-        self._begin(call)
+        began, is_first, is_stream = time.monotonic(), True, False
+        if not self._num_open:
+            self._heard_at = began
+        self._num_open += 1
+        self._num_waiting += 1
         try:
-            yield {"engine": self._replica.name}
-            while (new := await heard.get()) is not None:
-                self._heard_at = time.monotonic()
-                if call in self._waiting:
-                    num_answering = len(self._calls) - len(self._waiting)
-                    self._waiting.remove(call)
-                    prefill_s = self._heard_at - max(came_at, self._first_token_at)
-                    self._first_token_at = self._heard_at
-                yield {"tokens": new}
-            if call.future.exception() is None:
-                output = call.future.result()
-                cached = output.reused_tokens + output.hit_tokens
-                self._speed.note(output.prompt_tokens - cached, prefill_s, num_answering)
-            yield _ending(call, has_sources=self._has_sources)
+            yield self._server.name
+            async with self._open().request(
+                asked.method,
+                URL(self._server.url + asked.target, encoded=True),
+                headers=CIMultiDict(
+                    (key.decode("latin-1"), value.decode("latin-1")) for key, value in asked.headers
+                ),
+                data=asked.body or None,
+                allow_redirects=False,
+            ) as answer:
+                headers = [one for one in answer.raw_headers if one[0].lower() not in HOP_BY_HOP]
+                is_stream = answer.content_type == "text/event-stream"
+                self._num_streams += is_stream
+                yield Head(answer.status, headers)
+                async for chunk in answer.content.iter_any():
+                    self._heard_at = now = time.monotonic()
+                    if is_first:
+                        num_answering = self._num_open - self._num_waiting
+                        if is_stream and num_computed is not None:
+                            alone_s = now - max(began, self._first_at)
+                            self._speed.note(num_computed, alone_s, num_answering)
+                        is_first, self._first_at = False, now
+                        self._num_waiting -= 1
+                    yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            # If it has died this process ends first, and Serve tells the caller so.
+            await asyncio.to_thread(self._wait_for_end, _LEAVE_S)
+            raise KVRayError(f"{self._server.name} broke off ({error!r}).") from None
         finally:
-            self._calls.discard(call)
-            self._waiting.discard(call)
-            self._leave(call)
+            self._num_open -= 1
+            self._num_waiting -= is_first
+            self._num_streams -= is_stream
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Tell the router how fast this engine computes prompts, and where its events are heard.
 
         Serve asks now and then.
         """
-        speed, events = self._speed, self._replica.event_metadata
+        speed, feed = self._speed, self._feed
         stats = {PREFILL_STAT: speed.tokens_per_s, SLOWDOWN_STAT: speed.decode_slowdown}
-        return stats if events is None else {**stats, EVENTS_STAT: events}
+        return stats if feed is None else {**stats, EVENTS_STAT: feed.metadata}
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Have Serve start another replica when the engine hangs.
+
+        A long answer that is no stream is silent to its end: then the server is asked.
 
         Raises:
             KVRayError: it does.
         """
         silent_s = time.monotonic() - self._heard_at
-        if self._calls and silent_s > self._stall_timeout_s:
-            raise KVRayError(
-                f"The engine {self._replica.name} has said nothing for {silent_s:.0f} s, with"
-                f" {len(self._calls)} requests under way; it is replaced."
+        if silent_s <= self._stall_timeout_s:
+            return
+        is_well = await asyncio.to_thread(self._server.is_well, timeout_s=_HEALTH_S)
+        is_late = self._num_streams or (self._num_open and silent_s > self._request_timeout_s)
+        if is_well and not is_late:
+            return
+        raise KVRayError(
+            f"The engine {self._server.name} has said nothing for {silent_s:.0f} s, with"
+            f" {self._num_open} requests under way; it is replaced."
+        )
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                auto_decompress=False,
             )
+        return self._session
 
-    async def _submit(self, submit: Callable[[], Call]) -> Call:
-        """Hand a request over, which may take a moment."""
-        sending = asyncio.ensure_future(asyncio.to_thread(submit))
-        try:
-            return await asyncio.shield(sending)
-        except asyncio.CancelledError:  # the engine gets it all the same, and ends it
-            sending.add_done_callback(self._leave_when_sent)
-            raise
-        except KVRayError:
-            if not self._replica.is_alive:
-                await asyncio.sleep(_LEAVE_S)  # this process ends first, and another one gets it
-            raise
-
-    def _leave_when_sent(self, sending: "asyncio.Future[Call]") -> None:
-        if sending.exception() is None:
-            self._leave(sending.result())
-
-    def _begin(self, call: Call) -> None:
-        if not self._calls:
-            self._heard_at = time.monotonic()
-        self._calls.add(call)
-        self._waiting.add(call)
-
-    def _leave(self, call: Call) -> None:
-        """Have the engine end a request that nobody listens to, if it has not ended."""
-        if not call.future.done():
-            asyncio.get_running_loop().run_in_executor(None, self._replica.cancel, call)
+    def _wait_for_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not self._server.is_well(timeout_s=1.0):
+            time.sleep(0.1)
 
     def _watch(self, leave: Callable[[], None]) -> None:
         """End this process when its engine has ended by itself."""
-        self._replica.wait_end()
+        self._server.wait_end()
         if not self._is_closing:
-            _log.error("The engine %s has died; its replica ends.", self._replica.name)
+            _log.error("The engine %s has died; its replica ends.", self._server.name)
             leave()
 
     def __del__(self) -> None:
         """End the engine with this replica."""
         self._is_closing = True
-        if hasattr(self, "_replica"):
-            self._replica.close()
-
-
-def _onto_loop(
-    put: Callable[[list[int] | None], None],
-) -> Callable[[list[int] | None], None]:
-    """Return what a thread may call in place of `put`, also after this loop's end."""
-    loop = asyncio.get_running_loop()
-
-    def tell(new: list[int] | None) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended; nobody listens
-            loop.call_soon_threadsafe(put, new)
-
-    return tell
-
-
-def _ending(call: Call, *, has_sources: bool) -> dict[str, Any]:
-    error = call.future.exception()
-    if error is not None:
-        return {"error": str(error), "is_config": isinstance(error, ConfigError)}
-    output = call.future.result()
-    ending = {
-        "finish_reason": output.finish_reason,
-        "prompt_tokens": output.prompt_tokens,
-        "cached_tokens": output.reused_tokens + output.hit_tokens,
-    }
-    if has_sources:
-        by_source = {"pool": output.reused_tokens, "tier": output.hit_tokens}
-        ending["cached_tokens_by_source"] = by_source
-    return ending
+        if self._feed is not None:
+            self._feed.close()
+        with contextlib.suppress(AttributeError):  # it was never started
+            self._server.close()

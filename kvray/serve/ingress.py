@@ -1,169 +1,287 @@
-"""The OpenAI-compatible endpoint in front of the engines."""
+"""The endpoint before the engines: it forwards what clients say, and knows where a request goes.
+
+A request and its answer pass as they are. Of a body the ingress wants the prompt's tokens alone, and
+other processes find them out: nothing heavy runs on its loop.
+"""
 
 import asyncio
+import json
+import logging
+import secrets
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+import ray
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvray.config import load_config
-from kvray.serve.dispatch import Dispatcher, GenerateArgs, Prefetcher
-from kvray.serve.protocol import (
-    ChatRequest,
-    ChatWriter,
-    CompletionRequest,
-    RequestError,
-    Writer,
-    describe_model,
-    usage,
-)
+from kvray.errors import KVRayError
+from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError
+from kvray.serve.engine import HOP_BY_HOP, Forwarded, Head
+from kvray.serve.render import Hint, load_prompts
+from kvray.serve.server import engine_of
 from kvray.serve.settings import Settings
-from kvray.serve.text import Answer, lines_of, load_prompts, pieces_of
 from kvray.serve.traced import TracedRequests
-from kvray.trace.spans import current, start_sdk
+from kvray.trace.spans import current, start_sdk, traceparent
 
-REPLICA_HEADER = "x-kvray-replica"
-"""In an answer: the engine that gave it, by its name in kvray."""
-ROUTE_HEADER = "x-kvray-route"
-"""In an answer: why that engine was chosen, one of `routing.choice.REASONS`."""
+_log = logging.getLogger("ray.serve")
 
-_Text = TypeVar("_Text")
-
-# Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
-# FastAPI's own telemetry would quote prompts that it refuses.
-app = FastAPI(title="kvray behind Ray Serve", telemetry={"tracing": False, "logs": False})
-app.add_middleware(TracedRequests)
-
-
-@app.exception_handler(RequestError)
-async def _refuse(_: object, error: RequestError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status)
+_HEADER_BYTES_MAX = 64 << 10
+_RENDERED_BYTES_MAX = 4 << 20
+"""A longer body goes by load alone."""
+_RENDER_S = 0.3
+"""How long a request waits for its prompt's tokens; then it goes by load alone."""
+_STATE_S = 1.0
+"""How long an answer of Serve's about the engines counts."""
+_ASKED_S = 0.15
+"""How long `/health` waits for Serve."""
+_OURS = frozenset((b"date", b"server", b"x-request-id"))
+"""Headers of an answer that Serve's proxy sets itself."""
 
 
-@app.exception_handler(RequestValidationError)
-async def _refuse_form(_: object, error: RequestValidationError) -> JSONResponse:
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return await _refuse(None, RequestError(message, param=param))
+class Renderer:
+    """A process that renders prompts; `load_prompts` takes seconds."""
+
+    def __init__(self, settings: Settings, engine: str) -> None:
+        self._prompts = None
+        try:
+            self._prompts = load_prompts(settings, engine=engine)
+        except KVRayError as error:
+            _log.warning("Requests go by load alone: %s", error)
+
+    def hint(self, path: str, body: bytes) -> Hint | None:
+        """See `Prompts.hint`."""
+        return None if self._prompts is None else self._prompts.hint(path, body)
 
 
-@app.exception_handler(HTTPException)
-async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
-    return await _refuse(None, RequestError(str(error.detail), status=error.status_code))
+class Renderers:
+    """The rendering processes of one ingress, on its node; they end with it."""
+
+    def __init__(self, settings: Settings) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options: Any = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+        made = ray.remote(Renderer).options(**options)
+        engine = engine_of(settings)
+        self._actors: list[Any] = [made.remote(settings, engine) for _ in range(settings.renderers)]
+        self._num_open = [0 for _ in self._actors]
+
+    async def hint(self, path: str, body: bytes) -> Hint | None:
+        """Return what is known of the prompt of a request within `_RENDER_S`; None: nothing.
+
+        The process with the least to do is asked; of equal ones always the same for a beginning of
+        a conversation, which it has kept.
+        """
+        if not self._actors or not body or len(body) > _RENDERED_BYTES_MAX:
+            return None
+        first = hash(body[:1024]) % len(self._actors)
+        order = [*range(first, len(self._actors)), *range(first)]
+        place = min(order, key=self._num_open.__getitem__)
+        asked = asyncio.ensure_future(self._ask(place, path, body))
+        await asyncio.wait({asked}, timeout=_RENDER_S)
+        return asked.result() if asked.done() else None
+
+    async def _ask(self, place: int, path: str, body: bytes) -> Hint | None:
+        self._num_open[place] += 1
+        try:
+            found: Hint | None = await self._actors[place].hint.remote(path, body)
+            return found
+        except RayError as error:
+            _log.warning("a prompt was not rendered: %r", error)
+            return None
+        finally:
+            self._num_open[place] -= 1
 
 
-@app.exception_handler(Exception)
-async def _fail(_: object, error: Exception) -> JSONResponse:
-    # Starlette raises it again once this is sent, so that Serve logs it.
-    told = f"A defect ended this request ({type(error).__name__}); see the log of the Ingress."
-    return await _refuse(None, RequestError(told, status=500))
-
-
-@serve.ingress(app)
 class Ingress:
-    """Tokenizes prompts, hands them to the engines, and writes the answers."""
+    """Forwards requests to the engines, and answers what is asked of the endpoint itself."""
 
     def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
         start_sdk(load_config(settings.kvray_config).tracing.startup_hook)
-        self._name = settings.served_name
-        self._created = int(time.time())
-        self._prompts = load_prompts(settings)
-        # A long prompt takes a while, and the streams of all others go on meanwhile.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="kvray-tokenize")
+        self._settings = settings
+        self._engines = engines
+        self._renderers = Renderers(settings)
         self._dispatcher = Dispatcher(
-            engines, Prefetcher(settings), request_timeout_s=settings.request_timeout_s
+            engines,
+            Prefetcher(settings),
+            request_timeout_s=settings.request_timeout_s,
+            queued_max=settings.queued_max,
+        )
+        self._state: tuple[float, bool] = float("-inf"), False
+        self._asking: asyncio.Task[None] | None = None
+        self._registry = CollectorRegistry()
+        self._answers = Counter(
+            "kvray_ingress_answers", "Answers by status.", ["status"], registry=self._registry
+        )
+        self._first_s = Histogram(
+            "kvray_ingress_first_byte_seconds",
+            "From a request's last byte to its answer's first.",
+            registry=self._registry,
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
         )
 
-    @app.get("/health")
-    async def health(self) -> dict[str, str]:
-        """Say that an engine can answer; status 503 while none can."""
-        if not await self._dispatcher.can_answer():
-            raise RequestError("No engine can answer; see `serve status`.", status=503)
-        return {"status": "ok"}
+    async def health(self) -> bool:
+        """Return whether an engine can answer, or comes when it is asked; Serve knows."""
+        if time.monotonic() - self._state[0] > _STATE_S:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.ensure_future(self._ask_serve())
+            await asyncio.wait({self._asking}, timeout=_ASKED_S)
+        return self._state[1]
 
-    @app.get("/v1/models")
-    async def models(self) -> dict[str, Any]:
-        """List the one model."""
-        return {"object": "list", "data": [describe_model(self._name, self._created)]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(self, name: str) -> dict[str, Any]:
-        """Describe the model."""
-        self._check_model(name)
-        return describe_model(self._name, self._created)
-
-    @app.post("/v1/completions")
-    async def complete(self, asked: CompletionRequest) -> Any:
-        """Go on with a text or with tokens."""
-        self._check_model(asked.model)
-        prompt = asked.prompt
-        if isinstance(prompt, str):
-            prompt = await self._tokenized(self._prompts.encode, prompt)
-        writer = Writer(self._name)
-        return await self._respond(asked, prompt, asked.max_tokens, writer)
-
-    @app.post("/v1/chat/completions")
-    async def chat(self, asked: ChatRequest) -> Any:
-        """Answer a chat."""
-        self._check_model(asked.model)
-        messages = [message.plain() for message in asked.messages]
-        tokens = await self._tokenized(self._prompts.encode_chat, messages)
-        writer = ChatWriter(self._name)
-        return await self._respond(asked, tokens, asked.limit, writer)
-
-    async def _tokenized(self, encode: Callable[[_Text], list[int]], text: _Text) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode, text)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise RequestError(
-                f"The model {name!r:.80} does not exist; this server has {self._name!r}.",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
-
-    async def _respond(
-        self,
-        asked: CompletionRequest | ChatRequest,
-        tokens: list[int],
-        max_tokens: int,
-        writer: Writer,
-    ) -> Any:
-        """Return the answer, or the beginning of a stream, once an engine has taken the request."""
-        if not tokens:
-            raise RequestError("The prompt is empty.", param="prompt")
-        current().set_attributes(
-            {
-                "gen_ai.request.model": self._name,
-                "gen_ai.request.max_tokens": max_tokens,
-                "gen_ai.request.stream": bool(asked.stream),
-                "gen_ai.usage.input_tokens": len(tokens),
-            }
+    async def _ask_serve(self) -> None:
+        status = await asyncio.to_thread(serve.status)
+        application = status.applications.get(self._engines.app_name)
+        found = application and application.deployments.get(self._engines.deployment_name)
+        is_well = found is not None and (
+            found.status == "HEALTHY" or found.replica_states.get("RUNNING", 0) > 0
         )
-        answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
-        events = self._dispatcher.answer(GenerateArgs(tokens, max_tokens, asked.cache_salt))
-        taken = await anext(events)
-        headers = {REPLICA_HEADER: taken["engine"], ROUTE_HEADER: taken["route"]}
-        first = await anext(events)  # so that what the engine refuses has a status of its own
-        pieces = pieces_of(first, events, answer)
+        self._state = time.monotonic(), is_well
 
-        def count(ending: Mapping[str, Any]) -> dict[str, Any]:
-            cached, by_source = map(ending.get, ("cached_tokens", "cached_tokens_by_source"))
-            return usage(len(tokens), answer.num_tokens, cached, by_source)
+    def metrics(self) -> bytes:
+        """Return this ingress's own counts, as Prometheus reads them."""
+        return generate_latest(self._registry)
 
-        if asked.stream:
-            lines = lines_of(pieces, writer, count, wants_usage=asked.wants_usage)
-            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
-        every = [piece async for piece in pieces]
-        text, ending = "".join(piece.text for piece in every), every[-1].ending
-        whole = writer.whole(text, ending["finish_reason"], count(ending))
-        return JSONResponse(whole, headers=headers)
+    async def forward(self, request: Request, send: Send) -> None:
+        """Answer a request by an engine's answer."""
+        path, began = _path_of(request.scope), time.monotonic()
+        is_begun = is_stream = False
+        try:
+            asked = await self._asked(request, path)
+            began = time.monotonic()
+            hint = await self._renderers.hint(path, asked.body)
+            if hint is not None:
+                current().set_attribute("gen_ai.usage.input_tokens", len(hint.tokens))
+            async for one in self._dispatcher.forward(asked, hint):
+                if isinstance(one, Head):
+                    headers = [each for each in one.headers if each[0].lower() not in _OURS]
+                    is_stream = any(b"text/event-stream" in value for _, value in headers)
+                    is_begun = True
+                    self._answers.labels(str(one.status)).inc()
+                    self._first_s.observe(time.monotonic() - began)
+                    start = {"type": "http.response.start", "status": one.status}
+                    await send({**start, "headers": headers})
+                else:
+                    await send({"type": "http.response.body", "body": one, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except RequestError as error:
+            told = _told(error, path)
+            if not is_begun:
+                self._answers.labels(str(error.status)).inc()
+                headers = {"retry-after": "1"} if error.status == 429 else None
+                answer = JSONResponse(told, error.status, headers)
+                await answer(request.scope, request.receive, send)
+                return
+            if not is_stream:
+                raise  # the connection ends before the body does, and clients take it for an error
+            kind = b"event: error\n" if path == "/v1/messages" else b""
+            line = b"%sdata: %s\n\n" % (kind, json.dumps(told).encode())
+            await send({"type": "http.response.body", "body": line})
+
+    async def _asked(self, request: Request, path: str) -> Forwarded:
+        """Return a client's request once it is whole.
+
+        Raises:
+            RequestError: it is too long, too slow, or for nobody here.
+            ClientDisconnect: the client has gone.
+        """
+        if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
+            raise RequestError("Not Found", status=404, code="not_found")
+        headers = [one for one in request.headers.raw if one[0].lower() not in HOP_BY_HOP]
+        if sum(len(key) + len(value) for key, value in headers) > _HEADER_BYTES_MAX:
+            raise RequestError("The headers are too long.", status=431, code="headers_too_long")
+        try:
+            body = await asyncio.wait_for(self._body(request), self._settings.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise RequestError("The body came too slowly.", status=408, code="timeout") from None
+        has_length = {b"content-length", b"host", b"expect"}
+        headers = [one for one in headers if one[0].lower() not in has_length]
+        headers += (
+            []
+            if body == b"" and request.method in ("GET", "HEAD")
+            else [(b"content-length", str(len(body)).encode())]
+        )
+        names = {key.lower() for key, _ in headers}
+        if b"x-request-id" not in names:
+            headers.append((b"x-request-id", secrets.token_hex(16).encode()))
+        trace = traceparent()
+        if trace or b"traceparent" not in names:
+            trace = trace or f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+            headers = [one for one in headers if one[0].lower() != b"traceparent"]
+            headers.append((b"traceparent", trace.encode()))
+        query = request.scope.get("query_string", b"")
+        target = path + (f"?{query.decode('latin-1')}" if query else "")
+        return Forwarded(request.method, target, headers, body)
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body, of which no more is read than it may have."""
+        most, pieces, size = self._settings.body_bytes_max, [], 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > most:
+                told = f"The body is longer than {most} bytes."
+                raise RequestError(told, status=413, code="body_too_long")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return a request's path as it came, without the prefix of the application."""
+    raw = scope.get("raw_path") or scope["path"].encode()
+    return str(raw.decode("latin-1").removeprefix(scope.get("root_path", "")))
+
+
+def _told(error: RequestError, path: str) -> dict[str, Any]:
+    """Return an error as the protocol of a path has it."""
+    if path == "/v1/messages":
+        kind = "rate_limit_error" if error.status == 429 else "api_error"
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    about = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return {"error": about}
+
+
+def _ingress() -> Ingress:
+    found: Any = serve.get_replica_context().servable_object
+    return found  # type: ignore[no-any-return]
+
+
+async def _health(_: Request) -> Response:
+    if await _ingress().health():
+        return JSONResponse({"status": "ok"})
+    told = RequestError("No engine can answer; see `serve status`.", status=503, code="no_engine")
+    return JSONResponse(_told(told, ""), 503)
+
+
+async def _metrics(_: Request) -> Response:
+    return PlainTextResponse(_ingress().metrics(), media_type="text/plain; version=0.0.4")
+
+
+class _Rest:
+    """Every other path, as an ASGI application."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _ingress().forward(Request(scope, receive), send)
+        except ClientDisconnect:
+            return  # before its body was whole
+
+
+def build() -> Any:
+    """Return the ASGI application; `serve.ingress` calls it in the replica."""
+    routes = [
+        Route("/health", _health),
+        Route("/metrics", _metrics),
+        Route("/{path:path}", _Rest()),
+    ]
+    return TracedRequests(Starlette(routes=routes))
+
+
+Endpoint = serve.ingress(build)(Ingress)

@@ -30,6 +30,7 @@ from kvray.routing import (
     PREFILL_STAT,
     SLOWDOWN_STAT,
     Choice,
+    Cost,
     Decisions,
     Outcomes,
     Place,
@@ -71,13 +72,12 @@ class Routed:
 
     def about(self, replica: str) -> dict[str, str | int | float]:
         """Return what the router predicted for a replica, as attributes of a span."""
-        ranked = () if self._choice is None else self._choice.ranked
-        cost = next((one.cost for one in ranked if one.cost.replica == replica), None)
+        cost = self._cost(replica)
         if self._choice is None or cost is None:
             return {"kvray.route.reason": "fallback"}
         return {
             "kvray.route.reason": self._choice.reason,
-            "kvray.route.candidates": len(ranked),
+            "kvray.route.candidates": len(self._choice.ranked),
             "kvray.route.first_token_s": cost.first_token_s,
             "kvray.route.queue_s": cost.queue_s,
             "kvray.tokens.pool": cost.pool_tokens,
@@ -85,6 +85,15 @@ class Routed:
             "kvray.tokens.disk": cost.tokens_from("disk"),
             "kvray.tokens.remote": cost.tokens_from("remote"),
         }
+
+    def near_tokens(self, replica: str) -> int | None:
+        """Return how many of the prompt's tokens a replica need not compute; None: not known."""
+        cost = self._cost(replica)
+        return None if cost is None else cost.pool_tokens + sum(b.num_tokens for b in cost.brings)
+
+    def _cost(self, replica: str) -> Cost | None:
+        ranked = () if self._choice is None else self._choice.ranked
+        return next((one.cost for one in ranked if one.cost.replica == replica), None)
 
     def sent(self, replica_id: str) -> None:
         """Tell that the request goes to a replica, by the unique part of its Serve replica id."""

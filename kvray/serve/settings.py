@@ -14,13 +14,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    engine: Literal["auto", "reference", "tensorrt_llm"] = Field(
-        default="auto", description="auto: TensorRT-LLM where it is installed"
+    engine: Literal["auto", "reference", "tensorrt_llm", "vllm"] = Field(
+        default="auto", description="auto: TensorRT-LLM or vLLM where it is installed"
     )
     model: str = Field(
         default="smollm2",
-        description="what the engine loads: for TensorRT-LLM a checkpoint's directory or name;"
-        " for the reference engine smollm2, tiny or a directory",
+        description="what the engine loads: a checkpoint's directory or name; for the reference"
+        " engine smollm2, tiny or a directory",
     )
     model_name: str | None = Field(default=None, description="what clients call it; else `model`")
     num_replicas: int = Field(default=2, ge=1, le=1000)
@@ -33,6 +33,24 @@ class Settings(BaseModel):
     )
     engine_options: Options = Field(
         default_factory=dict, description="passed on to the engine; on a command line as JSON"
+    )
+    options_file: Path | None = Field(
+        default=None, description="a YAML file of further engine_options, on every node"
+    )
+    server_args: list[str] = Field(
+        default_factory=list, description="further words of the command that starts the server"
+    )
+    command: list[str] | None = Field(
+        default=None,
+        description="in place of that command, with {model}, {host}, {port} and {options}, a file",
+    )
+    paths: list[str] = Field(
+        default=["/v1"], description="what is handed on to the engines, with what is below"
+    )
+    body_bytes_max: int = Field(default=64 << 20, ge=1, description="a longer body gets status 413")
+    body_timeout_s: float = Field(default=60, gt=0, description="for a client to send its body")
+    renderers: int = Field(
+        default=2, ge=0, description="processes of an ingress that find out a prompt's tokens"
     )
     start_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(
@@ -75,6 +93,8 @@ class Settings(BaseModel):
                 "num_replicas and autoscaling_config exclude each other; write min_replicas and"
                 " max_replicas in the second."
             )
+        if self.pool_events and self.engine == "vllm":
+            raise ValueError("pool_events is for the other engines; vLLM publishes by itself.")
         return self
 
     @property

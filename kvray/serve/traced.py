@@ -4,20 +4,17 @@ Names are of OpenTelemetry's conventions for generative AI where it has one. Not
 of an answer is among them but their lengths.
 """
 
-import contextlib
-import time
-from collections.abc import AsyncGenerator
-from typing import Any, TypeAlias
-
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import StatusCode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvray.serve.protocol import RequestError
 from kvray.trace import spans
 
-Event: TypeAlias = dict[str, Any]
-
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 _FAULT = 500  # status from which on the server is to blame
 
 
@@ -57,43 +54,3 @@ class TracedRequests:
             await self._app(scope, receive, tell)
             if not is_whole:
                 spans.fail(made, "disconnected")
-
-
-class AnswerSpan:
-    """Tells a request's span how its answer goes."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self._began = time.monotonic()
-        self._num_tokens = 0
-
-    async def along(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        """Yield the events of the answer, and tell of each."""
-        try:
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    self._tell(event)
-                    yield event
-        except RequestError as error:
-            spans.fail(self._span, error.code or "refused")
-            raise
-        finally:
-            if self._span.is_recording():  # an answer may be left after its request
-                self._span.set_attribute("gen_ai.usage.output_tokens", self._num_tokens)
-
-    def _tell(self, event: Event) -> None:
-        if "engine" in event:
-            self._span.set_attribute("kvray.replica", event["engine"])
-            self._span.add_event("taken")
-        elif "tokens" in event:
-            if not self._num_tokens:
-                first_s = time.monotonic() - self._began
-                self._span.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
-                self._span.add_event("first token")
-            self._num_tokens += len(event["tokens"])
-        else:
-            self._span.set_attribute("gen_ai.response.finish_reasons", (event["finish_reason"],))
-            cached, by_source = event["cached_tokens"], event.get("cached_tokens_by_source", {})
-            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
-            for source, count in by_source.items():
-                self._span.set_attribute(f"kvray.tokens.{source}", count)

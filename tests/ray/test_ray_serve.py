@@ -64,8 +64,7 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served):
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
     details = second.usage.prompt_tokens_details
     assert details.cached_tokens == shareable
-    by_source = {"pool": 0, "host": shareable, "disk": 0, "remote": 0}
-    assert details.cached_tokens_by_source == by_source
+    assert details.cached_tokens_by_source == {"pool": 0, "tier": shareable}
     wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
     assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])

@@ -25,14 +25,15 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.reference import Replica
 from kvray.reference.tokenizer import ByteTokenizer
-from kvray.serve.text import Prompts
+from kvray.serve.render import ByteTexts, Prompts
 from tests.kit.ray.command_line import ROOT, Shell, free_port, open_shell
 from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")
 
 EXAMPLE = ROOT / "examples" / "ray_serve"
-CHILD = "kvray.reference.replica_child"
+SERVER = "kvray.lab.openai_server"
+KEEPER = "kvray.serve.keeper"
 DEADLINE_S = 300.0
 QUESTION = [
     {"role": "system", "content": "You keep the ledger of a library with three rooms. " * 4},
@@ -94,7 +95,7 @@ class Served:
     def replicas_by_name(self, number: int) -> dict[str, psutil.Process]:
         """Return the Serve replicas by the names of their engines, likewise."""
         return {
-            name: psutil.Process(engine.ppid())
+            name: engine.parents()[1]  # between them is the process that keeps the server
             for name, engine in self.engines_by_name(number).items()
         }
 
@@ -240,8 +241,9 @@ def engines_of(config: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if CHILD in process.cmdline():
-                found += [process] if marker in _environ(process) else []
+            command = process.cmdline()
+            if SERVER in command and KEEPER not in command and marker in _environ(process):
+                found.append(process)
     return found
 
 
@@ -377,7 +379,7 @@ class Alone:
     """An engine without any cache of blocks, and the answers it gives."""
 
     def __init__(self) -> None:
-        self._prompts = Prompts(ByteTokenizer(), None)
+        self._prompts = Prompts(ByteTexts(), None, adds_special=False)
         self._engine = Replica.start(
             "alone", model="tiny", num_threads=1, enable_chunked_prefill=True
         )
@@ -400,8 +402,9 @@ class Alone:
 
     def _answer(self, prompt: str) -> str:
         if prompt not in self._answers:
-            tokens = self._prompts.encode_chat([{"role": "user", "content": prompt}])
+            tokens = self._prompts.chat({"messages": [{"role": "user", "content": prompt}]})
             # A salt of its own: nothing is reused.
-            output = self._engine.generate(tokens, max_tokens=MAX_TOKENS, salt=prompt)
-            self._answers[prompt] = self._prompts.decode(list(output.token_ids))
+            output = self._engine.generate(tokens.tolist(), max_tokens=MAX_TOKENS, salt=prompt)
+            said = b"".join(map(ByteTokenizer().bytes_of, output.token_ids))
+            self._answers[prompt] = said.decode(errors="replace")
         return self._answers[prompt]

@@ -1,0 +1,51 @@
+"""Runs an engine's server and ends it with this process's parent: `python -m ... COMMAND...`.
+
+The parent holds the other end of stdin. When that closes, however the parent ended, the server and
+all that it has started end too. The exit status is the server's.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+_GRACE_S = 10.0
+"""How long a server may take to end by itself."""
+
+
+def keep(command: Sequence[str]) -> int:
+    """Run `command` until it ends, or the parent is gone; return its exit status."""
+    # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    # Not reaped before the end of its session: until then no other process gets its number.
+    server = os.pidfd_open(process.pid)
+    if not _wait(server, sys.stdin.fileno()):
+        os.kill(process.pid, signal.SIGTERM)
+        _wait(server, timeout_s=_GRACE_S)
+    _end_session(process.pid)
+    return process.wait()
+
+
+def _wait(server: int, *others: int, timeout_s: float | None = None) -> bool:
+    """Wait for the server's end, that of another descriptor, or some time: has the server ended?"""
+    ready, _, _ = select.select([server, *others], [], [], timeout_s)
+    return server in ready
+
+
+def _end_session(session: int) -> None:
+    """End what is left of the server: ranks and workers do not all end with it."""
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(one.pid) == session:
+                one.kill()
+
+
+if __name__ == "__main__":
+    status = keep(sys.argv[1:])
+    sys.exit(status if status >= 0 else 128 - status)

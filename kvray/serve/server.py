@@ -1,0 +1,202 @@
+"""The engine's own HTTP server, as a child of the Serve replica: its command line and its life."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.serve.settings import Settings
+
+HOST = "127.0.0.1"
+_REFERENCE_MODULE = "kvray.lab.openai_server"
+_EVENTS_MAX = 100_000
+"""KV events of an engine's pool that wait to be published; they are taken 20 times a second."""
+_POLL_S = 0.2
+_TERM_TIMEOUT_S = 15.0
+_LOG_TAIL_BYTES = 2000
+
+
+def engine_of(settings: Settings) -> str:
+    """Return which engine is served: what `auto` stands for on this node."""
+    if settings.engine != "auto":
+        return settings.engine
+    installed = (one for one in ("tensorrt_llm", "vllm") if importlib.util.find_spec(one))
+    return next(installed, "reference")
+
+
+def command_of(settings: Settings, port: int, directory: Path) -> list[str]:
+    """Return the command that starts the engine's server on a port of this node.
+
+    TensorRT-LLM reads its options from a file, which is written into `directory`.
+
+    Raises:
+        ConfigError: the settings' own command has a field that is none.
+    """
+    engine, options = engine_of(settings), _options(settings)
+    path = directory / "options.yaml"
+    path.write_text(yaml.safe_dump(options))
+    if settings.command is not None:
+        fields = {"model": settings.model, "host": HOST, "port": port, "options": path}
+        try:
+            return [word.format(**fields) for word in settings.command]
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(
+                f"command has a field that is none ({error!r}); there are"
+                f" {', '.join('{' + name + '}' for name in fields)}."
+            ) from None
+    at = ["--host", HOST, "--port", str(port)]
+    if engine == "tensorrt_llm":
+        line = ["trtllm-serve", settings.model, *at, "--extra_llm_api_options", str(path)]
+    elif engine == "vllm":
+        name = ["--served-model-name", settings.served_name]
+        line = ["vllm", "serve", settings.model, *at, *name, *_flags(options)]
+    else:
+        line = [sys.executable, "-m", _REFERENCE_MODULE, *at, "--options", json.dumps(options)]
+    return [*line, *settings.server_args]
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    """Return the engine's options with the connector among them."""
+    engine = engine_of(settings)
+    given: dict[str, Any] = {}
+    if settings.options_file is not None:
+        given = yaml.safe_load(settings.options_file.read_text()) or {}
+    given = {**given, **settings.engine_options}
+    if engine == "vllm":
+        connector = {
+            "kv_connector": "KvRayConnector",
+            "kv_connector_module_path": "kvray.vllm",
+            "kv_role": "kv_both",
+        }
+        return {"kv_transfer_config": connector, **given}
+    connector = {
+        "connector_module": "kvray.connector",
+        "connector_scheduler_class": "KvRayScheduler",
+        "connector_worker_class": "KvRayWorker",
+    }
+    events = {"event_buffer_max_size": _EVENTS_MAX} if settings.pool_events else {}
+    if engine == "reference":
+        named = {"model": settings.model, "served_name": settings.served_name}
+        return {**events, **given, **named, "connector": connector}
+    cache = {"enable_block_reuse": True, "enable_partial_reuse": False}
+    pool = {**events, **(given.get("kv_cache_config") or {}), **cache}
+    return {**given, "kv_cache_config": pool, "kv_connector_config": connector}
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Return options as flags of a command line: `max_model_len: 8` as `--max-model-len 8`."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            is_text = isinstance(value, str)
+            flags += [f"--{flag}", value if is_text else json.dumps(value)]
+    return flags
+
+
+class EngineServer:
+    """A server process on a free port of this node; it never outlives this process."""
+
+    def __init__(
+        self, name: str, settings: Settings, *, env: Mapping[str, str], log: Path | None
+    ) -> None:
+        """Begin to start it; `wait_ready` ends that.
+
+        Args:
+            name: appears in errors.
+            settings: what it loads, and how.
+            env: variables of the process besides those of this one.
+            log: receives its output; None: a file that has no name.
+        """
+        self.name = name
+        with socket.create_server((HOST, 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://{HOST}:{port}"
+        self._directory = tempfile.TemporaryDirectory(prefix="kvray-serve-")
+        command = command_of(settings, port, Path(self._directory.name))
+        self._log: IO[bytes] = tempfile.TemporaryFile() if log is None else log.open("a+b")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvray.serve.keeper", *command],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+        )
+        self._closing = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """The process that keeps the server, which is its child."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server has not ended."""
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server says that it is well.
+
+        Raises:
+            KVRayError: it ended, or time is up; with the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.is_well(timeout_s=5.0):
+            if not self.is_alive:
+                raise self._failure("has ended")
+            if time.monotonic() > deadline:
+                raise self._failure(f"was not ready within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def is_well(self, *, timeout_s: float) -> bool:
+        """Ask the server's `/health`."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def wait_end(self) -> None:
+        """Return when it is gone, however it ended."""
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the server and all that it has started. Twice is fine."""
+        with self._closing:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(_TERM_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._log.close()
+            self._directory.cleanup()
+
+    def _failure(self, what: str) -> KVRayError:
+        offset = max(os.fstat(self._log.fileno()).st_size - _LOG_TAIL_BYTES, 0)
+        tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, offset).decode(errors="replace")
+        return KVRayError(f"The engine {self.name} {what}. It last printed: {tail.strip()}")
+
+
+def log_path(name: str) -> Path | None:
+    """Return where the server writes its log: beside this process's own, where Ray's dashboard is.
+
+    None, a file that has no name, where this process does not write to a file.
+    """
+    own = Path(os.readlink("/proc/self/fd/2"))
+    return own.with_name(f"{name}.log") if own.is_file() else None
