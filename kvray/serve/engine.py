@@ -135,9 +135,9 @@ class Engine:
     async def forward(
         self, asked: Forwarded, num_computed: int | None = None
     ) -> AsyncIterator[str | Head | bytes]:
-        """Yield this engine's name once it has the request, the answer's head, its bytes as they come.
+        """Yield this engine's name once it has the request, then the answer as it comes.
 
-        A caller that stops listening closes the connection, and the server ends the request.
+        The answer is its head, its bytes in pieces, and no bytes at the end. A caller that stops listening closes the connection, and the server ends the request.
         `num_computed`: tokens of the prompt that the engine most likely has to compute.
 
         Raises:
@@ -173,6 +173,7 @@ class Engine:
                         is_first, self._first_at = False, now
                         self._num_waiting -= 1
                     yield chunk
+            yield b""
         except (aiohttp.ClientError, OSError) as error:
             # If it has died this process ends first, and Serve tells the caller so.
             await asyncio.to_thread(self._wait_for_end, _LEAVE_S)

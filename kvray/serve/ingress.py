@@ -1,7 +1,7 @@
 """The endpoint before the engines: it forwards what clients say, and knows where a request goes.
 
-A request and its answer pass as they are. Of a body the ingress wants the prompt's tokens alone, and
-other processes find them out: nothing heavy runs on its loop.
+A request and its answer pass as they are. Of a body the ingress wants the prompt's tokens alone,
+and other processes find them out: nothing heavy runs on its loop.
 """
 
 import asyncio

@@ -41,9 +41,9 @@ class CannotRender(Exception):
 class Texts:
     """Tokens of texts, of which only the parts that are new are computed.
 
-    A tokenizer cuts a text at its special tokens first. So a conversation is cut there too, and the
-    tokens of each piece are kept: a turn costs what it adds. A tokenizer that joins pieces otherwise
-    is found out at the start, and is then given whole texts.
+    A tokenizer cuts a text at its special tokens first. So a conversation is cut there too, and
+    the tokens of each piece are kept: a turn costs what it adds. A tokenizer that joins pieces
+    otherwise is found out at the start, and is then given whole texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -89,7 +89,7 @@ class Texts:
 class ByteTexts:
     """The same for the random weights of the reference engine, whose tokens are bytes."""
 
-    def encode(self, text: str, *, adds_special: bool = False) -> Tokens:  # noqa: ARG002
+    def encode(self, text: str, *, adds_special: bool = False) -> Tokens:
         """Return the tokens of a text."""
         return np.array(ByteTokenizer().encode(text), dtype=np.int32)
 

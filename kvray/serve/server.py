@@ -128,7 +128,7 @@ class EngineServer:
         self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvray-serve-")
         command = command_of(settings, port, Path(self._directory.name))
-        self._log: IO[bytes] = tempfile.TemporaryFile() if log is None else log.open("a+b")
+        self._log = _open_log(log)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvray.serve.keeper", *command],
             stdin=subprocess.PIPE,
@@ -191,6 +191,10 @@ class EngineServer:
         offset = max(os.fstat(self._log.fileno()).st_size - _LOG_TAIL_BYTES, 0)
         tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, offset).decode(errors="replace")
         return KVRayError(f"The engine {self.name} {what}. It last printed: {tail.strip()}")
+
+
+def _open_log(path: Path | None) -> IO[bytes]:
+    return tempfile.TemporaryFile() if path is None else path.open("a+b")
 
 
 def log_path(name: str) -> Path | None:
