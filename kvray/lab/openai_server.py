@@ -370,7 +370,7 @@ class Server:
     async def _respond(
         self, asked: _Asked, prompts: Sequence[Any], max_tokens: int, *, is_chat: bool
     ) -> Any:
-        """Return the answer, or the beginning of a stream, once the engine has taken the request."""
+        """Return the answer, or the beginning of a stream, once the engine has the request."""
         prompts = [[int(token) for token in one] for one in prompts]
         answers = [Answer(self._engine, at, asked.stops) for at in range(len(prompts) * asked.n)]
         streams = [

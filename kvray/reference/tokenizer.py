@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,11 +11,10 @@ from kvray.errors import ConfigError
 _FIRST_BYTE = 3  # 0 pads, 1 begins and 2 ends, as in most Llama vocabularies
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
 _BYTE_OF = {
-    chr(byte if byte in _SHOWN else 0x100 + hidden): byte
-    for byte, hidden in zip(
-        range(256), itertools.accumulate((byte not in _SHOWN for byte in range(256)), initial=0)
-    )
+    **{chr(byte): byte for byte in _SHOWN},
+    **{chr(0x100 + at): byte for at, byte in enumerate(_HIDDEN)},
 }
 """Character -> byte in vocabularies of GPT-2's kind, which write every byte as one that shows."""
 
@@ -63,7 +61,7 @@ class CheckpointTokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Return what one token adds to a text's bytes; a special one adds nothing."""
-        piece = self._tokenizer.convert_ids_to_tokens(token)
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None or token in self._tokenizer.all_special_ids:
             return b""
         if self._is_byte_level:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import Context, copy_context
@@ -23,7 +23,7 @@ from kvray.breaker import Breaker
 from kvray.client import Client, Prefetched
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
-from kvray.identity.keys import pack_tokens
+from kvray.identity.keys import Tokens
 from kvray.serve.engine import Forwarded, Head, replica_name
 from kvray.serve.render import Hint
 from kvray.serve.router import Routed
@@ -115,7 +115,7 @@ REPLICA_HEADER = "x-kvray-replica"
 ROUTE_HEADER = "x-kvray-route"
 """In an answer: why that engine was chosen, one of `routing.choice.REASONS`."""
 CACHED_HEADER = "x-kvray-cached-tokens"
-"""In an answer: tokens of the prompt that were expected at that engine; the body has its own count."""
+"""In an answer: tokens of the prompt that were expected at that engine; its body has a count."""
 
 
 class Prefetcher:
@@ -140,24 +140,18 @@ class Prefetcher:
             partial(_log.warning, "kvray does not prefetch a prompt: %s")
         )
 
-    async def bring(
-        self, tokens: Sequence[int], replica: str, salt: str | None
-    ) -> Prefetched | None:
+    async def bring(self, tokens: Tokens, replica: str, salt: str | None) -> Prefetched | None:
         """Return once the prompt's blocks are where the replica is; None: not waited for."""
         if self._timeout_s == 0:
             return None
         breaker = self._breaker_of(replica)
         if breaker.state(time.monotonic()) == "open":
             return None
-        try:
-            packed = pack_tokens(tokens)
-        except ConfigError:  # nobody is asked, and the engine refuses it with a sentence
-            return None
         breaker.begin(time.monotonic())
         # In its thread it belongs to the request's trace, too.
         run, prefetch = copy_context().run, self._client.prefetch
         asked = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: run(prefetch, packed, replica=replica, salt=salt)
+            self._threads, lambda: run(prefetch, tokens, replica=replica, salt=salt)
         )
         had_failed = breaker.error
         try:

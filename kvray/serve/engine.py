@@ -37,8 +37,8 @@ _DEFAULT_BLOCK = 32
 Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer")
-    + (b"transfer-encoding", b"upgrade")
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding"
+    b" upgrade".split()
 )
 """Headers that belong to one connection (RFC 9110, 7.6.1)."""
 
@@ -137,7 +137,8 @@ class Engine:
     ) -> AsyncIterator[str | Head | bytes]:
         """Yield this engine's name once it has the request, then the answer as it comes.
 
-        The answer is its head, its bytes in pieces, and no bytes at the end. A caller that stops listening closes the connection, and the server ends the request.
+        The answer is its head, its bytes in pieces, and no bytes at the end. If the caller stops
+        listening the connection is closed, and the server ends the request.
         `num_computed`: tokens of the prompt that the engine most likely has to compute.
 
         Raises:

@@ -31,7 +31,7 @@ from kvray.serve.render import Hint, load_prompts
 from kvray.serve.server import engine_of
 from kvray.serve.settings import Settings
 from kvray.serve.traced import TracedRequests
-from kvray.trace.spans import current, start_sdk, traceparent
+from kvray.trace.spans import current, fail, start_sdk, traceparent
 
 _log = logging.getLogger("ray.serve")
 
@@ -138,7 +138,7 @@ class Ingress:
 
     async def _ask_serve(self) -> None:
         status = await asyncio.to_thread(serve.status)
-        application = status.applications.get(self._engines.app_name)
+        application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
         is_well = found is not None and (
             found.status == "HEALTHY" or found.replica_states.get("RUNNING", 0) > 0
@@ -172,11 +172,12 @@ class Ingress:
                     await send({"type": "http.response.body", "body": one, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except RequestError as error:
+            fail(current(), error.code)
             told = _told(error, path)
             if not is_begun:
                 self._answers.labels(str(error.status)).inc()
-                headers = {"retry-after": "1"} if error.status == 429 else None
-                answer = JSONResponse(told, error.status, headers)
+                later = {"retry-after": "1"} if error.status == 429 else None
+                answer = JSONResponse(told, error.status, later)
                 await answer(request.scope, request.receive, send)
                 return
             if not is_stream:

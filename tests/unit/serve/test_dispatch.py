@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray.serve")
@@ -19,16 +20,17 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 import kvray.serve.dispatch
 from kvray.client import Prefetched
 from kvray.errors import ConfigError, ShardUnavailable
-from kvray.serve.dispatch import Dispatcher, GenerateArgs, Prefetcher, first_choice
-from kvray.serve.protocol import RequestError
+from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError, first_choice
+from kvray.serve.engine import Forwarded, Head
+from kvray.serve.render import Hint
 from kvray.serve.router import Routed
 from kvray.serve.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
-
-ASKED = GenerateArgs([5, 6, 7], 4, "acme/1")
-ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
+ASKED = Forwarded("POST", "/v1/completions", [(b"content-type", b"application/json")], b"{}")
+HINT = Hint(np.array([5, 6, 7], dtype=np.int32), "acme/1")
+HEAD = Head(200, [(b"content-type", b"text/plain")])
 
 
 class Answer:
@@ -82,7 +84,8 @@ class OldHandle:
     def options(self, **_: Any) -> "OldHandle":
         return self
 
-    def remote(self, tokens: list[int], max_tokens: int, salt: str | None) -> Answer:
+    def remote(self, asked: Forwarded) -> Answer:
+        assert asked == ASKED
         self.log.append("remote")
         return next(self._left)
 
@@ -97,16 +100,15 @@ class Handle(OldHandle):
         self._ids = iter("abc")
         self._failure = failure
         self._frozen = frozen
+        self.is_thawed = asyncio.Event()
         self.decisions = Decisions()
         self.here: list[str] = []
-        self.traces: list[str] = []
 
     @asynccontextmanager
     async def choose_replica(
-        self, *args: Any, kvray_salt: str | None, kvray_routed: Routed
+        self, *, kvray_tokens: Any, kvray_salt: str | None, kvray_routed: Routed
     ) -> AsyncIterator[Any]:
-        assert args == ASKED, "a router may go by the prompt"
-        assert kvray_salt == ASKED.salt
+        assert (kvray_tokens is HINT.tokens, kvray_salt) == (True, HINT.salt)
         told: Any = self.decisions
         request = f"request {self.decisions.count()}"
         kvray_routed.follow(told, request, "engine-", self.here)
@@ -115,15 +117,14 @@ class Handle(OldHandle):
         choice = SimpleNamespace(replica_id=next(self._ids))
         try:
             if choice.replica_id == self._frozen:
-                await asyncio.Event().wait()
+                await self.is_thawed.wait()
             self.log.append(f"choose {choice.replica_id}")
             yield choice
         finally:
             self.log.append(f"leave {choice.replica_id}")
 
-    def dispatch(self, choice: Any, *args: Any, trace: str = "") -> Answer:
-        assert args == ASKED
-        self.traces.append(trace)
+    def dispatch(self, choice: Any, asked: Forwarded, num_computed: int | None) -> Answer:
+        assert asked == ASKED
         self.log.append(f"dispatch {choice.replica_id}")
         return next(self._left)
 
@@ -136,8 +137,8 @@ class Bringer:
         self.is_asked = asyncio.Event()
         self.brought: Prefetched | None = None
 
-    async def bring(self, tokens: list[int], replica: str, salt: str | None) -> Prefetched | None:
-        assert (tokens, salt) == (ASKED.tokens, ASKED.salt)
+    async def bring(self, tokens: Any, replica: str, salt: str | None) -> Prefetched | None:
+        assert (tokens is HINT.tokens, salt) == (True, HINT.salt)
         self._log.append(f"bring to {replica}")
         self.is_asked.set()
         if self._is_late:
@@ -146,30 +147,40 @@ class Bringer:
 
 
 def dispatcher(
-    handle: Any, prefetcher: Bringer | None = None, *, timeout_s: float = 20.0
+    handle: Any,
+    prefetcher: Bringer | None = None,
+    *,
+    timeout_s: float = 20.0,
+    queued_max: int = 8,
 ) -> Dispatcher:
     asked: Any = prefetcher or Bringer(handle.log)
-    return Dispatcher(handle, asked, request_timeout_s=timeout_s)
+    return Dispatcher(handle, asked, request_timeout_s=timeout_s, queued_max=queued_max)
 
 
-async def listen(handle: Any, *args: Any, **options: float) -> list[Any]:
-    """Return all events of an answer."""
-    return [event async for event in dispatcher(handle, *args, **options).answer(ASKED)]
+async def listen(handle: Any, *args: Any, **options: Any) -> list[Any]:
+    """Return all of an answer."""
+    return [one async for one in dispatcher(handle, *args, **options).forward(ASKED, HINT)]
 
 
-def taken(name: str) -> dict[str, str]:
-    """Return what the ingress is told of an engine that has taken a request."""
-    return {"engine": f"engine-{name}", "route": "fallback"}
+def head(name: str, **more: str) -> Head:
+    """Return the head of an answer of that replica, as clients get it."""
+    ours = {"x-kvray-replica": f"engine-{name}", "x-kvray-route": "fallback", **more}
+    return Head(200, [*HEAD.headers, *((key.encode(), one.encode()) for key, one in ours.items())])
+
+
+def whole(name: str) -> list[Any]:
+    """Return what a replica says of a request that it answers."""
+    return [f"engine-{name}", HEAD, b"text", b""]
 
 
 GONE = [[ReplicaUnavailableError(name)] for name in "abc"]
-CUT = [taken("a"), {"tokens": [8]}, StopAsyncIteration()]
-LATE = [taken("a"), "silence"]
+CUT = ["engine-a", HEAD, b"te", StopAsyncIteration()]
+LATE = ["engine-a", "silence"]
 
 
 async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there():
-    handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
-    assert await listen(handle) == [taken("a"), {"tokens": [8]}, ENDING]
+    handle = Handle(whole("a"))
+    assert await listen(handle) == [head("a"), b"text"]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
     await asyncio.sleep(0.01)  # in which the loop ends the answer's generators
     assert handle.decisions.told == [
@@ -180,31 +191,37 @@ async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatch
 
 
 async def test_a_replica_that_is_gone_is_passed_over():
-    handle = Handle([ReplicaUnavailableError("a")], [taken("b"), ENDING])
-    assert await listen(handle) == [taken("b"), ENDING]
+    handle = Handle([ReplicaUnavailableError("a")], whole("b"))
+    assert await listen(handle) == [head("b"), b"text"]
     assert handle.log[3:] == ["leave a", "choose b", "bring to engine-b", "dispatch b", "leave b"]
 
 
 async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeypatch):
     monkeypatch.setattr("kvray.serve.dispatch._TAKE_TIMEOUT_S", 0.05)
-    handle = Handle(["silence"], [taken("b"), ENDING])
-    assert await listen(handle) == [taken("b"), ENDING]
+    handle = Handle(["silence"], whole("b"))
+    assert await listen(handle) == [head("b"), b"text"]
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
 
 
-FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+async def test_a_replica_that_goes_before_the_first_byte_is_replaced_once():
+    gone = ["engine-a", StopAsyncIteration()]
+    handle = Handle(gone, whole("b"))
+    assert await listen(handle) == [head("b"), b"text"]
+    handle = Handle(gone, ["engine-b", StopAsyncIteration()], whole("c"))
+    with pytest.raises(RequestError, match="engine-b is gone"):
+        await listen(handle)
+    assert handle.log[-1] == "leave b", "a request that ends engines ends two at most"
 
 
 @pytest.mark.parametrize(
     ("handle", "timeout_s", "status", "words", "log_ends"),
     [
         (lambda: Handle(*GONE), 20.0, 503, None, ["leave c"]),
-        (lambda: Handle(failure=FULL), 20.0, 429, None, []),
         (lambda: Handle(frozen="a"), 0.05, 504, None, ["leave a"]),
         (lambda: Handle(CUT), 20.0, 503, "engine-a is gone", ["leave a"]),
         (lambda: Handle(LATE), 1.0, 504, "engine-a did not answer in time", ["leave a"]),
     ],
-    ids=["three are gone", "all are full", "no choice", "no ending", "no answer in time"],
+    ids=["three are gone", "no choice", "no ending", "no answer in time"],
 )
 async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, words, log_ends):
     asked = handle()
@@ -212,6 +229,33 @@ async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, wo
         await listen(asked, timeout_s=timeout_s)
     assert failed.value.status == status
     assert asked.log[-1:] == log_ends
+
+
+async def test_only_requests_that_no_engine_takes_for_a_while_fill_the_queue(monkeypatch):
+    monkeypatch.setattr("kvray.serve.dispatch._PLACED_S", 0.2)
+    handle = Handle(*([whole("a")] * 9), frozen="a")
+    handle._ids = iter("a" * 9)
+    asked = dispatcher(handle, queued_max=2)
+
+    async def ask() -> list[Any]:
+        return [one async for one in asked.forward(ASKED, HINT)]
+
+    many = [asyncio.ensure_future(ask()) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    assert not any(one.done() for one in many), "a burst is placed, not refused"
+    await asyncio.sleep(0.3)
+    refused = [one for one in many if one.done()]
+    assert len(refused) == 3
+    for one in refused:
+        with pytest.raises(RequestError, match="full") as failed:
+            one.result()
+        assert (failed.value.status, failed.value.code) == (429, "overloaded")
+    with pytest.raises(RequestError, match="full"):
+        await ask()
+    handle.is_thawed.set()
+    waited = [one for one in many if one not in refused]
+    assert [len(one) for one in await asyncio.gather(*waited)] == [2, 2]
+    assert len(await ask()) == 2
 
 
 async def test_a_choice_whose_client_has_gone_is_given_back():
@@ -225,16 +269,29 @@ async def test_a_choice_whose_client_has_gone_is_given_back():
     assert handle.log == ["choose a", "bring to engine-a", "leave a"]
 
 
+async def test_a_client_that_goes_while_it_waits_for_an_engine_leaves_nothing(monkeypatch):
+    monkeypatch.setattr("kvray.serve.dispatch._PLACED_S", 0.05)
+    handle = Handle(frozen="a")
+    made = dispatcher(handle)
+    asked = asyncio.ensure_future(anext(made.forward(ASKED, HINT)))
+    await asyncio.sleep(0.15)
+    assert made._num_queued == 1
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert (made._num_queued, handle.log) == (0, ["leave a"])
+
+
 async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(monkeypatch):
     monkeypatch.setattr("kvray.serve.dispatch._RIVAL_S", 0.05)
-    handle = Handle([taken("b"), ENDING], frozen="a")
-    assert await listen(handle) == [taken("b"), ENDING]
+    handle = Handle(whole("b"), frozen="a")
+    assert await listen(handle) == [head("b"), b"text"]
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
 async def test_an_answer_that_nobody_hears_is_cancelled():
-    handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
-    events = dispatcher(handle).answer(ASKED)
+    handle = Handle(["engine-a", HEAD, b"te", "silence"])
+    events = dispatcher(handle).forward(ASKED, HINT)
     await anext(events)
     await events.aclose()
     assert handle.answers[0].is_cancelled
@@ -243,44 +300,31 @@ async def test_an_answer_that_nobody_hears_is_cancelled():
 async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("kvray.serve.dispatch._log.warning", said.append)
-    handle = OldHandle([taken("a"), ENDING], [taken("b"), ENDING])
+    handle = OldHandle(whole("a"), whole("b"))
     asked = dispatcher(handle)
     for name in "ab":
-        assert [event async for event in asked.answer(ASKED)] == [taken(name), ENDING]
+        assert [one async for one in asked.forward(ASKED, HINT)] == [head(name), b"text"]
     assert handle.log == ["remote", "remote"]
     assert len(said) == 1
     assert said[0].endswith("kvray prefetches nothing.")
 
 
-@pytest.mark.parametrize(
-    ("sources", "found"),
-    [
-        (None, {"pool": 64, "tier": 128}),
-        ((), {"pool": 64, "host": 128, "disk": 0, "remote": 0}),
-        (((96, "remote"), (160, "disk")), {"pool": 64, "host": 32, "disk": 64, "remote": 32}),
-        (((32, "disk"), (500, "remote")), {"pool": 64, "host": 0, "disk": 0, "remote": 128}),
-    ],
-)
-async def test_the_tiers_tokens_are_told_by_where_they_were(sources, found):
-    by_source = {"pool": 64, "tier": 128}
-    handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
+async def test_what_was_brought_is_told_as_tokens_that_are_near():
+    handle = Handle(whole("a"))
     prefetcher = Bringer(handle.log)
-    if sources is not None:
-        prefetcher.brought = Prefetched(
-            num_tokens=160, staged_tokens=0, reason="none", sources=sources
-        )
-    ending = (await listen(handle, prefetcher))[-1]
-    assert ending["cached_tokens_by_source"] == found
+    prefetcher.brought = Prefetched(num_tokens=32, staged_tokens=0, reason="none")
+    (found, _) = await listen(handle, prefetcher)
+    assert found == head("a", **{"x-kvray-cached-tokens": "3"}), "of a prompt of three tokens"
 
 
 async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory():
-    by_source = {"pool": 0, "tier": 32}
-    handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
+    handle = Handle(whole("a"))
     handle.here = ["a", "b"]
-    ending = (await listen(handle))[-1]
+    await listen(handle)
     assert handle.log == ["choose a", "dispatch a", "leave a"]
-    found = {"pool": 0, "host": 32, "disk": 0, "remote": 0}
-    assert ending["cached_tokens_by_source"] == found
+
+
+FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
 def choices(log: list[str], *comes: asyncio.Event | Exception) -> Any:
@@ -418,11 +462,6 @@ async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
     client.failures.clear()
     assert await bring(prefetcher, "a") == [BROUGHT]
     assert caplog.text.count("names no tenant") == 1, "once is enough"
-
-
-async def test_token_ids_that_are_none_are_asked_of_nobody(prefetcher, client):
-    assert await prefetcher.bring([2**40], "a", None) is None
-    assert client.asked == []
 
 
 async def test_without_time_nothing_is_asked():

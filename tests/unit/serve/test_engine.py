@@ -1,13 +1,13 @@
 """A Serve replica without Serve: an engine that hangs, callers that go."""
 
 import asyncio
-import os
-import signal
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray.serve")
@@ -15,7 +15,7 @@ pytest.importorskip("openai")
 
 from kvray.actors.routers.pools import Pools
 from kvray.errors import KVRayError
-from kvray.serve.engine import Engine
+from kvray.serve.engine import Engine, Forwarded, Head
 from kvray.serve.settings import Settings
 from tests.waiting import wait_for
 
@@ -51,16 +51,42 @@ def engine(start: Start) -> Iterator[Any]:
 
 
 async def listen(
-    engine: Any, max_tokens: int, prompt: Sequence[int] = (5, 6, 7)
-) -> list[dict[str, Any]]:
-    return [event async for event in engine.generate([*prompt], max_tokens)]
+    engine: Any, max_tokens: int, prompt: Sequence[int] = (5, 6, 7), *, stream: bool = False
+) -> tuple[Head, bytes]:
+    """Return an answer whole."""
+    body = {"model": "tiny", "prompt": [*prompt], "max_tokens": max_tokens, "stream": stream}
+    headers = [(b"content-type", b"application/json")]
+    asked = Forwarded("POST", "/v1/completions", headers, json.dumps(body).encode())
+    name, head, *chunks = [one async for one in engine.forward(asked, len(prompt))]
+    assert (name, chunks[-1]) == ("engine-0", b"")
+    return head, b"".join(chunks)
+
+
+async def listen_once(engine: Any, prompt: Sequence[int]) -> None:
+    """Have a prompt computed, on a loop that ends with it."""
+    await listen(engine, 1, prompt)
+    await engine._session.close()
+    engine._session = None
+
+
+async def finish(asked: Any) -> str:
+    """Return why an answer ended."""
+    head, body = await asyncio.wait_for(asked, DEADLINE_S)
+    assert head.status == 200
+    return str(json.loads(body)["choices"][0]["finish_reason"])
+
+
+def server_of(engine: Any) -> psutil.Process:
+    """Return the server, which the process that keeps it has started."""
+    (found,) = psutil.Process(engine._server.pid).children()
+    return found
 
 
 def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
     with closing(Pools()) as pools:
         pools.follow({"engine-0": engine.record_routing_stats()})
         prompts = [[3 + (at * (number + 7)) % 250 for at in range(1000)] for number in range(6)]
-        asyncio.run(listen(engine, 1, prompts[0]))
+        asyncio.run(listen_once(engine, prompts[0]))
 
         def tokens(prompt: list[int]) -> int | None:
             found = pools.match(prompt).get("engine-0")
@@ -69,60 +95,74 @@ def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
         wait_for(lambda: tokens(prompts[0]) == 992, "all full blocks of the prompt")
         assert tokens(prompts[1]) == 0
         for prompt in prompts[1:]:
-            asyncio.run(listen(engine, 1, prompt))
+            asyncio.run(listen_once(engine, prompt))
         wait_for(lambda: tokens(prompts[0]) == 0, "their eviction")
         wait_for(lambda: tokens(prompts[-1]) == 992, "the blocks of the last one")
 
 
+@pytest.fixture
+async def fresh(engine: Any) -> AsyncIterator[Any]:
+    """The engine, with connections of this test's loop."""
+    yield engine
+    await engine._session.close()
+    engine._session = None
+
+
 @pytest.mark.anyio
-async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine):
-    assert (await listen(engine, 2))[-1]["finish_reason"] == "length"
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(fresh, stream):
+    await listen(fresh, 2, stream=stream)
     await asyncio.sleep(2 * STALL_S)
-    engine.check_health()  # nothing is under way
-    os.kill(engine._replica.pid, signal.SIGSTOP)
+    await fresh.check_health()  # nothing is under way
+    server = server_of(fresh)
+    server.suspend()
     try:
-        asked = asyncio.create_task(listen(engine, 2))
+        asked = asyncio.create_task(listen(fresh, 2, stream=stream))
         await asyncio.sleep(STALL_S / 2)
-        engine.check_health()
+        await fresh.check_health()
         await asyncio.sleep(STALL_S)
         with pytest.raises(KVRayError, match="said nothing for"):
-            engine.check_health()
+            await fresh.check_health()
     finally:
-        os.kill(engine._replica.pid, signal.SIGCONT)
-    assert (await asyncio.wait_for(asked, DEADLINE_S))[-1]["finish_reason"] == "length"
-    engine.check_health()
+        server.resume()
+    head, _ = await asyncio.wait_for(asked, DEADLINE_S)
+    assert head.status == 200
+    await fresh.check_health()
 
 
 @pytest.mark.anyio
-async def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(engine):
-    calls = engine._replica._calls
-    os.kill(engine._replica.pid, signal.SIGSTOP)
-    try:
-        asked = asyncio.create_task(listen(engine, LONG_TOKENS))
-        await asyncio.sleep(0)  # a thread hands it over now
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await asyncio.to_thread(wait_for, lambda: calls, "the call")
-        (call,) = calls.values()
-        await asyncio.sleep(0.5)  # and another that nobody wants it
-    finally:
-        os.kill(engine._replica.pid, signal.SIGCONT)
-    ended = await asyncio.wait_for(asyncio.wrap_future(call.future), DEADLINE_S)
-    assert ended.finish_reason == "cancelled"
+async def test_a_caller_that_goes_leaves_no_request(fresh):
+    asked = asyncio.create_task(listen(fresh, LONG_TOKENS, stream=True))
+    await asyncio.sleep(0.5)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert (fresh._num_open, fresh._num_waiting, fresh._num_streams) == (0, 0, 0)
+    # One request at a time has the whole engine: a short one does not wait for the long one's end.
+    assert await finish(listen(fresh, 2)) == "length"
+
+
+@pytest.mark.anyio
+async def test_what_the_server_refuses_is_its_own_answer(fresh):
+    head, body = await listen(fresh, 100_000)
+    assert head.status == 400
+    assert "do not fit" in json.loads(body)["error"]["message"]
+    assert (b"content-type", b"application/json") in head.headers
 
 
 @pytest.mark.anyio
 async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start):
     has_left = threading.Event()
     engine = start(has_left.set)
-    asked = asyncio.create_task(listen(engine, LONG_TOKENS))
-    await asyncio.sleep(0.2)
-    os.kill(engine._replica.pid, signal.SIGKILL)
-    assert "is gone" in (await asyncio.wait_for(asked, DEADLINE_S))[-1]["error"]
+    asked = asyncio.create_task(listen(engine, LONG_TOKENS, stream=True))
+    await asyncio.sleep(0.5)
+    server_of(engine).kill()
+    with pytest.raises(KVRayError, match="engine-0 broke off"):
+        await asyncio.wait_for(asked, DEADLINE_S)
     with pytest.raises(asyncio.TimeoutError):  # Serve tells the caller that the process ended
         await asyncio.wait_for(listen(engine, 2), 1.0)
     assert has_left.wait(DEADLINE_S)
+    await engine._session.close()
     engine.__del__()
 
 

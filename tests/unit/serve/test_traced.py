@@ -17,34 +17,32 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
-from kvray.client import Prefetched
-from kvray.serve.protocol import RequestError
+from kvray.serve.dispatch import RequestError
 from kvray.serve.traced import TracedRequests
 from kvray.trace import spans
-from tests.unit.serve.test_dispatch import ASKED, ENDING, Bringer, Handle, dispatcher
-from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk
+from tests.unit.serve.test_dispatch import ASKED, HEAD, HINT, Handle, dispatcher, whole
+from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 
 __all__ = ["sdk"]
 
 HEADERS = {"traceparent": TRACEPARENT}
-TOKENS = [{"engine": "engine-a"}, {"tokens": [1]}, {"tokens": [2, 3]}]
-SOURCES = {"cached_tokens_by_source": {"pool": 1, "tier": 1}}
 
 
-def app_with(handle: Any, brought: Prefetched | None = None) -> ASGIApp:
+def app_with(handle: Any) -> ASGIApp:
     """Return an endpoint whose answers are those of a handle."""
-    prefetcher = Bringer(handle.log)
-    prefetcher.brought = brought
-    answer = dispatcher(handle, prefetcher)
+    forward = dispatcher(handle).forward
 
     async def chat(_: Request) -> Response:
-        return StreamingResponse(str(event) async for event in answer.answer(ASKED))
+        pieces = forward(ASKED, HINT)
+        await anext(pieces)
+        return StreamingResponse(pieces)
 
     async def complete(_: Request) -> Response:
         try:
-            return JSONResponse([event async for event in answer.answer(ASKED)])
+            return Response(b"".join([one async for one in forward(ASKED, HINT)][1:]))
         except RequestError as error:
-            return JSONResponse(error.body(), error.status)
+            spans.fail(spans.current(), error.code)
+            return Response(str(error), error.status)
 
     async def models(_: Request) -> Response:
         return JSONResponse([])
@@ -62,9 +60,7 @@ def post(app: ASGIApp, path: str = "/v1/chat/completions") -> int:
 
 
 def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk):
-    handle = Handle([*TOKENS, {**ENDING, "cached_tokens": 2, **SOURCES}])
-    nothing = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
-    assert post(app_with(handle, nothing)) == 200
+    assert post(app_with(Handle(whole("a")))) == 200
     ingress, route = sdk.one("ingress"), sdk.one("route")
     assert (parent_of(ingress), parent_of(route)) == (CALLER, id_of(ingress))
     about = dict(ingress.attributes)
@@ -76,25 +72,17 @@ def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk):
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
         "kvray.replica": "engine-a",
-        "gen_ai.response.finish_reasons": ("length",),
-        "gen_ai.usage.output_tokens": 3,
-        "gen_ai.usage.cache_read.input_tokens": 2,
-        "kvray.tokens.pool": 1,
-        "kvray.tokens.host": 1,
-        "kvray.tokens.disk": 0,
-        "kvray.tokens.remote": 0,
     }
-    assert [event.name for event in ingress.events] == ["taken", "first token"]
+    assert [event.name for event in ingress.events] == ["first token"]
     assert route.attributes["kvray.replica"] == "engine-a"
-    assert handle.traces == [f"00-{TRACE}-{id_of(ingress)}-01"]
     assert ingress.status.status_code is StatusCode.UNSET
 
 
 @pytest.mark.parametrize(
     ("events", "status", "kind"),
     [
-        ([{"engine": "engine-a"}, {"error": "no room", "is_config": False}], 500, "refused"),
-        ([{"engine": "engine-a"}, StopAsyncIteration()], 503, "replica_gone"),
+        (["engine-a", HEAD, StopAsyncIteration()], 503, "replica_gone"),
+        (["engine-a", asyncio.TimeoutError()], 504, "timeout"),
     ],
 )
 def test_an_answer_that_breaks_off_is_an_error(sdk, events, status, kind):
@@ -118,7 +106,7 @@ def test_what_is_no_request_for_an_answer_has_no_span(sdk):
 
 @pytest.mark.anyio
 async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
-    app = app_with(Handle([*TOKENS, "silence"]))
+    app = app_with(Handle(["engine-a", HEAD, b"text", "silence"]))
     heard = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -126,7 +114,7 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        if b"tokens" in message.get("body", b""):
+        if b"text" in message.get("body", b""):
             heard.set()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
@@ -140,4 +128,4 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
 
 def test_without_an_sdk_a_request_is_answered_as_ever():
     assert not spans.is_on()
-    assert post(app_with(Handle([*TOKENS, ENDING]))) == 200
+    assert post(app_with(Handle(whole("a")))) == 200
