@@ -19,7 +19,7 @@ _GRACE_S = 10.0
 
 
 def keep(command: Sequence[str]) -> int:
-    """Run `command` until it ends, or the parent is gone; return its exit status."""
+    """Run `command` until it ends, or the parent is gone; return its exit status, as shells do."""
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -29,7 +29,8 @@ def keep(command: Sequence[str]) -> int:
         os.kill(process.pid, signal.SIGTERM)
         _wait(server, timeout_s=_GRACE_S)
     _end_session(process.pid)
-    return process.wait()
+    status = process.wait()
+    return status if status >= 0 else 128 - status
 
 
 def _wait(server: int, *others: int, timeout_s: float | None = None) -> bool:
@@ -47,5 +48,4 @@ def _end_session(session: int) -> None:
 
 
 if __name__ == "__main__":
-    status = keep(sys.argv[1:])
-    sys.exit(status if status >= 0 else 128 - status)
+    sys.exit(keep(sys.argv[1:]))

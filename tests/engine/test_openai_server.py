@@ -1,0 +1,175 @@
+"""The reference engine's own server: answers in OpenAI's types, texts in pieces, refusals."""
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+from fastapi.testclient import TestClient
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from kvray.lab.openai_server import Server, Text
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.tokenizer import ByteTokenizer, CheckpointTokenizer
+from kvray.serve.render import load_prompts
+from kvray.serve.settings import Settings
+
+TEXT = "naïve café \N{PARTY POPPER} 日本語, end"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    prompts = load_prompts(Settings(model="tiny"), engine="reference")
+    with ReferenceEngine("tiny", num_threads=1) as engine:
+        app = Server(engine, prompts, "tiny").application()
+        with TestClient(app, raise_server_exceptions=False) as made:
+            yield made
+
+
+def chat(client: TestClient, **asked: Any) -> Any:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 6, **asked}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def complete(client: TestClient, **asked: Any) -> Any:
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 6, **asked}
+    return client.post("/v1/completions", json=body)
+
+
+def chunks_of(answer: Any) -> list[dict[str, Any]]:
+    *lines, last = [line for line in answer.text.split("\n\n") if line]
+    assert last == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_answers_are_of_the_types_of_openais_package(client):
+    Model.model_validate(client.get("/v1/models").json()["data"][0], strict=True)
+    Completion.model_validate(complete(client).json(), strict=True)
+    whole = ChatCompletion.model_validate(chat(client, n=2).json(), strict=True)
+    first, second = whole.choices
+    assert (first.index, second.index) == (0, 1)
+    assert first.message.content == second.message.content, "it is greedy"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+        len("user: Hi\nassistant:"),
+        12,
+    )
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = chunks_of(chat(client, **asked))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    deltas = [one["choices"][0]["delta"] for one in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    assert "".join(one.get("content", "") for one in deltas) == first.message.content
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+def test_several_prompts_have_several_answers_whole_and_in_pieces(client):
+    asked = {"prompt": ["one", [5, 6, 7]], "n": 2}
+    whole = complete(client, **asked).json()
+    texts = [one["text"] for one in whole["choices"]]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    assert whole["usage"]["prompt_tokens"] == 6
+    pieces = ["", "", "", ""]
+    for chunk in chunks_of(complete(client, **asked, stream=True)):
+        for choice in chunk["choices"]:
+            pieces[choice["index"]] += choice["text"]
+    assert pieces == texts
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        ({"temperature": 0.7}, 400, "temperature=0.7 is not supported"),
+        ({"tools": [{}]}, 400, "tools="),
+        ({"max_length": 3}, 400, "no argument 'max_length'"),
+        ({"model": "gpt-5"}, 404, "does not exist"),
+        ({"max_tokens": 100_000}, 400, "do not fit"),
+        ({"max_tokens": 100_000, "stream": True}, 400, "do not fit"),
+        ({"messages": []}, 400, "at least 1 item"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
+        ({"cache_salt": ""}, 400, "at least 1 character"),
+    ],
+)
+def test_what_it_does_not_do_is_said_in_a_sentence(client, asked, status, words):
+    body = json.dumps({"model": "tiny", "messages": CHAT, **asked}).encode()
+    headers = {"content-type": "application/json"}
+    answer = client.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+def test_what_changes_nothing_is_taken(client):
+    content = [{"type": "text", "text": "Hi"}]
+    asked = {"temperature": 0, "seed": 3, "user": "me", "top_p": 0.9, "tool_choice": "none"}
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": None}]
+    assert chat(client, **asked, messages=messages, max_tokens=None).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]"])
+def test_a_broken_body_is_a_bad_request(client, body):
+    assert client.post("/v1/completions", content=body).status_code == 400
+
+
+def test_a_stop_text_ends_an_answer(client):
+    text = complete(client, max_tokens=24).json()["choices"][0]["text"]
+    stop = text[8:10]
+    stopped = complete(client, max_tokens=24, stop=[stop]).json()["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop)], "stop")
+    chunks = chunks_of(complete(client, max_tokens=24, stop=stop, stream=True))
+    assert "".join(one["choices"][0]["text"] for one in chunks) == text[: text.index(stop)]
+
+
+BYTES: Any = SimpleNamespace(tokenizer=ByteTokenizer())
+
+
+def pieces(text: bytes, *stop: str) -> list[str]:
+    """Return the answer's pieces when its tokens, which are bytes, come one by one."""
+    answer = Text(BYTES, stop)
+    return [*(answer.add([3 + byte]) for byte in text), answer.finish()]
+
+
+def test_pieces_are_the_text_and_none_has_half_a_character():
+    found = pieces(TEXT.encode())
+    assert "".join(found) == TEXT
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+
+
+def test_bytes_that_are_no_text_show_at_once():
+    found = pieces(b"\xff\xfe" * 50 + b"a\xc3")
+    assert found[:100] == ["\ufffd"] * 100
+    assert "".join(found[100:]) == "a\ufffd"
+
+
+@pytest.mark.parametrize("stop", ["café", "naïve", "end", ", e"])
+def test_a_stop_text_ends_a_text_and_no_piece_shows_its_beginning(stop):
+    assert "".join(pieces(TEXT.encode(), "nothing of it", stop)) == TEXT[: TEXT.index(stop)]
+
+
+def test_what_may_begin_a_stop_text_is_shown_at_the_end():
+    assert "".join(pieces(b"one, tw", "two")) == "one, tw"
+
+
+def test_tokens_after_the_stop_are_not_counted():
+    answer = Text(BYTES, ["b"])
+    assert answer.add(ByteTokenizer().encode("abcdef")) == "a"
+    assert (answer.is_stopped, answer.num_tokens) == (True, 2)
+
+
+@pytest.mark.smollm2
+def test_tokens_of_a_vocabulary_add_up_to_its_text():
+    from kvray.reference.checkpoint import find_smollm2
+    from kvray.reference.tokenizer import read
+
+    tokenizer = CheckpointTokenizer(read("AutoTokenizer", find_smollm2()))
+    text = f"<|im_start|>user\n{TEXT}\t1234<|im_end|>\n"
+    tokens = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.bytes_of, tokens)).decode() == f"user\n{TEXT}\t1234\n"

@@ -1,0 +1,185 @@
+"""The prompt of a request, as the engine sees it: forms, refusals, and pieces that are kept."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray.serve")
+pytest.importorskip("transformers")
+
+from kvray.reference.checkpoint import find_smollm2
+from kvray.reference.tokenizer import ByteTokenizer, import_transformers
+from kvray.serve import Settings
+from kvray.serve.render import Hint, Prompts, Texts, load_prompts
+
+TINY = load_prompts(Settings(model="tiny"), engine="reference")
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def text_of(path: str, *, prompts: Prompts = TINY, **asked: Any) -> str | None:
+    """Return the prompt of a request to the tiny model, whose tokens are bytes."""
+    hint = prompts.hint(path, json.dumps(asked).encode())
+    return None if hint is None else ByteTokenizer().decode(hint.tokens.tolist())
+
+
+LINES = "system: Be brief.\nuser: Hi\nassistant:"
+
+
+def test_a_model_without_a_template_gets_a_line_a_message():
+    assert text_of("/v1/chat/completions", messages=CHAT) == LINES
+
+
+def test_every_form_of_a_chat_is_one_prompt():
+    parts = [
+        {"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT
+    ]
+    assert text_of("/v1/chat/completions", messages=parts) == LINES
+    said = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+    assert text_of("/v1/responses", input=said, instructions="Be brief.") == LINES
+    assert text_of("/v1/responses", input="Hi", instructions="Be brief.") == LINES
+    system = [{"type": "text", "text": "Be brief."}]
+    assert text_of("/v1/messages", messages=CHAT[1:], system=system) == LINES
+    assert text_of("/v1/messages", messages=CHAT[1:], system="Be brief.") == LINES
+
+
+def test_a_completions_prompt_is_text_token_ids_or_the_first_of_several():
+    assert text_of("/v1/completions", prompt="one") == "one"
+    tokens = ByteTokenizer().encode("one")
+    assert text_of("/v1/completions", prompt=tokens) == "one"
+    assert text_of("/v1/completions", prompt=[tokens, [1, 2]]) == "one"
+    assert text_of("/v1/completions", prompt=["one", "two"]) == "one"
+
+
+def test_the_salt_goes_along():
+    body = json.dumps({"prompt": "one", "cache_salt": "acme/1"}).encode()
+    hint = TINY.hint("/v1/completions", body)
+    assert hint is not None
+    assert hint.salt == "acme/1"
+    assert hint.tokens.dtype == np.int32
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b""),
+        ("/v1/completions", b"{"),
+        ("/v1/completions", b"[]"),
+        ("/v1/completions", b'{"prompt": ""}'),
+        ("/v1/completions", b'{"prompt": {}}'),
+        ("/v1/completions", b'{"prompt": [1099511627776]}'),
+        ("/v1/completions", b'{"prompt": "\\ud800"}'),
+        ("/v1/completions", b"[" * 100_000),
+        ("/v1/chat/completions", b'{"messages": [{}]}'),
+        ("/v1/chat/completions", json.dumps({"messages": IMAGE}).encode()),
+        ("/v1/responses", b'{"input": "a", "previous_response_id": "r"}'),
+        ("/v1/embeddings", b'{"input": "a"}'),
+    ],
+)
+def test_what_cannot_be_rendered_is_left_to_the_engine(path, body):
+    assert TINY.hint(path, body) is None
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}:{{ c.function.arguments.at }}]"
+    "{% endfor %}"
+    "<|im_end|>\n{% endfor %}{{ tools | length if tools else '' }}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ mood or '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    """The tokenizer of SmolLM2, with a template that shows what it was given."""
+    made = import_transformers().AutoTokenizer.from_pretrained(str(find_smollm2()))
+    made.chat_template = TEMPLATE
+    return made
+
+
+def rendered(tokenizer: Any, path: str, **asked: Any) -> str:
+    prompts = Prompts(Texts(tokenizer), tokenizer, adds_special=True)
+    hint = prompts.hint(path, json.dumps(asked).encode())
+    assert isinstance(hint, Hint)
+    return str(tokenizer.decode(hint.tokens.tolist()))
+
+
+@pytest.mark.smollm2
+def test_a_template_gets_tools_calls_and_key_words(smollm2):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 7}'}}
+    messages = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "seven"},
+    ]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    head = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[look:7]<|im_end|>\n<|im_start|>tool\nseven<|im_end|>\n"
+    )
+    mood = {"chat_template_kwargs": {"mood": "calm"}}
+    asked = {"messages": messages, "tools": [tool]}
+    path = "/v1/chat/completions"
+    assert rendered(smollm2, path, **asked) == head + "1<|im_start|>assistant\n"
+    assert rendered(smollm2, path, **asked, **mood) == head + "1<|im_start|>assistant\ncalm"
+    assert rendered(smollm2, path, messages=messages, add_generation_prompt=False) == head
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {"at": 7}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "seven"}
+    theirs = [
+        CHAT[1],
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "look", "input_schema": {}}]
+    said = rendered(smollm2, "/v1/messages", messages=theirs, system="Be brief.", tools=tools)
+    assert said == head + "1<|im_start|>assistant\n"
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": '{"at": 7}'},
+        {"type": "function_call_output", "call_id": "1", "output": "seven"},
+    ]
+    asked = {"instructions": "Be brief.", "tools": [{"type": "function", "name": "look"}]}
+    assert rendered(smollm2, "/v1/responses", input=items, **asked) == said
+
+
+@pytest.mark.smollm2
+def test_a_turn_computes_only_what_it_adds_and_pieces_are_the_whole(smollm2):
+    texts = Texts(smollm2)
+    said = "naïve \N{PARTY POPPER} " * 20
+    turns = [f"<|im_start|>user\nTurn {at}: {said}<|im_end|>\n" for at in range(5)]
+    whole = "".join(turns)
+    expected = smollm2.encode(whole, add_special_tokens=False)
+    assert texts.encode(whole).tolist() == expected
+    asked: list[str] = []
+    encode = smollm2.encode
+    try:
+        smollm2.encode = lambda text, **options: asked.append(text) or encode(text, **options)
+        more = whole + "<|im_start|>assistant\n"
+        assert texts.encode(more).tolist()[: len(expected)] == expected
+    finally:
+        del smollm2.encode
+    assert max(map(len, asked)) < 64, "what is long is kept"
+
+
+@pytest.mark.smollm2
+def test_what_is_kept_is_bounded(smollm2, monkeypatch):
+    monkeypatch.setattr("kvray.serve.render._CACHED_CHARACTERS_MAX", 500)
+    texts = Texts(smollm2)
+    for at in range(20):
+        texts.encode(f"<|im_start|>{at}" + "word " * 30)
+    assert texts._num_characters <= 500
+    assert sum(map(len, texts._kept)) == texts._num_characters
+
+
+def test_a_tokenizer_that_joins_pieces_otherwise_gets_whole_texts():
+    class Joining:
+        all_special_tokens = ("<s>",)
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [len(text), *text.encode()]
+
+    assert Texts(Joining()).encode("<s>a<s>b").tolist()[0] == len("<s>a<s>b")

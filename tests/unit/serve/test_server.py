@@ -1,0 +1,126 @@
+"""Command lines of engines' servers, and what becomes of a server whose parent is gone."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import yaml
+
+pytest.importorskip("ray.serve")
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.serve import Settings
+from kvray.serve.server import EngineServer, command_of
+from tests.waiting import wait_for
+
+FIXED = {"enable_block_reuse": True, "enable_partial_reuse": False}
+
+
+def test_trtllm_serve_reads_the_connector_beside_the_users_options(tmp_path):
+    more = tmp_path / "more.yaml"
+    more.write_text("max_batch_size: 8\nkv_cache_config: {free_gpu_memory_fraction: 0.5}\n")
+    settings = Settings(
+        engine="tensorrt_llm",
+        model="/models/llama",
+        options_file=more,
+        engine_options={"max_batch_size": 16},
+        server_args=["--tp_size", "2"],
+        pool_events=True,
+    )
+    command = command_of(settings, 8123, tmp_path)
+    path = tmp_path / "options.yaml"
+    at = ["--host", "127.0.0.1", "--port", "8123"]
+    options = ["--extra_llm_api_options", str(path)]
+    assert command == ["trtllm-serve", "/models/llama", *at, *options, "--tp_size", "2"]
+    assert yaml.safe_load(path.read_text()) == {
+        "max_batch_size": 16,
+        "kv_cache_config": {
+            "event_buffer_max_size": 100_000,
+            "free_gpu_memory_fraction": 0.5,
+            **FIXED,
+        },
+        "kv_connector_config": {
+            "connector_module": "kvray.connector",
+            "connector_scheduler_class": "KvRayScheduler",
+            "connector_worker_class": "KvRayWorker",
+        },
+    }
+
+
+def test_vllm_serve_gets_options_as_flags(tmp_path):
+    settings = Settings(
+        engine="vllm",
+        model="m",
+        model_name="mine",
+        engine_options={"max_model_len": 512, "enforce_eager": True, "async_scheduling": False},
+    )
+    command = command_of(settings, 1, tmp_path)
+    assert command[:3] == ["vllm", "serve", "m"]
+    named = command.index("--served-model-name")
+    assert command[named + 1] == "mine"
+    connector = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_module_path"] == "kvray.vllm"
+    assert command[-4:] == ["--max-model-len", "512", "--enforce-eager", "--no-async-scheduling"]
+
+
+def test_a_command_of_the_users_own_takes_its_place(tmp_path):
+    settings = Settings(engine="vllm", model="m", command=["mine", "{model}", "--at={host}:{port}"])
+    assert command_of(settings, 7, tmp_path) == ["mine", "m", "--at=127.0.0.1:7"]
+    wrong = settings.model_copy(update={"command": ["mine", "{ports}"]})
+    with pytest.raises(ConfigError, match=r"field that is none .*\{model\}, \{host\}, \{port\}"):
+        command_of(wrong, 7, tmp_path)
+
+
+def test_pool_events_of_vllm_are_its_own():
+    with pytest.raises(ValueError, match="vLLM publishes by itself"):
+        Settings(engine="vllm", pool_events=True)
+
+
+def test_a_server_that_does_not_start_says_what_it_printed():
+    said = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    server = EngineServer("engine-0", Settings(command=said), env={}, log=None)
+    with pytest.raises(KVRayError, match=r"engine-0 has ended\. It last printed: no such model"):
+        server.wait_ready(60.0)
+    server.close()
+    server.close()
+
+
+SPAWNS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+KEEP = "import kvray.serve.keeper as k, sys; k._GRACE_S = 0.5; sys.exit(k.keep(sys.argv[1:]))"
+
+
+def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path):
+    is_up = tmp_path / "up"
+    command = [sys.executable, "-c", KEEP, sys.executable, "-c", SPAWNS, str(is_up)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+        wait_for(is_up.exists, "the server")
+        below = psutil.Process(keeper.pid).children(recursive=True)
+        assert len(below) == 2
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
+        gone, alive = psutil.wait_procs(below, timeout=20)
+        assert (len(gone), alive) == (2, [])
+
+
+def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
+    is_up = tmp_path / "up"
+    code = SPAWNS.replace("time.sleep(600)\n", "time.sleep(2)\n")
+    command = [sys.executable, "-m", "kvray.serve.keeper", sys.executable, "-c", code, str(is_up)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+        wait_for(is_up.exists, "the server")
+        below = psutil.Process(keeper.pid).children(recursive=True)
+        assert keeper.wait(60) == 0
+        _, alive = psutil.wait_procs(below, timeout=20)
+        assert alive == []
