@@ -84,9 +84,8 @@ def drain_by_ray(tier: TwoNodes, node: Node, *, deadline_s: int) -> None:
     assert done.wait(HANG_S) == 0
 
 
-def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier, taken_away):
+def test_a_node_that_ray_takes_away_gives_others_what_only_it_has(tier):
     going, *others = reversed(tier.nodes)
-    taken_away.append(going)
     chains = filled(tier, going, "by Ray")
     node_id = node_id_of(tier, going)
 
