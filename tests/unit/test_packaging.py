@@ -125,7 +125,7 @@ print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
 @pytest.mark.parametrize(
     "name",
     # The last one runs in the engine's process.
-    ["node", "connector", "engine", "tensor_cache", "reference", "serve.trtllm_child"],
+    ["node", "connector", "engine", "tensor_cache", "reference", "serve.keeper"],
 )
 def test_engine_wing_never_imports_ray(name):
     # Its own process: here another test may have imported ray.
