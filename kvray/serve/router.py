@@ -19,6 +19,7 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvray.actors.ray_glue.calls import ActorCalls
+from kvray.actors.routers.exchange import Sharing
 from kvray.actors.routers.pools import Pools
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
@@ -162,8 +163,12 @@ class KvRayRouter(RequestRouter):
         cluster_name = load_config(kvray_config).cluster_name
         outcomes, ask = Outcomes(), ActorCalls()
         self._surveys = Surveys(ask, cluster_name, timeout_s=timeout_s, outcomes=outcomes)
+        deployment = self._deployment_id
+        self._sharing = Sharing(f"{deployment.app_name}-{deployment.name}", cluster_name)
         self._loads = ReplicaLoads(
-            pool_blocks=pool_blocks, prefill_tokens_per_s=prefill_tokens_per_s
+            pool_blocks=pool_blocks,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            tell=self._sharing.tell,
         )
         self._decisions = Decisions(self._loads, outcomes)
         self._pools = Pools()
@@ -182,6 +187,7 @@ class KvRayRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return all replicas, each in a rank of its own; two random ones without a prompt."""
+        self._sharing.start(self._loads)
         if pending_request is None or not candidate_replicas:
             return _two(candidate_replicas)
         pending_request.routing_context.should_backoff = True  # else a full fleet is asked on end

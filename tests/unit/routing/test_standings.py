@@ -390,3 +390,66 @@ def test_of_requests_that_never_end_the_oldest_are_forgotten(router):
         router.decisions.begin(str(number), None, None, now=0.0, is_told=False)
     assert router.decisions.order("0") is None
     assert router.decisions.order("4999") == []
+
+
+def shared() -> tuple[ReplicaLoads, ReplicaLoads, list[Any]]:
+    """Return the loads of two routers, and what the first tells."""
+    told: list[Any] = []
+    one = ReplicaLoads(pool_blocks=1000, prefill_tokens_per_s=10_000.0, tell=told.append)
+    other = loads()
+    one.retain(NAMES)
+    return one, other, told
+
+
+def test_a_router_that_hears_another_chooses_as_if_it_had_sent_the_requests_itself():
+    one, other, told = shared()
+    busy = set()
+    for number in range(3):
+        asked = survey(f"p{number}", 300)
+        choice = one.choose(places(), 300 * BLOCK, asked, now=0.0)
+        one.routed(f"r{number}", choice.cost, asked, now=0.0, is_told=True)
+        busy.add(choice.replica)
+    for one_told in told:
+        other.hear(one_told, now=0.1)
+    asked = survey("new", 300)
+    assert {other.choose(places(), 300 * BLOCK, asked, now=0.1).replica} == set(NAMES) - busy
+    again = survey("p0", 300)
+    costs = {
+        each.cost.replica: each.cost for each in other.choose(places(), 9600, again, now=0.1).ranked
+    }
+    assert max(cost.pool_tokens for cost in costs.values()) == 9599, "all but the last token"
+
+
+def test_what_is_heard_ends_by_a_token_an_end_or_when_it_is_due():
+    one, other, told = shared()
+    asked = survey("p", 300)
+    for number, name in enumerate("abc"):
+        choice = one.choose(places(), 9600, asked, now=0.0)
+        cost = next(each.cost for each in choice.ranked if each.cost.replica == name)
+        one.routed(str(number), cost, asked, now=0.0, is_told=True)
+    for each in told:
+        other.hear(each, now=0.0)
+    told.clear()
+    one.first_token("0", 0.2)
+    one.done("1", 0.2)
+    one.done("1", 0.2)
+    assert told == [("token", "0"), ("done", "1")]
+    for each in told:
+        other.hear(each, now=0.2)
+    waits = {name: len(other._loads[name]) for name in NAMES}
+    assert waits == {"a": 0, "b": 0, "c": 1, "d": 0}
+    other.choose(places(), 32, survey("q", 1), now=60.0)  # its router may be gone
+    assert len(other._loads["c"]) == 0
+    other.hear(("routed", "late", "d", 1.0, 1.0, ()), now=10_000.0)
+    assert set(other._under_way) == {"late"}, "what was never ended is forgotten"
+
+
+def test_what_is_heard_is_bounded_and_of_known_replicas(monkeypatch):
+    monkeypatch.setattr("kvray.routing.loads._HEARD_MAX", 10)
+    made = loads()
+    for number in range(50):
+        made.hear(("routed", str(number), "a", 1.0, 1.0, (b"x",)), now=0.0)
+    made.hear(("routed", "other", "gone", 1.0, 1.0, ()), now=0.0)
+    made.hear(("token", "nobody"), now=0.0)
+    made.hear(("done", "nobody"), now=0.0)
+    assert len(made._heard) == len(made._under_way) == 10

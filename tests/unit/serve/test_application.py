@@ -9,6 +9,7 @@ pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
 from pydantic import ValidationError
+from ray.serve._private.common import DeploymentID
 
 from kvray.errors import ConfigError
 from kvray.serve import Settings, app
@@ -77,5 +78,7 @@ def test_salt_and_adapter_are_parts_of_the_keys():
 def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
     monkeypatch.delenv("KVRAY_CONFIG", raising=False)
     monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
-    KvRayRouter.initialize_state(object.__new__(KvRayRouter), pool_block=8)  # type: ignore[call-arg]
+    router = object.__new__(KvRayRouter)
+    router._deployment_id = DeploymentID(name="Engine", app_name="kvray")
+    router.initialize_state(pool_block=8)  # type: ignore[call-arg]
     assert "no argument pool_block; correct request_router_kwargs" in caplog.text
