@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import KVRayError
-from kvray.reference.ranks import Leader, Ranks
+from kvray.reference.ranks import Ranks
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class KvCacheConnectorManager:
     ) -> None:
         self.worker = worker
         self.scheduler = scheduler
-        self._ranks: Ranks = ranks or Leader()
+        self._ranks: Ranks = ranks or Ranks()
         self._attention_dp_rank = attention_dp_rank
         self._saving: dict[int, LlmRequest] = {}
         """Requests whose blocks are saved beside the forward passes."""

@@ -56,7 +56,7 @@ def spawn(name: str, settings: Settings) -> Replica:
             "event_host": str(get_node_ip_address()),  # type: ignore[no-untyped-call]
             "event_buffer_max_size": _EVENTS_MAX,
         }
-    return Replica.spawn(
+    return Replica(
         name,
         env=env,
         log_path=log_path(name),

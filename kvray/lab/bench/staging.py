@@ -33,7 +33,7 @@ from kvray.lab.bench.runner import (
     measure,
     reserve_all,
 )
-from kvray.lab.bench.worker import Worker, serve
+from kvray.lab.bench.worker import call_all, serve, start_worker
 from kvray.lab.chaos.machine import RESOURCE, Machine
 from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
@@ -78,11 +78,12 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    driver = Worker(runner, __name__, machine.environ())
-    driver.send("take", config_path=str(path), num_blocks=num_blocks, repeat=num_pairs)
+    driver = start_worker(runner, __name__, machine.environ())
+    asked = {"config_path": str(path), "num_blocks": num_blocks, "repeat": num_pairs}
+    (measured,) = call_all([driver], "take", **asked)
     pairs = {
         name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in found]
-        for name, found in driver.receive().items()
+        for name, found in measured.items()
     }
     num_bytes = num_blocks * LARGE_BYTES
     rows = []

@@ -26,8 +26,18 @@ from kvray.lab.bench.runner import (
     cpu_seconds,
     require_room,
 )
-from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, Worker, call_all, merge
+from kvray.lab.bench.worker import (
+    BUFFER_BYTES,
+    PREFIX_BYTES,
+    Found,
+    answer_of,
+    begin,
+    call_all,
+    merge,
+    start_worker,
+)
 from kvray.lab.report import Report
+from kvray.reference.child_process import Child
 from kvray.store import ArenaSpec
 
 SIZES = (LARGE_BYTES, 2**20, SMALL_BYTES)
@@ -129,7 +139,7 @@ class _Bench:
         self._seconds = seconds
         self._num_prefixes = 2 * settings.arena.capacity // PREFIX_BYTES
         self._turns = count(1)
-        self._workers: list[Worker] = []
+        self._workers: list[Child] = []
 
     def take_all(self) -> list[Row]:
         runner, num_filled = self._runner, self._settings.arena.capacity * 5 // 6 // PREFIX_BYTES
@@ -140,7 +150,7 @@ class _Bench:
         )
         runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
         shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
-        self._workers = [Worker(runner) for _ in range(self._steps[-1])]
+        self._workers = [start_worker(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         where, wait_s = str(self._settings.node_dir), self._settings.arena.lock_wait_s
         call_all(self._workers, "attach", directory=where, lock_wait_s=wait_s)
@@ -174,18 +184,19 @@ class _Bench:
     def _load(self, num_processes: int, turns: int, shard: int) -> Iterator[Row]:
         title = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         self._runner.show(f"Loading ({title})")
-        founds, workers = [], self._workers[:num_processes]
+        founds, workers = list[Found](), self._workers[:num_processes]
         cpu_s, began = cpu_seconds(shard), time.monotonic()
         for _ in range(turns):
             for worker in workers:
-                worker.send(
+                begin(
+                    worker,
                     "play",
                     sizes=self._sizes,
                     num_prefixes=self._num_prefixes,
                     turn=next(self._turns),
                     seconds=self._seconds / turns,
                 )
-            founds += [worker.receive() for worker in workers]
+            founds += map(answer_of, workers)
             self._runner.advance()
         share = (cpu_seconds(shard) - cpu_s) / (time.monotonic() - began)
         found, end = merge(founds), f"{num_processes}p"

@@ -23,7 +23,7 @@ from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
-from kvray.reference.child_process import PipeClosed, join_parent, spawn_child
+from kvray.reference.child_process import Child, PipeClosed, join_parent
 from kvray.store import Arena
 from kvray.store.arena.prefault import pieces_of, populate
 from kvray.store.arena.tables import Array
@@ -43,7 +43,6 @@ _DRAWN = 256
 
 _Result = TypeVar("_Result")
 _TIMEOUT_S = 900.0
-_CLOSE_TIMEOUT_S = 5.0
 _VOCABULARY = 128_000
 _PATTERN_BYTES = 2**20
 
@@ -191,43 +190,34 @@ Times = tuple[float, float, float]
 """(began, ended, CPU seconds) of timed work; all processes of the machine share the clock."""
 
 
-class Worker:
-    """The parent's handle on a process, which never outlives its parent."""
+def start_worker(
+    runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
+) -> Child:
+    """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
+    with runner.interrupts.held():
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
+        runner.stack.enter_context(log)
+        advice = "It may have been short of memory: give a smaller --capacity."
+        child = Child("A process of the bench", module, output=log, env=env, advice=advice)
+        runner.stack.callback(child.close)
+    return child
 
-    def __init__(
-        self, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
-    ) -> None:
-        """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
-        with runner.interrupts.held():
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
-            self._log = runner.stack.enter_context(log)
-            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
-            runner.stack.callback(self.close)
 
-    def send(self, name: str, **arguments: Any) -> None:
-        """Begin a call."""
-        self._pipe.send({"call": name, "arguments": arguments}, timeout_s=_TIMEOUT_S)
+def begin(worker: Child, name: str, **arguments: Any) -> None:
+    """Begin a call; `answer_of` waits for the answer to the oldest one that is open."""
+    worker.send((name, arguments), timeout_s=_TIMEOUT_S)
 
-    def receive(self) -> Any:
-        """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
-        try:
-            answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
-        except PipeClosed as error:
-            self._log.seek(0)
-            said = " ".join(self._log.read().decode(errors="replace").split()[-60:])
-            raise KVRayError(
-                f"A process of the bench has died ({error}); it may have been short of memory:"
-                f" give a smaller --capacity. {said}".rstrip()
-            ) from None
-        if "error" in answer:
-            raise KVRayError(answer["error"])
-        return answer["result"]
 
-    def close(self) -> None:
-        """End the process. Twice is fine."""
-        self._pipe.close()
-        self._process.kill()
-        self._process.wait(_CLOSE_TIMEOUT_S)
+def answer_of(worker: Child) -> Any:
+    """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
+    return worker.receive(timeout_s=_TIMEOUT_S)
+
+
+def call_all(workers: Sequence[Child], name: str, **arguments: Any) -> list[Any]:
+    """Have all `workers` answer the same call at once; return their answers."""
+    for worker in workers:
+        begin(worker, name, **arguments)
+    return [answer_of(worker) for worker in workers]
 
 
 def serve(work: object) -> None:
@@ -235,19 +225,12 @@ def serve(work: object) -> None:
     pipe = join_parent()
     with contextlib.suppress(PipeClosed):
         while True:
-            call = pipe.receive(timeout_s=None)
+            name, arguments = pipe.receive(timeout_s=None)
             try:
-                answer = {"result": getattr(work, call["call"])(**call["arguments"])}
+                answer = getattr(work, name)(**arguments)
             except KVRayError as error:
-                answer = {"error": str(error)}
+                answer = error
             pipe.send(answer, timeout_s=_TIMEOUT_S)
-
-
-def call_all(workers: Sequence[Worker], name: str, **arguments: Any) -> list[Any]:
-    """Have all `workers` answer the same call at once; return their answers."""
-    for worker in workers:
-        worker.send(name, **arguments)
-    return [worker.receive() for worker in workers]
 
 
 class _Work:

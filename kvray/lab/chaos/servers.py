@@ -185,7 +185,7 @@ def spawn(
     log_path: Path | None = None,
 ) -> Replica:
     """Begin to start an engine; without a connector it reuses nothing."""
-    return Replica.spawn(
+    return Replica(
         name,
         env=env,
         log_path=log_path,

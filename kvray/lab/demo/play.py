@@ -278,7 +278,7 @@ class Engines:
                     "enable_block_reuse": with_reuse,
                     "num_threads": self._num_threads,
                 }
-            self._replicas[name] = Replica.spawn(name, env=env, model=self._model, **made)
+            self._replicas[name] = Replica(name, env=env, model=self._model, **made)
         for name in names:
             self._replicas[name].wait_ready()
 

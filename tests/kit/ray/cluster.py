@@ -88,7 +88,7 @@ class TwoNodes:
         """Begin to start a replica on a node; `options` are other ones than those of `REPLICA`."""
         name = f"on-node-{number}"
         environ = {**self.engine_environ(self.nodes[number]), "KVRAY_CONNECTOR__REPLICA": name}
-        return Replica.spawn(name, env=environ, **{**REPLICA, **options})
+        return Replica(name, env=environ, **{**REPLICA, **options})
 
     @contextlib.contextmanager
     def arena_of(self, node: Node) -> Iterator[Arena]:

@@ -116,7 +116,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 @contextmanager
 def started(options: dict[str, Any]) -> Iterator[Replica]:
-    with Replica.spawn("llm", **{"model": "some", **options}) as replica:
+    with Replica("llm", **{"model": "some", **options}) as replica:
         replica.wait_ready(DEADLINE_S)
         yield replica
 
