@@ -9,6 +9,7 @@ import typer
 
 from kvray import __version__
 from kvray.cli.arenas import sweep, verify
+from kvray.cli.asking import bounded
 from kvray.cli.bench import bench
 from kvray.cli.blocks import clear, drain, prefetch
 from kvray.cli.config import config_app, connector_config
@@ -43,10 +44,11 @@ for _panel, _commands in _PANELS.items():
     for _command in _commands:
         if isinstance(_command, typer.Typer):
             for _below in _command.registered_commands:
-                _below.cls = Command
+                assert _below.callback is not None
+                _below.cls, _below.callback = Command, bounded(_below.callback)
             app.add_typer(_command, cls=Group, rich_help_panel=_panel)
         else:
-            app.command(cls=Command, rich_help_panel=_panel)(_command)
+            app.command(cls=Command, rich_help_panel=_panel)(bounded(_command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.cli.asking import parse_option
-from kvray.console.interrupts import masked
-from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
-from kvray.console.output import PlotOption, boundary, check_plot
+from kvray.console.interrupts import Interrupts, masked
+from kvray.console.options import ConfigOption, JsonOption, flag, option
+from kvray.console.output import PlotOption, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.report import Report
@@ -39,23 +39,22 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
         def command(
-            *, as_json: bool, verbose: bool, plot: Path | None = None, **options: Any
+            *, as_json: bool, interrupts: Interrupts, plot: Path | None = None, **options: Any
         ) -> None:
-            with boundary(verbose=verbose) as interrupts:
-                if plot is not None:
-                    check_plot(plot)
-                if "capacity" in options:
-                    options["capacity"] = parse_option("--capacity", options["capacity"])
-                if blocks := options.get("block"):
-                    options["block"] = [parse_option("--block", text) for text in blocks]
-                with masked():  # importing starts threads
-                    from kvray.lab.bench.runner import running
+            if plot is not None:
+                check_plot(plot)
+            if "capacity" in options:
+                options["capacity"] = parse_option("--capacity", options["capacity"])
+            if blocks := options.get("block"):
+                options["block"] = [parse_option("--block", text) for text in blocks]
+            with masked():  # importing starts threads
+                from kvray.lab.bench.runner import running
 
-                    module = import_module(f"kvray.lab.bench.{name}")
-                    options |= {option: resolve_name(path) for option, path in taken.items()}
-                with running(interrupts) as runner:
-                    report: Report = module.run(runner, **options)
-                report.show(as_json=as_json, plot=plot)
+                module = import_module(f"kvray.lab.bench.{name}")
+                options |= {option: resolve_name(path) for option, path in taken.items()}
+            with running(interrupts) as runner:
+                report: Report = module.run(runner, **options)
+            report.show(as_json=as_json, plot=plot)
 
         return command
 
@@ -65,12 +64,12 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
 @bench.command()
 @_runs("local")
 def local(
+    interrupts: Interrupts,
     capacity: Annotated[str, option("SIZE", "Shared memory of the bench's own arena.")] = "1GiB",
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores, retrieves and lookups in an arena of this node.
 
@@ -82,11 +81,11 @@ def local(
 @bench.command()
 @_runs("gpu")
 def gpu(
+    interrupts: Interrupts,
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
 
@@ -98,10 +97,10 @@ def gpu(
 @bench.command()
 @_runs("staging")
 def staging(
+    interrupts: Interrupts,
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure how fast one node stages blocks from another, beside the bare transports.
 
@@ -113,6 +112,7 @@ def staging(
 @bench.command()
 @_runs("tier")
 def tier(
+    interrupts: Interrupts,
     capacity: Annotated[str, option("SIZE", "Shared memory of the tier's arena.")] = "6GiB",
     block: BlockOption = None,
     processes: Annotated[
@@ -122,7 +122,6 @@ def tier(
     seconds: Annotated[float, option("S", "Load for each number of processes.", 1, 3600)] = 60,
     as_json: JsonOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores and retrieves through a tier that runs and whose arena is full.
 
@@ -134,6 +133,7 @@ def tier(
 @bench.command()
 @_runs("nvme")
 def nvme(
+    interrupts: Interrupts,
     disk: Annotated[
         Path | None,
         option("DIR", "Where the segment files go, on a disk; else in TMPDIR.", names=["--dir"]),
@@ -143,7 +143,6 @@ def nvme(
     as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores to and cold retrieves from a disk, beside fio where that is installed.
 
@@ -155,6 +154,7 @@ def nvme(
 @bench.command()
 @_runs("serving.serve", app="kvray.serve:app")
 def serve(
+    interrupts: Interrupts,
     url: Annotated[
         list[str] | None, option("NAME=URL", "An endpoint; may be repeated. The first is judged.")
     ] = None,
@@ -204,7 +204,6 @@ def serve(
     as_json: JsonOption = False,
     plot: PlotOption = None,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Load OpenAI-compatible endpoints with the same requests in turn, and compare their answers.
 
