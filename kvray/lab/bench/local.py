@@ -28,7 +28,7 @@ from kvray.lab.bench.runner import (
     over_all,
     require_room,
 )
-from kvray.lab.bench.worker import call_all, start_worker
+from kvray.lab.bench.worker import call_all, start
 from kvray.lab.report import Report
 from kvray.reference.child_process import Child
 from kvray.store import Arena, ArenaOwner, ArenaSpec
@@ -138,7 +138,7 @@ class _Bench:
         self._arena: Arena | None = None
         self._arena_stack = runner.stack.enter_context(ExitStack())
         self._num_chains = 0
-        self._workers = [start_worker(runner) for _ in range(1 + NUM_READERS)]
+        self._workers = [start(runner) for _ in range(1 + NUM_READERS)]
         self._writer, self._reader = self._workers[:1], self._workers[1:2]
 
     def take_all(self) -> list[Row]:

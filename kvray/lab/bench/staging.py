@@ -33,7 +33,7 @@ from kvray.lab.bench.runner import (
     measure,
     reserve_all,
 )
-from kvray.lab.bench.worker import call_all, serve, start_worker
+from kvray.lab.bench.worker import call_all, serve, start
 from kvray.lab.chaos.machine import RESOURCE, Machine
 from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
@@ -78,7 +78,7 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    driver = start_worker(runner, __name__, machine.environ())
+    driver = start(runner, __name__, machine.environ())
     asked = {"config_path": str(path), "num_blocks": num_blocks, "repeat": num_pairs}
     (measured,) = call_all([driver], "take", **asked)
     pairs = {
@@ -174,11 +174,11 @@ class _BenchNode:
         """Bring everything here as objects of Ray, and copy it into the arena."""
         starts = range(0, self._num_bytes, ObjectRefTransport.piece_bytes)
         refs: deque[Any] = deque()
-        for index, start in enumerate(starts):
+        for index, first in enumerate(starts):
             for ahead in starts[index + len(refs) : index + _REFS_AHEAD]:
                 refs.append(source.piece.remote(ahead))
             piece = ray.get(refs.popleft(), timeout=_TIMEOUT_S)
-            self._memory[start : start + len(piece)] = piece
+            self._memory[first : first + len(piece)] = piece
 
 
 class _StagingBench:

@@ -8,12 +8,11 @@ import mmap
 import struct
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.random import default_rng
@@ -47,29 +46,10 @@ _VOCABULARY = 128_000
 _PATTERN_BYTES = 2**20
 
 
-class Found(TypedDict):
-    """What a process measured; sizes are those of a block, as text."""
-
-    copies: dict[str, list[float]]
-    """"store 4MiB" -> bytes, kvray's seconds, bare seconds."""
-    calls: dict[str, list[float]]
-    """"reserve 4MiB" -> the seconds of each call."""
-    counts: dict[str, int]
-    """Blocks asked for, hit and dropped; calls that found the arena busy."""
-
-
-def merge(founds: Iterable[Found]) -> Found:
-    """Return what several processes, or one in several turns, measured."""
-    copies: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    calls: defaultdict[str, list[float]] = defaultdict(list)
-    counts: Counter[str] = Counter()
-    for found in founds:
-        for name, sums in found["copies"].items():
-            copies[name] = [a + b for a, b in zip(copies[name], sums, strict=True)]
-        for name, seconds in found["calls"].items():
-            calls[name] += seconds
-        counts.update(found["counts"])
-    return Found(copies=copies, calls=calls, counts=counts)
+Found = list[tuple[str, float, float, float]]
+"""What a process measured, call by call: its name, with the block's size as in "store 4MiB", then
+the bytes, kvray's seconds, and those of the bare copy; calls that copy nothing have no bytes. Of
+what is counted, such as "busy" calls and "hit" blocks, the number stands for the bytes."""
 
 
 @lru_cache(maxsize=4096)
@@ -89,13 +69,7 @@ class Load:
         self._pool, self._shared = sections
         self._asks, self._turns = count(), count()
         self._place = 0
-        self._copies: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._calls: defaultdict[str, list[float]] = defaultdict(list)
-        self._counts = dict.fromkeys(("asked", "hit", "dropped", "busy"), 0)
-
-    def take(self) -> Found:
-        """Return what has been measured so far."""
-        return Found(copies=dict(self._copies), calls=dict(self._calls), counts=self._counts)
+        self.found: Found = []
 
     def play(self, sizes: Sequence[int], *, num_prefixes: int, turn: int, seconds: float) -> None:
         """Ask for prefixes for so long, one in ten new; sizes take turns from hot to cold."""
@@ -114,16 +88,16 @@ class Load:
         """Lease a prefix and copy what is here; reserve, write and commit what is not."""
         arena, name = self._arena, format_size(size)
         keys = block_keys(prefix, PREFIX_BYTES // size)
-        self._counts["asked"] += len(keys)
+        self._add("asked", len(keys))
         self._place = next(self._asks) % len(self._pool)
         pool = self._pool[self._place].reshape(-1, size)
         rows = np.arange(len(keys))
         leases, seconds = self._call(f"lease {name}", lambda: arena.lease(keys))
         if leases is None:
-            self._counts["busy"] += 1
+            self._add("busy", 1)
             return
         hit = leases[0].num_slots if leases else 0
-        self._counts["hit"] += hit
+        self._add("hit", hit)
         if hit:
             read = partial(arena.read, leases[0], pool, rows[:hit], verify=False)
             took, bare = self._beside(read, is_store=False, num_bytes=hit * size)
@@ -141,9 +115,9 @@ class Load:
         place: Any = {"parent": parent, "depth": depth, "part": 0, "block_bytes": size}
         made, reserved = self._call(f"reserve {name}", lambda: arena.reserve(keys, **place))
         if made is None:
-            self._counts["busy"] += 1
+            self._add("busy", 1)
             return
-        self._counts["dropped"] += made.dropped
+        self._add("dropped", made.dropped)
         if not len(made.slots):
             return
         sums: list[Array] = []
@@ -169,12 +143,12 @@ class Load:
         ours, bare = [_with_time(side)[1] for side in sides[::order]][::order]
         return ours, bare
 
-    def _add(self, name: str, *figures: float) -> None:
-        self._copies[name] = [a + b for a, b in zip(self._copies[name], figures, strict=True)]
+    def _add(self, name: str, size: float, ours: float = 0.0, bare: float = 0.0) -> None:
+        self.found.append((name, size, ours, bare))
 
     def _call(self, name: str, work: Callable[[], _Result]) -> tuple[_Result, float]:
         result, seconds = _with_time(work)
-        self._calls[name].append(round(seconds, 7))
+        self._add(name, 0, seconds)
         return result, seconds
 
 
@@ -190,9 +164,7 @@ Times = tuple[float, float, float]
 """(began, ended, CPU seconds) of timed work; all processes of the machine share the clock."""
 
 
-def start_worker(
-    runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
-) -> Child:
+def start(runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None) -> Child:
     """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
     with runner.interrupts.held():
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
@@ -204,11 +176,11 @@ def start_worker(
 
 
 def begin(worker: Child, name: str, **arguments: Any) -> None:
-    """Begin a call; `answer_of` waits for the answer to the oldest one that is open."""
+    """Begin a call; `answer` waits for the answer to the oldest one that is open."""
     worker.send((name, arguments), timeout_s=_TIMEOUT_S)
 
 
-def answer_of(worker: Child) -> Any:
+def answer(worker: Child) -> Any:
     """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
     return worker.receive(timeout_s=_TIMEOUT_S)
 
@@ -217,7 +189,7 @@ def call_all(workers: Sequence[Child], name: str, **arguments: Any) -> list[Any]
     """Have all `workers` answer the same call at once; return their answers."""
     for worker in workers:
         begin(worker, name, **arguments)
-    return [answer_of(worker) for worker in workers]
+    return [answer(worker) for worker in workers]
 
 
 def serve(work: object) -> None:
@@ -227,10 +199,10 @@ def serve(work: object) -> None:
         while True:
             name, arguments = pipe.receive(timeout_s=None)
             try:
-                answer = getattr(work, name)(**arguments)
+                done = getattr(work, name)(**arguments)
             except KVRayError as error:
-                answer = error
-            pipe.send(answer, timeout_s=_TIMEOUT_S)
+                done = error
+            pipe.send(done, timeout_s=_TIMEOUT_S)
 
 
 class _Work:
@@ -295,12 +267,12 @@ class _Work:
         load = Load(self.arena, self._buffer)
         for prefix in prefixes:
             load.ask(prefix, sizes[prefix % len(sizes)])
-        return load.take()
+        return load.found
 
     def play(self, *, sizes: Sequence[int], num_prefixes: int, turn: int, seconds: float) -> Found:
         load = Load(self.arena, self._buffer)
         load.play(sizes, num_prefixes=num_prefixes, turn=turn, seconds=seconds)
-        return load.take()
+        return load.found
 
     def store_prompt(self, *, num_tokens: int, block_bytes: int) -> None:
         keys = chain_keys(_prompt(num_tokens), tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
