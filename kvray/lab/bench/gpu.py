@@ -31,6 +31,7 @@ from kvray.lab.bench.runner import (
     Pair,
     Runner,
     bench_spec,
+    is_soon,
     measure,
     require_room,
     speed_ratio,
@@ -50,7 +51,7 @@ _BLOCKS_PER_STEP = 8
 """Rows enough for a GPU to compute near its full speed."""
 _CHUNK_TOKENS = 2048
 _ANSWER_TOKENS = 4
-_WAIT_S, _STORE_S = 120.0, 5.0
+_WAIT_S, _STORE_S, _POLL_S = 120.0, 5.0, 0.002
 KINDS = ("copies", "prompts")
 _TARGETS = {
     "gpu_h2d_ratio_4mib": 0.95,
@@ -196,11 +197,11 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    targets = {
-        name: {"wanted": wanted, "found": figures[name], "is_met": _is_met(name, figures[name])}
-        for name, wanted in _TARGETS.items()
-        if name in figures
-    }
+    targets = {}
+    for name, wanted in _TARGETS.items():
+        if (met := figures.get(name)) is not None:
+            is_met = met <= wanted if name in _AT_MOST else met >= wanted
+            targets[name] = {"wanted": wanted, "found": met, "is_met": is_met}
     missed = [
         f"{name} is {one['found']:.3g}, wanted {one['wanted']}"
         for name, one in targets.items()
@@ -235,10 +236,6 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
     )
 
 
-def _is_met(name: str, found: float) -> bool:
-    return found <= _TARGETS[name] if name in _AT_MOST else found >= _TARGETS[name]
-
-
 @contextmanager
 def _prompts(
     scale: GpuScale, device: GpuDevice, directory: Path, tally: Tally
@@ -251,7 +248,7 @@ def _prompts(
     shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
     try:
-        _is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
+        is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
         status = shard.status()
         if status["state"] != "serving":
             raise KVRayError(
@@ -325,7 +322,7 @@ class Prompts:
     def _store_rest(self, prompt: list[int], wanted: int) -> None:
         """Return once so many blocks are stored; a busy machine drops saves, so it asks again."""
         deadline = time.monotonic() + _WAIT_S
-        while not _is_soon(lambda: self._num_stored() >= wanted, _STORE_S):
+        while not is_soon(lambda: self._num_stored() >= wanted, _STORE_S, poll_s=_POLL_S):
             if time.monotonic() > deadline:
                 raise KVRayError(f"Storing a prompt took more than {_WAIT_S:.0f} s; report this.")
             self._ours.reset_prefix_cache()
@@ -370,15 +367,6 @@ class Prompts:
         return output
 
 
-def _is_soon(until: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not until():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
 def name_of(num_tokens: int) -> str:
     """Return a number of tokens as in the figures' names: 8192 is 8k."""
     return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else str(num_tokens)
@@ -389,9 +377,5 @@ def crossover(ratios: dict[int, float]) -> int | None:
 
     `ratios` has the computed time over the loaded time of each length.
     """
-    found = None
-    for num_tokens in sorted(ratios, reverse=True):
-        if ratios[num_tokens] <= 1:
-            break
-        found = num_tokens
-    return found
+    slow = max((one for one, ratio in ratios.items() if ratio <= 1), default=0)
+    return min((one for one in ratios if one > slow), default=None)
