@@ -10,14 +10,13 @@ import typer
 from kvray import __version__
 from kvray.cli.arenas import sweep, verify
 from kvray.cli.asking import bounded
-from kvray.cli.bench import bench
+from kvray.cli.bench import bench, chaos, demo
 from kvray.cli.blocks import clear, drain, prefetch
 from kvray.cli.config import config_app, connector_config
 from kvray.cli.dashboard import dashboard
 from kvray.cli.doctor.command import doctor
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
-from kvray.cli.lab import chaos, demo
 from kvray.cli.ls import ls
 from kvray.cli.replay import replay
 from kvray.cli.size import size

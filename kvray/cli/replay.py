@@ -135,9 +135,9 @@ def replay(
     with masked():
         from kvray.console.progress import counting_progress
         from kvray.lab.replay import read_trace, simulator
-        from kvray.lab.replay.curve_check import check_curves
         from kvray.lab.replay.report import report_curves, report_policies, report_routers
         from kvray.lab.replay.routers import ROUTERS, FleetPlan, compare_routers
+        from kvray.lab.replay.simulator import check_curves
         from kvray.routing import Link, Rates
 
     policies, admissions = policy or [], admission or []

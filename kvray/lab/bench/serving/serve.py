@@ -18,9 +18,20 @@ import yaml
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, is_soon
-from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
+from kvray.lab.bench.serving.load import (
+    KINDS,
+    Answer,
+    Due,
+    Endpoint,
+    Request,
+    ask_model,
+    from_trace,
+    generate,
+    parse_endpoint,
+    play,
+    reusable_tokens,
+)
 from kvray.lab.bench.serving.report import Round, Section, serving_report
-from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
 from kvray.lab.bench.tier import own_settings, start_tier
 from kvray.lab.replay import read_trace
 from kvray.lab.report import Report
