@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,7 @@ import typer
 from kvray.cli.asking import parse_option
 from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import ConfigOption, JsonOption, flag, option
-from kvray.console.output import EXIT_FAILED, PlotOption, check_plot, printer
-from kvray.errors import ConfigError
+from kvray.console.output import EXIT_FAILED, PlotOption, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.report import Report
@@ -35,7 +35,7 @@ bench = typer.Typer(
 
 
 def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that runs a bench; `taken` names what it gets of a higher layer."""
+    """Return a decorator that runs a module of the lab; `taken` names what it gets from above."""
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
@@ -44,31 +44,38 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
         ) -> None:
             if plot is not None:
                 check_plot(plot)
-            if "capacity" in options:
-                options["capacity"] = parse_option("--capacity", options["capacity"])
+            for size in options.keys() & {"capacity", "arena"}:
+                options[size] = parse_option(f"--{size}", options[size])
             if blocks := options.get("block"):
                 options["block"] = [parse_option("--block", text) for text in blocks]
             with masked():  # importing starts threads
-                from kvray.lab.bench.runner import running
+                from kvray.lab.runner import running
 
-                module = import_module(f"kvray.lab.bench.{name}")
+                module = import_module(f"kvray.lab.{name}")
                 options |= {option: resolve_name(path) for option, path in taken.items()}
             with running(interrupts) as runner:
                 report: Report = module.run(runner, **options)
             report.show(as_json=as_json, plot=plot)
+            if report.has_failed:
+                raise typer.Exit(EXIT_FAILED)
 
+        told, kind = signature(declared, eval_str=True), Parameter.KEYWORD_ONLY
+        more = (
+            Parameter("as_json", kind, default=False, annotation=JsonOption),
+            Parameter("interrupts", kind, annotation=Interrupts),
+        )
+        shown = told.replace(parameters=[*told.parameters.values(), *more])
+        vars(command)["__signature__"] = shown
         return command
 
     return decorate
 
 
 @bench.command()
-@_runs("local")
+@_runs("bench.local")
 def local(
-    interrupts: Interrupts,
     capacity: Annotated[str, option("SIZE", "Shared memory of the bench's own arena.")] = "1GiB",
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
 ) -> None:
@@ -80,11 +87,9 @@ def local(
 
 
 @bench.command()
-@_runs("gpu")
+@_runs("bench.gpu")
 def gpu(
-    interrupts: Interrupts,
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
 ) -> None:
@@ -96,11 +101,9 @@ def gpu(
 
 
 @bench.command()
-@_runs("staging")
+@_runs("bench.staging")
 def staging(
-    interrupts: Interrupts,
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
 ) -> None:
     """Measure how fast one node stages blocks from another, beside the bare transports.
@@ -111,9 +114,8 @@ def staging(
 
 
 @bench.command()
-@_runs("tier")
+@_runs("bench.tier")
 def tier(
-    interrupts: Interrupts,
     capacity: Annotated[str, option("SIZE", "Shared memory of the tier's arena.")] = "6GiB",
     block: BlockOption = None,
     processes: Annotated[
@@ -121,7 +123,6 @@ def tier(
         option("N", "Processes at once; may be repeated. [1, 2 .. as cores]", 1, 8),
     ] = None,
     seconds: Annotated[float, option("S", "Load for each number of processes.", 1, 3600)] = 60,
-    as_json: JsonOption = False,
     config: ConfigOption = None,
 ) -> None:
     """Measure stores and retrieves through a tier that runs and whose arena is full.
@@ -132,16 +133,14 @@ def tier(
 
 
 @bench.command()
-@_runs("nvme")
+@_runs("bench.nvme")
 def nvme(
-    interrupts: Interrupts,
     disk: Annotated[
         Path | None,
         option("DIR", "Where the segment files go, on a disk; else in TMPDIR.", names=["--dir"]),
     ] = None,
     block: BlockOption = None,
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
 ) -> None:
@@ -153,9 +152,8 @@ def nvme(
 
 
 @bench.command()
-@_runs("serving.serve", app="kvray.serve:app")
+@_runs("bench.serving.serve", app="kvray.serve:app")
 def serve(
-    interrupts: Interrupts,
     url: Annotated[
         list[str] | None, option("NAME=URL", "An endpoint; may be repeated. The first is judged.")
     ] = None,
@@ -202,7 +200,6 @@ def serve(
         str, option("SIZE", "--local: shared memory of the tier's arena.")
     ] = "2GiB",
     start_timeout: Annotated[float, option("S", "--local: longest start.", 1, 3600)] = 300,
-    as_json: JsonOption = False,
     plot: PlotOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -214,8 +211,8 @@ def serve(
     """
 
 
+@_runs("demo.play")
 def demo(
-    interrupts: Interrupts,
     model: Annotated[
         str,
         option(
@@ -227,7 +224,6 @@ def demo(
     engine: Annotated[
         str, option("ENGINE", "reference, or vllm, where vLLM is installed.")
     ] = "reference",
-    as_json: JsonOption = False,
     arena: Annotated[str, option("SIZE", "Shared memory of the demo's tier.")] = "1GiB",
     plot: PlotOption = None,
 ) -> None:
@@ -236,21 +232,10 @@ def demo(
     It starts its own Ray and tier, beside others that run, and ends them. The exit status is 1 if
     a token differs from a run without kvray, or if a prefix was not shared.
     """
-    capacity = parse_option("--arena", arena)
-    if plot is not None:
-        check_plot(plot)
-    with masked():
-        from kvray.lab.demo.play import play
-
-    console = printer(is_error=True)
-    report = play(model, engine=engine, capacity=capacity, console=console, interrupts=interrupts)
-    report.show(as_json=as_json, plot=plot)
-    if report.facts["failures"]:
-        raise typer.Exit(EXIT_FAILED)
 
 
+@_runs("chaos.play")
 def chaos(
-    interrupts: Interrupts,
     duration: Annotated[
         float, option("SECONDS", "Length of the run with faults.", 20, 86_400)
     ] = 60.0,
@@ -274,7 +259,6 @@ def chaos(
     network: Annotated[
         bool, typer.Option(help="Give the nodes addresses and cables of their own; needs root.")
     ] = True,
-    as_json: JsonOption = False,
 ) -> None:
     """Serve from several nodes while parts of them are killed, stopped, cut off or filled up.
 
@@ -282,28 +266,3 @@ def chaos(
     with that of an engine without kvray. The exit status is 1 if a token was wrong, or if an engine
     died or a request hung without a fault that explains it.
     """
-    with masked():
-        from kvray.lab.chaos.judge import chaos_report, has_passed
-        from kvray.lab.chaos.network import why_impossible
-        from kvray.lab.chaos.play import Options, play
-        from kvray.lab.chaos.schedule import KINDS
-
-    names = {kind.name for kind in KINDS}
-    if unknown := sorted(set(only or ()) - names):
-        raise ConfigError(
-            f"There is no kind of fault {unknown[0]!r}; give one of {', '.join(sorted(names))}."
-        )
-    options = Options(
-        duration_s=duration,
-        seed=seed,
-        num_nodes=nodes,
-        num_replicas=replicas,
-        gap_s=gap,
-        kinds=tuple(only or ()),
-        has_network=network and why_impossible() is None,
-    )
-    console = printer(is_error=True)
-    found = play(options, console=console, interrupts=interrupts)
-    chaos_report(found).show(as_json=as_json)
-    if not has_passed(found):
-        raise typer.Exit(EXIT_FAILED)

@@ -36,23 +36,15 @@ def find_drafts(tokens: Sequence[int], *, max_draft_len: int) -> list[int]:
 
     Source: NGram of TensorRT-LLM, which also pads its drafts to `max_draft_len`.
     """
-    distance = _distance_to_match(tokens)
-    if distance is None:
-        return []
-    continued = list(tokens)
-    for _ in range(max_draft_len):
-        continued.append(continued[-distance])
-    return continued[len(tokens) :]
-
-
-def _distance_to_match(tokens: Sequence[int]) -> int | None:
-    """Return how far back the last tokens occurred before, the last time."""
     for size in NGRAM_SIZES:
         for distance in range(1, len(tokens) - size + 1):
             start = len(tokens) - size - distance
             if tokens[start : start + size] == tokens[-size:]:
-                return distance
-    return None
+                continued = list(tokens)
+                for _ in range(max_draft_len):
+                    continued.append(continued[-distance])
+                return continued[len(tokens) :]
+    return []
 
 
 class Executor:
@@ -197,8 +189,9 @@ class Executor:
             max_batch_size=self._options.max_batch_size,
             chunk_tokens=self._options.pass_chunk_tokens,
         )
-        if self._options.max_draft_len:
-            self._add_drafts(batch)
+        if most := self._options.max_draft_len:
+            for request in batch.generation_requests:
+                request.py_draft_tokens = find_drafts(request.get_tokens(0), max_draft_len=most)
         if self._is_dummy_due and (dummy := self._cache.add_padding_request()) is not None:
             batch.generation_requests.append(dummy)
         if batch.batch_size:
@@ -209,12 +202,6 @@ class Executor:
         elif self._connector is not None and self._follows_main:
             self._connector.worker.start_load_kv(self._model_engine.stream)
         return batch
-
-    def _add_drafts(self, batch: ScheduledRequests) -> None:
-        for request in batch.generation_requests:
-            request.py_draft_tokens = find_drafts(
-                request.get_tokens(0), max_draft_len=self._options.max_draft_len
-            )
 
     def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
         """Return the sampled tokens; None after a dummy, or an error that failed all requests."""

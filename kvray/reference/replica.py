@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -128,15 +129,17 @@ class Replica:
             for prompt in batch:
                 calls.append(self.submit(prompt, max_tokens=max_tokens, salt=salt))
             outputs = [call.future.result(max(deadline - time.monotonic(), 0)) for call in calls]
-        except FutureTimeoutError:
-            self._give_up(calls)
+        except (KVRayError, FutureTimeoutError) as error:
+            for call in calls:
+                self.cancel(call)
+            if isinstance(error, KVRayError):
+                raise
+            # A child that does not answer to that would not answer the next ones.
+            if wait([call.future for call in calls], _CANCEL_TIMEOUT_S).not_done:
+                self._child.kill()
             raise KVRayError(
                 f"Replica {self.name}: a request has not ended within {timeout_s:.0f} s."
             ) from None
-        except KVRayError:
-            for call in calls:
-                self.cancel(call)
-            raise
         return outputs[0] if is_single else outputs
 
     def submit(
@@ -213,16 +216,6 @@ class Replica:
                 self._child.pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
             except PipeClosed as error:
                 raise self._death(str(error)) from error
-
-    def _give_up(self, calls: list[Call]) -> None:
-        """Cancel calls; a child that does not answer to that would not answer the next ones."""
-        for call in calls:
-            self.cancel(call)
-        try:
-            for call in calls:
-                call.future.exception(_CANCEL_TIMEOUT_S)
-        except FutureTimeoutError:
-            self._child.kill()
 
     def _read(self) -> None:
         """Hand answers on until the child is gone; then fail every open call."""

@@ -23,7 +23,8 @@ from kvray.config import format_size, load_config
 from kvray.errors import KVRayError
 from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice, wait_until_ready
 from kvray.lab.bench.report import Row, bench_report, time_row
-from kvray.lab.bench.runner import (
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LOCK_WAIT_S,
     SMALL_BYTES,
@@ -37,7 +38,6 @@ from kvray.lab.bench.runner import (
     speed_ratio,
     time_ratio,
 )
-from kvray.lab.report import Report
 from kvray.reference import KvConnectorConfig, ReferenceEngine
 from kvray.reference.checkpoint import RANDOM
 from kvray.reference.model import Config, dtype_of, head_dim, weight_shapes

@@ -25,7 +25,7 @@ from kvray.engine.model.cache_layout import (
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, copy_row, time_row
-from kvray.lab.bench.runner import (
+from kvray.lab.runner import (
     TOKENS_PER_BLOCK,
     Duration,
     Pair,

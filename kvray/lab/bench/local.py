@@ -15,7 +15,9 @@ import psutil
 from kvray.config import format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, hash_rows
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import call_all, start
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
     SHORT_TOKENS,
@@ -28,8 +30,6 @@ from kvray.lab.bench.runner import (
     over_all,
     require_room,
 )
-from kvray.lab.bench.worker import call_all, start
-from kvray.lab.report import Report
 from kvray.reference.child_process import Child
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 

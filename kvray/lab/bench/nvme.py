@@ -19,7 +19,8 @@ from kvray.config import format_size, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, value_row
-from kvray.lab.bench.runner import (
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     SLOT_MIN,
     SMALL_BYTES,
@@ -33,7 +34,6 @@ from kvray.lab.bench.runner import (
     reserve_all,
     timed,
 )
-from kvray.lab.report import Report
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import align

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 
 from kvray.console.output import empty_table
-from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 from kvray.lab.report import Report, machine_facts
+from kvray.lab.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 
 GB = 1e9
 

@@ -22,7 +22,10 @@ from kvray.config import KVRayConfig, config_on_node, load_config
 from kvray.errors import KVRayError
 from kvray.identity.block import split_keys
 from kvray.lab.bench.report import bench_report, copy_row, cores, cpu_row
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import call_all, serve, start
+from kvray.lab.chaos.machine import RESOURCE, Machine
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LOCK_WAIT_S,
     SLAB_BYTES,
@@ -33,9 +36,6 @@ from kvray.lab.bench.runner import (
     measure,
     reserve_all,
 )
-from kvray.lab.bench.worker import call_all, serve, start
-from kvray.lab.chaos.machine import RESOURCE, Machine
-from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.transport.nixl import bindings
 from kvray.transport.object_ref import ObjectRefTransport

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from kvray.actors.tier.launch import Launch, local_tier
-from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, time_rows, value_row
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, answer, begin, call_all, start
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     SMALL_BYTES,
     Duration,
@@ -27,8 +27,6 @@ from kvray.lab.bench.runner import (
     cpu_seconds,
     require_room,
 )
-from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, answer, begin, call_all, start
-from kvray.lab.report import Report
 from kvray.reference.child_process import Child
 from kvray.store import ArenaSpec
 
@@ -85,14 +83,6 @@ def own_settings(config: Path | None, **arena: int) -> KVRayConfig:
     )
 
 
-def start_tier(runner: Runner, settings: KVRayConfig) -> Launch:
-    """Start Ray and the tier, which end with the run."""
-    check = runner.interrupts.check  # a signal is held back until Ray can be ended
-    observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
-    with runner.interrupts.held():
-        return runner.stack.enter_context(local_tier(settings, observer=observer))
-
-
 def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -> None:
     """Raise ConfigError for options that cannot be measured, and CapacityError without room."""
     capacity = settings.arena.capacity
@@ -141,7 +131,7 @@ class _Bench:
             math.ceil(one / _ASKED_AT_ONCE) for one in (num_filled, num_stored, self._num_prefixes)
         )
         runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
-        shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
+        shard = int(runner.start_tier(self._settings).shards[0]["pid"])
         self._workers = [start(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         where, wait_s = str(self._settings.node_dir), self._settings.arena.lock_wait_s

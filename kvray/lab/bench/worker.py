@@ -21,7 +21,7 @@ from kvray.config import format_size
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
+from kvray.lab.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
 from kvray.reference.child_process import Child, PipeClosed, join_parent
 from kvray.store import Arena
 from kvray.store.arena.prefault import pieces_of, populate

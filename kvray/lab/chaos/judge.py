@@ -226,4 +226,4 @@ def chaos_report(found: dict[str, Any]) -> Report:
         f" {found['engine_deaths']} engine deaths, {found['hung_requests']} hung requests and"
         f" {found['unsettled_nodes']} nodes that are not back to normal.",
     ]
-    return Report(parts=parts, facts=found)
+    return Report(parts=parts, facts=found, has_failed=not has_passed(found))

@@ -6,24 +6,22 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from kvray.config import environ_for
-from kvray.console.interrupts import Interrupts
-from kvray.console.progress import ProgressLine
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.lab.chaos import load
 from kvray.lab.chaos.faults import Campaign, Faults
-from kvray.lab.chaos.judge import Results, report
+from kvray.lab.chaos.judge import Results, chaos_report, report
 from kvray.lab.chaos.load import Phase
 from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, draw_settings, make_schedule
 from kvray.lab.chaos.servers import Question, Questions, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
+from kvray.lab.report import Report
+from kvray.lab.runner import Runner
 
 _NAME = "chaos"
 _MOUNT_BYTES = 96 * 2**20
@@ -60,47 +58,69 @@ class Options:
         return min(20.0, self.duration_s / 4)
 
 
-def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[str, Any]:
-    """Play a run and return its report; KVRayError: nodes, tier or an engine did not start."""
-    workload = load.make_workload(
-        seed=options.seed,
-        num_phases=min(_PHASES_MAX, 3 + int(options.duration_s / 30)),
-        num_replicas=options.num_replicas,
+def run(
+    runner: Runner,
+    *,
+    duration: float,
+    seed: int,
+    nodes: int,
+    replicas: int,
+    gap: float,
+    only: Sequence[str] | None,
+    network: bool,
+) -> Report:
+    """Play a run; KVRayError: an option is wrong, or nodes, tier or an engine did not start."""
+    names = {kind.name for kind in KINDS}
+    if unknown := sorted(set(only or ()) - names):
+        raise ConfigError(
+            f"There is no kind of fault {unknown[0]!r}; give one of {', '.join(sorted(names))}."
+        )
+    options = Options(
+        duration_s=duration,
+        seed=seed,
+        num_nodes=nodes,
+        num_replicas=replicas,
+        gap_s=gap,
+        kinds=tuple(only or ()),
+        has_network=network and why_impossible() is None,
     )
+    num_phases = min(_PHASES_MAX, 3 + int(duration / 30))
+    workload = load.make_workload(seed=seed, num_phases=num_phases, num_replicas=replicas)
     kinds, left_out = _choose_kinds(options)
     schedule = make_schedule(
-        seed=options.seed,
-        duration_s=options.duration_s,
+        seed=seed,
+        duration_s=duration,
         quiet_s=options.quiet_s,
-        gap_s=options.gap_s,
+        gap_s=gap,
         kinds=kinds,
-        num_nodes=options.num_nodes,
+        num_nodes=nodes,
     )
-    with interrupts.closing() as stack, ProgressLine(console) as line:
-        num_asks = sum(map(len, load.all_asks(workload)))
-        with line.during("Computing the answers without kvray", num_asks) as advance:
-            questions = ask_oracle(workload, advance)
-        with line.during("Starting Ray on several nodes"):
-            machine = Machine(
-                num_nodes=options.num_nodes,
-                has_network=options.has_network,
-                mount_bytes=_MOUNT_BYTES if options.has_network else None,
-                disk_bytes=_DISK_BYTES if options.has_network else None,
-                has_nvme=True,
-            )
-            stack.callback(machine.close)
-        serving = _Serving(options, machine, workload, questions, stack)
-        with line.during("Serving without faults", options.calm_s) as advance:
-            calm = serving.serve([], options.calm_s, advance)
-        with line.during("Serving under fire", options.duration_s) as advance:
-            results = serving.serve(schedule, options.duration_s, advance)
-    return {
-        **report(results, calm),
-        "skipped_kinds": left_out,
-        "seed": options.seed,
-        "settings": draw_settings(options.seed),
-        "duration_s": options.duration_s,
-    }
+    num_asks = sum(map(len, load.all_asks(workload)))
+    with runner.during("Computing the answers without kvray", num_asks) as advance:
+        questions = ask_oracle(workload, advance)
+    with runner.during("Starting Ray on several nodes"):
+        machine = Machine(
+            num_nodes=nodes,
+            has_network=options.has_network,
+            mount_bytes=_MOUNT_BYTES if options.has_network else None,
+            disk_bytes=_DISK_BYTES if options.has_network else None,
+            has_nvme=True,
+        )
+        runner.stack.callback(machine.close)
+    serving = _Serving(options, machine, workload, questions, runner.stack)
+    with runner.during("Serving without faults", options.calm_s) as advance:
+        calm = serving.serve([], options.calm_s, advance)
+    with runner.during("Serving under fire", duration) as advance:
+        results = serving.serve(schedule, duration, advance)
+    return chaos_report(
+        {
+            **report(results, calm),
+            "skipped_kinds": left_out,
+            "seed": seed,
+            "settings": draw_settings(seed),
+            "duration_s": duration,
+        }
+    )
 
 
 def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:

@@ -16,7 +16,7 @@ from kvray.errors import CapacityError, KVRayError
 from kvray.lab.bench import gpu
 from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu, name_of
 from kvray.lab.bench.gpu_copies import GpuDevice
-from kvray.lab.bench.runner import running
+from kvray.lab.runner import running
 from kvray.reference import ReferenceEngine
 from kvray.reference.checkpoint import RANDOM
 from tests.forks import assert_refused
