@@ -141,45 +141,28 @@ class Executor:
 
     def iterate(self) -> None:
         """Do one iteration over the active requests; an error of the connector leaves it."""
-        if self._options.overlap:
-            self._iterate_overlapped()
-        else:
-            self._iterate_in_turn()
-
-    def _iterate_in_turn(self) -> None:
-        batch = self._begin_batch()
-        sampled = self._forward(batch, {}) if batch.batch_size else None
-        if sampled is not None:
-            batch.count_computed()
-            _add_tokens(batch, sampled)
-            self._finish_in_connector(batch.all_requests())
-            self._handle_cancelled()
-            self._handle_responses()
-            self._cache.update_resources(batch)
-        else:
-            self._pause()
-        self._poll_connector()
-
-    def _iterate_overlapped(self) -> None:
-        batch, previous = self._begin_batch(), self._previous
+        batch, done = self._begin_batch(), self._previous
         sampled = None
         if batch.batch_size:
-            sampled = self._forward(batch, {} if previous is None else previous[1])
+            sampled = self._forward(batch, {} if done is None else done[1])
             if sampled is None:
-                previous = None  # the error has failed its requests too
-        if previous is not None:
-            _add_tokens(*previous)
-            self._finish_in_connector(previous[0].all_requests())
-        if sampled is not None:
+                done = None  # the error has failed its requests too
+        self._previous = None if sampled is None else (batch, sampled)
+        if sampled is not None and not self._options.overlap:
+            batch.count_computed()
+            done, self._previous = self._previous, None
+        if done is not None:
+            _add_tokens(*done)
+            self._finish_in_connector(done[0].all_requests())
+        if self._previous is not None:
             batch.count_computed()
             batch.foresee_ends()
-        if previous is not None:
+        if done is not None:
             self._handle_cancelled()
             self._handle_responses()
-            self._cache.update_resources(previous[0])
+            self._cache.update_resources(done[0])
         elif sampled is None:
             self._pause()
-        self._previous = None if sampled is None else (batch, sampled)
         self._poll_connector()
 
     def _begin_batch(self) -> ScheduledRequests:
