@@ -3,8 +3,6 @@
 Started by `Replica(module=MODULE)`. It never imports ray, and ends when its parent does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

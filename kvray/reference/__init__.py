@@ -3,8 +3,6 @@
 The engine itself is loaded at first use: a process that only starts replicas never imports torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from kvray.reference.engine_options import KvConnectorConfig

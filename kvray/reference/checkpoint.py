@@ -4,8 +4,6 @@ A rank has its query heads, the KV heads that they attend to, and its MLP column
 and the head stay whole, and every rank samples by itself, from equal bits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A child process that ends with its parent, and the messages that the two exchange."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

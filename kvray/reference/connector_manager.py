@@ -4,8 +4,6 @@ Behaviour, states and errors follow versions 1.1 to 1.3, without loads beside th
 kvray has none of. Salts, which a 1.2 connector can see of 1.3, are the same in both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

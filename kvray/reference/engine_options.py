@@ -1,7 +1,5 @@
 """The options of an engine, as data that travels to each of its ranks; free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ Drafts of a request's next tokens are looked up in its own tokens.
 Source: `PyExecutor._executor_loop` and `_executor_loop_overlap` of 1.2.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Between callers' threads and the executors': requests and cancellations in, results out."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -8,8 +8,6 @@ chunks, and the KV of a generated token equals bit for bit that of the same toke
 The arithmetic is written out here, because importing transformers' own costs seconds a process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -4,8 +4,6 @@ Every rank makes the same calls in the same order, from one thread at a time. Ea
 an error on every rank if one of them has died or is late.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

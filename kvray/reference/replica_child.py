@@ -1,7 +1,5 @@
 """The child's side of a replica: an engine that answers its parent's calls."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """A request and the batch of a pass; their names are those of TensorRT-LLM's `LlmRequest`."""
 
-from __future__ import annotations
-
 import enum
 import hashlib
 from collections.abc import Sequence

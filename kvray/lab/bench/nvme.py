@@ -1,7 +1,5 @@
 """`kvray bench nvme`: demotions to a disk and promotions, beside fio where there is one."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap

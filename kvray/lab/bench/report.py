@@ -1,7 +1,5 @@
 """The rows of a bench, each with its figures, and the report of them."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

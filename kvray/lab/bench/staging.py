@@ -1,7 +1,5 @@
 """`kvray bench staging`: fetches between two nodes of its own, driven by a `Worker` of this."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """`kvray bench tier`: engines' load on a tier that runs and whose arena is full."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A process of the bench: does kvray's and the bare work on the same bytes, also a tier's load."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
