@@ -145,7 +145,12 @@ def _unpack(gguf: Path, target: Path) -> None:
 def _read_checkpoint(path: Path) -> tuple[Config, Weights]:
     """Return a Llama model's config and weights, in fp32."""
     try:
-        config, weights = _read_safetensors(path) or _read_by_transformers(path)
+        if (found := _read_safetensors(path)) is None:
+            # A .gguf file, or a directory with weights of an older format.
+            causal_lm = _load_causal_lm(path)
+            state = causal_lm.state_dict()
+            found = causal_lm.config.to_dict(), {key: _aligned(one) for key, one in state.items()}
+        config, weights = found
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no checkpoint of a model: {error}") from error
     if config.get("model_type") != "llama":
@@ -177,13 +182,6 @@ def _read_safetensors(path: Path) -> tuple[Config, Weights] | None:
             raise ValueError(f"{name}: {error}") from error
         weights |= {key: _aligned(tensor) for key, tensor in tensors.items()}
     return config, weights
-
-
-def _read_by_transformers(path: Path) -> tuple[Config, Weights]:
-    """Read a .gguf file, or a directory with weights of an older format."""
-    causal_lm = _load_causal_lm(path)
-    state = causal_lm.state_dict()
-    return causal_lm.config.to_dict(), {name: _aligned(one) for name, one in state.items()}
 
 
 def _load_causal_lm(path: Path) -> Any:

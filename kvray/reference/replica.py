@@ -61,7 +61,6 @@ class Replica:
             self._log.close()
             raise
         self._turn = threading.Lock()  # held to send
-        self._lock = threading.Lock()  # held to change the calls
         self._ids = itertools.count(READY_ID + 1)
         self._ready = Call(call_id=READY_ID)
         self.event_metadata: dict[str, Any] | None = None
@@ -157,10 +156,9 @@ class Replica:
         future has every other error.
         """
         call = Call(call_id=next(self._ids), listener=listener)
-        with self._lock:
-            if not self._is_over:
-                self._calls[call.call_id] = call
-        if call.call_id not in self._calls:
+        self._calls[call.call_id] = call
+        # The reader says that it is over before it fails what is open: nothing is left behind.
+        if self._is_over and self._calls.pop(call.call_id, None) is not None:
             raise self._death("It had ended before.")
         asked = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -172,7 +170,7 @@ class Replica:
         try:
             self._send({"id": call.call_id, "call": asked})
         except BaseException:
-            self._pop(call.call_id)
+            self._calls.pop(call.call_id, None)
             raise
         return call
 
@@ -224,28 +222,23 @@ class Replica:
                 self._settle(self._child.pipe.receive(timeout_s=None))
         except PipeClosed as error:
             reason = str(error)
-        with self._lock:
-            self._is_over = True
-            calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            call.future.set_exception(self._death(reason))
+        self._is_over = True
+        while self._calls:
+            with contextlib.suppress(KeyError):  # its caller took the last one back
+                self._calls.popitem()[1].future.set_exception(self._death(reason))
 
     def _settle(self, answer: dict[str, Any]) -> None:
         if "tokens" in answer:
             call = self._calls.get(answer["id"])
             if call is not None and call.listener is not None:
                 call.listener(answer["tokens"])
-        elif (call := self._pop(answer["id"])) is not None:
+        elif (call := self._calls.pop(answer["id"], None)) is not None:
             if (error := answer.get("error")) is not None:
                 call.future.set_exception(type(error)(f"{self._child.name}: {error}"))
             else:
                 # A child that reports that it is up sends no output.
                 self.event_metadata = answer.get("events", self.event_metadata)
                 call.future.set_result(cast("Output", answer.get("output")))
-
-    def _pop(self, call_id: int) -> Call | None:
-        with self._lock:
-            return self._calls.pop(call_id, None)
 
     def _death(self, reason: str) -> KVRayError:
         if self._log.closed:
