@@ -21,11 +21,11 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConnectorConfig:
-    """The names of a connector's classes; versions 1.1 and 1.2 take nothing else."""
+    """The names of a connector's classes, by default kvray's; 1.1 and 1.2 take nothing else."""
 
-    connector_module: str
-    connector_scheduler_class: str
-    connector_worker_class: str
+    connector_module: str = "kvray.connector"
+    connector_scheduler_class: str = "KvRayScheduler"
+    connector_worker_class: str = "KvRayWorker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,7 @@ from kvray.serve.settings import Settings
 _log = logging.getLogger("ray.serve")
 
 TRTLLM_MODULE = "kvray.serve.trtllm_child"
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+CONNECTOR = KvConnectorConfig()
 
 _EVENTS_MAX = 100_000
 """KV events of an engine's pool that wait to be published; they are taken 20 times a second."""

@@ -20,11 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIVES = int(os.environ.get("LIVES", "8" if DEVICE == "cuda" else "1"))
 BLOCK = 16
 ANSWER_TOKENS = 6
-KVRAY = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+KVRAY = KvConnectorConfig()
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"overlap": True},

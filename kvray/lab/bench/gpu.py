@@ -255,7 +255,6 @@ def _prompts(
                 f"The bench's shard did not start: {status.get('message', status['state'])}"
             )
         connector = KvConnectorConfig(
-            connector_module="kvray.connector",
             connector_scheduler_class=f"KvRayScheduler@{path}",
             connector_worker_class=f"KvRayWorker@{path}",
         )

@@ -66,7 +66,6 @@ class Server:
         connector = KvConnectorConfig(
             connector_module="kvray.lab.chaos.stalls",
             connector_scheduler_class=f"TimedScheduler@{self.stalls_path}",
-            connector_worker_class="KvRayWorker",
         )
         own = {"KVRAY_CONNECTOR__REPLICA": name, "KVRAY_ARENA__DIR": str(arena_dir)}
         env, log_path = {**environ, **own}, Path(f"{files}.log")

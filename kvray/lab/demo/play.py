@@ -47,11 +47,6 @@ _CHAT = (
 _PLAIN = ("", "\n\nQuestion: {question}\nAnswer:")
 
 _ENGINES = ("reference", "vllm")
-_CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
 _MAX_TOKENS = 16
 _THREADS_MAX = 4
 _SAVED_TIMEOUT_S = 20.0
@@ -263,7 +258,7 @@ class Engines:
                 made = {
                     "tokens_per_block": TOKENS_PER_BLOCK,
                     "num_blocks": num_blocks,
-                    "connector": _CONNECTOR if with_kvray else None,
+                    "connector": KvConnectorConfig() if with_kvray else None,
                     "enable_block_reuse": with_reuse,
                     "num_threads": self._num_threads,
                 }

@@ -29,11 +29,7 @@ from kvray.store import Arena
 from tests.far import Far
 from tests.waiting import HANG_S, wait_for
 
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+CONNECTOR = KvConnectorConfig()
 """What a replica is started with, so that it uses the tier."""
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -106,11 +106,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {
         "module": "kvray.serve.trtllm_child",
         "env": {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        "connector": KvConnectorConfig(
-            connector_module="kvray.connector",
-            connector_scheduler_class="KvRayScheduler",
-            connector_worker_class="KvRayWorker",
-        ),
+        "connector": KvConnectorConfig(),
     }
 
 
