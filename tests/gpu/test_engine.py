@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvray.engine.meta import LoadPlan
-from kvray.reference import KvConnectorConfig, ReferenceEngine
+from kvray.reference import KvConnectorConfig
+from kvray.reference.engine import ReferenceEngine
 from tests.kit.tier import Tier, tier_environment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

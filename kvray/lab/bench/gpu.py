@@ -38,8 +38,9 @@ from kvray.lab.runner import (
     speed_ratio,
     time_ratio,
 )
-from kvray.reference import KvConnectorConfig, ReferenceEngine
+from kvray.reference import KvConnectorConfig
 from kvray.reference.checkpoint import RANDOM
+from kvray.reference.engine import ReferenceEngine
 from kvray.reference.model import Config, dtype_of, head_dim, weight_shapes
 from kvray.reference.output import Output
 

@@ -17,8 +17,8 @@ from kvray.lab.bench import gpu
 from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu, name_of
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.runner import running
-from kvray.reference import ReferenceEngine
 from kvray.reference.checkpoint import RANDOM
+from kvray.reference.engine import ReferenceEngine
 from tests.forks import assert_refused
 
 SCALE = GpuScale(
