@@ -7,7 +7,6 @@ connector and a shard of its own, without Ray. Each answer is compared token for
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -54,6 +53,9 @@ _CHUNK_TOKENS = 2048
 _ANSWER_TOKENS = 4
 _WAIT_S, _STORE_S, _POLL_S = 120.0, 5.0, 0.002
 KINDS = ("copies", "prompts")
+WRONG = "wrong_answers"
+Tally = Counter[str]
+"""Bytes by how they were copied, and answers unlike those of the engine without kvray."""
 _TARGETS = {
     "gpu_h2d_ratio_4mib": 0.95,
     "gpu_d2h_ratio_4mib": 0.95,
@@ -155,15 +157,6 @@ def measure_gpu(
     return _report(scale, device, rows, tally)
 
 
-class Tally:
-    """What is counted beside the measurements."""
-
-    def __init__(self) -> None:
-        self.copied: Counter[str] = Counter()
-        self.num_wrong = 0
-        """Answers that differ from those of the engine without kvray."""
-
-
 def _measure_copies(
     scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
 ) -> Iterator[Row]:
@@ -177,13 +170,13 @@ def _measure_copies(
             copies = BlockCopies(device, arena, num_blocks=scale.num_blocks, block_bytes=size)
             inner.stack.callback(copies.close)
             yield from take(copies, scale.pairs)
-            tally.copied += copies.copied_bytes
+            tally.update(copies.copied_bytes)
 
 
 def _measure_prompts(
     scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
 ) -> Iterator[Row]:
-    prompts = scope.stack.enter_context(_prompts(scale, device, directory, tally))
+    prompts = _start_engines(scale, device, directory, scope, tally)
     for num_tokens in scale.lengths:
         yield from prompts.take(num_tokens, scale.prefill_pairs)
 
@@ -208,9 +201,10 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         for name, one in targets.items()
         if not one["is_met"]
     ]
+    copied, num_wrong = dict(tally), tally[WRONG]
+    copied.pop(WRONG, None)
     how = ", ".join(
-        f"{format_size(size)} {name.removeprefix('copied_bytes_')}"
-        for name, size in tally.copied.items()
+        f"{format_size(size)} {name.removeprefix('copied_bytes_')}" for name, size in copied.items()
     )
     faster = f"Loading is the faster way from {first:,} tokens on." if first else ""
     return bench_report(
@@ -222,13 +216,13 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         + (f"\nCopied: {how}." if how else "")
         + "\n"
         + (faster or ("Computing was the faster way at every length." if ratios else ""))
-        + (f"\n{tally.num_wrong} answers were WRONG: report this." if tally.num_wrong else "")
+        + (f"\n{num_wrong} answers were WRONG: report this." if num_wrong else "")
         + (f"\nTargets that were missed: {'; '.join(missed)}." if missed else ""),
         facts={
             "crossover_tokens": first,
-            "wrong_answers": tally.num_wrong,
+            "wrong_answers": num_wrong,
             "targets": targets,
-            "copied_bytes": dict(tally.copied),
+            "copied_bytes": copied,
             "blocks": scale.num_blocks,
             "pairs": scale.pairs,
             "prefill_pairs": scale.prefill_pairs,
@@ -237,45 +231,43 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
     )
 
 
-@contextmanager
-def _prompts(
-    scale: GpuScale, device: GpuDevice, directory: Path, tally: Tally
-) -> Iterator["Prompts"]:
-    """Start a shard, an engine with a connector and one without; end them."""
+def _start_engines(
+    scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
+) -> "Prompts":
+    """Start a shard, an engine with a connector and one without, which end with `scope`."""
     path = directory / "kvray.yaml"
     capacity = 2 * scale.prompt_bytes + _TABLES_BYTES
     arena = {"dir": str(directory), "capacity": capacity, "lock_wait_s": LOCK_WAIT_S}
     path.write_text(yaml.safe_dump({"arena": arena, "connector": {"model_key": "bench"}}))
     shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
-    try:
-        is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
-        status = shard.status()
-        if status["state"] != "serving":
-            raise KVRayError(
-                f"The bench's shard did not start: {status.get('message', status['state'])}"
-            )
-        connector = KvConnectorConfig(
-            connector_scheduler_class=f"KvRayScheduler@{path}",
-            connector_worker_class=f"KvRayWorker@{path}",
+    scope.stack.callback(shard.stop, retire=True, timeout_s=_WAIT_S)
+    is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
+    status = shard.status()
+    if status["state"] != "serving":
+        raise KVRayError(
+            f"The bench's shard did not start: {status.get('message', status['state'])}"
         )
-        make = partial(
-            ReferenceEngine,
-            scale.model,
-            device=str(device.device),
-            tokens_per_block=_TOKENS_PER_BLOCK,
-            blocks_per_step=_BLOCKS_PER_STEP,
-            num_blocks=scale.num_pages + 1,
-            enable_chunked_prefill=True,
-            chunk_tokens=_CHUNK_TOKENS,
-        )
-        with make(enable_block_reuse=False) as bare, make(connector=connector, poison=True) as ours:
-            assert ours.connector is not None, "it has just been asked for"
-            worker = ours.connector.worker
-            wait_until_ready(worker._rank.pool, worker._rank.shared.link.arena)
-            yield Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
-    finally:
-        shard.stop(retire=True, timeout_s=_WAIT_S)
+    connector = KvConnectorConfig(
+        connector_scheduler_class=f"KvRayScheduler@{path}",
+        connector_worker_class=f"KvRayWorker@{path}",
+    )
+    make = partial(
+        ReferenceEngine,
+        scale.model,
+        device=str(device.device),
+        tokens_per_block=_TOKENS_PER_BLOCK,
+        blocks_per_step=_BLOCKS_PER_STEP,
+        num_blocks=scale.num_pages + 1,
+        enable_chunked_prefill=True,
+        chunk_tokens=_CHUNK_TOKENS,
+    )
+    bare = scope.stack.enter_context(make(enable_block_reuse=False))
+    ours = scope.stack.enter_context(make(connector=connector, poison=True))
+    assert ours.connector is not None, "it has just been asked for"
+    worker = ours.connector.worker
+    wait_until_ready(worker._rank.pool, worker._rank.shared.link.arena)
+    return Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
 
 
 class Prompts:
@@ -344,7 +336,7 @@ class Prompts:
                     f"Of {num_tokens} tokens that were stored only {output.hit_tokens} were loaded;"
                     " report this."
                 )
-            self._tally.num_wrong += len({*answers, output.token_ids}) - 1
+            self._tally[WRONG] += len({*answers, output.token_ids}) - 1
             cold.append(pair)
             loaded.append(pair._replace(ours=Duration(output.ttft_s)))
         return cold, loaded
