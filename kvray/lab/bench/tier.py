@@ -14,7 +14,7 @@ import psutil
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, time_rows, value_row
-from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, answer, begin, call_all, start
+from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, call_all, start
 from kvray.lab.report import Report
 from kvray.lab.runner import (
     LARGE_BYTES,
@@ -168,16 +168,10 @@ class _Bench:
         found, workers = defaultdict[str, Found](list), self._workers[:num_processes]
         cpu_s, began = cpu_seconds(shard), time.monotonic()
         for _ in range(turns):
-            for worker in workers:
-                begin(
-                    worker,
-                    "play",
-                    sizes=self._sizes,
-                    num_prefixes=self._num_prefixes,
-                    turn=next(self._turns),
-                    seconds=self._seconds / turns,
-                )
-            for one in chain.from_iterable(map(answer, workers)):
+            own = [{"turn": next(self._turns)} for _ in workers]
+            asked = {"num_prefixes": self._num_prefixes, "seconds": self._seconds / turns}
+            answers = call_all(workers, "play", own, sizes=self._sizes, **asked)
+            for one in chain.from_iterable(answers):
                 found[one[0]].append(one)
             self._runner.advance()
         share = (cpu_seconds(shard) - cpu_s) / (time.monotonic() - began)

@@ -6,9 +6,9 @@ import mmap
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,21 +173,20 @@ def start(runner: Runner, module: str = __name__, env: Mapping[str, str] | None 
     return child
 
 
-def begin(worker: Child, name: str, **arguments: Any) -> None:
-    """Begin a call; `answer` waits for the answer to the oldest one that is open."""
-    worker.send((name, arguments), timeout_s=_TIMEOUT_S)
+def call_all(
+    workers: Sequence[Child],
+    name: str,
+    each: Iterable[Mapping[str, Any]] = repeat({}),
+    /,
+    **arguments: Any,
+) -> list[Any]:
+    """Have all `workers` answer the same call at once, `each` with arguments of its own.
 
-
-def answer(worker: Child) -> Any:
-    """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
-    return worker.receive(timeout_s=_TIMEOUT_S)
-
-
-def call_all(workers: Sequence[Child], name: str, **arguments: Any) -> list[Any]:
-    """Have all `workers` answer the same call at once; return their answers."""
-    for worker in workers:
-        begin(worker, name, **arguments)
-    return [answer(worker) for worker in workers]
+    Return their answers; KVRayError: a call failed, or a process died.
+    """
+    for worker, own in zip(workers, each, strict=False):
+        worker.send((name, {**arguments, **own}), timeout_s=_TIMEOUT_S)
+    return [worker.receive(timeout_s=_TIMEOUT_S) for worker in workers]
 
 
 def serve(work: object) -> None:
