@@ -161,6 +161,10 @@ class Runner:
         """Show the step that runs now; `total` is the number of steps of the whole run."""
         self._progress.update(self._bar, description=description, total=total, visible=True)
 
+    def say(self, sentence: str) -> None:
+        """Print a sentence beside the progress."""
+        self._progress.console.print(sentence)
+
     def advance(self) -> None:
         """Count a step as done."""
         self._progress.advance(self._bar)

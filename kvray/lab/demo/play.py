@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from kvray.client import Client
-from kvray.config import environ_for, load_config
+from kvray.config import environ_for, format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab import vllm
 from kvray.lab.demo.report import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, judge, report
@@ -166,8 +166,7 @@ def _write_config(runner: Runner, capacity: int, *, model: str) -> Path:
         },
     }
     if not has_room:
-        with runner.during(f"{_SHM} is too small; the arena goes to {scratch}"):
-            pass
+        runner.say(f"{_SHM} has no room for {format_size(capacity)}; the arena goes to {scratch}.")
     if _is_tiny(model):  # random weights have no checkpoint that tells them apart
         settings["connector"] = {"model_key": model.replace(":", "-")}
     path = scratch / "kvray.yaml"
