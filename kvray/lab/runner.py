@@ -224,5 +224,11 @@ class Runner:
 def running(interrupts: Interrupts) -> Iterator[Runner]:
     """Give a runner that shows its progress on stderr; end all that it began, however it ends."""
     progress = counting_progress()
-    with interrupts.closing() as stack, progress:
-        yield Runner(interrupts, stack, progress, progress.add_task("", total=None, visible=False))
+    bar = progress.add_task("", total=None, visible=False)
+    with interrupts.closing() as stack:
+        with masked():  # its thread takes no signal that is held back
+            progress.start()
+        try:
+            yield Runner(interrupts, stack, progress, bar)
+        finally:
+            progress.stop()
