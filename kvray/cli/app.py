@@ -9,14 +9,14 @@ import typer
 
 from kvray import __version__
 from kvray.cli.arenas import sweep, verify
-from kvray.cli.bench import bench
+from kvray.cli.asking import bounded
+from kvray.cli.bench import bench, chaos, demo
 from kvray.cli.blocks import clear, drain, prefetch
 from kvray.cli.config import config_app, connector_config
 from kvray.cli.dashboard import dashboard
 from kvray.cli.doctor.command import doctor
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
-from kvray.cli.lab import chaos, demo
 from kvray.cli.ls import ls
 from kvray.cli.replay import replay
 from kvray.cli.size import size
@@ -43,10 +43,11 @@ for _panel, _commands in _PANELS.items():
     for _command in _commands:
         if isinstance(_command, typer.Typer):
             for _below in _command.registered_commands:
-                _below.cls = Command
+                assert _below.callback is not None
+                _below.cls, _below.callback = Command, bounded(_below.callback)
             app.add_typer(_command, cls=Group, rich_help_panel=_panel)
         else:
-            app.command(cls=Command, rich_help_panel=_panel)(_command)
+            app.command(cls=Command, rich_help_panel=_panel)(bounded(_command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,8 +15,8 @@ from kvray.cli.asking import show_answer
 from kvray.cli.explain import age_text
 from kvray.config import format_size, load_config
 from kvray.console.interrupts import Interrupts, masked
-from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
-from kvray.console.output import EXIT_FAILED, boundary, empty_table
+from kvray.console.options import ConfigOption, JsonOption, flag, option
+from kvray.console.output import EXIT_FAILED, empty_table
 from kvray.console.progress import COUNTING, make_progress
 from kvray.errors import ConfigError, ShardUnavailable
 
@@ -41,20 +41,18 @@ def sweep(
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Show the arenas, and remove none.")] = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Remove this node's arenas that have neither a shard nor an engine.
 
     It looks at the arenas of this user only, and lists all of them.
     """
-    with boundary(verbose=verbose):
-        parent = directory or load_config(config).arena.dir
-        with masked():
-            from kvray.actors.owner.inventory import find_arenas
+    parent = directory or load_config(config).arena.dir
+    with masked():
+        from kvray.actors.owner.inventory import find_arenas
 
-        swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
-        found = {"directory": str(parent), "arenas": swept}
-        show_answer(found, _report_swept, as_json=as_json)
+    swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
+    found = {"directory": str(parent), "arenas": swept}
+    show_answer(found, _report_swept, as_json=as_json)
     if any(arena["outcome"] == "left" for arena in swept):
         raise typer.Exit(EXIT_FAILED)
 
@@ -107,44 +105,43 @@ def _report_swept(found: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def verify(
+    interrupts: Interrupts,
     config: ConfigOption = None,
     all_arenas: Annotated[
         bool, flag("--all", "Check every arena of this user under arena.dir.")
     ] = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Check every stored block of this node, and the tables that find it.
 
     Engines go on meanwhile. A block with wrong bytes is quarantined and never served. The shard
     mends the tables. Needs no Ray.
     """
-    with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config)
-        found: list[dict[str, Any]] = []
-        errors: list[ShardUnavailable] = []
-        directories = [settings.node_dir]
-        if all_arenas:
-            from kvray.actors.owner.ownership import is_own
-            from kvray.store.arena.file import ARENA_FILE
+    settings = load_config(config)
+    found: list[dict[str, Any]] = []
+    errors: list[ShardUnavailable] = []
+    directories = [settings.node_dir]
+    if all_arenas:
+        from kvray.actors.owner.ownership import is_own
+        from kvray.store.arena.file import ARENA_FILE
 
-            every = sorted(settings.arena.dir.glob("kvray-*"))
-            directories = [one for one in every if is_own(one) and (one / ARENA_FILE).exists()]
-        for directory in directories:
-            try:
-                # A signal waits for the end of a batch: no lease may stay behind.
-                with interrupts.held():
-                    found.append(_verify(directory, settings.arena.lock_wait_s, interrupts))
-            except ShardUnavailable as error:
-                errors.append(error)
-        if as_json or found or not errors:
-            told = {"arenas": found, "errors": [str(error) for error in errors]}
-            parent = str(settings.arena.dir)
-            show_answer(told, lambda told: _report_verified(told, parent), as_json=as_json)
-        if any(arena["corrupt"] or arena["damage"] for arena in found):
-            raise typer.Exit(EXIT_FAILED)
-        if errors:
-            raise errors[0]
+        every = sorted(settings.arena.dir.glob("kvray-*"))
+        directories = [one for one in every if is_own(one) and (one / ARENA_FILE).exists()]
+    for directory in directories:
+        try:
+            # A signal waits for the end of a batch: no lease may stay behind.
+            with interrupts.held():
+                found.append(_verify(directory, settings.arena.lock_wait_s, interrupts))
+        except ShardUnavailable as error:
+            errors.append(error)
+    if as_json or found or not errors:
+        told = {"arenas": found, "errors": [str(error) for error in errors]}
+        parent = str(settings.arena.dir)
+        show_answer(told, lambda told: _report_verified(told, parent), as_json=as_json)
+    if any(arena["corrupt"] or arena["damage"] for arena in found):
+        raise typer.Exit(EXIT_FAILED)
+    if errors:
+        raise errors[0]
 
 
 def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict[str, Any]:

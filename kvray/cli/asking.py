@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,34 @@ from rich.console import RenderableType
 
 from kvray.config import load_config, parse_size
 from kvray.console.interrupts import masked
-from kvray.console.output import printer, stdout_kept, visible
+from kvray.console.options import VerboseOption
+from kvray.console.output import boundary, printer, stdout_kept, visible
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvray.client import Client
+
+
+def bounded(body: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has `--verbose` and runs `body` inside a `boundary`.
+
+    Its interrupts are handed to a body that takes `interrupts`.
+    """
+    told = signature(body, eval_str=True)
+    if "verbose" in told.parameters:
+        return body  # it has a boundary of its own
+    shown = [one for one in told.parameters.values() if one.name != "interrupts"]
+
+    @wraps(body)
+    def command(*, verbose: bool, **options: Any) -> None:
+        with boundary(verbose=verbose) as interrupts:
+            if len(shown) < len(told.parameters):
+                options["interrupts"] = interrupts
+            body(**options)
+
+    last = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption)
+    vars(command)["__signature__"] = told.replace(parameters=[*shown, last])
+    return command
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""`kvray bench`: one command for each thing that is measured, and how a bench is run."""
+"""What shows, measures and attacks kvray: `kvray bench`, `kvray demo` and `kvray chaos`."""
 
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.cli.asking import parse_option
-from kvray.console.interrupts import masked
-from kvray.console.options import ConfigOption, JsonOption, VerboseOption, flag, option
-from kvray.console.output import PlotOption, boundary, check_plot
+from kvray.console.interrupts import Interrupts, masked
+from kvray.console.options import ConfigOption, JsonOption, flag, option
+from kvray.console.output import EXIT_FAILED, PlotOption, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.report import Report
@@ -34,43 +35,49 @@ bench = typer.Typer(
 
 
 def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that runs a bench; `taken` names what it gets of a higher layer."""
+    """Return a decorator that runs a module of the lab; `taken` names what it gets from above."""
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
         def command(
-            *, as_json: bool, verbose: bool, plot: Path | None = None, **options: Any
+            *, as_json: bool, interrupts: Interrupts, plot: Path | None = None, **options: Any
         ) -> None:
-            with boundary(verbose=verbose) as interrupts:
-                if plot is not None:
-                    check_plot(plot)
-                if "capacity" in options:
-                    options["capacity"] = parse_option("--capacity", options["capacity"])
-                if blocks := options.get("block"):
-                    options["block"] = [parse_option("--block", text) for text in blocks]
-                with masked():  # importing starts threads
-                    from kvray.lab.bench.runner import running
+            if plot is not None:
+                check_plot(plot)
+            for size in options.keys() & {"capacity", "arena"}:
+                options[size] = parse_option(f"--{size}", options[size])
+            if blocks := options.get("block"):
+                options["block"] = [parse_option("--block", text) for text in blocks]
+            with masked():  # importing starts threads
+                from kvray.lab.runner import running
 
-                    module = import_module(f"kvray.lab.bench.{name}")
-                    options |= {option: resolve_name(path) for option, path in taken.items()}
-                with running(interrupts) as runner:
-                    report: Report = module.run(runner, **options)
-                report.show(as_json=as_json, plot=plot)
+                module = import_module(f"kvray.lab.{name}")
+                options |= {option: resolve_name(path) for option, path in taken.items()}
+            with running(interrupts) as runner:
+                report: Report = module.run(runner, **options)
+            report.show(as_json=as_json, plot=plot)
+            if report.has_failed:
+                raise typer.Exit(EXIT_FAILED)
 
+        told, kind = signature(declared, eval_str=True), Parameter.KEYWORD_ONLY
+        more = (
+            Parameter("as_json", kind, default=False, annotation=JsonOption),
+            Parameter("interrupts", kind, annotation=Interrupts),
+        )
+        shown = told.replace(parameters=[*told.parameters.values(), *more])
+        vars(command)["__signature__"] = shown
         return command
 
     return decorate
 
 
 @bench.command()
-@_runs("local")
+@_runs("bench.local")
 def local(
     capacity: Annotated[str, option("SIZE", "Shared memory of the bench's own arena.")] = "1GiB",
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores, retrieves and lookups in an arena of this node.
 
@@ -80,13 +87,11 @@ def local(
 
 
 @bench.command()
-@_runs("gpu")
+@_runs("bench.gpu")
 def gpu(
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
 
@@ -96,12 +101,10 @@ def gpu(
 
 
 @bench.command()
-@_runs("staging")
+@_runs("bench.staging")
 def staging(
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure how fast one node stages blocks from another, beside the bare transports.
 
@@ -111,7 +114,7 @@ def staging(
 
 
 @bench.command()
-@_runs("tier")
+@_runs("bench.tier")
 def tier(
     capacity: Annotated[str, option("SIZE", "Shared memory of the tier's arena.")] = "6GiB",
     block: BlockOption = None,
@@ -120,9 +123,7 @@ def tier(
         option("N", "Processes at once; may be repeated. [1, 2 .. as cores]", 1, 8),
     ] = None,
     seconds: Annotated[float, option("S", "Load for each number of processes.", 1, 3600)] = 60,
-    as_json: JsonOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores and retrieves through a tier that runs and whose arena is full.
 
@@ -132,7 +133,7 @@ def tier(
 
 
 @bench.command()
-@_runs("nvme")
+@_runs("bench.nvme")
 def nvme(
     disk: Annotated[
         Path | None,
@@ -140,10 +141,8 @@ def nvme(
     ] = None,
     block: BlockOption = None,
     repeat: RepeatOption = None,
-    as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Measure stores to and cold retrieves from a disk, beside fio where that is installed.
 
@@ -153,7 +152,7 @@ def nvme(
 
 
 @bench.command()
-@_runs("serving.serve", app="kvray.serve:app")
+@_runs("bench.serving.serve", app="kvray.serve:app")
 def serve(
     url: Annotated[
         list[str] | None, option("NAME=URL", "An endpoint; may be repeated. The first is judged.")
@@ -201,14 +200,69 @@ def serve(
         str, option("SIZE", "--local: shared memory of the tier's arena.")
     ] = "2GiB",
     start_timeout: Annotated[float, option("S", "--local: longest start.", 1, 3600)] = 300,
-    as_json: JsonOption = False,
     plot: PlotOption = None,
     config: ConfigOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Load OpenAI-compatible endpoints with the same requests in turn, and compare their answers.
 
     The requests come when they are due, whatever the endpoint does. Endpoints must not share
     blocks. With --local it starts a Ray, a tier and three applications on this machine, and removes
     them again: kvray's router, Serve's own router with the tier, and without.
+    """
+
+
+@_runs("demo.play")
+def demo(
+    model: Annotated[
+        str,
+        option(
+            "MODEL",
+            "smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path of a"
+            " Llama-family checkpoint.",
+        ),
+    ] = "smollm2",
+    engine: Annotated[
+        str, option("ENGINE", "reference, or vllm, where vLLM is installed.")
+    ] = "reference",
+    arena: Annotated[str, option("SIZE", "Shared memory of the demo's tier.")] = "1GiB",
+    plot: PlotOption = None,
+) -> None:
+    """Let two replicas of a language model share prefixes, and compare every text.
+
+    It starts its own Ray and tier, beside others that run, and ends them. The exit status is 1 if
+    a token differs from a run without kvray, or if a prefix was not shared.
+    """
+
+
+@_runs("chaos.play")
+def chaos(
+    duration: Annotated[
+        float, option("SECONDS", "Length of the run with faults.", 20, 86_400)
+    ] = 60.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Decides the load and the faults.")
+    ] = 0,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=8, help="Ray nodes with a shard, on this machine.")
+    ] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=16, help="Engines, dealt to the nodes.")] = 2,
+    gap: Annotated[float, option("SECONDS", "Mean time between two faults.", 0.1, 3600)] = 1.5,
+    only: Annotated[
+        list[str] | None,
+        option(
+            "KIND",
+            "Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
+            " supervisor, engine or raylet), cut_link, cut_links, slow_link, fill_tmpfs, fill_disk,"
+            " fill_arena, truncate, flip_bytes, drain, call_off, preempt or join.",
+        ),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option(help="Give the nodes addresses and cables of their own; needs root.")
+    ] = True,
+) -> None:
+    """Serve from several nodes while parts of them are killed, stopped, cut off or filled up.
+
+    It starts its own Ray, tier and engines on this machine, and ends them. It compares every answer
+    with that of an engine without kvray. The exit status is 1 if a token was wrong, or if an engine
+    died or a request hung without a fault that explains it.
     """

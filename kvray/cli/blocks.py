@@ -11,15 +11,15 @@ import typer
 from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.cli.status import drain_sentence
 from kvray.config import load_config
+from kvray.console.interrupts import Interrupts
 from kvray.console.options import (
     AddressOption,
     ConfigOption,
     JsonOption,
-    VerboseOption,
     flag,
     option,
 )
-from kvray.console.output import boundary, printer
+from kvray.console.output import printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
 
@@ -29,6 +29,7 @@ _STALL_S = 60.0
 
 
 def drain(
+    interrupts: Interrupts,
     node: Annotated[
         str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
     ],
@@ -37,34 +38,32 @@ def drain(
     wait: Annotated[bool, flag("--wait/--no-wait", "Wait until the blocks are away.")] = True,
     config: ConfigOption = None,
     address: AddressOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Move blocks that only this node holds to other nodes before you remove it.
 
     What is used most goes first. Engines of the node go on until they end. The node gets nothing
     for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
     """
-    with boundary(verbose=verbose) as interrupts:
-        with open_client(config, address) as client:
-            if cancel:
-                print(f"{client.call_off_drain(node)} stays.")
-                return
-            shard = client.drain(node, seconds=deadline)
-            found = _look(client.status, shard)
-            moved, stalls_at = -1, 0.0
-            with LaunchProgress(printer(is_error=True), interrupts) as progress:
-                while wait and found["state"] == "moving":
-                    if found["moved_bytes"] != moved:
-                        moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S
-                    elif time.monotonic() > stalls_at:
-                        raise ShardUnavailable(
-                            f"{drain_sentence(shard, found)} Nothing has moved for {_STALL_S:.0f}"
-                            " s; it goes on, see `kvray status`."
-                        )
-                    progress.draining(moved, found["left_bytes"], found.get("message", ""))
-                    time.sleep(_POLL_S)
-                    found = _look(client.status, shard)
-        print(drain_sentence(shard, found))
+    with open_client(config, address) as client:
+        if cancel:
+            print(f"{client.call_off_drain(node)} stays.")
+            return
+        shard = client.drain(node, seconds=deadline)
+        found = _look(client.status, shard)
+        moved, stalls_at = -1, 0.0
+        with LaunchProgress(printer(is_error=True), interrupts) as progress:
+            while wait and found["state"] == "moving":
+                if found["moved_bytes"] != moved:
+                    moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S
+                elif time.monotonic() > stalls_at:
+                    raise ShardUnavailable(
+                        f"{drain_sentence(shard, found)} Nothing has moved for {_STALL_S:.0f}"
+                        " s; it goes on, see `kvray status`."
+                    )
+                progress.draining(moved, found["left_bytes"], found.get("message", ""))
+                time.sleep(_POLL_S)
+                found = _look(client.status, shard)
+    print(drain_sentence(shard, found))
 
 
 def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
@@ -79,20 +78,18 @@ def clear(
     config: ConfigOption = None,
     address: AddressOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Evict every block of every node, from memory and disk.
 
     The tier goes on. Blocks that an engine is reading stay. Use it to measure
     with an empty tier, or to delete data. Correct answers never need it.
     """
-    with boundary(verbose=verbose):
-        name = load_config(config).cluster_name
-        if not yes:
-            typer.confirm(f"Evict every block of the tier {name}?", abort=True)
-        with open_client(config, address) as client:
-            num_blocks = client.clear()
-        print(f"{num_blocks} blocks were evicted.")
+    name = load_config(config).cluster_name
+    if not yes:
+        typer.confirm(f"Evict every block of the tier {name}?", abort=True)
+    with open_client(config, address) as client:
+        num_blocks = client.clear()
+    print(f"{num_blocks} blocks were evicted.")
 
 
 def prefetch(
@@ -112,20 +109,18 @@ def prefetch(
     config: ConfigOption = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Bring a prompt's blocks from other nodes and disk to a replica.
 
     The next request with this prompt then hits.
     """
-    with boundary(verbose=verbose):
-        token_ids = read_tokens(tokens)
-        with open_client(config, address) as client:
-            brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
-        said = [
-            f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
-            f" {brought.staged_tokens:,} of them came now."
-        ]
-        if brought.reason != "none":
-            said.append(f"Why not more: {brought.reason.replace('_', ' ')}.")
-        show_answer(asdict(brought), lambda _: said, as_json=as_json)
+    token_ids = read_tokens(tokens)
+    with open_client(config, address) as client:
+        brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
+    said = [
+        f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
+        f" {brought.staged_tokens:,} of them came now."
+    ]
+    if brought.reason != "none":
+        said.append(f"Why not more: {brought.reason.replace('_', ' ')}.")
+    show_answer(asdict(brought), lambda _: said, as_json=as_json)

@@ -14,11 +14,10 @@ from kvray.console.options import (
     AddressOption,
     ConfigOption,
     JsonOption,
-    VerboseOption,
     flag,
     option,
 )
-from kvray.console.output import boundary, empty_table
+from kvray.console.output import empty_table
 from kvray.errors import ConfigError
 
 config_app = typer.Typer(
@@ -39,43 +38,40 @@ def show(
     ] = None,
     changed: Annotated[bool, flag("--changed", "Leave out the defaults.")] = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Print every effective value and its source.
 
     Without --node-label these are the tier's own values. Needs no Ray.
     """
-    with boundary(verbose=verbose):
-        labels = {}
-        for one in node_label or []:
-            key, parted, value = one.partition("=")
-            if not (key and parted and value):
-                raise ConfigError(
-                    f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
-                )
-            labels[key] = value
-        overrides = {"ray.address": address}
-        effective = read_effective(config, overrides=overrides, labels=labels)
-        found = {
-            "file": None if effective.path is None else str(effective.path),
-            "settings": [
-                {
-                    "name": one.name,
-                    "value": one.value,
-                    "from": {"kind": one.origin.kind, "where": one.origin.where or None},
-                }
-                for one in effective_settings(effective)
-                if not (changed and one.origin.kind == "default")
-            ],
-        }
-        show_answer(found, _report, as_json=as_json)
+    labels = {}
+    for one in node_label or []:
+        key, parted, value = one.partition("=")
+        if not (key and parted and value):
+            raise ConfigError(
+                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
+            )
+        labels[key] = value
+    overrides = {"ray.address": address}
+    effective = read_effective(config, overrides=overrides, labels=labels)
+    found = {
+        "file": None if effective.path is None else str(effective.path),
+        "settings": [
+            {
+                "name": one.name,
+                "value": one.value,
+                "from": {"kind": one.origin.kind, "where": one.origin.where or None},
+            }
+            for one in effective_settings(effective)
+            if not (changed and one.origin.kind == "default")
+        ],
+    }
+    show_answer(found, _report, as_json=as_json)
 
 
 @config_app.command()
-def schema(verbose: VerboseOption = False) -> None:
+def schema() -> None:
     """Print the JSON schema of kvray.yaml, for editors and checkers."""
-    with boundary(verbose=verbose):
-        print(json_schema(), end="")
+    print(json_schema(), end="")
 
 
 def _report(found: dict[str, Any]) -> Iterator[Table | str]:
@@ -114,22 +110,20 @@ def connector_config(
         Path | None,
         option("FILE", "The file to write; by default stdout.", names=["--output", "-o"]),
     ] = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Write the YAML file for `trtllm-serve --extra_llm_api_options`.
 
     Without --config the engine reads the file in KVRAY_CONFIG when it starts.
     """
-    with boundary(verbose=verbose):
-        load_config(config)  # a mistake in it shows here and not in an engine's log
-        text = render(config)
-        if output is None:
-            print(text, end="")
-            return
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written ({error.strerror}).") from None
+    load_config(config)  # a mistake in it shows here and not in an engine's log
+    text = render(config)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}).") from None
 
 
 def render(config: Path | None) -> str:

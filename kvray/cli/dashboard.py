@@ -8,8 +8,7 @@ import yaml
 
 from kvray.cli.page.command import serve
 from kvray.config import load_config
-from kvray.console.options import ConfigOption, VerboseOption, option
-from kvray.console.output import boundary
+from kvray.console.options import ConfigOption, option
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.errors import ConfigError
 
@@ -45,58 +44,51 @@ def install(
             names=["--to"],
         ),
     ] = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Put the dashboard where Ray's Grafana loads it; run this on the node of Ray's head.
 
     Each Ray session has a new directory: repeat this after a restart of Ray.
     """
-    with boundary(verbose=verbose):
-        if target is not None:
-            print(f"The dashboard is {put_dashboard(target)}.")
-            return
-        providers = _session(ray_temp_dir, config)[1] / _PROVIDERS  # what Ray's Grafana loads
-        try:
-            found = yaml.safe_load(providers.read_text())
-            directory = Path(found["providers"][0]["options"]["path"])
-        except (OSError, yaml.YAMLError, LookupError, TypeError):
-            raise ConfigError(
-                f"Ray has not written {providers}; start its head with the dashboard (`ray start"
-                " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
-                " with --to."
-            ) from None
-        print(f"The dashboard is {put_dashboard(directory)}.")
-        print("Each Ray session has a new directory: repeat this after a restart of Ray.")
-        print("`kvray dashboard scrape` prints the configuration for Prometheus.")
+    if target is not None:
+        print(f"The dashboard is {put_dashboard(target)}.")
+        return
+    providers = _session(ray_temp_dir, config)[1] / _PROVIDERS  # what Ray's Grafana loads
+    try:
+        found = yaml.safe_load(providers.read_text())
+        directory = Path(found["providers"][0]["options"]["path"])
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        raise ConfigError(
+            f"Ray has not written {providers}; start its head with the dashboard (`ray start"
+            " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
+            " with --to."
+        ) from None
+    print(f"The dashboard is {put_dashboard(directory)}.")
+    print("Each Ray session has a new directory: repeat this after a restart of Ray.")
+    print("`kvray dashboard scrape` prints the configuration for Prometheus.")
 
 
 @dashboard.command()
-def scrape(
-    config: ConfigOption = None, ray_temp_dir: TempDirOption = None, verbose: VerboseOption = False
-) -> None:
+def scrape(config: ConfigOption = None, ray_temp_dir: TempDirOption = None) -> None:
     """Print a configuration for Prometheus: where the metrics and the alerts are."""
-    with boundary(verbose=verbose):
-        temp_dir, _ = _session(ray_temp_dir, config)  # else it would find nothing, silently
-        found = [{"files": [str(temp_dir / _DISCOVERY)]}]
-        described = {
-            "rule_files": [str(package_file(ALERTS))],
-            "scrape_configs": [{"job_name": "ray", "file_sd_configs": found}],
-        }
-        print(yaml.safe_dump(described, sort_keys=False), end="")
+    temp_dir, _ = _session(ray_temp_dir, config)  # else it would find nothing, silently
+    found = [{"files": [str(temp_dir / _DISCOVERY)]}]
+    described = {
+        "rule_files": [str(package_file(ALERTS))],
+        "scrape_configs": [{"job_name": "ray", "file_sd_configs": found}],
+    }
+    print(yaml.safe_dump(described, sort_keys=False), end="")
 
 
 @dashboard.command()
-def rules(verbose: VerboseOption = False) -> None:
+def rules() -> None:
     """Print the alerts, as a rule file for Prometheus."""
-    with boundary(verbose=verbose):
-        print(package_file(ALERTS).read_text(), end="")
+    print(package_file(ALERTS).read_text(), end="")
 
 
 @dashboard.command()
-def show(verbose: VerboseOption = False) -> None:
+def show() -> None:
     """Print the dashboard as JSON, for an import into Grafana."""
-    with boundary(verbose=verbose):
-        print(package_file(DASHBOARD).read_text(), end="")
+    print(package_file(DASHBOARD).read_text(), end="")
 
 
 def _session(ray_temp_dir: Path | None, config: Path | None) -> tuple[Path, Path]:

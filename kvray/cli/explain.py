@@ -16,11 +16,10 @@ from kvray.console.options import (
     AddressOption,
     ConfigOption,
     JsonOption,
-    VerboseOption,
     flag,
     option,
 )
-from kvray.console.output import boundary, empty_table
+from kvray.console.output import empty_table
 from kvray.errors import ConfigError
 
 _LAST_MAX = 200
@@ -57,26 +56,24 @@ def explain(
     config: ConfigOption = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
-    with boundary(verbose=verbose):
-        if tokens is not None and (last or request_id is not None):
-            raise ConfigError("Give either --tokens or a request, not both.")
-        if tokens is None and (salt is not None or lora is not None):
-            raise ConfigError("--salt and --lora need --tokens; a request has its own.")
-        if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
-            raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
-        token_ids = None if tokens is None else read_tokens(tokens)
-        with open_client(config, address) as client:
-            if token_ids is not None:
-                found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
-            elif last or request_id is None:
-                found = client.explain(replica=replica, last=request_id or 1)
-            else:
-                found = client.explain(request_id, replica=replica, last=_LAST_MAX)
-        as_list = last and (request_id or 1) > 1
-        show_answer(found, lambda found: _report(found, as_list=as_list), as_json=as_json)
+    if tokens is not None and (last or request_id is not None):
+        raise ConfigError("Give either --tokens or a request, not both.")
+    if tokens is None and (salt is not None or lora is not None):
+        raise ConfigError("--salt and --lora need --tokens; a request has its own.")
+    if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
+        raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
+    token_ids = None if tokens is None else read_tokens(tokens)
+    with open_client(config, address) as client:
+        if token_ids is not None:
+            found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
+        elif last or request_id is None:
+            found = client.explain(replica=replica, last=request_id or 1)
+        else:
+            found = client.explain(request_id, replica=replica, last=_LAST_MAX)
+    as_list = last and (request_id or 1) > 1
+    show_answer(found, lambda found: _report(found, as_list=as_list), as_json=as_json)
 
 
 def _report(found: dict[str, Any], *, as_list: bool) -> Iterator[RenderableType]:

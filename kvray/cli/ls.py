@@ -11,8 +11,8 @@ from kvray.cli.asking import open_client, show_answer
 from kvray.cli.explain import shortened
 from kvray.cli.hits import tier_share
 from kvray.config import format_size
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
-from kvray.console.output import boundary, empty_table
+from kvray.console.options import AddressOption, ConfigOption, JsonOption
+from kvray.console.output import empty_table
 
 
 def ls(
@@ -29,20 +29,18 @@ def ls(
     config: ConfigOption = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """List the namespaces that have blocks or replicas, or the prefixes of one of them."""
-    with boundary(verbose=verbose):
-        with open_client(config, address) as client:
-            shards = client.status()["shards"]
-            contents = client.contents(namespace, hottest=hottest)
-        found: dict[str, Any] = {
-            "namespaces": namespaces(shards, contents),
-            "silent": [one["shard"] for one in shards if one["shard"] not in contents],
-        }
-        if namespace is not None:
-            found["prefixes"] = prefixes(contents)[:hottest]
-        show_answer(found, lambda found: _report(found, namespace), as_json=as_json)
+    with open_client(config, address) as client:
+        shards = client.status()["shards"]
+        contents = client.contents(namespace, hottest=hottest)
+    found: dict[str, Any] = {
+        "namespaces": namespaces(shards, contents),
+        "silent": [one["shard"] for one in shards if one["shard"] not in contents],
+    }
+    if namespace is not None:
+        found["prefixes"] = prefixes(contents)[:hottest]
+    show_answer(found, lambda found: _report(found, namespace), as_json=as_json)
 
 
 def namespaces(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.console.interrupts import masked
-from kvray.console.options import JsonOption, VerboseOption, flag, option
-from kvray.console.output import PlotOption, boundary, check_plot
+from kvray.console.options import JsonOption, flag, option
+from kvray.console.output import PlotOption, check_plot
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def replay(
     disk_rate: Annotated[float, _positive("GB/S", "From disk to memory, with --nvme.")] = 3,
     as_json: JsonOption = False,
     plot: PlotOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Replay a trace of requests, and compare how many blocks each policy would have found.
 
@@ -111,79 +110,78 @@ def replay(
     given = [
         name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")
     ]
-    with boundary(verbose=verbose):
-        if check_curve and (replicas is not None or plot is not None):
-            raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
-        refused = _FLEET if replicas is None else ("capacity", "policy", "admission")
-        why = "is for policies; leave --replicas out"
-        if replicas is None:
-            why = "is for routers; give --replicas N, too"
-        for name in refused:
-            if name in given:
-                raise ConfigError(f"--{name.replace('_', '-')} {why}.")
-        host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
-        nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
-        if admission and not nvme_blocks:
-            raise ConfigError("--admission decides what goes to disk; give --nvme BLOCKS, too.")
-        if "disk_rate" in given and not nvme_blocks:
-            raise ConfigError("--disk-rate is the speed of a disk; give --nvme BLOCKS, too.")
-        sizes = {
-            "pool_blocks": _one_size(pool, "--pool"),
-            "host_blocks": _one_size(host, "--host"),
-            "disk_blocks": nvme_blocks,
-        }
-        if plot is not None:
-            check_plot(plot)
-        with masked():
-            from kvray.console.progress import counting_progress
-            from kvray.lab.replay import read_trace, simulator
-            from kvray.lab.replay.curve_check import check_curves
-            from kvray.lab.replay.report import report_curves, report_policies, report_routers
-            from kvray.lab.replay.routers import ROUTERS, FleetPlan, compare_routers
-            from kvray.routing import Link, Rates
+    if check_curve and (replicas is not None or plot is not None):
+        raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
+    refused = _FLEET if replicas is None else ("capacity", "policy", "admission")
+    why = "is for policies; leave --replicas out"
+    if replicas is None:
+        why = "is for routers; give --replicas N, too"
+    for name in refused:
+        if name in given:
+            raise ConfigError(f"--{name.replace('_', '-')} {why}.")
+    host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
+    nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
+    if admission and not nvme_blocks:
+        raise ConfigError("--admission decides what goes to disk; give --nvme BLOCKS, too.")
+    if "disk_rate" in given and not nvme_blocks:
+        raise ConfigError("--disk-rate is the speed of a disk; give --nvme BLOCKS, too.")
+    sizes = {
+        "pool_blocks": _one_size(pool, "--pool"),
+        "host_blocks": _one_size(host, "--host"),
+        "disk_blocks": nvme_blocks,
+    }
+    if plot is not None:
+        check_plot(plot)
+    with masked():
+        from kvray.console.progress import counting_progress
+        from kvray.lab.replay import read_trace, simulator
+        from kvray.lab.replay.report import report_curves, report_policies, report_routers
+        from kvray.lab.replay.routers import ROUTERS, FleetPlan, compare_routers
+        from kvray.lab.replay.simulator import check_curves
+        from kvray.routing import Link, Rates
 
-        policies, admissions = policy or [], admission or []
+    policies, admissions = policy or [], admission or []
+    if check_curve:
+        policies, admissions = policies or ["gittins"], admissions or ["likely"]
+    plan = simulator.Plan(
+        policies=_names(policies, simulator.POLICIES, "--policy"),
+        host_blocks=host_blocks,
+        nvme_blocks=nvme_blocks,
+        admissions=_names(admissions, simulator.ADMISSIONS, "--admission"),
+    )
+    routers = _names(router, list(ROUTERS), "--router")
+    with counting_progress() as bar:
+        task = bar.add_task("Reading", total=None)
+
+        def show(title: str, done: int, total: int) -> None:
+            bar.update(task, description=title, completed=done, total=total)
+
+        read = read_trace(trace, block_tokens=block_tokens, concurrent=concurrent, seed=seed)
+        report: Report
         if check_curve:
-            policies, admissions = policies or ["gittins"], admissions or ["likely"]
-        plan = simulator.Plan(
-            policies=_names(policies, simulator.POLICIES, "--policy"),
-            host_blocks=host_blocks,
-            nvme_blocks=nvme_blocks,
-            admissions=_names(admissions, simulator.ADMISSIONS, "--admission"),
-        )
-        routers = _names(router, list(ROUTERS), "--router")
-        with counting_progress() as bar:
-            task = bar.add_task("Reading", total=None)
-
-            def show(title: str, done: int, total: int) -> None:
-                bar.update(task, description=title, completed=done, total=total)
-
-            read = read_trace(trace, block_tokens=block_tokens, concurrent=concurrent, seed=seed)
-            report: Report
-            if check_curve:
-                report = report_curves(check_curves(read, plan, seed=seed, progress=show))
-            elif replicas is not None:
-                fleet_plan = FleetPlan(
-                    num_replicas=replicas,
-                    **sizes,
-                    speed=speed,
-                    deadline_s=deadline,
-                    imbalance_max=imbalance,
-                    seed=seed,
-                    rates=Rates(
-                        prefill_tokens_per_s=prefill_rate,
-                        token_bytes=token_bytes,
-                        host=Link(bytes_per_s=1e9 * copy_rate),
-                        remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * link_rate),
-                        disk=Link(bytes_per_s=1e9 * disk_rate) if nvme_blocks else None,
-                    ),
-                )
-                routed = compare_routers(read, fleet_plan, routers, progress=show)
-                report = report_routers(routed, concurrent=concurrent)
-            else:
-                found = simulator.compare(read, plan, simulator.simulate, progress=show)
-                report = report_policies(found, concurrent=concurrent, seed=seed)
-        report.show(as_json=as_json, plot=plot)
+            report = report_curves(check_curves(read, plan, seed=seed, progress=show))
+        elif replicas is not None:
+            fleet_plan = FleetPlan(
+                num_replicas=replicas,
+                **sizes,
+                speed=speed,
+                deadline_s=deadline,
+                imbalance_max=imbalance,
+                seed=seed,
+                rates=Rates(
+                    prefill_tokens_per_s=prefill_rate,
+                    token_bytes=token_bytes,
+                    host=Link(bytes_per_s=1e9 * copy_rate),
+                    remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * link_rate),
+                    disk=Link(bytes_per_s=1e9 * disk_rate) if nvme_blocks else None,
+                ),
+            )
+            routed = compare_routers(read, fleet_plan, routers, progress=show)
+            report = report_routers(routed, concurrent=concurrent)
+        else:
+            found = simulator.compare(read, plan, simulator.simulate, progress=show)
+            report = report_policies(found, concurrent=concurrent, seed=seed)
+    report.show(as_json=as_json, plot=plot)
 
 
 def parse_sizes(texts: list[str], option: str) -> list[int]:

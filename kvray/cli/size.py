@@ -13,14 +13,12 @@ from kvray.console.options import (
     AddressOption,
     ConfigOption,
     JsonOption,
-    VerboseOption,
     flag,
     option,
 )
 from kvray.console.output import (
     PlotOption,
     blank_figure,
-    boundary,
     check_plot,
     empty_table,
     write_picture,
@@ -49,7 +47,6 @@ def size(
     address: AddressOption = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
-    verbose: VerboseOption = False,
 ) -> None:
     """Say what more or less host memory would be worth to the prompts that come.
 
@@ -58,15 +55,14 @@ def size(
 
     Of each namespace it shows the share of prompt tokens that would hit at each size.
     """
-    with boundary(verbose=verbose):
-        more = [parse_option("--add", text) for text in add or ()][:_MORE_MAX]
-        if plot is not None:
-            check_plot(plot)
-        with open_client(config, address) as client:
-            found = client.sizing(now=now)
-        show_answer(found, lambda found: _report(found, more), as_json=as_json)
-        if plot is not None:
-            write_picture(make_figure(found), plot)
+    more = [parse_option("--add", text) for text in add or ()][:_MORE_MAX]
+    if plot is not None:
+        check_plot(plot)
+    with open_client(config, address) as client:
+        found = client.sizing(now=now)
+    show_answer(found, lambda found: _report(found, more), as_json=as_json)
+    if plot is not None:
+        write_picture(make_figure(found), plot)
 
 
 def make_figure(found: dict[str, Any]) -> "Figure":

@@ -20,8 +20,8 @@ from kvray.cli.asking import open_client, show_answer
 from kvray.cli.size import sizing_line
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size, load_config
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption, flag
-from kvray.console.output import boundary, empty_table, printer, visible
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
+from kvray.console.output import empty_table, printer, visible
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.metrics import figure
 from kvray.trace.reasons import MISS_PREFIX
@@ -73,18 +73,16 @@ def status(
         bool, flag("--watch", f"Show it every {_WATCH_S:.0f} s, until Ctrl-C.")
     ] = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Show the shards with their memory, the lookup, and the replicas with their hits."""
-    with boundary(verbose=verbose):
-        if watch and as_json:
-            raise ConfigError("--watch shows a text; take --json without it, in a loop.")
-        with open_client(config, address) as client:
-            if watch:
-                _watch(client, printer())
-                return
-            found = client.status()
-        show_answer(found, _report, as_json=as_json)
+    if watch and as_json:
+        raise ConfigError("--watch shows a text; take --json without it, in a loop.")
+    with open_client(config, address) as client:
+        if watch:
+            _watch(client, printer())
+            return
+        found = client.status()
+    show_answer(found, _report, as_json=as_json)
 
 
 def _watch(client: "Client", console: Console) -> None:
@@ -306,25 +304,23 @@ def probe(
     timeout: Annotated[
         float, typer.Option(min=0.01, max=60, help="Longest wait for the answer, in seconds.")
     ] = 1.0,
-    verbose: VerboseOption = False,
 ) -> None:
     """Ask this node's shard over its socket whether it serves.
 
     Needs no Ray. Run it as the user of the shard, with the configuration of this node. Engines
     need no such probe: they serve on without a shard.
     """
-    with boundary(verbose=verbose):
-        from kvray.node.stage_calls import ShardSocket
+    from kvray.node.stage_calls import ShardSocket
 
-        shard = ShardSocket(load_config(config).node_dir)
-        try:
-            answer = shard.call("hello", timeout_s=timeout)
-        except ShardUnavailable as error:
-            print(f"kvray: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_NOT_SERVING) from None
-        finally:
-            shard.close()
-        print(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")
+    shard = ShardSocket(load_config(config).node_dir)
+    try:
+        answer = shard.call("hello", timeout_s=timeout)
+    except ShardUnavailable as error:
+        print(f"kvray: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_NOT_SERVING) from None
+    finally:
+        shard.close()
+    print(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")
 
 
 _COLUMNS_MAX = 6

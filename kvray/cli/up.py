@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
-from kvray.console.interrupts import masked
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption, flag, option
-from kvray.console.output import boundary, empty_table, printer
+from kvray.console.interrupts import Interrupts, masked
+from kvray.console.options import AddressOption, ConfigOption, flag, option
+from kvray.console.output import empty_table, printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 
@@ -24,6 +24,7 @@ _OBJECT_STORE_BYTES = 2**30
 
 
 def up(
+    interrupts: Interrupts,
     config: ConfigOption = None,
     address: AddressOption = None,
     port: Annotated[
@@ -47,7 +48,6 @@ def up(
         ),
     ] = False,
     plan: Annotated[bool, flag("--plan", "Show the changes, and make none.")] = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Start the tier and wait until it serves; running it again is fine.
 
@@ -55,47 +55,46 @@ def up(
     restart one node after the other. Arenas stay, and attached engines go on. Without an address,
     this command starts a Ray on this machine that runs until `kvray down`.
     """
-    with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
-        for option, given in (("--port", port is not None), ("--dashboard", dashboard)):
-            if given and settings.ray.address is not None:
-                raise ConfigError(
-                    f"{option} is for a local Ray, but ray.address names the one at"
-                    f" {settings.ray.address}; leave one of the two out."
-                )
-        with masked():
-            from kvray.actors.tier.launch import bring_up
-            from kvray.actors.tier.rollout import Observer, Rollout
-
-        rollout = Rollout(restart=restart, recreate=recreate)
-        if plan:
-            _show_plan(settings, rollout)
-            return
-        console = printer(soft_wrap=True)
-        done: list[str] = []
-
-        def tell(sentence: str) -> None:
-            done.append(sentence)
-            console.print(sentence)
-
-        # A signal waits for the next report, so that a half-started Ray is not left behind.
-        progress = LaunchProgress(printer(is_error=True), interrupts)
-        with progress, interrupts.held():
-            launch = bring_up(
-                settings,
-                port=port,
-                dashboard=dashboard,
-                observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
-                wait=wait,
-                rollout=rollout,
+    settings = load_config(config, overrides={"ray.address": address})
+    for name, given in (("--port", port is not None), ("--dashboard", dashboard)):
+        if given and settings.ray.address is not None:
+            raise ConfigError(
+                f"{name} is for a local Ray, but ray.address names the one at"
+                f" {settings.ray.address}; leave one of the two out."
             )
-        if not launch.started_ray and (port is not None or dashboard):
-            console.print(
-                "--port and --dashboard apply when Ray starts, but it ran already. To change them,"
-                " run `kvray down` first."
-            )
-        for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
-            console.print(sentence)
+    with masked():
+        from kvray.actors.tier.launch import bring_up
+        from kvray.actors.tier.rollout import Observer, Rollout
+
+    rollout = Rollout(restart=restart, recreate=recreate)
+    if plan:
+        _show_plan(settings, rollout)
+        return
+    console = printer(soft_wrap=True)
+    done: list[str] = []
+
+    def tell(sentence: str) -> None:
+        done.append(sentence)
+        console.print(sentence)
+
+    # A signal waits for the next report, so that a half-started Ray is not left behind.
+    progress = LaunchProgress(printer(is_error=True), interrupts)
+    with progress, interrupts.held():
+        launch = bring_up(
+            settings,
+            port=port,
+            dashboard=dashboard,
+            observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
+            wait=wait,
+            rollout=rollout,
+        )
+    if not launch.started_ray and (port is not None or dashboard):
+        console.print(
+            "--port and --dashboard apply when Ray starts, but it ran already. To change them,"
+            " run `kvray down` first."
+        )
+    for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
+        console.print(sentence)
 
 
 def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
@@ -189,6 +188,7 @@ def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> I
 
 
 def down(
+    interrupts: Interrupts,
     config: ConfigOption = None,
     address: AddressOption = None,
     flush: Annotated[
@@ -199,30 +199,28 @@ def down(
             " first, for at most nvme.flush_s.",
         ),
     ] = True,
-    verbose: VerboseOption = False,
 ) -> None:
     """End the tier, free its memory, and end its Ray if `kvray up` started it.
 
     Running it again is fine. Engines go on without a tier. Blocks on disk stay for the next
     `kvray up`.
     """
-    with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
-        with masked():
-            from kvray.actors.owner.claim import owner_of
-            from kvray.actors.tier.launch import take_down
-            from kvray.actors.tier.rollout import Observer
+    settings = load_config(config, overrides={"ray.address": address})
+    with masked():
+        from kvray.actors.owner.claim import owner_of
+        from kvray.actors.tier.launch import take_down
+        from kvray.actors.tier.rollout import Observer
 
-        progress = LaunchProgress(printer(is_error=True), interrupts)
-        with progress, interrupts.held():
-            found = take_down(settings, flush=flush, observer=Observer(report=progress.flushing))
-        owner = owner_of(settings.node_dir)
-        if owner is not None and not found:
-            raise ShardUnavailable(owner.keeps(settings.node_dir))
-        name, console = settings.cluster_name, printer(soft_wrap=True)
-        console.print(f"The tier {name} is down." if found else f"No tier {name} was running.")
-        if owner is not None:
-            console.print(
-                f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"
-                " `kvray down` with the --address of that cluster."
-            )
+    progress = LaunchProgress(printer(is_error=True), interrupts)
+    with progress, interrupts.held():
+        found = take_down(settings, flush=flush, observer=Observer(report=progress.flushing))
+    owner = owner_of(settings.node_dir)
+    if owner is not None and not found:
+        raise ShardUnavailable(owner.keeps(settings.node_dir))
+    name, console = settings.cluster_name, printer(soft_wrap=True)
+    console.print(f"The tier {name} is down." if found else f"No tier {name} was running.")
+    if owner is not None:
+        console.print(
+            f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"
+            " `kvray down` with the --address of that cluster."
+        )

@@ -1,8 +1,6 @@
 """Progress on the terminal while a tier starts, or while a command counts."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -45,34 +43,6 @@ def make_progress(
 def counting_progress() -> Progress:
     """Return a bar that counts steps."""
     return make_progress(_DESCRIPTION, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-
-
-class ProgressLine:
-    """One line for a command of several parts; without a terminal, it prints a line after each."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (_DESCRIPTION, BarColumn(), TimeElapsedColumn())
-        self._progress = make_progress(*columns, console=console)
-
-    def __enter__(self) -> "ProgressLine":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    @contextmanager
-    def during(self, title: str, total: float | None = None) -> Iterator[Callable[..., None]]:
-        """Show one part; the callback takes how many steps of `total` are done since, or 1."""
-        began = time.monotonic()
-        task = self._progress.add_task(title, total=total)
-        try:
-            yield lambda steps=1.0: self._progress.advance(task, steps)
-        finally:
-            self._progress.remove_task(task)
-        if not self._console.is_terminal:
-            self._console.print(f"{title}: done in {time.monotonic() - began:.0f} s")
 
 
 class LaunchProgress:

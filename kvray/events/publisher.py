@@ -99,14 +99,9 @@ class _Client:
     """The events of its socket that are waited for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    """A part of a snapshot, for all replays that come by soon."""
-
-    payload: bytes
-    next: int | None
-    made: int
-    """The latest batch then; later ones are not in it."""
+_Page = tuple[bytes, int | None, int]
+"""A part of a snapshot, for all replays that come by soon: its batch, where the snapshot goes on,
+and the latest batch when it was made. Later ones are not in it."""
 
 
 class ZmqPublisher:
@@ -364,26 +359,25 @@ class ZmqPublisher:
         num_blocks = self._content.num_blocks()
         step = next((one for one in _STEPS if num_blocks // one <= last - start), _STEPS[-1])
         start = max(0, min(start, last - num_blocks // step))
-        page = self._page(0, step, last)
-        while page.next is not None:
-            yield start, page.payload
+        payload, place = self._page(0, step, last)
+        while place is not None:
+            yield start, payload
             start = min(start + 1, last - 1)
-            page = self._page(page.next, step, last)
-        yield last, page.payload
+            payload, place = self._page(place, step, last)
+        yield last, payload
 
-    def _page(self, place: int, step: int, last: int) -> _Page:
-        """Return a part of a snapshot that has all that happened up to batch `last`."""
+    def _page(self, place: int, step: int, last: int) -> tuple[bytes, int | None]:
+        """Return a part of a snapshot that has all up to batch `last`, and where it goes on."""
         page = self._pages.get((place, step))
-        if page is None or page.made < last:
+        if page is None or page[2] < last:
             self._pages.pop((place, step), None)
             events, after = self._content.page(place, step)
             cleared = () if place else (AllBlocksCleared(),)
-            payload = self._packed([*cleared, *events])
-            page = _Page(payload=payload, next=after, made=self._log.last)
+            page = self._packed([*cleared, *events]), after, self._log.last
             self._pages[place, step] = page
             if len(self._pages) > _PAGES_MAX:
                 del self._pages[next(iter(self._pages))]
-        return page
+        return page[:2]
 
     def _tell_newcomers(self, now: float) -> None:
         """Send everything to all if somebody has come since that was last done."""

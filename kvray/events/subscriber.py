@@ -7,16 +7,17 @@ Of a publisher there is one message in memory that is not whole, the batches tha
 and its blocks, each of bounded size. What it sends beyond that waits on its own side.
 """
 
+import asyncio
+import contextlib
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from kvray.errors import ConfigError, TransferError
 from kvray.events.message import END, pack_sequence, unpack_sequence
@@ -90,62 +91,52 @@ class Subscriber:
             self._thread.join()
 
     def _run(self) -> None:
-        selector = selectors.EpollSelector()
         resolver = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="kvray-names")
         try:
-            while not self._is_over.is_set():
-                self._reconcile(selector, resolver)
-                ready = {key.data for key, _ in selector.select(_POLL_S)}
-                began = time.monotonic()
-                for name, feed in tuple(self._feeds.items()):
-                    self._serve(name, feed, ready, began)
-                self._is_over.wait(_ROUND_S + (time.monotonic() - began) * (1 / _SHARE - 1))
+            asyncio.run(self._follow_all(_Lines(resolver)))
         finally:
-            for feed in self._feeds.values():
-                feed.close()
             resolver.shutdown(wait=False, cancel_futures=True)
-            selector.close()
 
-    def _serve(self, name: str, feed: "_Feed", ready: set["_Line"], now: float) -> None:
-        try:
-            feed.serve(ready, now)
-        except Exception:  # noqa: BLE001 - a defect at one publisher must not end what is known of the others
-            _log.exception("The KV events of %s are followed no longer.", name)
-            self._leave(name)
-            self._give_up(name)
-
-    def _reconcile(self, selector: selectors.BaseSelector, resolver: ThreadPoolExecutor) -> None:
-        sources = self._sources
-        for name, feed in tuple(self._feeds.items()):
-            if sources.get(name) != feed.source:
-                self._leave(name)
-        for name in sources.keys() - self._feeds.keys():
-            try:
-                self._feeds[name] = _Feed(selector, resolver, sources[name], self._blocks_max)
-            except ConfigError as error:
-                _log.warning("The KV events of %s cannot be followed: %s", name, error)
-                self._give_up(name)
+    async def _follow_all(self, lines: "_Lines") -> None:
+        tasks: dict[str, asyncio.Task[None]] = {}
+        while not self._is_over.is_set():
+            sources = self._sources
+            for name, feed in tuple(self._feeds.items()):
+                if sources.get(name) != feed.source:
+                    self._leave(name, tasks.pop(name))
+            for name in sources.keys() - self._feeds.keys():
+                try:
+                    self._feeds[name] = feed = _Feed(lines, sources[name], self._blocks_max)
+                    tasks[name] = asyncio.create_task(feed.run())
+                except ConfigError as error:
+                    _log.warning("The KV events of %s cannot be followed: %s", name, error)
+                    self._give_up(name)
+            for name, task in tuple(tasks.items()):
+                if (
+                    task.done()
+                ):  # a defect at one publisher must not end what is known of the others
+                    defect = task.exception()
+                    _log.error("The KV events of %s are followed no longer.", name, exc_info=defect)
+                    self._leave(name, tasks.pop(name))
+                    self._give_up(name)
+            await asyncio.sleep(_POLL_S)
 
     def _give_up(self, name: str) -> None:
         """Let a publisher be, until it tells of other addresses."""
         self._sources = {one: at for one, at in self._sources.items() if one != name}
 
-    def _leave(self, name: str) -> None:
-        feed = self._feeds.pop(name)
-        feed.close()
-        self._past.update(_counts(feed))
+    def _leave(self, name: str, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._past.update(_counts(self._feeds.pop(name)))
 
 
 class _Feed:
     """One publisher; the thread's alone, but for what the reception counts."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        resolver: ThreadPoolExecutor,
-        source: Source,
-        blocks_max: int,
-    ) -> None:
+    def __init__(self, lines: "_Lines", source: Source, blocks_max: int) -> None:
+        """ConfigError: one of its addresses is none."""
+        for address in filter(None, (source.endpoint, source.replay_endpoint)):
+            parse_endpoint(address)
         self.source = source
         self.reception = Reception(
             PoolContent(blocks_max=blocks_max),
@@ -153,171 +144,149 @@ class _Feed:
             pending_max=_PENDING_MAX,
             pending_bytes=_PENDING_BYTES,
         )
-        subscription = b"\x01" + source.topic.encode()
-        self._live = _Line(selector, resolver, source.endpoint, "SUB", subscription)
-        self._replay = None
-        if source.replay_endpoint is not None:
-            self._replay = _Line(selector, resolver, source.replay_endpoint, "DEALER")
-        self._ask_at = self._replay_until = 0.0
-        self._retry_s = _RETRY_S
+        self._lines = lines
+        self._ask_at, self._retry_s = 0.0, _RETRY_S
         self._check_at = 0.0
+        self._until = 0.0
+        """When a replay that is under way counts as broken off; 0: there is none."""
 
-    def close(self) -> None:
-        """Close the connections."""
-        for line in (self._live, self._replay):
-            if line is not None:
-                line.close()
+    async def run(self) -> None:
+        """Follow it, and ask for what is missing; both without end."""
+        ways = [self._lines.stay(self.source.endpoint, "SUB", self._hear)]
+        if self.source.replay_endpoint is not None:
+            ways.append(self._lines.stay(self.source.replay_endpoint, "DEALER", self._ask))
+        tasks = [asyncio.ensure_future(one) for one in ways]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    def serve(self, ready: set["_Line"], now: float) -> None:
-        """Take what came, and ask for what is missing."""
-        was_up = self._live.is_up
-        for frames in self._live.serve(self._live in ready, now):
-            if (numbered := _numbered(frames)) is not None:
-                self.reception.live(*numbered)
-        if was_up and not self._live.is_up:
+    async def _hear(self, wire: Wire) -> None:
+        try:
+            wire.send([b"\x01" + self.source.topic.encode()])
+            while True:
+                await self._lines.receive(wire, self._take, None)
+        finally:
             self.reception.interrupted()
-        if self._replay is None:
-            return
-        for frames in self._replay.serve(self._replay in ready, now):
-            self._take_replay(frames, now)
-        if self._replay_until and (now > self._replay_until or not self._replay.is_up):
-            # What a late answer brings would be taken for the next one's.
-            self._replay.hang_up(now)
-            self._replay_until, self._ask_at = 0.0, now + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
-            self.reception.replay_failed()
-        if now > self._check_at:
-            self._check_at = now + _CHECK_S
-            self.reception.check()
-        start = self.reception.replay_from
-        if start is not None and now >= self._ask_at and self._replay.is_up:
-            self._replay.send([b"", pack_sequence(start)])
-            self._replay_until = now + _REPLAY_S
-            self.reception.replay_begun()
 
-    def _take_replay(self, frames: list[bytes], now: float) -> None:
+    def _take(self, frames: list[bytes]) -> None:
+        if (numbered := _numbered(frames)) is not None:
+            self.reception.live(*numbered)
+
+    async def _ask(self, wire: Wire) -> None:
+        while True:
+            now = time.monotonic()
+            if now > self._check_at:
+                self._check_at = now + _CHECK_S
+                self.reception.check()
+            start = self.reception.replay_from
+            if start is None or now < self._ask_at:
+                await self._lines.receive(wire, self._take_replay, _POLL_S)
+                continue
+            try:
+                self.reception.replay_begun()
+                self._until = now + _REPLAY_S
+                wire.send([b"", pack_sequence(start)])
+                while self._until:
+                    left_s = self._until - time.monotonic()
+                    await self._lines.receive(wire, self._take_replay, left_s)
+                    if 0 < self._until < time.monotonic():
+                        raise TransferError("A replay has stopped.")
+            except TransferError:
+                # What a late answer brings would be taken for the next one's: hang up.
+                self._until, self._ask_at = 0.0, time.monotonic() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+                self.reception.replay_failed()
+                raise
+
+    def _take_replay(self, frames: list[bytes]) -> None:
         numbered = _numbered(frames)
-        if numbered is None or not self._replay_until:
+        if numbered is None or not self._until:
             return
-        self._replay_until = now + _REPLAY_S
+        self._until = time.monotonic() + _REPLAY_S
         number, payload = numbered
         if number == END or not payload:
-            self._replay_until, self._retry_s = 0.0, _RETRY_S
+            self._until, self._retry_s = 0.0, _RETRY_S
             self.reception.replay_over()
         else:
             self.reception.replayed(number, payload)
 
 
-class _Line:
-    """A connection to a publisher, made again whenever it is lost."""
+class _Lines:
+    """Connections to publishers; they share who looks names up, and a part of a core."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        resolver: ThreadPoolExecutor,
-        address: str,
-        kind: str,
-        greeting: bytes | None = None,
+    def __init__(self, resolver: ThreadPoolExecutor) -> None:
+        self._resolver = resolver
+        self._turn = asyncio.Lock()
+        self._owed_s = 0.0
+
+    async def stay(self, address: str, kind: str, speak: Callable[[Wire], Awaitable[None]]) -> None:
+        """Connect to `address`, again whenever the connection is lost, and `speak` over it."""
+        host, port = parse_endpoint(address)
+        loop = asyncio.get_running_loop()
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        attempts, failures, retry_s = 0, 0, _RECONNECT_S
+        while True:
+            try:
+                found = await loop.run_in_executor(self._resolver, look_up)  # that may take long
+                family, type_, protocol, _, place = found[attempts % len(found)]
+                attempts += 1
+                with contextlib.closing(socket.socket(family, type_, protocol)) as connection:
+                    prepare(connection)
+                    wire = Wire(connection, kind, message_max=_MESSAGE_MAX)
+                    await asyncio.wait_for(_open(connection, place, wire), _CONNECT_S)
+                    failures, retry_s = 0, _RECONNECT_S
+                    await speak(wire)
+            except (OSError, asyncio.TimeoutError, TransferError) as error:
+                failures += 1
+                if failures == _FAILURES_SAID:
+                    says = str(error) or "The publisher does not answer."
+                    _log.warning("Nothing is heard from the KV events at %s: %s", address, says)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _RECONNECT_MAX_S)
+
+    async def receive(
+        self, wire: Wire, take: Callable[[list[bytes]], None], timeout_s: float | None
     ) -> None:
-        """Connect to `address`, and send `greeting` each time; ConfigError: it is no address."""
-        self._address = address
-        self._host, self._port = parse_endpoint(address)
-        self._selector, self._resolver = selector, resolver
-        self._kind, self._greeting = kind, greeting
-        self._lookup: Future[list[Any]] | None = None
-        self._attempts = self._failures = 0
-        self._retry_at, self._retry_s = 0.0, _RECONNECT_S
-        self._until = 0.0
-        self._wire: Wire | None = None
-        self._events = 0
-        self.is_up = False
-        """Whether the publisher has answered."""
+        """Hand over the messages that come next, if any do in time, one connection at a time."""
+        if not await _is_ready(wire, timeout_s):
+            return
+        async with self._turn:
+            began = time.monotonic()
+            wire.flush()
+            for frames in wire.receive(_READ_BYTES)[1]:
+                take(frames)
+            wire.flush()
+            self._owed_s += (time.monotonic() - began) * (1 / _SHARE - 1)
+            if self._owed_s > _ROUND_S:
+                owed_s, self._owed_s = self._owed_s, 0.0
+                await asyncio.sleep(owed_s)
 
-    def serve(self, is_ready: bool, now: float) -> list[list[bytes]]:
-        """Go on with the connection, and return the messages that came."""
-        if self._wire is None:
-            self._connect(now)
-            return []
-        try:
-            messages = self._receive(self._wire) if is_ready else []
-            if not self.is_up and now > self._until:
-                raise TransferError("The publisher does not answer.")
-        except TransferError as error:
-            self._fail(now, error)
-            return []
-        return messages
 
-    def send(self, frames: list[bytes]) -> None:
-        """Send a message; if it cannot be sent, the next `serve` finds the connection lost."""
-        assert self._wire is not None
-        try:
-            self._wire.send(frames)
-            self._watch(self._wire)
-        except TransferError as error:
-            self._fail(time.monotonic(), error)
-
-    def hang_up(self, now: float) -> None:
-        """Begin again, after a while."""
-        self.close()
-        self._retry_at = now + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _RECONNECT_MAX_S)
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._wire is not None:
-            self._selector.unregister(self._wire)
-            self._wire.close()
-        self._wire, self._events, self.is_up = None, 0, False
-
-    def _fail(self, now: float, error: Exception) -> None:
-        self._failures += 1
-        if self._failures == _FAILURES_SAID:
-            _log.warning("Nothing is heard from the KV events at %s: %s", self._address, error)
-        self.hang_up(now)
-
-    def _receive(self, wire: Wire) -> list[list[bytes]]:
+async def _open(connection: socket.socket, place: tuple[object, ...], wire: Wire) -> None:
+    """Connect, and return once the peer has said what it is."""
+    await asyncio.get_running_loop().sock_connect(connection, place)
+    while not wire.is_ready:
         wire.flush()
-        _, messages = wire.receive(_READ_BYTES)
-        if wire.is_ready and not self.is_up:
-            self.is_up, self._retry_s, self._failures = True, _RECONNECT_S, 0
-            if self._greeting is not None:
-                wire.send([self._greeting])
-        wire.flush()
-        self._watch(wire)
-        return messages
+        await _is_ready(wire, None)
+        wire.receive(_READ_BYTES)
 
-    def _connect(self, now: float) -> None:
-        """Begin to connect, when it is time. Names are looked up elsewhere: that may take long."""
-        if now < self._retry_at:
-            return
-        if self._lookup is None:
-            self._lookup = self._resolver.submit(
-                socket.getaddrinfo, self._host, self._port, type=socket.SOCK_STREAM
-            )
-        if not self._lookup.done():
-            return
-        lookup, self._lookup = self._lookup, None
-        try:
-            found = lookup.result()
-            family, kind, protocol, _, place = found[self._attempts % len(found)]
-            self._attempts += 1
-            connection = socket.socket(family, kind, protocol)
-        except OSError as error:
-            self._fail(now, error)
-            return
-        prepare(connection)
-        self._wire = Wire(connection, self._kind, message_max=_MESSAGE_MAX)
-        self._until = now + _CONNECT_S
-        connection.connect_ex(place)
-        self._watch(self._wire)
 
-    def _watch(self, wire: Wire) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.is_sending else 0)
-        if not self._events:
-            self._selector.register(wire, events, self)
-        elif events != self._events:
-            self._selector.modify(wire, events, self)
-        self._events = events
+async def _is_ready(wire: Wire, timeout_s: float | None) -> bool:
+    """Wait for something to read, or for room to write what waits; return whether it came."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(wire, event.set)
+    if wire.is_sending:
+        loop.add_writer(wire, event.set)
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(wire)
+        loop.remove_writer(wire)
+    return True
 
 
 def _counts(feed: _Feed) -> Counter[str]:

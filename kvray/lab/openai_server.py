@@ -458,8 +458,8 @@ def main() -> None:
     asked = parser.parse_args()
     options = dict(asked.options)
     name = options.pop("served_name", None) or options.get("model", "smollm2")
-    if (connector := options.pop("connector", None)) is not None:
-        options["connector"] = KvConnectorConfig(**connector)
+    if options.pop("connector", False):
+        options["connector"] = KvConnectorConfig()
     prompts = load_prompts(Settings(model=options.get("model", "smollm2")), engine="reference")
     with ReferenceEngine(**options) as engine:
         app = Server(engine, prompts, name).application()

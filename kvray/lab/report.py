@@ -27,6 +27,8 @@ class Report:
     facts: Mapping[str, Any]
     figure: Callable[[], Figure] | None = None
     """Returns the picture, where the command has one."""
+    has_failed: bool = False
+    """Whether a check of the run did."""
 
     def show(self, *, as_json: bool, plot: Path | None = None) -> None:
         """Print the parts, or JSON; write the picture, or raise ConfigError if it cannot be."""

@@ -1,9 +1,7 @@
 """vLLM in a process of its own, as a witness on an engine not our own; its calls are a `Replica`'s.
 
-Started by `Replica.spawn(module=MODULE)`. It never imports ray, and ends when its parent does.
+Started by `Replica(module=MODULE)`. It never imports ray, and ends when its parent does.
 """
-
-from __future__ import annotations
 
 import asyncio
 import itertools

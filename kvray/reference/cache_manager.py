@@ -108,18 +108,27 @@ class KVCacheManager:
             if request.is_first_context_chunk:
                 self._add_sequence(request)
         for request in batch.generation_requests:
-            self._add_tokens(request)
+            # Room for the KV of the newest token and of the drafts after it.
+            block_ids = self._sequences[request.request_id]
+            num_tokens = request.num_computed_tokens + 1 + len(request.py_draft_tokens)
+            block_ids.extend(self._allocate(max(self._num_blocks(num_tokens) - len(block_ids), 0)))
         if self.connector is not None:
             self.connector.build_scheduler_output(batch, self.get_cache_indices)
 
     def update_resources(self, batch: ScheduledRequests) -> None:
-        """Let others find the prompts that the pass has computed to their end, and rewind."""
+        """Let others find the prompts that the pass has computed to their end, and rewind.
+
+        Source: `KVCacheManager::rewindKVCache`, which releases the last block while it is unused.
+        """
         for request in batch.context_requests:
             if request.context_remaining_length == 0 and request.request_id in self._sequences:
                 self._remember(request, request.get_tokens(0)[: request.prompt_len])
         for request in batch.generation_requests:
-            if request.request_id in self._sequences:
-                self._rewind(request)
+            # Blocks that only rejected drafts have used go to others.
+            block_ids = self._sequences.get(request.request_id, [])
+            num_kept = self._num_blocks(request.num_computed_tokens)
+            self._release(block_ids[num_kept:])
+            del block_ids[num_kept:]
 
     def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool = False) -> None:
         """Let other requests find the request's blocks; with `pin`, hold them until `unpin`."""
@@ -196,32 +205,13 @@ class KVCacheManager:
             self._release(held)
             raise
         if source:
-            self._copy_rows(source[0], fresh[0], match.num_partial_tokens)
+            for layer_index in range(self.geometry.num_layers):
+                rows = self.get_buffers(layer_index)[:, :, :, : match.num_partial_tokens]
+                rows[fresh[0]] = rows[source[0]]
             num_tokens += match.num_partial_tokens
             self._release(source)
         self._sequences[request.request_id] = [*held, *fresh]
         return num_tokens
-
-    def _copy_rows(self, source: int, target: int, num_tokens: int) -> None:
-        for layer_index in range(self.geometry.num_layers):
-            rows = self.get_buffers(layer_index)[:, :, :, :num_tokens]
-            rows[target] = rows[source]
-
-    def _add_tokens(self, request: LlmRequest) -> None:
-        """Make room for the KV of the newest token and of the drafts after it."""
-        block_ids = self._sequences[request.request_id]
-        num_tokens = request.num_computed_tokens + 1 + len(request.py_draft_tokens)
-        block_ids.extend(self._allocate(max(self._num_blocks(num_tokens) - len(block_ids), 0)))
-
-    def _rewind(self, request: LlmRequest) -> None:
-        """Take back the blocks that only rejected drafts have used; others may get them.
-
-        Source: `KVCacheManager::rewindKVCache`, which releases the last block while it is unused.
-        """
-        block_ids = self._sequences[request.request_id]
-        num_kept = self._num_blocks(request.num_computed_tokens)
-        self._release(block_ids[num_kept:])
-        del block_ids[num_kept:]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -266,9 +256,6 @@ class KvCacheEvents:
         self._lock = threading.Lock()
         self._events: deque[dict[str, Any]] = deque(maxlen=events_max)
 
-    def created(self, num_blocks: int) -> None:
-        self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
-
     def stored(
         self,
         parent_hash: int | None,
@@ -292,10 +279,7 @@ class KvCacheEvents:
             }
             for block_hash, tokens in blocks
         ]
-        self._add({"type": "stored", "parent_hash": parent_hash, "blocks": told})
-
-    def removed(self, block_hashes: Sequence[int]) -> None:
-        self._add({"type": "removed", "block_hashes": [*block_hashes]})
+        self.add({"type": "stored", "parent_hash": parent_hash, "blocks": told})
 
     def take(self) -> list[dict[str, Any]]:
         """Return the events since the last call."""
@@ -304,7 +288,8 @@ class KvCacheEvents:
             self._events.clear()
         return events
 
-    def _add(self, data: dict[str, Any]) -> None:
+    def add(self, data: dict[str, Any]) -> None:
+        """Enter an event."""
         event = {"event_id": next(self._ids), "data": data, "window_size": self._window_size}
         with self._lock:
             self._events.append(event)
@@ -353,7 +338,7 @@ class BlockPool:
         self.tokens_per_block = tokens_per_block
         self._events = events
         if events is not None:
-            events.created(num_blocks)
+            events.add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -488,7 +473,7 @@ class BlockPool:
                 del self._kept[gone.block_id]
                 self._blank.append(gone.block_id)
         if self._events is not None:
-            self._events.removed(hashes[::-1])
+            self._events.add({"type": "removed", "block_hashes": hashes[::-1]})
 
 
 def _best_child(node: _Node, tokens: Sequence[int]) -> tuple[_Node | None, int]:

@@ -4,8 +4,6 @@ A rank has its query heads, the KV heads that they attend to, and its MLP column
 and the head stay whole, and every rank samples by itself, from equal bits.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +145,12 @@ def _unpack(gguf: Path, target: Path) -> None:
 def _read_checkpoint(path: Path) -> tuple[Config, Weights]:
     """Return a Llama model's config and weights, in fp32."""
     try:
-        config, weights = _read_safetensors(path) or _read_by_transformers(path)
+        if (found := _read_safetensors(path)) is None:
+            # A .gguf file, or a directory with weights of an older format.
+            causal_lm = _load_causal_lm(path)
+            state = causal_lm.state_dict()
+            found = causal_lm.config.to_dict(), {key: _aligned(one) for key, one in state.items()}
+        config, weights = found
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no checkpoint of a model: {error}") from error
     if config.get("model_type") != "llama":
@@ -179,13 +182,6 @@ def _read_safetensors(path: Path) -> tuple[Config, Weights] | None:
             raise ValueError(f"{name}: {error}") from error
         weights |= {key: _aligned(tensor) for key, tensor in tensors.items()}
     return config, weights
-
-
-def _read_by_transformers(path: Path) -> tuple[Config, Weights]:
-    """Read a .gguf file, or a directory with weights of an older format."""
-    causal_lm = _load_causal_lm(path)
-    state = causal_lm.state_dict()
-    return causal_lm.config.to_dict(), {name: _aligned(one) for name, one in state.items()}
 
 
 def _load_causal_lm(path: Path) -> Any:

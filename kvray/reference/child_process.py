@@ -1,7 +1,5 @@
 """A child process that ends with its parent, and the messages that the two exchange."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -16,12 +14,17 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+import psutil
+
 from kvray.errors import ConfigError, KVRayError
 
 MESSAGE_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
+_DIAGNOSIS_S = 2.0
+_KILL_TIMEOUT_S = 5.0
+_TAIL_BYTES = 2000
 
 
 class PipeClosed(KVRayError):
@@ -105,35 +108,122 @@ class Pipe:
             os.close(self._read_fd)
 
 
-def spawn_child(
-    module: str, *, output: IO[bytes] | int, env: Mapping[str, str] | None = None
-) -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Run `module`, whose `main` calls `join_parent`, and return it with the pipe to it.
+class Child:
+    """A process that runs one of our modules and ends with this one, and the pipe to it.
 
-    `output` receives its stdout and stderr; `env` are variables besides those of this process.
+    Where it does not answer, a KVRayError says how it ended. A KVRayError that it sends in place of
+    a message is raised here, with its name.
     """
-    from_child, child_write = os.pipe()
-    child_read, to_child = os.pipe()
-    # The kernel ties a death signal to the thread that starts the child; only main lives on.
-    use_signal = threading.current_thread() is threading.main_thread()
-    arguments = (child_read, child_write, os.getpid(), int(use_signal))
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(child_read, child_write),
-            env={**os.environ, **(env or {})},
-        )
-    except BaseException:
-        os.close(from_child)
-        os.close(to_child)
-        raise
-    finally:
-        os.close(child_read)
-        os.close(child_write)
-    return process, Pipe(from_child, to_child)
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *,
+        output: IO[bytes] | int,
+        env: Mapping[str, str] | None = None,
+        advice: str = "",
+    ) -> None:
+        """Run `module`, whose `main` calls `join_parent`.
+
+        `output` receives its stdout and stderr, and errors quote the end of a file; the caller
+        closes it. `env` are variables besides those of this process. `advice` ends each error.
+        """
+        from_child, child_write = os.pipe()
+        child_read, to_child = os.pipe()
+        # The kernel ties a death signal to the thread that starts the child; only main lives on.
+        use_signal = threading.current_thread() is threading.main_thread()
+        arguments = (child_read, child_write, os.getpid(), int(use_signal))
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(child_read, child_write),
+                env={**os.environ, **(env or {})},
+            )
+        except BaseException:
+            os.close(from_child)
+            os.close(to_child)
+            raise
+        finally:
+            os.close(child_read)
+            os.close(child_write)
+        self.name = name
+        self.pipe = Pipe(from_child, to_child)
+        self._output = output
+        self._advice = advice
+
+    def send(self, message: object, *, timeout_s: float) -> None:
+        """Send a message, as `Pipe.send`."""
+        try:
+            self.pipe.send(message, timeout_s=timeout_s)
+        except PipeClosed as error:
+            raise self.death(str(error)) from error
+
+    def receive(self, *, timeout_s: float | None) -> Any:
+        """Return the next message, as `Pipe.receive`."""
+        try:
+            message = self.pipe.receive(timeout_s=timeout_s)
+        except PipeClosed as error:
+            raise self.death(str(error)) from error
+        if isinstance(message, KVRayError):
+            raise type(message)(f"{self.name} failed: {message}")
+        return message
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the exit status, or None if there is none in time."""
+        try:
+            return self.process.wait(max(timeout_s, 0.0))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """End the process and those below it at once, as a crash would. Twice is fine."""
+        if self.process.poll() is None:
+            below = _below(self.process.pid)
+            self.process.kill()
+            for process in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        if self.wait(_KILL_TIMEOUT_S) is None:
+            raise KVRayError(f"{self.name} (pid {self.process.pid}) cannot be ended.")
+
+    def close(self) -> None:
+        """Kill the process, and close the pipe, which no thread reads any more. Twice is fine."""
+        self.kill()
+        self.pipe.close()
+
+    def death(self, reason: str) -> KVRayError:
+        """Return how the process ended; one that lives on, but does not answer, is ended."""
+        code = self.wait(_DIAGNOSIS_S)
+        if code is None:
+            self.process.kill()
+            end = f"was waited for in vain, and killed: {reason.rstrip('.')}"
+        else:
+            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
+        tail = b""
+        if not isinstance(self._output, int):
+            log = self._output.fileno()
+            tail = os.pread(log, _TAIL_BYTES, max(os.fstat(log).st_size - _TAIL_BYTES, 0))
+        said = tail.decode(errors="replace").strip()
+        last = f"It last printed: {said}" if said else ""
+        return KVRayError(" ".join(filter(None, (f"{self.name} {end}.", self._advice, last))))
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """Return the processes that a process has started; not all of them end with it.
+
+    Python's resource trackers are left out: they remove what the others had in shared memory.
+    """
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not any("resource_tracker" in word for word in process.cmdline()):
+                    found.append(process)
+    return found
 
 
 def join_parent() -> Pipe:

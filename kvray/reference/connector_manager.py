@@ -4,15 +4,13 @@ Behaviour, states and errors follow versions 1.1 to 1.3, without loads beside th
 kvray has none of. Salts, which a 1.2 connector can see of 1.3, are the same in both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import KVRayError
-from kvray.reference.ranks import Leader, Ranks
+from kvray.reference.ranks import Ranks
 from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 T = TypeVar("T")
@@ -39,7 +37,7 @@ class KvCacheConnectorManager:
     ) -> None:
         self.worker = worker
         self.scheduler = scheduler
-        self._ranks: Ranks = ranks or Leader()
+        self._ranks: Ranks = ranks or Ranks()
         self._attention_dp_rank = attention_dp_rank
         self._saving: dict[int, LlmRequest] = {}
         """Requests whose blocks are saved beside the forward passes."""

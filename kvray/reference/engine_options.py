@@ -1,7 +1,5 @@
 """The options of an engine, as data that travels to each of its ranks; free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +21,11 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConnectorConfig:
-    """The names of a connector's classes; versions 1.1 and 1.2 take nothing else."""
+    """The names of a connector's classes, by default kvray's; 1.1 and 1.2 take nothing else."""
 
-    connector_module: str
-    connector_scheduler_class: str
-    connector_worker_class: str
+    connector_module: str = "kvray.connector"
+    connector_scheduler_class: str = "KvRayScheduler"
+    connector_worker_class: str = "KvRayWorker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,44 +69,42 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        chunk, size = self.pass_chunk_tokens, self.tokens_per_block
-        if chunk is not None and (chunk < size or chunk % size):
-            raise ConfigError(
-                f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block ({size})."
-            )
-        if self.max_draft_len < 0:
-            raise ConfigError(f"max_draft_len is {self.max_draft_len}; it must be at least 0.")
-        if self.max_draft_len and self.overlap:
-            raise ConfigError(
-                "max_draft_len and overlap exclude each other: drafts continue a request's newest"
-                " token, which overlap does not know yet when a pass begins."
-            )
-        if self.tensor_parallel_size not in (1, 2, 4):
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; it must be 1, 2 or 4."
-            )
-        if self.device != "cpu" and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and device is"
-                f" {self.device!r}; ranks share a model on the CPU only."
-            )
-        if self.event_buffer_max_size and self.enable_attention_dp:
-            raise ConfigError(
-                "event_buffer_max_size and enable_attention_dp exclude each other here: the events"
-                " of the other ranks' pools are not gathered."
-            )
-        if self.collective_timeout_s < COLLECTIVE_TIMEOUT_MIN_S:
-            raise ConfigError(
-                f"collective_timeout_s is {self.collective_timeout_s}; it must be at least "
-                f"{COLLECTIVE_TIMEOUT_MIN_S}, as an idle engine's ranks meet once a second."
-            )
-        if self.rank_env and len(self.rank_env) != self.tensor_parallel_size - 1:
-            raise ConfigError(
-                f"rank_env has variables for {len(self.rank_env)} ranks; give them for each of the"
-                f" {self.tensor_parallel_size - 1} from rank 1 on."
-            )
-        if self.runtime not in RUNTIMES:
-            raise ConfigError(f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.")
+        chunk, size, ranks = (
+            self.pass_chunk_tokens,
+            self.tokens_per_block,
+            self.tensor_parallel_size,
+        )
+        wrong = {
+            f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block ({size}).": (
+                chunk is not None and (chunk < size or chunk % size)
+            ),
+            f"max_draft_len is {self.max_draft_len}; it must be at least 0.": (
+                self.max_draft_len < 0
+            ),
+            "max_draft_len and overlap exclude each other: drafts continue a request's newest"
+            " token, which overlap does not know yet when a pass begins.": (
+                self.max_draft_len and self.overlap
+            ),
+            f"tensor_parallel_size is {ranks}; it must be 1, 2 or 4.": ranks not in (1, 2, 4),
+            f"tensor_parallel_size is {ranks} and device is {self.device!r}; ranks share a model on"
+            " the CPU only.": self.device != "cpu" and ranks > 1,
+            "event_buffer_max_size and enable_attention_dp exclude each other here: the events of"
+            " the other ranks' pools are not gathered.": (
+                self.event_buffer_max_size and self.enable_attention_dp
+            ),
+            f"collective_timeout_s is {self.collective_timeout_s}; it must be at least"
+            f" {COLLECTIVE_TIMEOUT_MIN_S}, as an idle engine's ranks meet once a second.": (
+                self.collective_timeout_s < COLLECTIVE_TIMEOUT_MIN_S
+            ),
+            f"rank_env has variables for {len(self.rank_env)} ranks; give them for each of the"
+            f" {ranks - 1} from rank 1 on.": self.rank_env and len(self.rank_env) != ranks - 1,
+            f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.": (
+                self.runtime not in RUNTIMES
+            ),
+        }
+        for sentence, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(sentence)
 
     @property
     def pass_chunk_tokens(self) -> int | None:

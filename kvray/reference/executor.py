@@ -5,8 +5,6 @@ Drafts of a request's next tokens are looked up in its own tokens.
 Source: `PyExecutor._executor_loop` and `_executor_loop_overlap` of 1.2.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,23 +34,15 @@ def find_drafts(tokens: Sequence[int], *, max_draft_len: int) -> list[int]:
 
     Source: NGram of TensorRT-LLM, which also pads its drafts to `max_draft_len`.
     """
-    distance = _distance_to_match(tokens)
-    if distance is None:
-        return []
-    continued = list(tokens)
-    for _ in range(max_draft_len):
-        continued.append(continued[-distance])
-    return continued[len(tokens) :]
-
-
-def _distance_to_match(tokens: Sequence[int]) -> int | None:
-    """Return how far back the last tokens occurred before, the last time."""
     for size in NGRAM_SIZES:
         for distance in range(1, len(tokens) - size + 1):
             start = len(tokens) - size - distance
             if tokens[start : start + size] == tokens[-size:]:
-                return distance
-    return None
+                continued = list(tokens)
+                for _ in range(max_draft_len):
+                    continued.append(continued[-distance])
+                return continued[len(tokens) :]
+    return []
 
 
 class Executor:
@@ -149,45 +139,28 @@ class Executor:
 
     def iterate(self) -> None:
         """Do one iteration over the active requests; an error of the connector leaves it."""
-        if self._options.overlap:
-            self._iterate_overlapped()
-        else:
-            self._iterate_in_turn()
-
-    def _iterate_in_turn(self) -> None:
-        batch = self._begin_batch()
-        sampled = self._forward(batch, {}) if batch.batch_size else None
-        if sampled is not None:
-            batch.count_computed()
-            _add_tokens(batch, sampled)
-            self._finish_in_connector(batch.all_requests())
-            self._handle_cancelled()
-            self._handle_responses()
-            self._cache.update_resources(batch)
-        else:
-            self._pause()
-        self._poll_connector()
-
-    def _iterate_overlapped(self) -> None:
-        batch, previous = self._begin_batch(), self._previous
+        batch, done = self._begin_batch(), self._previous
         sampled = None
         if batch.batch_size:
-            sampled = self._forward(batch, {} if previous is None else previous[1])
+            sampled = self._forward(batch, {} if done is None else done[1])
             if sampled is None:
-                previous = None  # the error has failed its requests too
-        if previous is not None:
-            _add_tokens(*previous)
-            self._finish_in_connector(previous[0].all_requests())
-        if sampled is not None:
+                done = None  # the error has failed its requests too
+        self._previous = None if sampled is None else (batch, sampled)
+        if sampled is not None and not self._options.overlap:
+            batch.count_computed()
+            done, self._previous = self._previous, None
+        if done is not None:
+            _add_tokens(*done)
+            self._finish_in_connector(done[0].all_requests())
+        if self._previous is not None:
             batch.count_computed()
             batch.foresee_ends()
-        if previous is not None:
+        if done is not None:
             self._handle_cancelled()
             self._handle_responses()
-            self._cache.update_resources(previous[0])
+            self._cache.update_resources(done[0])
         elif sampled is None:
             self._pause()
-        self._previous = None if sampled is None else (batch, sampled)
         self._poll_connector()
 
     def _begin_batch(self) -> ScheduledRequests:
@@ -197,8 +170,9 @@ class Executor:
             max_batch_size=self._options.max_batch_size,
             chunk_tokens=self._options.pass_chunk_tokens,
         )
-        if self._options.max_draft_len:
-            self._add_drafts(batch)
+        if most := self._options.max_draft_len:
+            for request in batch.generation_requests:
+                request.py_draft_tokens = find_drafts(request.get_tokens(0), max_draft_len=most)
         if self._is_dummy_due and (dummy := self._cache.add_padding_request()) is not None:
             batch.generation_requests.append(dummy)
         if batch.batch_size:
@@ -209,12 +183,6 @@ class Executor:
         elif self._connector is not None and self._follows_main:
             self._connector.worker.start_load_kv(self._model_engine.stream)
         return batch
-
-    def _add_drafts(self, batch: ScheduledRequests) -> None:
-        for request in batch.generation_requests:
-            request.py_draft_tokens = find_drafts(
-                request.get_tokens(0), max_draft_len=self._options.max_draft_len
-            )
 
     def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
         """Return the sampled tokens; None after a dummy, or an error that failed all requests."""

@@ -1,11 +1,10 @@
 """Between callers' threads and the executors': requests and cancellations in, results out."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvray.errors import KVRayError
@@ -17,12 +16,12 @@ _HEARTBEAT_S = 1.0
 """How often an idle leader meets the others, and notices a dead one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Orders:
     """News for the executor at the head of an iteration."""
 
     submitted: list[LlmRequest] = field(default_factory=list)
-    cancelled: frozenset[int] = frozenset()
+    cancelled: set[int] = field(default_factory=set)
     is_stop: bool = False
     model: str | None = None
     """The checkpoint whose weights the engine gets when its active requests have ended; empty: it
@@ -49,45 +48,32 @@ class Intake:
         """Makes the error for those who come too late; the executor knows more."""
         self._is_dealt = is_dealt
         self._condition = threading.Condition()
-        self._submitted: list[LlmRequest] = []
-        self._cancelled: set[int] = set()
-        self._model: str | None = None
+        self._next = Orders()
+        """Those of the next `take`; once they say stop, nothing is taken in any more."""
         self._updated: Future[None] | None = None
         self._calls: dict[int, Call] = {}
-        self._is_closed = False
         self._reports: list[tuple[LlmRequest, KVRayError | None]] = []
 
-    def submit(
-        self,
-        request: LlmRequest,
-        *,
-        listener: Listener | None = None,
-    ) -> Call:
+    def submit(self, request: LlmRequest, *, listener: Listener | None = None) -> Call:
         """Queue a request; KVRayError after `stop` or `close`."""
         call = Call(call_id=request.request_id, listener=listener)
         request.submitted_at = time.monotonic()
-        with self._condition:
-            if self._is_closed:
-                raise self._closed_error()
+        with self._changing() as orders:
             self._calls[request.request_id] = call
-            self._submitted.append(request)
-            self._condition.notify()
+            orders.submitted.append(request)
         return call
 
     def cancel(self, request_id: int) -> None:
         """Ask the executor to end a request early; one that has ended stays as it is."""
         with self._condition:
             if request_id in self._calls:
-                self._cancelled.add(request_id)
+                self._next.cancelled.add(request_id)
                 self._condition.notify()
 
     def update_weights(self, model: str) -> Future[None]:
         """Have the engine take the weights of `model`, see `Orders`; one call at a time."""
-        with self._condition:
-            if self._is_closed:
-                raise self._closed_error()
-            self._model, self._updated = model, Future()
-            self._condition.notify()
+        with self._changing() as orders:
+            orders.model, self._updated = model, Future()
             return self._updated
 
     def updated(self) -> None:
@@ -100,21 +86,35 @@ class Intake:
     def stop(self) -> None:
         """Take nothing more in and tell the executor to stop."""
         with self._condition:
-            self._is_closed = True
+            self._next.is_stop = True
             self._condition.notify()
 
     def take(self, *, has_work: bool) -> Orders:
         """Return this rank's orders, or sleep while no rank has work; KVRayError if a rank died."""
+        is_any_busy = has_work
         if self._is_dealt:
-            return self._take_own(has_work=has_work)
-        if self._ranks.size == 1:
-            return self._collect(has_work, timeout_s=None)
-        return self._share(has_work)
+            told = self._ranks.allgather((has_work, self._reports))
+            self._reports = []
+            is_any_busy = any(is_busy for is_busy, _ in told)
+            for _, ended in told:
+                for request, error in ended:
+                    self._settle(request, error)
+        is_leader = self._ranks.rank == 0
+        orders = self._ranks.broadcast(self._collect(is_any_busy) if is_leader else Orders())
+        if not self._is_dealt:
+            return orders
+        own = [
+            request
+            for request in orders.submitted
+            if (request.request_id - 1) % self._ranks.size == self._ranks.rank
+        ]
+        is_dummy_due = not (has_work or own) and (is_any_busy or len(orders.submitted) > 0)
+        return replace(orders, submitted=own, is_dummy_due=is_dummy_due)
 
     def pause(self, timeout_s: float) -> None:
         """Sleep until a request arrives, at most `timeout_s`."""
         with self._condition:
-            if not (self._submitted or self._is_closed):
+            if not (self._next.submitted or self._next.is_stop):
                 self._condition.wait(timeout_s)
 
     def progress(self, requests: Iterable[LlmRequest]) -> None:
@@ -140,11 +140,20 @@ class Intake:
         for request, error in self._reports:
             self._settle(request, error)
         with self._condition:
-            self._is_closed, self._failure = True, failure
+            self._next.is_stop, self._failure = True, failure
             calls, self._calls = list(self._calls.values()), {}
             updated, self._updated = self._updated, None
         for future in [call.future for call in calls] + ([updated] if updated else []):
             future.set_exception(self._closed_error())
+
+    @contextmanager
+    def _changing(self) -> Iterator[Orders]:
+        """Give the next orders to add to; KVRayError: there are none any more."""
+        with self._condition:
+            if self._next.is_stop:
+                raise self._closed_error()
+            yield self._next
+            self._condition.notify()
 
     def _closed_error(self) -> KVRayError:
         failure = self._failure
@@ -154,43 +163,19 @@ class Intake:
         error.__cause__ = failure
         return error
 
-    def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
+    def _collect(self, has_work: bool) -> Orders:
         with self._condition:
             self._condition.wait_for(
-                lambda: has_work or self._submitted or self._model is not None or self._is_closed,
-                timeout_s,
+                lambda: (
+                    has_work
+                    or self._next.submitted
+                    or self._next.model is not None
+                    or self._next.is_stop
+                ),
+                None if self._ranks.size == 1 else _HEARTBEAT_S,
             )
-            model, self._model = self._model, None
-            submitted, self._submitted = self._submitted, []
-            cancelled, self._cancelled = self._cancelled, set()
-            return Orders(
-                submitted=submitted,
-                cancelled=frozenset(cancelled),
-                model=model,
-                is_stop=self._is_closed,
-            )
-
-    def _share(self, has_work: bool) -> Orders:
-        is_leader = self._ranks.rank == 0
-        orders = self._collect(has_work, timeout_s=_HEARTBEAT_S) if is_leader else Orders()
-        return self._ranks.broadcast(orders)
-
-    def _take_own(self, *, has_work: bool) -> Orders:
-        reports = self._ranks.allgather((has_work, self._reports))
-        self._reports = []
-        is_any_busy = any(is_busy for is_busy, _ in reports)
-        for _, ended in reports:
-            for request, error in ended:
-                self._settle(request, error)
-        orders = self._share(is_any_busy)
-        own = [
-            request
-            for request in orders.submitted
-            if (request.request_id - 1) % self._ranks.size == self._ranks.rank
-        ]
-        is_idle = not has_work and not own
-        is_dummy_due = is_idle and (is_any_busy or len(orders.submitted) > 0)
-        return replace(orders, submitted=own, is_dummy_due=is_dummy_due)
+            orders, self._next = self._next, Orders(is_stop=self._next.is_stop)
+            return orders
 
     def _settle(self, request: LlmRequest, error: KVRayError | None) -> None:
         with self._condition:

@@ -8,8 +8,6 @@ chunks, and the KV of a generated token equals bit for bit that of the same toke
 The arithmetic is written out here, because importing transformers' own costs seconds a process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from kvray.reference.ranks import Leader, Ranks
+from kvray.reference.ranks import Ranks
 
 Config: TypeAlias = Mapping[str, Any]
 """What a checkpoint's `config.json` says; a missing field has the default of transformers."""
@@ -102,7 +100,7 @@ class BlockModel:
         self.vocab_size: int = config["vocab_size"]
         self.max_tokens: int = config.get("max_position_embeddings", 2048)
         self.weights = weights
-        self._ranks: Ranks = ranks or Leader()
+        self._ranks: Ranks = ranks or Ranks()
         self._head_dim = head_dim(config)
         self._eps: float = config.get("rms_norm_eps", 1e-6)
         self._activate: Any = getattr(functional, config.get("hidden_act", "silu"))

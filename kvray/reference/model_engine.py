@@ -1,7 +1,5 @@
 """The forward pass of a batch: steps of requests through the layers, KV into the pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A prompt under way and its answer; free of torch, for processes that only drive replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -10,9 +8,12 @@ from typing import Any, TypeAlias
 
 from kvray.errors import KVRayError
 
-Prompt: TypeAlias = "str | Sequence[int]"
+READY_ID = 0
+"""The id under which the child of a `Replica` says that it is up, or why not."""
 
-Listener: TypeAlias = "Callable[[list[int]], None]"
+Prompt: TypeAlias = str | Sequence[int]
+
+Listener: TypeAlias = Callable[[list[int]], None]
 """Called with an answer's new tokens on the engine's thread: it must neither wait nor raise."""
 
 

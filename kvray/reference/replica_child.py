@@ -1,120 +1,20 @@
 """The child's side of a replica: an engine that answers its parent's calls."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import queue
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.events.pool_feed import PoolFeed
 from kvray.reference.child_process import Pipe, PipeClosed, join_parent
-from kvray.reference.output import Call
+from kvray.reference.output import READY_ID, Call, Output
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
-
-
-class _Child:
-    """Takes calls on one thread, and answers each call on another when it ends.
-
-    The answers cross from the engine's thread through the outbox. It holds at most one for each
-    token of the open calls.
-    """
-
-    def __init__(self, pipe: Pipe, start: Callable[..., Any]) -> None:
-        self._pipe = pipe
-        self._start = start
-        self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
-        self._outbox: queue.SimpleQueue[dict[str, Any] | int | None] = queue.SimpleQueue()
-        self._calls: dict[int, Call] = {}
-        self._engine: Any = None
-        self._is_up = threading.Event()
-        threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
-
-    def run(self) -> None:
-        options = self._options.get()
-        event_host = options.pop("event_host", None)
-        try:
-            self._engine = self._start(**options)
-        except (KVRayError, TypeError) as error:
-            self._send(_failure(0, error))
-            return
-        self._is_up.set()
-        with ExitStack() as opened:
-            opened.callback(self._engine.close)
-            try:
-                events = None if event_host is None else self._publish(opened, event_host)
-            except KVRayError as error:
-                self._send(_failure(0, error))
-                return
-            self._send({"id": 0, "events": events})
-            while (item := self._outbox.get()) is not None:
-                self._send(self._answer(item) if isinstance(item, int) else item)
-
-    def _publish(self, opened: ExitStack, host: str) -> dict[str, Any]:
-        """Publish the engine's KV events until it ends, and return what routers are told."""
-        engine = self._engine
-        feed = PoolFeed(engine.get_kv_cache_events, block_size=engine.tokens_per_block, host=host)
-        opened.callback(feed.close)
-        return feed.metadata
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
-
-    def _answer(self, call_id: int) -> dict[str, Any]:
-        try:
-            output = self._calls.pop(call_id).result(0)
-        except KVRayError as error:
-            return _failure(call_id, error)
-        return {"id": call_id, "output": output}
-
-    def _read(self) -> None:
-        """Take calls; when the parent is gone, end the engine and the process."""
-        try:
-            self._options.put(self._pipe.receive(timeout_s=None))
-            while True:
-                message = self._pipe.receive(timeout_s=None)
-                self._is_up.wait()
-                self._take(message)
-        except PipeClosed:
-            pass
-        if self._engine is None:
-            os._exit(1)
-        self._outbox.put(None)
-        time.sleep(_GRACE_S)
-        os._exit(1)
-
-    def _take(self, message: dict[str, Any]) -> None:
-        call_id = message["id"]
-        if "call" not in message:
-            if (open_call := self._calls.get(call_id)) is not None:
-                self._engine.cancel(open_call)
-            return
-        asked = message["call"]
-        if asked.pop("is_stream"):
-
-            def listener(tokens: Sequence[int]) -> None:
-                self._outbox.put({"id": call_id, "tokens": list(tokens)})
-
-            asked["listener"] = listener
-        try:
-            call = self._engine.submit(**asked)
-        except KVRayError as error:
-            self._outbox.put(_failure(call_id, error))
-            return
-        self._calls[call_id] = call
-        call.future.add_done_callback(lambda _: self._outbox.put(call_id))
-
-
-def _failure(call_id: int, error: Exception) -> dict[str, Any]:
-    is_config = isinstance(error, (ConfigError, TypeError))
-    return {"id": call_id, "error": str(error), "is_config": is_config}
 
 
 def serve(start: Callable[..., Any]) -> None:
@@ -124,10 +24,82 @@ def serve(start: Callable[..., Any]) -> None:
     `event_host` its KV events are published there; `get_kv_cache_events` and `tokens_per_block`
     are asked for them.
     """
-    try:
-        _Child(join_parent(), start).run()
-    except PipeClosed:
-        sys.exit(1)
+    pipe = join_parent()
+    with contextlib.suppress(PipeClosed), contextlib.ExitStack() as opened:
+        options = pipe.receive(timeout_s=None)
+        event_host = options.pop("event_host", None)
+        ready: dict[str, Any] = {"id": READY_ID, "events": None}
+        try:
+            engine = start(**options)
+            opened.callback(engine.close)
+            if event_host is not None:
+                size = engine.tokens_per_block
+                feed = PoolFeed(engine.get_kv_cache_events, block_size=size, host=event_host)
+                opened.callback(feed.close)
+                ready["events"] = feed.metadata  # what routers are told
+        except (KVRayError, TypeError) as error:
+            pipe.send({"id": READY_ID, "error": _told(error)}, timeout_s=_SEND_TIMEOUT_S)
+            return
+        grace = threading.Timer(_GRACE_S, os._exit, (1,))
+        grace.daemon = True
+        opened.callback(grace.start)
+        calls = _Calls(engine, pipe)
+        calls.outbox.put(ready)
+        while True:
+            calls.take(pipe.receive(timeout_s=None))
+
+
+class _Calls:
+    """The open calls; the process's main thread takes them, another one sends the answers.
+
+    These cross from the engine's thread through the outbox, which holds at most one for each token
+    of the open calls.
+    """
+
+    def __init__(self, engine: Any, pipe: Pipe) -> None:
+        self.outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._engine = engine
+        self._pipe = pipe
+        self._calls: dict[int, Call] = {}
+        threading.Thread(target=self._send, name="kvray-answers", daemon=True).start()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Begin a call, or cancel one."""
+        call_id = message["id"]
+        if "call" not in message:
+            if (open_call := self._calls.get(call_id)) is not None:
+                self._engine.cancel(open_call)
+            return
+        asked = message["call"]
+        if asked.pop("is_stream"):
+            asked["listener"] = lambda tokens: self.outbox.put({"id": call_id, "tokens": [*tokens]})
+
+        def answer(future: Future[Output]) -> None:
+            del self._calls[call_id]
+            if (error := future.exception()) is not None:
+                self.outbox.put({"id": call_id, "error": _told(error)})
+            else:
+                self.outbox.put({"id": call_id, "output": future.result()})
+
+        try:
+            self._calls[call_id] = call = self._engine.submit(**asked)
+        except KVRayError as error:
+            self.outbox.put({"id": call_id, "error": _told(error)})
+        else:
+            call.future.add_done_callback(answer)
+
+    def _send(self) -> None:
+        try:
+            while True:
+                self._pipe.send(self.outbox.get(), timeout_s=_SEND_TIMEOUT_S)
+        except PipeClosed:
+            os._exit(1)  # the parent is gone, or hears no answer
+
+
+def _told(error: BaseException) -> KVRayError:
+    """Return an error as the parent gets it, without its cause, which may not pickle."""
+    kind = ConfigError if isinstance(error, ConfigError | TypeError) else KVRayError
+    return kind(str(error))
 
 
 def _reference_engine(**options: Any) -> Any:

@@ -1,7 +1,5 @@
 """A request and the batch of a pass; their names are those of TensorRT-LLM's `LlmRequest`."""
 
-from __future__ import annotations
-
 import enum
 import hashlib
 from collections.abc import Sequence
@@ -63,7 +61,8 @@ class LlmRequest:
         """How many of them, from the first on, the last pass has confirmed."""
         self.drafted_tokens = 0
         self.accepted_tokens = 0
-        self._context_position = 0
+        self.context_current_position = 0
+        """The number of prompt tokens with their KV in the pool."""
         self._tokens = list(prompt_tokens)
 
     def get_tokens(self, beam: int = 0) -> list[int]:
@@ -76,17 +75,12 @@ class LlmRequest:
         return self._tokens[self.prompt_len :]
 
     @property
-    def context_current_position(self) -> int:
-        """The number of prompt tokens with their KV in the pool."""
-        return self._context_position
-
-    @property
     def context_remaining_length(self) -> int:
-        return self.prompt_len - self._context_position
+        return self.prompt_len - self.context_current_position
 
     @property
     def is_first_context_chunk(self) -> bool:
-        return self._context_position == self.prepopulated_prompt_len
+        return self.context_current_position == self.prepopulated_prompt_len
 
     @property
     def is_finished(self) -> bool:
@@ -103,7 +97,7 @@ class LlmRequest:
                 f"{self.prompt_len}. There must be at least one uncomputed token, so offer at "
                 "most the full blocks of all tokens but the last."
             )
-        self.prepopulated_prompt_len = self._context_position = num_tokens
+        self.prepopulated_prompt_len = self.context_current_position = num_tokens
         self.num_computed_tokens = num_tokens
         chunk_end = num_tokens + self.context_chunk_size
         if chunk_end < self.prompt_len:
@@ -113,8 +107,8 @@ class LlmRequest:
             self.context_chunk_size = self.context_remaining_length
 
     def move_to_next_context_chunk(self) -> None:
-        self._context_position += min(self.context_chunk_size, self.context_remaining_length)
-        self.num_computed_tokens = self._context_position
+        self.context_current_position += min(self.context_chunk_size, self.context_remaining_length)
+        self.num_computed_tokens = self.context_current_position
 
     def add_sampled(self, token: int) -> None:
         """Append the accepted drafts and the token after them, up to one that ends the request."""

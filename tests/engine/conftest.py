@@ -22,11 +22,7 @@ from tests.waiting import wait_for
 BLOCK = 16
 MakeEngine = Callable[..., ReferenceEngine]
 Expected = Callable[..., tuple[int, ...]]
-KVRAY = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+KVRAY = KvConnectorConfig()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The arithmetic of a step depends on its block's index alone, also where ranks share the model."""
 
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ import torch
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.checkpoint import load_checkpoint, split_weights
-from kvray.reference.child_process import Pipe
+from kvray.reference.child_process import Child, Pipe
 from kvray.reference.model import TINY_CONFIG, BlockModel, make_random_weights
-from kvray.reference.ranks import CollectiveError, Follower, Leader, Other
+from kvray.reference.ranks import Ranks
 from kvray.reference.tokenizer import import_transformers, read
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -163,13 +162,16 @@ def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(tmp_path, monke
 TIMEOUT_S = 10.0
 
 
-class Running(SimpleNamespace):
-    """As the process of another rank, which does not end."""
+class Running(Child):
+    """Another rank, whose process is a thread here, and does not end."""
 
-    pid = 7
+    def __init__(self, rank: int, pipe: Pipe) -> None:
+        self.name, self.pipe = f"Rank {rank} (pid 7)", pipe
+        self.process: Any = SimpleNamespace(kill=lambda: None)
+        self._output, self._advice = 2, "Restart the engine."
 
-    def wait(self, timeout_s: float) -> int:
-        raise subprocess.TimeoutExpired("rank", timeout_s)
+    def wait(self, timeout_s: float) -> None:
+        return
 
 
 def make_ranks(size: int, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -178,9 +180,9 @@ def make_ranks(size: int, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
     for rank in range(1, size):
         (at_leader, to_follower), (at_follower, to_leader) = os.pipe(), os.pipe()
         near, far = Pipe(at_leader, to_leader), Pipe(at_follower, to_follower)
-        others.append(Other(rank, Running(), near))  # type: ignore[arg-type]
-        followers.append(Follower(rank, size, far, timeout_s=timeout_s))
-    return [Leader(others, timeout_s=timeout_s), *followers]
+        others.append(Running(rank, near))
+        followers.append(Ranks(rank, size, leader=far, timeout_s=timeout_s))
+    return [Ranks(size=size, children=others, timeout_s=timeout_s), *followers]
 
 
 def on_ranks(size: int, act: Callable[[Any], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -243,7 +245,7 @@ def test_a_rank_that_fails_is_named_with_its_error_and_the_others_end_at_once(ca
     leader, follower, _ = on_ranks(3, act)
     assert isinstance(leader, ConfigError)
     assert str(leader) == "Rank 2 (pid 7) failed: no such model"
-    assert isinstance(follower, CollectiveError)
+    assert isinstance(follower, KVRayError)
     assert "Restart the engine" in str(follower)
     assert "rank 2 ends: no such model" in capfd.readouterr().err
     assert time.monotonic() - started < TIMEOUT_S / 2
@@ -263,7 +265,7 @@ def test_rank_that_does_nothing_fails_the_others_in_time(idle):
             has_failed.set()
 
     results = on_ranks(2, act, timeout_s=0.5)
-    assert isinstance(results[1 - idle], CollectiveError)
+    assert isinstance(results[1 - idle], KVRayError)
     assert "in vain" in str(results[1 - idle])
     assert results[idle] is True
 

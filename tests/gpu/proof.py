@@ -130,7 +130,7 @@ def measure(kind: str, out: Path, *, is_cpu: bool) -> None:
     from kvray.console.interrupts import Interrupts
     from kvray.lab.bench.gpu import GpuScale, measure_gpu
     from kvray.lab.bench.gpu_copies import GpuDevice
-    from kvray.lab.bench.runner import running
+    from kvray.lab.runner import running
 
     scale = GpuScale(pairs=15, prefill_pairs=3)
     if is_cpu:

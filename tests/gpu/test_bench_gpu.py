@@ -10,7 +10,7 @@ from kvray.console.interrupts import Interrupts
 from kvray.engine.device.cuda_device import BATCHED, GATHERED, SINGLE
 from kvray.lab.bench.gpu import GpuScale, measure_gpu
 from kvray.lab.bench.gpu_copies import GpuDevice
-from kvray.lab.bench.runner import running
+from kvray.lab.runner import running
 
 pytestmark = [
     pytest.mark.gpu,

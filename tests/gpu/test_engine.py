@@ -13,18 +13,15 @@ import pytest
 import torch
 
 from kvray.engine.meta import LoadPlan
-from kvray.reference import KvConnectorConfig, ReferenceEngine
+from kvray.reference import KvConnectorConfig
+from kvray.reference.engine import ReferenceEngine
 from tests.kit.tier import Tier, tier_environment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIVES = int(os.environ.get("LIVES", "8" if DEVICE == "cuda" else "1"))
 BLOCK = 16
 ANSWER_TOKENS = 6
-KVRAY = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+KVRAY = KvConnectorConfig()
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"overlap": True},

@@ -325,7 +325,7 @@ def loaded(*, has_network: bool = False) -> Iterator[Run]:
         stack.callback(lambda: [one.kill() for one in replicas])
         for number, node in enumerate(tier.nodes):
             env, options = tier.engine_environ(node), {**REPLICA, "num_blocks": 48}
-            replicas.append(Replica.spawn(f"on-node-{number}", env=env, **options))
+            replicas.append(Replica(f"on-node-{number}", env=env, **options))
         for replica in replicas:
             replica.wait_ready()
         run = Run(tier, replicas)

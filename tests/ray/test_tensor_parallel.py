@@ -122,7 +122,7 @@ class Spread:
             "ranks_per_node": 1,
             "rank_env": [{"KVRAY_ARENA__DIR": str(second.arena_dir)}],
         }
-        self.replicas.append(Replica.spawn(name, env=environ, **options))
+        self.replicas.append(Replica(name, env=environ, **options))
         return self.replicas[-1]
 
     def wait_ready(self, *replicas: Replica) -> None:

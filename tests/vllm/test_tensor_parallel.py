@@ -38,7 +38,7 @@ def engines(tier: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def begin(name: str, tier: TwoNodes, model: Path) -> Replica:
     own: dict[str, Any] = {"KVRAY_CONNECTOR__MODEL_KEY": "tensor parallel"}
-    return Replica.spawn(
+    return Replica(
         name,
         env={
             **ENVIRON,

@@ -47,7 +47,7 @@ def start(name: str, tier: TwoNodes) -> Replica:
     """Begin to start an engine; `plain` has no connector."""
     number, changes = CHANGES.get(name, (0, {}))
     environ = {**ENVIRON, **tier.engine_environ(tier.nodes[number])}
-    return Replica.spawn(
+    return Replica(
         name,
         env={**environ, "KVRAY_CONNECTOR__REPLICA": name},
         log_path=tier.machine.scratch / f"{name}.log",

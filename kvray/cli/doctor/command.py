@@ -13,8 +13,8 @@ from kvray.cli.doctor.tier import Finding, fault, hit_findings, ok, tier_finding
 from kvray.cli.transports import NodeLink, node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.interrupts import masked
-from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption, flag
-from kvray.console.output import EXIT_ERROR, boundary, printer, stdout_kept, visible
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
+from kvray.console.output import EXIT_ERROR, printer, stdout_kept, visible
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
@@ -27,35 +27,33 @@ def doctor(
         bool, flag("--here", "Only this machine or container, as an engine sees it. Asks no Ray.")
     ] = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Find faults of the tier, and say how to mend them.
 
     Run it where Ray runs, and with --here in an engine's container. It joins the arena for a
     moment, as an engine does, and changes nothing.
     """
-    with boundary(verbose=verbose):
-        settings = load_config(config, overrides={"ray.address": address})
-        with masked():
-            from kvray.cli.doctor.node import arena_findings, machine_findings, why_not_here
-        with printer().status("Looking at this machine") if not as_json else stdout_kept():
-            findings = list(machine_findings(settings))
-        found: dict[str, Any] | None = None
-        elsewhere: Finding | None = None
-        if not here:
-            found, node_id, asked = _ask_tier(settings)
-            findings += asked
-            if found is not None:
-                elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
-        findings += arena_findings(settings) if elsewhere is None else [elsewhere]
-        links = [] if found is None else node_links(found)
-        told = {
-            "findings": [one._asdict() for one in findings],
-            "transports": [one._asdict() for one in links],
-        }
-        show_answer(told, lambda _: _report(findings, links), as_json=as_json)
-        if any(finding.verdict == "fault" for finding in findings):
-            raise typer.Exit(EXIT_ERROR)
+    settings = load_config(config, overrides={"ray.address": address})
+    with masked():
+        from kvray.cli.doctor.node import arena_findings, machine_findings, why_not_here
+    with printer().status("Looking at this machine") if not as_json else stdout_kept():
+        findings = list(machine_findings(settings))
+    found: dict[str, Any] | None = None
+    elsewhere: Finding | None = None
+    if not here:
+        found, node_id, asked = _ask_tier(settings)
+        findings += asked
+        if found is not None:
+            elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
+    findings += arena_findings(settings) if elsewhere is None else [elsewhere]
+    links = [] if found is None else node_links(found)
+    told = {
+        "findings": [one._asdict() for one in findings],
+        "transports": [one._asdict() for one in links],
+    }
+    show_answer(told, lambda _: _report(findings, links), as_json=as_json)
+    if any(finding.verdict == "fault" for finding in findings):
+        raise typer.Exit(EXIT_ERROR)
 
 
 def _ask_tier(settings: KVRayConfig) -> tuple[dict[str, Any] | None, str, list[Finding]]:

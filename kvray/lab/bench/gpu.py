@@ -7,7 +7,6 @@ connector and a shard of its own, without Ray. Each answer is compared token for
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -23,7 +22,8 @@ from kvray.config import format_size, load_config
 from kvray.errors import KVRayError
 from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice, wait_until_ready
 from kvray.lab.bench.report import Row, bench_report, time_row
-from kvray.lab.bench.runner import (
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LOCK_WAIT_S,
     SMALL_BYTES,
@@ -31,14 +31,15 @@ from kvray.lab.bench.runner import (
     Pair,
     Runner,
     bench_spec,
+    is_soon,
     measure,
     require_room,
     speed_ratio,
     time_ratio,
 )
-from kvray.lab.report import Report
-from kvray.reference import KvConnectorConfig, ReferenceEngine
+from kvray.reference import KvConnectorConfig
 from kvray.reference.checkpoint import RANDOM
+from kvray.reference.engine import ReferenceEngine
 from kvray.reference.model import Config, dtype_of, head_dim, weight_shapes
 from kvray.reference.output import Output
 
@@ -50,8 +51,11 @@ _BLOCKS_PER_STEP = 8
 """Rows enough for a GPU to compute near its full speed."""
 _CHUNK_TOKENS = 2048
 _ANSWER_TOKENS = 4
-_WAIT_S, _STORE_S = 120.0, 5.0
+_WAIT_S, _STORE_S, _POLL_S = 120.0, 5.0, 0.002
 KINDS = ("copies", "prompts")
+WRONG = "wrong_answers"
+Tally = Counter[str]
+"""Bytes by how they were copied, and answers unlike those of the engine without kvray."""
 _TARGETS = {
     "gpu_h2d_ratio_4mib": 0.95,
     "gpu_d2h_ratio_4mib": 0.95,
@@ -153,15 +157,6 @@ def measure_gpu(
     return _report(scale, device, rows, tally)
 
 
-class Tally:
-    """What is counted beside the measurements."""
-
-    def __init__(self) -> None:
-        self.copied: Counter[str] = Counter()
-        self.num_wrong = 0
-        """Answers that differ from those of the engine without kvray."""
-
-
 def _measure_copies(
     scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
 ) -> Iterator[Row]:
@@ -175,13 +170,13 @@ def _measure_copies(
             copies = BlockCopies(device, arena, num_blocks=scale.num_blocks, block_bytes=size)
             inner.stack.callback(copies.close)
             yield from take(copies, scale.pairs)
-            tally.copied += copies.copied_bytes
+            tally.update(copies.copied_bytes)
 
 
 def _measure_prompts(
     scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
 ) -> Iterator[Row]:
-    prompts = scope.stack.enter_context(_prompts(scale, device, directory, tally))
+    prompts = _start_engines(scale, device, directory, scope, tally)
     for num_tokens in scale.lengths:
         yield from prompts.take(num_tokens, scale.prefill_pairs)
 
@@ -196,19 +191,20 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    targets = {
-        name: {"wanted": wanted, "found": figures[name], "is_met": _is_met(name, figures[name])}
-        for name, wanted in _TARGETS.items()
-        if name in figures
-    }
+    targets = {}
+    for name, wanted in _TARGETS.items():
+        if (met := figures.get(name)) is not None:
+            is_met = met <= wanted if name in _AT_MOST else met >= wanted
+            targets[name] = {"wanted": wanted, "found": met, "is_met": is_met}
     missed = [
         f"{name} is {one['found']:.3g}, wanted {one['wanted']}"
         for name, one in targets.items()
         if not one["is_met"]
     ]
+    copied, num_wrong = dict(tally), tally[WRONG]
+    copied.pop(WRONG, None)
     how = ", ".join(
-        f"{format_size(size)} {name.removeprefix('copied_bytes_')}"
-        for name, size in tally.copied.items()
+        f"{format_size(size)} {name.removeprefix('copied_bytes_')}" for name, size in copied.items()
     )
     faster = f"Loading is the faster way from {first:,} tokens on." if first else ""
     return bench_report(
@@ -220,13 +216,13 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         + (f"\nCopied: {how}." if how else "")
         + "\n"
         + (faster or ("Computing was the faster way at every length." if ratios else ""))
-        + (f"\n{tally.num_wrong} answers were WRONG: report this." if tally.num_wrong else "")
+        + (f"\n{num_wrong} answers were WRONG: report this." if num_wrong else "")
         + (f"\nTargets that were missed: {'; '.join(missed)}." if missed else ""),
         facts={
             "crossover_tokens": first,
-            "wrong_answers": tally.num_wrong,
+            "wrong_answers": num_wrong,
             "targets": targets,
-            "copied_bytes": dict(tally.copied),
+            "copied_bytes": copied,
             "blocks": scale.num_blocks,
             "pairs": scale.pairs,
             "prefill_pairs": scale.prefill_pairs,
@@ -235,50 +231,43 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
     )
 
 
-def _is_met(name: str, found: float) -> bool:
-    return found <= _TARGETS[name] if name in _AT_MOST else found >= _TARGETS[name]
-
-
-@contextmanager
-def _prompts(
-    scale: GpuScale, device: GpuDevice, directory: Path, tally: Tally
-) -> Iterator["Prompts"]:
-    """Start a shard, an engine with a connector and one without; end them."""
+def _start_engines(
+    scale: GpuScale, device: GpuDevice, directory: Path, scope: Runner, tally: Tally
+) -> "Prompts":
+    """Start a shard, an engine with a connector and one without, which end with `scope`."""
     path = directory / "kvray.yaml"
     capacity = 2 * scale.prompt_bytes + _TABLES_BYTES
     arena = {"dir": str(directory), "capacity": capacity, "lock_wait_s": LOCK_WAIT_S}
     path.write_text(yaml.safe_dump({"arena": arena, "connector": {"model_key": "bench"}}))
     shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
-    try:
-        _is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
-        status = shard.status()
-        if status["state"] != "serving":
-            raise KVRayError(
-                f"The bench's shard did not start: {status.get('message', status['state'])}"
-            )
-        connector = KvConnectorConfig(
-            connector_module="kvray.connector",
-            connector_scheduler_class=f"KvRayScheduler@{path}",
-            connector_worker_class=f"KvRayWorker@{path}",
+    scope.stack.callback(shard.stop, retire=True, timeout_s=_WAIT_S)
+    is_soon(lambda: shard.status()["state"] in ("serving", "failed"), _WAIT_S)
+    status = shard.status()
+    if status["state"] != "serving":
+        raise KVRayError(
+            f"The bench's shard did not start: {status.get('message', status['state'])}"
         )
-        make = partial(
-            ReferenceEngine,
-            scale.model,
-            device=str(device.device),
-            tokens_per_block=_TOKENS_PER_BLOCK,
-            blocks_per_step=_BLOCKS_PER_STEP,
-            num_blocks=scale.num_pages + 1,
-            enable_chunked_prefill=True,
-            chunk_tokens=_CHUNK_TOKENS,
-        )
-        with make(enable_block_reuse=False) as bare, make(connector=connector, poison=True) as ours:
-            assert ours.connector is not None, "it has just been asked for"
-            worker = ours.connector.worker
-            wait_until_ready(worker._rank.pool, worker._rank.shared.link.arena)
-            yield Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
-    finally:
-        shard.stop(retire=True, timeout_s=_WAIT_S)
+    connector = KvConnectorConfig(
+        connector_scheduler_class=f"KvRayScheduler@{path}",
+        connector_worker_class=f"KvRayWorker@{path}",
+    )
+    make = partial(
+        ReferenceEngine,
+        scale.model,
+        device=str(device.device),
+        tokens_per_block=_TOKENS_PER_BLOCK,
+        blocks_per_step=_BLOCKS_PER_STEP,
+        num_blocks=scale.num_pages + 1,
+        enable_chunked_prefill=True,
+        chunk_tokens=_CHUNK_TOKENS,
+    )
+    bare = scope.stack.enter_context(make(enable_block_reuse=False))
+    ours = scope.stack.enter_context(make(connector=connector, poison=True))
+    assert ours.connector is not None, "it has just been asked for"
+    worker = ours.connector.worker
+    wait_until_ready(worker._rank.pool, worker._rank.shared.link.arena)
+    return Prompts(bare, ours, lambda: int(shard.status()["arena"]["stored"]), tally)
 
 
 class Prompts:
@@ -325,7 +314,7 @@ class Prompts:
     def _store_rest(self, prompt: list[int], wanted: int) -> None:
         """Return once so many blocks are stored; a busy machine drops saves, so it asks again."""
         deadline = time.monotonic() + _WAIT_S
-        while not _is_soon(lambda: self._num_stored() >= wanted, _STORE_S):
+        while not is_soon(lambda: self._num_stored() >= wanted, _STORE_S, poll_s=_POLL_S):
             if time.monotonic() > deadline:
                 raise KVRayError(f"Storing a prompt took more than {_WAIT_S:.0f} s; report this.")
             self._ours.reset_prefix_cache()
@@ -347,7 +336,7 @@ class Prompts:
                     f"Of {num_tokens} tokens that were stored only {output.hit_tokens} were loaded;"
                     " report this."
                 )
-            self._tally.num_wrong += len({*answers, output.token_ids}) - 1
+            self._tally[WRONG] += len({*answers, output.token_ids}) - 1
             cold.append(pair)
             loaded.append(pair._replace(ours=Duration(output.ttft_s)))
         return cold, loaded
@@ -370,15 +359,6 @@ class Prompts:
         return output
 
 
-def _is_soon(until: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not until():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
 def name_of(num_tokens: int) -> str:
     """Return a number of tokens as in the figures' names: 8192 is 8k."""
     return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else str(num_tokens)
@@ -389,9 +369,5 @@ def crossover(ratios: dict[int, float]) -> int | None:
 
     `ratios` has the computed time over the loaded time of each length.
     """
-    found = None
-    for num_tokens in sorted(ratios, reverse=True):
-        if ratios[num_tokens] <= 1:
-            break
-        found = num_tokens
-    return found
+    slow = max((one for one, ratio in ratios.items() if ratio <= 1), default=0)
+    return min((one for one in ratios if one > slow), default=None)

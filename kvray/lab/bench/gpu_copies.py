@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,10 +25,11 @@ from kvray.engine.model.cache_layout import (
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, copy_row, time_row
-from kvray.lab.bench.runner import (
+from kvray.lab.runner import (
     TOKENS_PER_BLOCK,
     Duration,
     Pair,
+    is_soon,
     measure,
     reserve_all,
     time_ratio,
@@ -119,14 +119,11 @@ _KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
 
 def wait_until_ready(pool: object, arena: Arena) -> None:
     """Return once copies of `pool` are as fast as they will be; KVRayError: they never are."""
-    deadline = time.monotonic() + _READY_S
-    while isinstance(pool, DevicePool) and not pool.is_ready(arena):
-        if time.monotonic() > deadline:
-            raise KVRayError(
-                f"The arena was not registered with the GPU within {_READY_S:.0f} s; run it again"
-                " on an idle machine, or with --quick."
-            )
-        time.sleep(0.01)
+    if isinstance(pool, DevicePool) and not is_soon(lambda: pool.is_ready(arena), _READY_S):
+        raise KVRayError(
+            f"The arena was not registered with the GPU within {_READY_S:.0f} s; run it again"
+            " on an idle machine, or with --quick."
+        )
 
 
 class BlockCopies:
@@ -245,16 +242,11 @@ class BlockCopies:
         *,
         is_busy: bool = False,
     ) -> list[Pair]:
-        def ours(_: int) -> Duration:
-            return self._time(work, is_busy=is_busy)
-
-        def floor(_: int) -> Duration:
-            return self._time(bare, is_busy=is_busy)
-
+        ours, floor = (partial(self._time, one, is_busy) for one in (work, bare))
         measure(2, ours=ours, floor=floor)  # the first ones set things up
         return measure(count, ours=ours, floor=floor)
 
-    def _time(self, work: Callable[[], None], *, is_busy: bool) -> Duration:
+    def _time(self, work: Callable[[], None], is_busy: bool, _: int) -> Duration:
         if not is_busy:
             return self._device.time(work)
         with self._device.multiplying(self._num_bytes / _SLOWEST_BYTES_S):

@@ -15,7 +15,9 @@ import psutil
 from kvray.config import format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, cpu_row, hash_rows
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import call_all, start
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LONG_TOKENS,
     SHORT_TOKENS,
@@ -28,8 +30,7 @@ from kvray.lab.bench.runner import (
     over_all,
     require_room,
 )
-from kvray.lab.bench.worker import Worker, call_all
-from kvray.lab.report import Report
+from kvray.reference.child_process import Child
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 
 NUM_READERS = 4
@@ -137,7 +138,7 @@ class _Bench:
         self._arena: Arena | None = None
         self._arena_stack = runner.stack.enter_context(ExitStack())
         self._num_chains = 0
-        self._workers = [Worker(runner) for _ in range(1 + NUM_READERS)]
+        self._workers = [start(runner) for _ in range(1 + NUM_READERS)]
         self._writer, self._reader = self._workers[:1], self._workers[1:2]
 
     def take_all(self) -> list[Row]:
@@ -208,7 +209,7 @@ class _Bench:
         ]
 
     def _retrieve_pairs(
-        self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False
+        self, readers: list[Child], chains: list[int], copies: Copies, *, verify: bool = False
     ) -> list[Pair]:
         """Return the pairs of readers that retrieve chain after chain, each to its section."""
 
@@ -239,7 +240,7 @@ class _Bench:
                 rows += hash_rows(title, name, pairs, has_spread=name == "lookup_8k")
         return rows
 
-    def _renew_arena(self, spec: ArenaSpec, *, users: list[Worker]) -> None:
+    def _renew_arena(self, spec: ArenaSpec, *, users: list[Child]) -> None:
         """Make an arena in place of the one before, and have `users` attach to it."""
         call_all(self._workers, "detach")
         self._arena_stack.close()
@@ -266,14 +267,14 @@ class _Bench:
         return _time(self._writer, "store", chain=self._num_chains, **where)
 
     def _copy(
-        self, workers: list[Worker], copies: Copies, index: int = 0, *, is_store: bool = True
+        self, workers: list[Child], copies: Copies, index: int = 0, *, is_store: bool = True
     ) -> Duration:
         """Copy a section bare, far from the one that kvray takes in this pair."""
         section = (index + copies.num_sections // 2) % copies.num_sections
         return _time(workers, "copy", shape=copies.shape, section=section, is_store=is_store)
 
 
-def _time(workers: list[Worker], name: str, **arguments: Any) -> Duration:
+def _time(workers: list[Child], name: str, **arguments: Any) -> Duration:
     """Have `workers` do a timed piece of work at once; return the duration of all of it."""
     return over_all(call_all(workers, name, **arguments))
 

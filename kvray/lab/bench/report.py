@@ -1,7 +1,5 @@
 """The rows of a bench, each with its figures, and the report of them."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +8,8 @@ from typing import Any
 import psutil
 
 from kvray.console.output import empty_table
-from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 from kvray.lab.report import Report, machine_facts
+from kvray.lab.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 
 GB = 1e9
 

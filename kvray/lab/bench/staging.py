@@ -1,7 +1,5 @@
 """`kvray bench staging`: fetches between two nodes of its own, driven by a `Worker` of this."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import secrets
@@ -22,7 +20,10 @@ from kvray.config import KVRayConfig, config_on_node, load_config
 from kvray.errors import KVRayError
 from kvray.identity.block import split_keys
 from kvray.lab.bench.report import bench_report, copy_row, cores, cpu_row
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import call_all, serve, start
+from kvray.lab.chaos.machine import RESOURCE, Machine
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     LOCK_WAIT_S,
     SLAB_BYTES,
@@ -33,9 +34,6 @@ from kvray.lab.bench.runner import (
     measure,
     reserve_all,
 )
-from kvray.lab.bench.worker import Worker, serve
-from kvray.lab.chaos.machine import RESOURCE, Machine
-from kvray.lab.report import Report
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.transport.nixl import bindings
 from kvray.transport.object_ref import ObjectRefTransport
@@ -78,11 +76,12 @@ def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    driver = Worker(runner, __name__, machine.environ())
-    driver.send("take", config_path=str(path), num_blocks=num_blocks, repeat=num_pairs)
+    driver = start(runner, __name__, machine.environ())
+    asked = {"config_path": str(path), "num_blocks": num_blocks, "repeat": num_pairs}
+    (measured,) = call_all([driver], "take", **asked)
     pairs = {
         name: [Pair(Duration(*ours), Duration(*floor)) for ours, floor in found]
-        for name, found in driver.receive().items()
+        for name, found in measured.items()
     }
     num_bytes = num_blocks * LARGE_BYTES
     rows = []
@@ -173,11 +172,11 @@ class _BenchNode:
         """Bring everything here as objects of Ray, and copy it into the arena."""
         starts = range(0, self._num_bytes, ObjectRefTransport.piece_bytes)
         refs: deque[Any] = deque()
-        for index, start in enumerate(starts):
+        for index, first in enumerate(starts):
             for ahead in starts[index + len(refs) : index + _REFS_AHEAD]:
                 refs.append(source.piece.remote(ahead))
             piece = ray.get(refs.popleft(), timeout=_TIMEOUT_S)
-            self._memory[start : start + len(piece)] = piece
+            self._memory[first : first + len(piece)] = piece
 
 
 class _StagingBench:

@@ -1,23 +1,22 @@
 """`kvray bench tier`: engines' load on a tier that runs and whose arena is full."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import psutil
 
-from kvray.actors.tier.launch import Launch, local_tier
-from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.report import Row, bench_report, copy_row, cores, time_rows, value_row
-from kvray.lab.bench.runner import (
+from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, call_all, start
+from kvray.lab.report import Report
+from kvray.lab.runner import (
     LARGE_BYTES,
     SMALL_BYTES,
     Duration,
@@ -26,8 +25,7 @@ from kvray.lab.bench.runner import (
     cpu_seconds,
     require_room,
 )
-from kvray.lab.bench.worker import BUFFER_BYTES, PREFIX_BYTES, Found, Worker, call_all, merge
-from kvray.lab.report import Report
+from kvray.reference.child_process import Child
 from kvray.store import ArenaSpec
 
 SIZES = (LARGE_BYTES, 2**20, SMALL_BYTES)
@@ -83,14 +81,6 @@ def own_settings(config: Path | None, **arena: int) -> KVRayConfig:
     )
 
 
-def start_tier(runner: Runner, settings: KVRayConfig) -> Launch:
-    """Start Ray and the tier, which end with the run."""
-    check = runner.interrupts.check  # a signal is held back until Ray can be ended
-    observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
-    with runner.interrupts.held():
-        return runner.stack.enter_context(local_tier(settings, observer=observer))
-
-
 def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -> None:
     """Raise ConfigError for options that cannot be measured, and CapacityError without room."""
     capacity = settings.arena.capacity
@@ -129,7 +119,7 @@ class _Bench:
         self._seconds = seconds
         self._num_prefixes = 2 * settings.arena.capacity // PREFIX_BYTES
         self._turns = count(1)
-        self._workers: list[Worker] = []
+        self._workers: list[Child] = []
 
     def take_all(self) -> list[Row]:
         runner, num_filled = self._runner, self._settings.arena.capacity * 5 // 6 // PREFIX_BYTES
@@ -139,8 +129,8 @@ class _Bench:
             math.ceil(one / _ASKED_AT_ONCE) for one in (num_filled, num_stored, self._num_prefixes)
         )
         runner.show("Starting a tier", total=1 + asked + turns * len(self._steps) + 1)
-        shard = int(start_tier(self._runner, self._settings).shards[0]["pid"])
-        self._workers = [Worker(runner) for _ in range(self._steps[-1])]
+        shard = int(runner.start_tier(self._settings).shards[0]["pid"])
+        self._workers = [start(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         where, wait_s = str(self._settings.node_dir), self._settings.arena.lock_wait_s
         call_all(self._workers, "attach", directory=where, lock_wait_s=wait_s)
@@ -150,7 +140,7 @@ class _Bench:
         first += num_filled
         small = self._ask(range(first, first + num_stored), [SMALL_BYTES], "Storing 128KiB blocks")
         title, names = "store, 128KiB blocks into large ones", "tier_small_into_large_{}"
-        rows = [_copy_row(title, names, small["copies"]["store 128KiB"])]
+        rows = [_copy_row(title, names, [one for one in small if one[0] == "store 128KiB"])]
         self._ask(range(self._num_prefixes)[::-1], self._sizes, "Filling the arena")
         for num_processes in self._steps:
             rows += self._load(num_processes, turns, shard)
@@ -164,47 +154,47 @@ class _Bench:
 
     def _ask(self, prefixes: range, sizes: Sequence[int], title: str) -> Found:
         self._runner.show(title)
-        founds = []
+        found: Found = []
         for at in range(0, len(prefixes), _ASKED_AT_ONCE):
             some = list(prefixes[at : at + _ASKED_AT_ONCE])
-            founds += call_all(self._workers[:1], "ask", prefixes=some, sizes=sizes)
+            (more,) = call_all(self._workers[:1], "ask", prefixes=some, sizes=sizes)
+            found += more
             self._runner.advance()
-        return merge(founds)
+        return found
 
     def _load(self, num_processes: int, turns: int, shard: int) -> Iterator[Row]:
         title = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         self._runner.show(f"Loading ({title})")
-        founds, workers = [], self._workers[:num_processes]
+        found, workers = defaultdict[str, Found](list), self._workers[:num_processes]
         cpu_s, began = cpu_seconds(shard), time.monotonic()
         for _ in range(turns):
-            for worker in workers:
-                worker.send(
-                    "play",
-                    sizes=self._sizes,
-                    num_prefixes=self._num_prefixes,
-                    turn=next(self._turns),
-                    seconds=self._seconds / turns,
-                )
-            founds += [worker.receive() for worker in workers]
+            own = [{"turn": next(self._turns)} for _ in workers]
+            asked = {"num_prefixes": self._num_prefixes, "seconds": self._seconds / turns}
+            answers = call_all(workers, "play", own, sizes=self._sizes, **asked)
+            for one in chain.from_iterable(answers):
+                found[one[0]].append(one)
             self._runner.advance()
         share = (cpu_seconds(shard) - cpu_s) / (time.monotonic() - began)
-        found, end = merge(founds), f"{num_processes}p"
-        for size, what in sorted(name.split()[::-1] for name in found["copies"]):
-            row, sums = f"tier_{what}_{{}}_{size.lower()}_{end}", found["copies"][f"{what} {size}"]
-            yield _copy_row(f"{what}, {size} blocks, {title}", row, sums)
-        for size, what in sorted(name.split()[::-1] for name in found["calls"]):
-            durations = [Duration(seconds) for seconds in found["calls"][f"{what} {size}"]]
-            row = f"tier_{what}_{size.lower()}_{end}"
-            yield from time_rows(f"{what}, {size} blocks, {title}", row, durations)
-        counts = found["counts"]
+        counts = {name: int(sum(one[1] for one in some)) for name, some in found.items()}
+        end, of_size = f"{num_processes}p", sorted(one.split()[::-1] for one in found if " " in one)
+        for size, what in of_size:
+            if counts[name := f"{what} {size}"]:
+                row = f"tier_{what}_{{}}_{size.lower()}_{end}"
+                yield _copy_row(f"{what}, {size} blocks, {title}", row, found[name])
+        for size, what in of_size:
+            if not counts[name := f"{what} {size}"]:
+                durations = [Duration(ours) for _, _, ours, _ in found[name]]
+                row = f"tier_{what}_{size.lower()}_{end}"
+                yield from time_rows(f"{what}, {size} blocks, {title}", row, durations)
         hit_rate = counts["hit"] / counts["asked"]
         yield value_row(f"hit rate, {title}", "", hit_rate, f"tier_hit_rate_{end}")
         for name, what in (("dropped", "blocks dropped"), ("busy", "calls that found it busy")):
-            yield value_row(f"{what}, {title}", "", counts[name], f"tier_{name}_{end}")
+            yield value_row(f"{what}, {title}", "", counts.get(name, 0), f"tier_{name}_{end}")
         yield value_row(f"shard's CPU, {title}", "cores", share, f"tier_cpu_share_{end}")
 
 
-def _copy_row(title: str, names: str, sums: Sequence[float]) -> Row:
-    """Return the row of copies with so many bytes, and seconds of kvray and bare, in all."""
-    num_bytes, ours, bare = sums
+def _copy_row(title: str, names: str, found: Found) -> Row:
+    """Return the row of all these copies as one."""
+    _, *columns = zip(*found, strict=True)
+    num_bytes, ours, bare = map(sum, columns)
     return copy_row(title, names, [Pair(Duration(ours), Duration(bare))], num_bytes=int(num_bytes))

@@ -1,19 +1,16 @@
 """A process of the bench: does kvray's and the bare work on the same bytes, also a tier's load."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
 import struct
 import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.random import default_rng
@@ -22,8 +19,8 @@ from kvray.config import format_size
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
-from kvray.reference.child_process import PipeClosed, join_parent, spawn_child
+from kvray.lab.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
+from kvray.reference.child_process import Child, PipeClosed, join_parent
 from kvray.store import Arena
 from kvray.store.arena.prefault import pieces_of, populate
 from kvray.store.arena.tables import Array
@@ -43,34 +40,14 @@ _DRAWN = 256
 
 _Result = TypeVar("_Result")
 _TIMEOUT_S = 900.0
-_CLOSE_TIMEOUT_S = 5.0
 _VOCABULARY = 128_000
 _PATTERN_BYTES = 2**20
 
 
-class Found(TypedDict):
-    """What a process measured; sizes are those of a block, as text."""
-
-    copies: dict[str, list[float]]
-    """"store 4MiB" -> bytes, kvray's seconds, bare seconds."""
-    calls: dict[str, list[float]]
-    """"reserve 4MiB" -> the seconds of each call."""
-    counts: dict[str, int]
-    """Blocks asked for, hit and dropped; calls that found the arena busy."""
-
-
-def merge(founds: Iterable[Found]) -> Found:
-    """Return what several processes, or one in several turns, measured."""
-    copies: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    calls: defaultdict[str, list[float]] = defaultdict(list)
-    counts: Counter[str] = Counter()
-    for found in founds:
-        for name, sums in found["copies"].items():
-            copies[name] = [a + b for a, b in zip(copies[name], sums, strict=True)]
-        for name, seconds in found["calls"].items():
-            calls[name] += seconds
-        counts.update(found["counts"])
-    return Found(copies=copies, calls=calls, counts=counts)
+Found = list[tuple[str, float, float, float]]
+"""What a process measured, call by call: its name, with the block's size as in "store 4MiB", then
+the bytes, kvray's seconds, and those of the bare copy; calls that copy nothing have no bytes. Of
+what is counted, such as "busy" calls and "hit" blocks, the number stands for the bytes."""
 
 
 @lru_cache(maxsize=4096)
@@ -90,13 +67,7 @@ class Load:
         self._pool, self._shared = sections
         self._asks, self._turns = count(), count()
         self._place = 0
-        self._copies: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._calls: defaultdict[str, list[float]] = defaultdict(list)
-        self._counts = dict.fromkeys(("asked", "hit", "dropped", "busy"), 0)
-
-    def take(self) -> Found:
-        """Return what has been measured so far."""
-        return Found(copies=dict(self._copies), calls=dict(self._calls), counts=self._counts)
+        self.found: Found = []
 
     def play(self, sizes: Sequence[int], *, num_prefixes: int, turn: int, seconds: float) -> None:
         """Ask for prefixes for so long, one in ten new; sizes take turns from hot to cold."""
@@ -115,16 +86,16 @@ class Load:
         """Lease a prefix and copy what is here; reserve, write and commit what is not."""
         arena, name = self._arena, format_size(size)
         keys = block_keys(prefix, PREFIX_BYTES // size)
-        self._counts["asked"] += len(keys)
+        self._add("asked", len(keys))
         self._place = next(self._asks) % len(self._pool)
         pool = self._pool[self._place].reshape(-1, size)
         rows = np.arange(len(keys))
         leases, seconds = self._call(f"lease {name}", lambda: arena.lease(keys))
         if leases is None:
-            self._counts["busy"] += 1
+            self._add("busy", 1)
             return
         hit = leases[0].num_slots if leases else 0
-        self._counts["hit"] += hit
+        self._add("hit", hit)
         if hit:
             read = partial(arena.read, leases[0], pool, rows[:hit], verify=False)
             took, bare = self._beside(read, is_store=False, num_bytes=hit * size)
@@ -142,9 +113,9 @@ class Load:
         place: Any = {"parent": parent, "depth": depth, "part": 0, "block_bytes": size}
         made, reserved = self._call(f"reserve {name}", lambda: arena.reserve(keys, **place))
         if made is None:
-            self._counts["busy"] += 1
+            self._add("busy", 1)
             return
-        self._counts["dropped"] += made.dropped
+        self._add("dropped", made.dropped)
         if not len(made.slots):
             return
         sums: list[Array] = []
@@ -170,12 +141,12 @@ class Load:
         ours, bare = [_with_time(side)[1] for side in sides[::order]][::order]
         return ours, bare
 
-    def _add(self, name: str, *figures: float) -> None:
-        self._copies[name] = [a + b for a, b in zip(self._copies[name], figures, strict=True)]
+    def _add(self, name: str, size: float, ours: float = 0.0, bare: float = 0.0) -> None:
+        self.found.append((name, size, ours, bare))
 
     def _call(self, name: str, work: Callable[[], _Result]) -> tuple[_Result, float]:
         result, seconds = _with_time(work)
-        self._calls[name].append(round(seconds, 7))
+        self._add(name, 0, seconds)
         return result, seconds
 
 
@@ -191,43 +162,31 @@ Times = tuple[float, float, float]
 """(began, ended, CPU seconds) of timed work; all processes of the machine share the clock."""
 
 
-class Worker:
-    """The parent's handle on a process, which never outlives its parent."""
+def start(runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None) -> Child:
+    """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
+    with runner.interrupts.held():
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
+        runner.stack.enter_context(log)
+        advice = "It may have been short of memory: give a smaller --capacity."
+        child = Child("A process of the bench", module, output=log, env=env, advice=advice)
+        runner.stack.callback(child.close)
+    return child
 
-    def __init__(
-        self, runner: Runner, module: str = __name__, env: Mapping[str, str] | None = None
-    ) -> None:
-        """Run `module`, which calls `serve`, until the run ends; `env` are more variables."""
-        with runner.interrupts.held():
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - closes with the run
-            self._log = runner.stack.enter_context(log)
-            self._process, self._pipe = spawn_child(module, output=self._log, env=env)
-            runner.stack.callback(self.close)
 
-    def send(self, name: str, **arguments: Any) -> None:
-        """Begin a call."""
-        self._pipe.send({"call": name, "arguments": arguments}, timeout_s=_TIMEOUT_S)
+def call_all(
+    workers: Sequence[Child],
+    name: str,
+    each: Iterable[Mapping[str, Any]] = repeat({}),
+    /,
+    **arguments: Any,
+) -> list[Any]:
+    """Have all `workers` answer the same call at once, `each` with arguments of its own.
 
-    def receive(self) -> Any:
-        """Return the answer to the oldest open call; KVRayError: it failed, or the process died."""
-        try:
-            answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
-        except PipeClosed as error:
-            self._log.seek(0)
-            said = " ".join(self._log.read().decode(errors="replace").split()[-60:])
-            raise KVRayError(
-                f"A process of the bench has died ({error}); it may have been short of memory:"
-                f" give a smaller --capacity. {said}".rstrip()
-            ) from None
-        if "error" in answer:
-            raise KVRayError(answer["error"])
-        return answer["result"]
-
-    def close(self) -> None:
-        """End the process. Twice is fine."""
-        self._pipe.close()
-        self._process.kill()
-        self._process.wait(_CLOSE_TIMEOUT_S)
+    Return their answers; KVRayError: a call failed, or a process died.
+    """
+    for worker, own in zip(workers, each, strict=False):
+        worker.send((name, {**arguments, **own}), timeout_s=_TIMEOUT_S)
+    return [worker.receive(timeout_s=_TIMEOUT_S) for worker in workers]
 
 
 def serve(work: object) -> None:
@@ -235,19 +194,12 @@ def serve(work: object) -> None:
     pipe = join_parent()
     with contextlib.suppress(PipeClosed):
         while True:
-            call = pipe.receive(timeout_s=None)
+            name, arguments = pipe.receive(timeout_s=None)
             try:
-                answer = {"result": getattr(work, call["call"])(**call["arguments"])}
+                done = getattr(work, name)(**arguments)
             except KVRayError as error:
-                answer = {"error": str(error)}
-            pipe.send(answer, timeout_s=_TIMEOUT_S)
-
-
-def call_all(workers: Sequence[Worker], name: str, **arguments: Any) -> list[Any]:
-    """Have all `workers` answer the same call at once; return their answers."""
-    for worker in workers:
-        worker.send(name, **arguments)
-    return [worker.receive() for worker in workers]
+                done = error
+            pipe.send(done, timeout_s=_TIMEOUT_S)
 
 
 class _Work:
@@ -312,12 +264,12 @@ class _Work:
         load = Load(self.arena, self._buffer)
         for prefix in prefixes:
             load.ask(prefix, sizes[prefix % len(sizes)])
-        return load.take()
+        return load.found
 
     def play(self, *, sizes: Sequence[int], num_prefixes: int, turn: int, seconds: float) -> Found:
         load = Load(self.arena, self._buffer)
         load.play(sizes, num_prefixes=num_prefixes, turn=turn, seconds=seconds)
-        return load.take()
+        return load.found
 
     def store_prompt(self, *, num_tokens: int, block_bytes: int) -> None:
         keys = chain_keys(_prompt(num_tokens), tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)

@@ -350,7 +350,7 @@ class Faults:
     def _fill_tmpfs(self, fault: Fault) -> Undo:
         return _fill(self._node(fault).arena_dir / "junk")
 
-    def _fill_disk(self, fault: Fault) -> Undo:
+    def _fill_disk(self, _: Fault) -> Undo:
         return _fill(self._machine.directory / "junk")
 
     def _fill_arena(self, fault: Fault) -> None:

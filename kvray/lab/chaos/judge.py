@@ -191,14 +191,6 @@ def _outputs(served: Iterable[Served]) -> list[Output]:
     return [output for batch in served for output in batch.outputs]
 
 
-def _told(settings: dict[str, dict[str, Any]]) -> str:
-    return ", ".join(
-        f"{section}.{name} {value}"
-        for section, each in settings.items()
-        for name, value in each.items()
-    )
-
-
 def chaos_report(found: dict[str, Any]) -> Report:
     """Return the report: one row for each kind of fault that was due, figures and the verdict."""
     numbers = ("struck", "in flight\nat least", "hits back\nwithin")
@@ -214,16 +206,21 @@ def chaos_report(found: dict[str, Any]) -> Report:
                 ", ".join(f"{count}: {reason}" for reason, count in row["skipped"].items()),
             )
     result = "passed" if has_passed(found) else "failed"
+    settings = ", ".join(
+        f"{section}.{name} {value}"
+        for section, each in found["settings"].items()
+        for name, value in each.items()
+    )
     parts: list[str | Table] = [
         table,
         f"{found['requests']} requests, {found['faults_injected']} faults; hits are"
         f" {found['hit_tokens_ratio']:.0%} of those without faults.",
         f"Scheduler stalls, 99th percentile: {found['stall_ms_p99']:.1f} ms.",
         *(f"{kind} was left out: {reason}." for kind, reason in found["skipped_kinds"].items()),
-        f"Settings: {_told(found['settings'])}.",
+        f"Settings: {settings}.",
         *(f"✘ {failure}" for failure in found["failures"]),
         f"Verdict: {result}, {found['wrong_tokens']} wrong tokens; beyond the injected faults"
         f" {found['engine_deaths']} engine deaths, {found['hung_requests']} hung requests and"
         f" {found['unsettled_nodes']} nodes that are not back to normal.",
     ]
-    return Report(parts=parts, facts=found)
+    return Report(parts=parts, facts=found, has_failed=not has_passed(found))

@@ -5,25 +5,24 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from kvray.config import environ_for
-from kvray.console.interrupts import Interrupts
-from kvray.console.progress import ProgressLine
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.lab.chaos import load
 from kvray.lab.chaos.faults import Campaign, Faults
-from kvray.lab.chaos.judge import Results, report
+from kvray.lab.chaos.judge import Results, chaos_report, report
 from kvray.lab.chaos.load import Phase
 from kvray.lab.chaos.machine import Machine, Node
 from kvray.lab.chaos.network import why_impossible
-from kvray.lab.chaos.schedule import KINDS, Fault, Kind, draw_settings, make_schedule
+from kvray.lab.chaos.schedule import KINDS, Fault, draw_settings, make_schedule
 from kvray.lab.chaos.servers import Question, Questions, Server, ask_oracle
 from kvray.lab.chaos.stalls import read_stalls
+from kvray.lab.report import Report
+from kvray.lab.runner import Runner
 
 _NAME = "chaos"
 _MOUNT_BYTES = 96 * 2**20
@@ -39,82 +38,79 @@ Advance = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a run; without `kinds` of faults, all of them strike."""
+    """The options of `kvray chaos`, whose help says what they are."""
 
-    duration_s: float
+    duration: float
     seed: int
-    num_nodes: int
-    num_replicas: int
-    gap_s: float
-    kinds: tuple[str, ...]
-    has_network: bool
+    nodes: int
+    replicas: int
+    gap: float
+    only: Sequence[str] | None  # kinds of faults; None: all
+    network: bool
 
     @property
     def calm_s(self) -> float:
         """Length of the run without faults."""
-        return min(60.0, max(8.0, self.duration_s / 4))
+        return min(60.0, max(8.0, self.duration / 4))
 
     @property
     def quiet_s(self) -> float:
         """Length of the end of the run, without faults, in which hits have to come back."""
-        return min(20.0, self.duration_s / 4)
+        return min(20.0, self.duration / 4)
 
 
-def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[str, Any]:
-    """Play a run and return its report; KVRayError: nodes, tier or an engine did not start."""
-    workload = load.make_workload(
-        seed=options.seed,
-        num_phases=min(_PHASES_MAX, 3 + int(options.duration_s / 30)),
-        num_replicas=options.num_replicas,
-    )
-    kinds, left_out = _choose_kinds(options)
-    schedule = make_schedule(
-        seed=options.seed,
-        duration_s=options.duration_s,
-        quiet_s=options.quiet_s,
-        gap_s=options.gap_s,
-        kinds=kinds,
-        num_nodes=options.num_nodes,
-    )
-    with interrupts.closing() as stack, ProgressLine(console) as line:
-        num_asks = sum(map(len, load.all_asks(workload)))
-        with line.during("Computing the answers without kvray", num_asks) as advance:
-            questions = ask_oracle(workload, advance)
-        with line.during("Starting Ray on several nodes"):
-            machine = Machine(
-                num_nodes=options.num_nodes,
-                has_network=options.has_network,
-                mount_bytes=_MOUNT_BYTES if options.has_network else None,
-                disk_bytes=_DISK_BYTES if options.has_network else None,
-                has_nvme=True,
-            )
-            stack.callback(machine.close)
-        serving = _Serving(options, machine, workload, questions, stack)
-        with line.during("Serving without faults", options.calm_s) as advance:
-            calm = serving.serve([], options.calm_s, advance)
-        with line.during("Serving under fire", options.duration_s) as advance:
-            results = serving.serve(schedule, options.duration_s, advance)
-    return {
-        **report(results, calm),
-        "skipped_kinds": left_out,
-        "seed": options.seed,
-        "settings": draw_settings(options.seed),
-        "duration_s": options.duration_s,
-    }
-
-
-def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
-    """Return the kinds that can strike here, and why the others cannot."""
-    asked = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds]
+def run(runner: Runner, **options: Any) -> Report:
+    """Play a run; KVRayError: an option is wrong, or nodes, tier or an engine did not start."""
+    made = Options(**options)
+    names = {kind.name for kind in KINDS}
+    if unknown := sorted(set(made.only or ()) - names):
+        raise ConfigError(
+            f"There is no kind of fault {unknown[0]!r}; give one of {', '.join(sorted(names))}."
+        )
+    impossible = why_impossible()
+    made = replace(made, network=made.network and impossible is None)
+    num_phases = min(_PHASES_MAX, 3 + int(made.duration / 30))
+    workload = load.make_workload(seed=made.seed, num_phases=num_phases, num_replicas=made.replicas)
+    # The kinds that can strike here, and why the others cannot.
+    kinds = [kind for kind in KINDS if not made.only or kind.name in made.only]
     left_out = {
-        kind.name: "no other node would be there"
-        for kind in asked
-        if kind.nodes_min > options.num_nodes
+        kind.name: "no other node would be there" for kind in kinds if kind.nodes_min > made.nodes
     }
-    if not options.has_network:
-        reason = why_impossible() or "no network was asked for"
-        left_out |= {kind.name: reason for kind in asked if kind.needs_root}
-    return [kind for kind in asked if kind.name not in left_out], left_out
+    if not made.network:
+        reason = impossible or "no network was asked for"
+        left_out |= {kind.name: reason for kind in kinds if kind.needs_root}
+    schedule = make_schedule(
+        seed=made.seed,
+        duration_s=made.duration,
+        quiet_s=made.quiet_s,
+        gap_s=made.gap,
+        kinds=[kind for kind in kinds if kind.name not in left_out],
+        num_nodes=made.nodes,
+    )
+    num_asks = sum(map(len, load.all_asks(workload)))
+    with runner.during("Computing the answers without kvray", num_asks) as advance:
+        questions = ask_oracle(workload, advance)
+    with runner.during("Starting Ray on several nodes"):
+        machine = Machine(
+            num_nodes=made.nodes,
+            has_network=made.network,
+            mount_bytes=_MOUNT_BYTES if made.network else None,
+            disk_bytes=_DISK_BYTES if made.network else None,
+            has_nvme=True,
+        )
+        runner.stack.callback(machine.close)
+    serving = _Serving(made, machine, workload, questions, runner.stack)
+    with runner.during("Serving without faults", made.calm_s) as advance:
+        calm = serving.serve([], made.calm_s, advance)
+    with runner.during("Serving under fire", made.duration) as advance:
+        results = serving.serve(schedule, made.duration, advance)
+    more = {
+        "skipped_kinds": left_out,
+        "seed": made.seed,
+        "settings": draw_settings(made.seed),
+        "duration_s": made.duration,
+    }
+    return chaos_report({**report(results, calm), **more})
 
 
 class _Serving:
@@ -142,14 +138,14 @@ class _Serving:
         nodes, joined = itertools.cycle(self._machine.nodes), list[Server]()
         servers = [
             self._begin_server(f"replica-{number}", next(nodes))
-            for number in range(1, self._options.num_replicas + 1)
+            for number in range(1, self._options.replicas + 1)
         ]
         for server in servers:
             server.replica.wait_ready()
 
         def welcome(node: Node) -> Server:
             joined.append(self._begin_server(f"joined-{len(joined) + 1}", node))
-            joined[-1].serve(self._batches(len(joined) % self._options.num_replicas))
+            joined[-1].serve(self._batches(len(joined) % self._options.replicas))
             return joined[-1]
 
         faults = Faults(self._machine, servers, self._config_path, welcome)
@@ -203,7 +199,7 @@ class _Serving:
             time.sleep(_POLL_S)
 
     def _batches(self, replica: int) -> Iterator[tuple[int, list[Question]]]:
-        count, seed = self._options.num_replicas, self._options.seed
+        count, seed = self._options.replicas, self._options.seed
         batches = load.batches_of(self._workload, replica=replica, num_replicas=count, seed=seed)
         for place, asks in batches:
             yield place, [self._questions[ask] for ask in asks]

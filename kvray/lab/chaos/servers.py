@@ -66,7 +66,6 @@ class Server:
         connector = KvConnectorConfig(
             connector_module="kvray.lab.chaos.stalls",
             connector_scheduler_class=f"TimedScheduler@{self.stalls_path}",
-            connector_worker_class="KvRayWorker",
         )
         own = {"KVRAY_CONNECTOR__REPLICA": name, "KVRAY_ARENA__DIR": str(arena_dir)}
         env, log_path = {**environ, **own}, Path(f"{files}.log")
@@ -185,7 +184,7 @@ def spawn(
     log_path: Path | None = None,
 ) -> Replica:
     """Begin to start an engine; without a connector it reuses nothing."""
-    return Replica.spawn(
+    return Replica(
         name,
         env=env,
         log_path=log_path,

@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from kvray.actors.tier.launch import local_tier
-from kvray.actors.tier.rollout import Observer
 from kvray.client import Client
 from kvray.config import environ_for, format_size, load_config
-from kvray.console.interrupts import Interrupts
-from kvray.console.progress import LaunchProgress, ProgressLine
 from kvray.errors import ConfigError
 from kvray.lab import vllm
-from kvray.lab.bench.runner import is_soon
 from kvray.lab.demo.report import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, judge, report
 from kvray.lab.report import Report
+from kvray.lab.runner import Runner, is_soon
 from kvray.reference import KvConnectorConfig, Replica
 from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from kvray.reference.weights import find_weights
@@ -52,11 +47,6 @@ _CHAT = (
 _PLAIN = ("", "\n\nQuestion: {question}\nAnswer:")
 
 _ENGINES = ("reference", "vllm")
-_CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
 _MAX_TOKENS = 16
 _THREADS_MAX = 4
 _SAVED_TIMEOUT_S = 20.0
@@ -82,10 +72,8 @@ _PHASES = {
 Prompts = dict[str, tuple[int, ...]]
 
 
-def play(
-    model: str, *, engine: str, capacity: int, console: Console, interrupts: Interrupts
-) -> Report:
-    """Play all phases on a tier of `capacity` bytes; KVRayError: model, tier or engine failed."""
+def run(runner: Runner, *, model: str, engine: str, arena: int) -> Report:
+    """Play all phases on a tier of `arena` bytes; KVRayError: model, tier or engine failed."""
     began = time.monotonic()
     if engine not in _ENGINES:
         raise ConfigError(f"There is no engine {engine!r}; give one of {', '.join(_ENGINES)}.")
@@ -95,34 +83,28 @@ def play(
             " makes an environment with vLLM for the CPU."
         )
     _fetch_model(model)
-    with interrupts.closing() as stack:
-        with interrupts.held():
-            scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
-            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        config_path = _write_config(scratch, capacity, console, model=model)
-        settings = load_config(config_path, environ={})
-        # A signal is held back until the next report, so that no Ray is left behind.
-        with LaunchProgress(console, interrupts) as progress, interrupts.held():
-            observer = Observer(waiting=progress.waiting, report=progress.report)
-            stack.enter_context(local_tier(settings, observer=observer))
-        # Only now: torch starts threads, and there must be none while Ray takes over the signals.
-        path, tokenizer = _read_model(model, console)
-        engines = Engines(
-            stack.enter_context(Client(settings)),
-            make_prompts(tokenizer),
-            engine=engine,
-            model=path,
-            environ=environ_for(config_path),
-        )
-        stack.callback(engines.close)
-        with ProgressLine(console) as line:
-            for phase, title in {ORACLE: "The answers without any reuse", **_PHASES}.items():
-                steps = [*_steps(engines, phase)]
-                shown = title if phase == ORACLE else f"Phase {phase}: {title}"
-                with line.during(shown, len(steps)) as advance:
-                    for step in steps:
-                        step()
-                        advance()
+    config_path = _write_config(runner, arena, model=model)
+    settings = load_config(config_path, environ={})
+    with runner.during("Starting Ray and the tier"):
+        runner.start_tier(settings)
+    # Only now: torch starts threads, and there must be none while Ray takes over the signals.
+    with runner.during("Reading the model"):
+        path, tokenizer = _read_model(model)
+    engines = Engines(
+        runner.stack.enter_context(Client(settings)),
+        make_prompts(tokenizer),
+        engine=engine,
+        model=path,
+        environ=environ_for(config_path),
+    )
+    runner.stack.callback(engines.close)
+    for phase, title in {ORACLE: "The answers without any reuse", **_PHASES}.items():
+        steps = [*_steps(engines, phase)]
+        shown = title if phase == ORACLE else f"Phase {phase}: {title}"
+        with runner.during(shown, len(steps)) as advance:
+            for step in steps:
+                step()
+                advance()
     oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
     records = [record for record in engines.records if record.phase != ORACLE]
     return report(
@@ -155,35 +137,36 @@ def _fetch_model(model: str) -> None:
         )
 
 
-def _read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
+def _read_model(model: str) -> tuple[str, Tokenizer]:
     """Return the name or path that engines load, and the tokenizer; ConfigError: unreadable."""
     if _is_tiny(model):
         return model, ByteTokenizer()
-    with console.status("Reading the model"):
-        path = Path(model).expanduser().absolute()
-        if model == _SMOLLM2:
-            from kvray.reference.checkpoint import find_smollm2  # imports torch
+    path = Path(model).expanduser().absolute()
+    if model == _SMOLLM2:
+        from kvray.reference.checkpoint import find_smollm2  # imports torch
 
-            path = find_smollm2()
-        try:
-            return str(path), load_tokenizer(path)
-        except (OSError, ValueError) as error:  # transformers raises both
-            raise ConfigError(f"The tokenizer at {path} cannot be read: {error}") from None
+        path = find_smollm2()
+    try:
+        return str(path), load_tokenizer(path)
+    except (OSError, ValueError) as error:  # transformers raises both
+        raise ConfigError(f"The tokenizer at {path} cannot be read: {error}") from None
 
 
-def _write_config(scratch: Path, capacity: int, console: Console, *, model: str) -> Path:
+def _write_config(runner: Runner, capacity: int, *, model: str) -> Path:
     """Write the tier's configuration; its arena goes to disk where shared memory is too small."""
-    directory = _SHM
-    if not _SHM.is_dir() or shutil.disk_usage(_SHM).free < _ROOM * capacity:
-        directory = scratch
-        console.print(
-            f"{_SHM} has no room for {format_size(capacity)}; the arena goes to {scratch}."
-        )
+    scratch = runner.make_directory(Path(tempfile.gettempdir()))
+    has_room = _SHM.is_dir() and shutil.disk_usage(_SHM).free >= _ROOM * capacity
     settings = {
         "cluster_name": f"demo-{os.getpid()}",
         # Two engines, a shard and Ray may share two cores: wait for a neighbour to be scheduled.
-        "arena": {"dir": str(directory), "capacity": capacity, "lock_wait_s": 0.05},
+        "arena": {
+            "dir": str(_SHM if has_room else scratch),
+            "capacity": capacity,
+            "lock_wait_s": 0.05,
+        },
     }
+    if not has_room:
+        runner.say(f"{_SHM} has no room for {format_size(capacity)}; the arena goes to {scratch}.")
     if _is_tiny(model):  # random weights have no checkpoint that tells them apart
         settings["connector"] = {"model_key": model.replace(":", "-")}
     path = scratch / "kvray.yaml"
@@ -274,11 +257,11 @@ class Engines:
                 made = {
                     "tokens_per_block": TOKENS_PER_BLOCK,
                     "num_blocks": num_blocks,
-                    "connector": _CONNECTOR if with_kvray else None,
+                    "connector": KvConnectorConfig() if with_kvray else None,
                     "enable_block_reuse": with_reuse,
                     "num_threads": self._num_threads,
                 }
-            self._replicas[name] = Replica.spawn(name, env=env, model=self._model, **made)
+            self._replicas[name] = Replica(name, env=env, model=self._model, **made)
         for name in names:
             self._replicas[name].wait_ready()
 

@@ -162,6 +162,7 @@ def report(
             ],
         },
         figure=lambda: _draw(records, titles),
+        has_failed=bool(verdict.failures),
     )
 
 

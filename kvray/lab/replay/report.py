@@ -11,9 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from kvray.console.output import blank_figure, empty_table
-from kvray.lab.replay.curve_check import CurveCheck
 from kvray.lab.replay.routers import ONE, FleetComparison, FleetOutcome
-from kvray.lab.replay.simulator import BASELINE, Comparison, Outcome
+from kvray.lab.replay.simulator import BASELINE, Comparison, CurveCheck, Outcome
 from kvray.lab.report import Report, machine_facts, percent
 from kvray.store.replay import Trace
 

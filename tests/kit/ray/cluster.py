@@ -29,11 +29,7 @@ from kvray.store import Arena
 from tests.far import Far
 from tests.waiting import HANG_S, wait_for
 
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
+CONNECTOR = KvConnectorConfig()
 """What a replica is started with, so that it uses the tier."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -88,7 +84,7 @@ class TwoNodes:
         """Begin to start a replica on a node; `options` are other ones than those of `REPLICA`."""
         name = f"on-node-{number}"
         environ = {**self.engine_environ(self.nodes[number]), "KVRAY_CONNECTOR__REPLICA": name}
-        return Replica.spawn(name, env=environ, **{**REPLICA, **options})
+        return Replica(name, env=environ, **{**REPLICA, **options})
 
     @contextlib.contextmanager
     def arena_of(self, node: Node) -> Iterator[Arena]:

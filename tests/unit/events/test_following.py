@@ -180,14 +180,14 @@ def test_a_publisher_that_never_answers_is_named_once(subscriber, caplog, monkey
 
 def test_a_defect_at_one_publisher_costs_no_other(subscriber, publisher, monkeypatch, caplog):
     publisher.store(None, [1, 1])
-    serve = subscriber_module._Feed.serve
+    hear = subscriber_module._Feed._hear
 
-    def fail_at_one(feed, ready, now) -> None:
+    async def fail_at_one(feed, wire) -> None:
         if feed.source.topic == "bad":
             raise RuntimeError("a defect")
-        serve(feed, ready, now)
+        await hear(feed, wire)
 
-    monkeypatch.setattr(subscriber_module._Feed, "serve", fail_at_one)
+    monkeypatch.setattr(subscriber_module._Feed, "_hear", fail_at_one)
     with closing(Wire(publisher)) as wire:
         bad = Source(endpoint=wire.source.endpoint, topic="bad")
         subscriber.follow({"bad": bad, "a": wire.source})

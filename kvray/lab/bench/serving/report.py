@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from kvray.console.output import blank_figure, empty_table
-from kvray.lab.bench.runner import percentile
 from kvray.lab.bench.serving.load import Answer, Due
 from kvray.lab.report import Report, machine_facts
+from kvray.lab.runner import percentile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

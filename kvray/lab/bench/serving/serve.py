@@ -17,13 +17,24 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, is_soon
-from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
+from kvray.lab.bench.serving.load import (
+    KINDS,
+    Answer,
+    Due,
+    Endpoint,
+    Request,
+    ask_model,
+    from_trace,
+    generate,
+    parse_endpoint,
+    play,
+    reusable_tokens,
+)
 from kvray.lab.bench.serving.report import Round, Section, serving_report
-from kvray.lab.bench.serving.workload import KINDS, Request, from_trace, generate, reusable_tokens
-from kvray.lab.bench.tier import own_settings, start_tier
+from kvray.lab.bench.tier import own_settings
 from kvray.lab.replay import read_trace
 from kvray.lab.report import Report
+from kvray.lab.runner import TOKENS_PER_BLOCK, Runner, is_soon
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -182,7 +193,7 @@ def _start_fleet(
     # Ray prints words about its workers, which are no part of the report.
     runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
     settings = own_settings(options.config, capacity=options.capacity)
-    launch = start_tier(runner, settings)
+    launch = runner.start_tier(settings)
     assert launch.local is not None, "the tier is on a Ray of its own"
     directory = runner.make_directory(Path(tempfile.gettempdir()))
     from ray import serve

@@ -16,9 +16,9 @@ from kvray.errors import CapacityError, KVRayError
 from kvray.lab.bench import gpu
 from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu, name_of
 from kvray.lab.bench.gpu_copies import GpuDevice
-from kvray.lab.bench.runner import running
-from kvray.reference import ReferenceEngine
+from kvray.lab.runner import running
 from kvray.reference.checkpoint import RANDOM
+from kvray.reference.engine import ReferenceEngine
 from tests.forks import assert_refused
 
 SCALE = GpuScale(
@@ -80,8 +80,8 @@ def test_an_interrupted_run_leaves_nothing_behind(directory, monkeypatch):
 
 def prompts(directory: Path) -> gpu.Tally:
     tally = gpu.Tally()
-    with gpu._prompts(SCALE, CPU, directory, tally) as made:
-        made.take(1024, 1)
+    with running(Interrupts()) as runner:
+        gpu._start_engines(SCALE, CPU, directory, runner, tally).take(1024, 1)
     return tally
 
 
@@ -91,7 +91,7 @@ def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch)
         HostPool, "load", lambda pool, arena, loads, stream: load(pool, arena, [], stream)
     )
     tally = prompts(directory)
-    assert tally.num_wrong == 2
+    assert tally[gpu.WRONG] == 2
     assert "2 answers were WRONG" in str(gpu._report(SCALE, CPU, [], tally).parts)
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.lab.bench.local import LocalScale
 from kvray.lab.bench.report import bench_report, copy_row, cpu_row, hash_rows
-from kvray.lab.bench.runner import (
+from kvray.lab.runner import (
     Duration,
     Pair,
     measure,

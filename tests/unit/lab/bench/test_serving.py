@@ -15,7 +15,19 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.serving.load import Answer, Due, Endpoint, ask_model, parse_endpoint, play
+from kvray.lab.bench.serving.load import (
+    KINDS,
+    Answer,
+    Due,
+    Endpoint,
+    Request,
+    ask_model,
+    from_trace,
+    generate,
+    parse_endpoint,
+    play,
+    reusable_tokens,
+)
 from kvray.lab.bench.serving.report import (
     Round,
     Section,
@@ -23,13 +35,6 @@ from kvray.lab.bench.serving.report import (
     ratios,
     round_figures,
     serving_report,
-)
-from kvray.lab.bench.serving.workload import (
-    KINDS,
-    Request,
-    from_trace,
-    generate,
-    reusable_tokens,
 )
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.report import Report

@@ -16,10 +16,9 @@ from numpy.random import default_rng
 from kvray.errors import ConfigError
 from kvray.index import Index
 from kvray.lab.replay import Comparison, Outcome, Plan, Trace, belady, compare, infinite
-from kvray.lab.replay.curve_check import check_curve, check_curves
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.report import report_curves, report_policies
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, check_curve, check_curves, simulate
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything

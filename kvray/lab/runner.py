@@ -1,4 +1,4 @@
-"""The run of a bench: pairs of kvray's work and the bare work, progress, and an orderly end."""
+"""A run of the lab: pairs of kvray's work and the bare work, progress, and an orderly end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 from rich.progress import Progress, TaskID
 
-from kvray.config import format_size
-from kvray.console.interrupts import Interrupts
+from kvray.config import KVRayConfig, format_size
+from kvray.console.interrupts import Interrupts, masked
 from kvray.console.progress import counting_progress
 from kvray.errors import CapacityError, ConfigError, KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation
+
+if TYPE_CHECKING:
+    from kvray.actors.tier.launch import Launch
 
 LARGE_BYTES, SMALL_BYTES = 4 * 2**20, 128 * 2**10
 TOKENS_PER_BLOCK = 32
@@ -156,11 +159,38 @@ class Runner:
 
     def show(self, description: str, *, total: int | None = None) -> None:
         """Show the step that runs now; `total` is the number of steps of the whole run."""
-        self._progress.update(self._bar, description=description, total=total)
+        self._progress.update(self._bar, description=description, total=total, visible=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence beside the progress."""
+        self._progress.console.print(sentence)
 
     def advance(self) -> None:
         """Count a step as done."""
         self._progress.advance(self._bar)
+
+    @contextmanager
+    def during(self, title: str, total: float | None = None) -> Iterator[Callable[..., None]]:
+        """Show one part of a run; the callback takes how many steps of `total` are done, or 1.
+
+        Without a terminal it prints a line when the part is over.
+        """
+        began, progress = time.monotonic(), self._progress
+        progress.reset(self._bar, total=total, description=title, visible=True)
+        yield lambda steps=1.0: progress.advance(self._bar, steps)
+        if not progress.console.is_terminal:
+            progress.console.print(f"{title}: done in {time.monotonic() - began:.0f} s")
+
+    def start_tier(self, settings: KVRayConfig) -> Launch:
+        """Start Ray and the tier, which end with the run."""
+        with masked():
+            from kvray.actors.tier.launch import local_tier
+            from kvray.actors.tier.rollout import Observer
+
+        check = self.interrupts.check  # a signal is held back until Ray can be ended
+        observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
+        with self.interrupts.held():
+            return self.stack.enter_context(local_tier(settings, observer=observer))
 
     @contextmanager
     def scope(self) -> Iterator[Runner]:
@@ -194,5 +224,11 @@ class Runner:
 def running(interrupts: Interrupts) -> Iterator[Runner]:
     """Give a runner that shows its progress on stderr; end all that it began, however it ends."""
     progress = counting_progress()
-    with interrupts.closing() as stack, progress:
-        yield Runner(interrupts, stack, progress, progress.add_task("Starting", total=None))
+    bar = progress.add_task("", total=None, visible=False)
+    with interrupts.closing() as stack:
+        with masked():  # its thread takes no signal that is held back
+            progress.start()
+        try:
+            yield Runner(interrupts, stack, progress, bar)
+        finally:
+            progress.stop()
