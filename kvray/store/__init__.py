@@ -2,8 +2,7 @@
 
 from kvray.store.arena.arena import Arena, PartRead
 from kvray.store.arena.file import ArenaSpec
-from kvray.store.arena.holders import Membership
-from kvray.store.arena.lease import Held, Lease, PartRequest
+from kvray.store.arena.lease import Held, Lease, Membership, PartRequest
 from kvray.store.arena.owner import ArenaOwner
 from kvray.store.arena.slots import Reservation
 

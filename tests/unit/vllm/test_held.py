@@ -14,9 +14,8 @@ import pytest
 
 from kvray.engine.meta import PageIds, RankLeases
 from kvray.errors import LeaseExpired
-from kvray.store import Arena
+from kvray.store import Arena, Membership
 from kvray.store.arena import payload
-from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.vllm.held import HeldBlocks
 from kvray.vllm.holds import Asked, HeldLoad, Hold, Holds
