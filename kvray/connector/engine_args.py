@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from kvray.connector.refusals import refuse_unsupported
-from kvray.engine.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
-from kvray.engine.model.engine_args import (
+from kvray.engine.engine_args import (
+    CheckpointConfig,
     EngineArgs,
     canonical_text,
     field_of,
+    find_checkpoint,
     number_of,
+    read_checkpoint,
     text_of,
     to_text,
 )
-from kvray.engine.model.model_name import fingerprints_dir
+from kvray.engine.model_name import fingerprints_dir
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.engine.model.engine_args import are_whole, to_text
+from kvray.engine.engine_args import are_whole, to_text
 from kvray.errors import ConfigError
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
-from kvray.engine.model.model_name import Adapters, fingerprints_dir
+from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError

@@ -62,7 +62,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
         state = self._leader.states.get(id_of(request))
-        if state is not None and self._shared.pool.identity.is_flat:
+        if state is not None and self._shared.identity.is_flat:
             self._confirm(state, request)
 
     def update_state_after_alloc_by_layer_group(

@@ -51,7 +51,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def told(*args: Any, **options: Any) -> Any:
         for shared in list(engines):
-            shared.pool.name_weights(None)
+            shared.name_weights(None)
         return method(*args, **options)
 
     vars(told)[_ENGINES] = engines

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvray.engine.cache_layout import CacheLayout, Part, resliced_parts, sizes_read
 from kvray.engine.device.gpu import Pool, open_pool
 from kvray.engine.device.pool import Load, Ticket
 from kvray.engine.meta import ConnectorMeta, LoadPlan
-from kvray.engine.model.cache_layout import CacheLayout, Part, resliced_parts
-from kvray.engine.registered_pool import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch, LeaseExpired
@@ -66,7 +65,7 @@ class Loader:
         """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
         rank, alike = self._shared.args.part_rank, dict[tuple[str, int], list[_Planned]]()
         for plan in plans:
-            arena_id, lease = plan.leased.of(rank)
+            arena_id, lease = plan.leased[rank]
             alike.setdefault((arena_id, plan.stored_by), []).append((plan, lease))
         for (arena_id, _), some in alike.items():
             self._load(arena_id, some, stream)
@@ -169,7 +168,7 @@ class RankWorker:
         """Take the rank's KV cache; raises as `RegisteredPool.register`."""
         shared = self.shared
         self.close_pool()
-        shared.pool.register(layout)
+        shared.register(layout)
         self._parts = layout.parts(
             shared.args.part_rank,
             shared.args.num_parts_ranks,
@@ -181,7 +180,7 @@ class RankWorker:
             other: resliced_parts(
                 layout, args.part_rank, args.num_parts_ranks, other, args.tokens_per_block
             )
-            for other in other_sizes(args, layout)
+            for other in sizes_read(args, layout)[1:]
         }
         self.pool = open_pool(
             layout,
@@ -227,13 +226,13 @@ class RankWorker:
         for release in meta.releases:
             if release.rank == shared.args.part_rank:
                 shared.release_at(release.arena_id, release.lease)
-        if pool is None or saver is None or loader is None or not shared.pool.may_load(meta):
+        if pool is None or saver is None or loader is None or not shared.may_load(meta):
             self._refuse(meta)
             return
-        shared.pool.follow(meta.replica)
+        shared.follow(meta.replica)
         self._attend()
         loader.load(meta.loads, stream)
-        if meta.saves and shared.pool.identity.common:
+        if meta.saves and shared.identity.common:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))
                 return
@@ -297,7 +296,7 @@ class RankWorker:
             return
         self._is_closed = True
         self.close_pool()
-        self.shared.pool.unregister()
+        self.shared.unregister()
         self.shared.close()
 
     def close_pool(self) -> None:
@@ -319,7 +318,7 @@ class RankWorker:
             self._attended = arena
 
     def _drop(self, num_blocks: int, reason: DropReason) -> None:
-        self.shared.figures.dropped.count(num_blocks, reason)
+        self.shared.figures.drop(num_blocks, reason)
 
     def _refuse(self, meta: ConnectorMeta) -> None:
         """Release what was promised for a pool that is not this rank's."""
@@ -329,7 +328,7 @@ class RankWorker:
             " rank the same engine arguments."
         )
         for plan in meta.loads:
-            self.shared.release_at(*plan.leased.of(self.shared.args.part_rank))
+            self.shared.release_at(*plan.leased[self.shared.args.part_rank])
             self.failed.append(error)
 
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:

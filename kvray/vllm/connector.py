@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.vllm.held import HeldBlocks
@@ -57,8 +56,7 @@ class RankHalf:
             )
         num_blocks = min(room, int(self._kv_cache_config.num_blocks))
         self._held = HeldBlocks(shared, pool, part, num_blocks=num_blocks)
-        identity = EngineIdentity.of(args, layout)
-        self._registered = PoolMetadata(identity=identity, hold_blocks=num_blocks)
+        self._registered = PoolMetadata(identity=shared.identity, hold_blocks=num_blocks)
 
     def registered(self) -> PoolMetadata:
         """Return what the scheduler must know of the registered pool."""
@@ -70,7 +68,7 @@ class RankHalf:
         if not isinstance(metadata, PassMetadata) or self._held is None:
             return
         self._rank.fence(metadata.meta, self._stream())
-        are_ours = not metadata.holds or self._rank.shared.pool.may_load(metadata.meta)
+        are_ours = not metadata.holds or self._rank.shared.may_load(metadata.meta)
         self._held.begin(metadata.holds, metadata.drops, are_ours=are_ours)
 
     def begin(self, metadata: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvray.engine.cache_layout import Part
 from kvray.engine.device.gpu import Pool
 from kvray.engine.device.pool import Load, Ticket
-from kvray.engine.model.cache_layout import Part
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch, LeaseExpired
 from kvray.store.arena.tables import Array
@@ -132,7 +132,7 @@ class HeldBlocks:
     def _copy(self, held: _Held) -> int:
         """Copy a hold's blocks; return how many of the first are valid. Its lease ends."""
         hold = held.hold
-        arena_id, lease = hold.leased.of(self._shared.args.part_rank)
+        arena_id, lease = hold.leased[self._shared.args.part_rank]
         arena = self._shared.link.arena_named(arena_id)
         if arena is None:
             raise LeaseExpired(f"Arena {arena_id}, of which blocks were leased, is gone.")

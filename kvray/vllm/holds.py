@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from kvray.engine.meta import PageIds, RankLeases
+from kvray.engine.meta import PageIds, Place
 
 
 class Hold(NamedTuple):
     """Leased blocks that every rank is to hold, and to answer for."""
 
     hold_id: int  # never given twice
-    leased: RankLeases  # each rank ends its lease when it has copied
+    leased: tuple[Place, ...]  # each rank ends its lease when it has copied
     first: int  # the first block to hold, counted from the root of the prefix
     stop: int
 
@@ -72,7 +72,7 @@ class Holds:
         self._unsent: list[Hold] = []
         self._drops: list[int] = []
 
-    def begin(self, leased: RankLeases, *, first: int, stop: int) -> Asked | None:
+    def begin(self, leased: tuple[Place, ...], *, first: int, stop: int) -> Asked | None:
         """Have leased blocks held from the coming pass on; None: there is no room for so many."""
         hold = Hold(next(self._ids), leased, first, stop)
         if hold.num_blocks > self.room:

@@ -9,8 +9,8 @@ refused at the start.
 from collections.abc import Iterator
 from typing import Any
 
-from kvray.engine.model.engine_args import field_of, number_of
-from kvray.engine.model.model_name import Adapters, fingerprints_dir
+from kvray.engine.engine_args import field_of, number_of
+from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError

@@ -63,7 +63,7 @@ class SchedulingHalf:
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
         shared = self._leader.shared
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
-        shared.pool.lead(metadata.identity)
+        shared.lead(metadata.identity)
 
     def ask(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
@@ -108,16 +108,14 @@ class SchedulingHalf:
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
         names: dict[int, str] = {}
-        if (
-            not self._leader.shared.pool.identity.is_host
-        ):  # else they are read by the end of the pass
+        if not self._leader.shared.identity.is_host:  # else they are read by the end of the pass
             for plan in meta.saves:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
                     self._known[name].is_saved, names[plan.request_id] = True, name
         loads = tuple(map(self._held_load, meta.loads))
         holds, drops = self._holds.take()
-        model = self._leader.shared.pool.model_name
+        model = self._leader.shared.model_name
         if holds and not model.is_given:
             meta = meta._replace(model=model.name)
         return PassMetadata(
@@ -137,7 +135,7 @@ class SchedulingHalf:
 
     def reset(self) -> None:
         """Go without the tier until a version is named: the weights may have been replaced."""
-        self._leader.shared.pool.name_weights(None)
+        self._leader.shared.name_weights(None)
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
@@ -145,10 +143,10 @@ class SchedulingHalf:
 
     def _follow_weights(self) -> None:
         """Let go of what is held of the weights before, but for what vLLM has taken already."""
-        pool = self._leader.shared.pool
-        pool.complete_namespace()
-        if self._changes != pool.identity.weights[0]:
-            self._changes = pool.identity.weights[0]
+        shared = self._leader.shared
+        shared.complete_namespace()
+        if self._changes != shared.identity.weights[0]:
+            self._changes = shared.identity.weights[0]
             for known in self._known.values():
                 if not known.num_external:
                     self._drop(known)
@@ -161,9 +159,7 @@ class SchedulingHalf:
         if promise.num_blocks > self._holds.capacity:
             end = promise.first + self._holds.capacity
             self._leader.cancel(known.number, end * size, promise.end * size)
-        known.held = self._holds.begin(
-            promise.lease.leased(), first=promise.first, stop=promise.end
-        )
+        known.held = self._holds.begin(promise.lease.leased, first=promise.first, stop=promise.end)
         if known.held is not None:
             known.num_needed, known.held_at = 0, time.monotonic()
             return None

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from kvray.config import load_config
+from kvray.engine.cache_layout import CacheLayout, EngineIdentity, Group, LayerRange, Region
+from kvray.engine.engine_args import CheckpointConfig, EngineArgs
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.model.checkpoint import CheckpointConfig
-from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.request import Identity, PassReport, Prompt
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.store import Arena
@@ -68,7 +66,7 @@ class Apart:
         self.rank.register(layout)
         identity = pickle.dumps(EngineIdentity.of(self.args, layout))
         self.identity: EngineIdentity = pickle.loads(identity)  # noqa: S301 - ours
-        self.leader.shared.pool.lead(self.identity)
+        self.leader.shared.lead(self.identity)
         self._blocks = itertools.cycle(range(NUM_BLOCKS))
         self._numbers = itertools.count(1)
 

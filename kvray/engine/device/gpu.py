@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvray.engine.cache_layout import CacheLayout, Part
 from kvray.engine.device.cuda_device import KINDS, CudaDevice, Event
 from kvray.engine.device.pool import HostPool, Load, PinnedArena, Ticket
 from kvray.engine.device.stages import (
@@ -43,7 +44,6 @@ from kvray.engine.device.stages import (
     join,
     pieces_of,
 )
-from kvray.engine.model.cache_layout import CacheLayout, Part
 from kvray.errors import LayoutMismatch, TierError
 from kvray.store import Arena
 from kvray.store.arena.tables import Array, Tables

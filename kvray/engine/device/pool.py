@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvray.engine.cache_layout import Part
 from kvray.engine.device.cuda_device import CudaDevice, Event
-from kvray.engine.model.cache_layout import Part
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena, PartRead
 from kvray.store.arena.payload import Strip, runs, scatter

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvray.engine.model.cache_layout import LayerRange, Part
+from kvray.engine.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch
 from kvray.store.arena.payload import offsets
 from kvray.store.arena.tables import Array, Tables

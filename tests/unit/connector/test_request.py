@@ -14,7 +14,7 @@ import torch
 
 from kvray.connector.media import media_items
 from kvray.connector.request import Identity, Regularity, identify
-from kvray.engine.model.engine_args import canonical_text, field_of, number_of, text_of, to_text
+from kvray.engine.engine_args import canonical_text, field_of, number_of, text_of, to_text
 from kvray.errors import ConfigError
 
 HASHES = [[1] * 8, [2] * 8]

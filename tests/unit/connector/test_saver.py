@@ -20,10 +20,10 @@ from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine import saver as saver_module
+from kvray.engine.cache_layout import LayerRange, Region
 from kvray.engine.device.pool import HostPool, Ticket
-from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.model.cache_layout import LayerRange, Region
-from kvray.engine.saver import Job, PendingReads, Saver
+from kvray.engine.saver import Job, Saver
+from kvray.engine.shared_state import Boundary, EngineFigures, PendingReads
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys

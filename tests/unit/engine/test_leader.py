@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.figures import TimeHistogram
-from kvray.engine.meta import Promise, RankLeases
-from kvray.engine.pass_plan import Promises
+from kvray.engine.leader import Promises
+from kvray.engine.meta import Promise
 from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.request import Identity, Prompt
+from kvray.engine.shared_state import TimeHistogram
 from kvray.errors import LeaseExpired
 from kvray.store.arena.layout import READY
 from tests.kit.apart import BLOCK, Apart
@@ -88,8 +88,8 @@ def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
     blocks = [engine.new_blocks(prompt) for prompt in (PROMPT, other)]
     meta = engine.plan((0, PROMPT, blocks[0], HIT), (1, other, blocks[1], HIT))
     first, second = meta.loads
-    lost = RankLeases(("nowhere",), first.leased.leases)
-    meta = meta._replace(loads=(first._replace(leased=lost), second))
+    ((_, lease),) = first.leased
+    meta = meta._replace(loads=(first._replace(leased=(("nowhere", lease),)), second))
 
     engine.rank.begin(meta, None)
 
@@ -99,7 +99,7 @@ def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
     engine.rank.end(None)
     dropped = engine.rank.shared.figures.totals["dropped_blocks_void"]
     assert dropped == sum(plan.pages[0].num_blocks for plan in meta.saves)
-    engine.leader.shared.release_leases(engine.arena, *first.leased.leases)
+    engine.leader.shared.release_leases(engine.arena, lease)
 
 
 # -- asking again
@@ -151,7 +151,7 @@ def test_it_is_promised_what_was_staged_meanwhile(peered, server, make_engine):
 def test_it_is_asked_in_the_leader_s_own_name(peered, server):
     assert asked(peered) == 0
     (request,) = server.asked
-    assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
+    assert (request["replica"], request["rank"]) == (peered.leader.shared.replica, 1)
 
 
 def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
@@ -257,7 +257,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it():
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr("kvray.engine.pass_plan._LOST_MAX", 3)
+    monkeypatch.setattr("kvray.engine.leader._LOST_MAX", 3)
     shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
     promises = Promises()
     for request_id in range(5):

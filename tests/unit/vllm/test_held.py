@@ -6,15 +6,14 @@ The scheduler counts its ranks' memory for them: they can take what it has them 
 import random
 import threading
 from collections.abc import Iterator
-from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvray.engine.meta import PageIds, RankLeases
+from kvray.engine.meta import PageIds
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Membership
+from kvray.store import Arena, Lease
 from kvray.store.arena import payload
 from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.vllm.held import HeldBlocks
@@ -39,7 +38,7 @@ def engine(
     """An engine whose tier has the prompt; its pool is of either kind."""
     make_engine().serve(PROMPT)
     if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
     return make_engine(holds_loads=True, takes_offers_later=True)
 
@@ -58,7 +57,7 @@ def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) 
     assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
     promise = engine.leader.states[number].promise
     assert promise is not None
-    return Hold(hold_id, promise.lease.leased(), promise.first, promise.end)
+    return Hold(hold_id, promise.lease.leased, promise.first, promise.end)
 
 
 def answer(held: HeldBlocks, hold: Hold, *, are_ours: bool = True) -> int:
@@ -74,8 +73,12 @@ def flip(arena: Arena, slots: list[int]) -> None:
         arena.slot_bytes(slot)[5] ^= 16
 
 
+def lease_of(hold: Hold) -> Lease:
+    return hold.leased[0][1]
+
+
 def slots_of(engine: Apart, hold: Hold) -> list[int]:
-    found: list[int] = engine.arena.leased_slots(hold.leased.leases[0]).tolist()
+    found: list[int] = engine.arena.leased_slots(lease_of(hold)).tolist()
     return found
 
 
@@ -111,9 +114,9 @@ def test_a_block_that_is_wrong_ends_what_is_held(engine, held, monkeypatch):
 
 def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(engine, held):
     hold = leased(engine)
-    gone = hold._replace(hold_id=1, leased=hold.leased._replace(arena_ids=("nowhere",)))
+    gone = hold._replace(hold_id=1, leased=(("nowhere", lease_of(hold)),))
     assert answer(held, gone) == 0
-    engine.arena.release(*hold.leased.leases)
+    engine.arena.release(lease_of(hold))
     assert answer(held, hold) == 0
 
 
@@ -122,19 +125,30 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monk
 
     def read_and_release(*args: Any, **options: Any) -> Any:
         valid = read(*args, **options)
-        engine.arena.release(*hold.leased.leases)
+        engine.arena.release(lease_of(hold))
         return valid
 
     monkeypatch.setattr(payload, "read", read_and_release)
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(engine, held, monkeypatch):
+def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
+    engine, held, monkeypatch, caplog
+):
     hold = leased(engine)
-    holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
-    slots = Arena.leased_slots
-    monkeypatch.setattr(Arena, "held_by", lambda *one: (next(holders), slots(*one)))
-    assert answer(held, hold) == 0
+    leader, read = Arena(engine.arena.directory, lock_wait_s=1), payload.read
+    leader.join("leader")
+    taken = leader.lease_slots(engine.arena.leased_slots(lease_of(hold)))
+
+    def read_and_change(*args: Any, **options: Any) -> Any:
+        valid = read(*args, **options)
+        leader.tables.holder_generation[leader.holder] += 1
+        return valid
+
+    monkeypatch.setattr(payload, "read", read_and_change)
+    assert answer(held, hold._replace(leased=((leader.arena_id, taken),))) == 0
+    assert "changed while its blocks were copied" in caplog.text
+    leader.close()
 
 
 def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
@@ -167,7 +181,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
         if chance.random() < 0.6 and engine.ask(number, PROMPT):
             promise = engine.leader.states[number].promise
             assert promise is not None
-            made = holds.begin(promise.lease.leased(), first=promise.first, stop=promise.end)
+            made = holds.begin(promise.lease.leased, first=promise.first, stop=promise.end)
             if made is None:
                 engine.leader.decline(number)
             else:
@@ -221,11 +235,8 @@ def test_the_end_waits_for_the_present_copy_only(engine, held, monkeypatch):
     assert copied == [0]
 
 
-LEASED = RankLeases(("arena",), ())
-
-
 def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
-    asked = holds.begin(LEASED, first=first, stop=first + num_blocks)
+    asked = holds.begin((), first=first, stop=first + num_blocks)
     assert asked is not None
     return asked
 
@@ -246,7 +257,7 @@ def test_the_ranks_are_told_once():
     assert holds.take() == ((), ())
     assert holds.room == 10
     asked = begin(holds, 6)
-    assert holds.take() == ((Hold(1, LEASED, 0, 6),), ())
+    assert holds.take() == ((Hold(1, (), 0, 6),), ())
     holds.drop(asked)
     assert holds.take() == ((), (1,))
     assert holds.take() == ((), ())
@@ -255,11 +266,11 @@ def test_the_ranks_are_told_once():
 def test_no_more_is_held_than_there_is_room_for_which_comes_back_with_the_load():
     holds = Holds(num_ranks=1, num_blocks=10)
     asked = begin(holds, 6)
-    assert holds.begin(LEASED, first=0, stop=5) is None
+    assert holds.begin((), first=0, stop=5) is None
     holds.take()
     holds.hear({0: 6}, {0: 1})
     assert holds.room == 4
-    assert holds.begin(LEASED, first=0, stop=4) is not None
+    assert holds.begin((), first=0, stop=4) is not None
     holds.loaded(asked)
     assert holds.room == 6
 
@@ -282,7 +293,7 @@ def test_after_any_life_all_room_is_back():
         silent: list[int] = []
         for _ in range(200):
             act = chance.randrange(4)
-            if act == 0 and (made := holds.begin(LEASED, first=0, stop=chance.randrange(1, 9))):
+            if act == 0 and (made := holds.begin((), first=0, stop=chance.randrange(1, 9))):
                 living.append(made)
             elif act == 1 and living:
                 holds.drop(living.pop(chance.randrange(len(living))))

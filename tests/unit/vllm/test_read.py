@@ -93,7 +93,7 @@ def test_media_differ_by_name_place_length_and_mask(reader):
 def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
     reader, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("kvray.engine.model.model_name._WAIT_S", 10.0)
+    monkeypatch.setattr("kvray.engine.model_name._WAIT_S", 10.0)
     loras = []
     for number in (1, 2):
         directory = tmp_path / str(number)

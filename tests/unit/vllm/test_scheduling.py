@@ -258,8 +258,8 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
 
 
 def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
-    pool = half._leader.shared.pool
-    pool.identity = replace(pool.identity, is_host=False)
+    shared = half._leader.shared
+    shared.identity = replace(shared.identity, is_host=False)
     names = []
     for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
         request = asked(name)
@@ -272,7 +272,7 @@ def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
 
 
 def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half):
-    pool = half._leader.shared.pool
+    shared = half._leader.shared
     assert offered(half, asked("a")) == HIT
     half.reset()
     request = asked("c")
@@ -280,22 +280,22 @@ def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half)
     passed = taken(half, request, 0)
     assert (passed.loads, passed.meta.saves, passed.drops) == ((), (), (0,))
     assert totals(half)["miss_tokens_weights_unnamed"] == HIT
-    pool.name_weights("2")
+    shared.name_weights("2")
     assert half.ask(asked("d"), 0) == 0
     half.reset()
-    pool.name_weights("")
+    shared.name_weights("")
     assert offered(half, asked("e")) == HIT
 
 
 def test_what_was_held_of_the_weights_before_is_not_promised(half):
     """A client names other weights while the ranks copy, and again once they hold it."""
-    request, pool = asked("a"), half._leader.shared.pool
+    request, shared = asked("a"), half._leader.shared
     assert half.ask(request, 0) is None
-    pool.name_weights("2")
+    shared.name_weights("2")
     answer(half, told(half))
     assert half.ask(request, 0) == 0
-    pool.name_weights("")
+    shared.name_weights("")
     assert half.ask(asked("b"), 0) is None
     answer(half, told(half))
-    pool.name_weights("3")
+    shared.name_weights("3")
     assert half.ask(asked("b"), 0) == 0

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvray.engine.cache_layout import LayerRange, Part
 from kvray.engine.device import pool as pool_module
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.tables import Array

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvray.engine.cache_layout import LayerRange, Part
 from kvray.engine.device.stages import (
     BEFORE_ALL,
     PIECE_BYTES,
@@ -17,7 +18,6 @@ from kvray.engine.device.stages import (
     concatenate,
     join,
 )
-from kvray.engine.model.cache_layout import LayerRange, Part
 from tests.kit.devices import even_steps, part_of, region
 
 MUCH = 2**40
