@@ -495,7 +495,7 @@ def record(shared: SharedState, answer: Answer) -> None:
     promise = None if state is None else state.promise
     arrivals = state.arrivals if state is not None and wanted else ()
     if promise is not None:
-        end, hit = promise.end, promise.num_blocks * size
+        end, hit = promise.end, (promise.end - promise.first) * size
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
         here = ((promise.first, end, HERE, ""),)  # as mostly

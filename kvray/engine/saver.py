@@ -31,9 +31,8 @@ import numpy as np
 from kvray.engine.cache_layout import Part
 from kvray.engine.device.gpu import Pool
 from kvray.engine.device.pool import Ticket
-from kvray.engine.shared_state import Boundary, EngineFigures, PendingReads
+from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
-from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
 from kvray.store.arena.layout import DEFAULT_PRIORITY
 from kvray.store.arena.tables import Array
@@ -67,20 +66,12 @@ class Job:
 class Saver:
     """Saves of one rank; `submit`, `fence` and `close` are the engine's threads'."""
 
-    def __init__(
-        self,
-        link: NodeLink,
-        *,
-        saves_max: int,
-        figures: EngineFigures,
-        boundary: Boundary,
-        reads: PendingReads,
-    ) -> None:
-        self._link = link
-        self._saves_max = saves_max
-        self._totals, self._drop = figures.totals, figures.drop
-        self._boundary = boundary
-        self._reads = reads
+    def __init__(self, shared: SharedState) -> None:
+        self._link = shared.link
+        self._saves_max = shared.config.connector.saves_max
+        self._totals, self._drop = shared.figures.totals, shared.figures.drop
+        self._boundary = shared.boundary
+        self._reads = shared.pending_reads
         self._jobs: deque[Job] = deque()
         self._unfinished: deque[Callable[[], None]] = deque()
         self._beginning: Job | None = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 from kvray.errors import TierError
 from kvray.store.arena.tables import Array
 

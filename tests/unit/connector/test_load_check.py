@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena

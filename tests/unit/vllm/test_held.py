@@ -46,7 +46,7 @@ def engine(
 @pytest.fixture
 def held(engine: Apart) -> Iterator[HeldBlocks]:
     assert engine.rank.pool is not None
-    (part,) = engine.rank._parts
+    (part,) = engine.rank._parts[1]
     made = HeldBlocks(engine.rank.shared, engine.rank.pool, part, num_blocks=ROOM)
     yield made
     made.close()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.engine.cache_layout import LayerRange, Part
-from kvray.engine.device.stages import (
+from kvray.engine.device.pool import (
     BEFORE_ALL,
     PIECE_BYTES,
     STAGE_BYTES,
