@@ -3,8 +3,7 @@
 A fingerprint takes as long as reading the checkpoint does, so it is found out in the background
 while the engine starts and serves. Until then nothing has keys: nothing is promised or saved.
 
-`Weights` is which version of its weights an engine has, if anybody has named one. `Adapters` are
-its LoRA adapters, each told from every other by the bytes that the engine read.
+`Adapters` are its LoRA adapters, each told from every other by the bytes that the engine read.
 """
 
 import hashlib
@@ -134,49 +133,6 @@ class ModelName:
             total / 1e9,
             f", about {left_s:.0f} s left" if left_s >= 1 else "",
         )
-
-
-class Weights:
-    """The version of one engine's weights.
-
-    Any thread says what it is; the engine's thread goes by `state`, which is replaced whole. While
-    there is no version nothing is promised or saved: nobody knows whose keys it would have.
-    """
-
-    def __init__(self, version: str | None) -> None:
-        """Begin with `version`; empty: the checkpoint's own weights, None: not named yet."""
-        if version is None:
-            _log.warning(
-                "kvray: the engine is set up to have its weights replaced while it runs; it goes"
-                " without the tier until their version is named, by connector.weights_version or"
-                " Client.set_weights_version."
-            )
-        self._lock = threading.Lock()
-        self.state: tuple[int, str | None] = (0, version)
-        """How often the version has changed, and what it is now."""
-
-    @property
-    def version(self) -> str | None:
-        """The version now; None: the weights are being replaced, or were, and have no name."""
-        return self.state[1]
-
-    def name(self, version: str | None) -> None:
-        """Take `version` for that of the weights from now on; the same one twice changes nothing.
-
-        None: they are about to be replaced, or have just been.
-        """
-        with self._lock:
-            changes, before = self.state
-            if version == before:
-                return
-            self.state = (changes + 1, version)
-        if version is None:
-            _log.warning(
-                "kvray: the engine's weights are replaced; it goes without the tier until their"
-                " version is named, see Client.set_weights_version."
-            )
-        else:
-            _log.info("kvray: the engine's weights are of version %r", version)
 
 
 _ADAPTERS_MAX = 2**16

@@ -143,7 +143,7 @@ def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engin
     engine.rank.shared.name_weights(None)
     assert engine.serve(PROMPT) == HIT
     assert engine.serve(OTHER) == 0
-    number = engine.leader.shared.own.number
+    number = engine.leader.shared.identity.own.number
     assert stored_of(engine) == 20
     assert engine.rank.shared.link.arena is not None
     assert list(engine.rank.shared.link.arena.has_slots_of([number])) == [True]
