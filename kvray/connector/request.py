@@ -19,9 +19,9 @@ from operator import attrgetter
 from typing import Any, cast
 
 from kvray.connector.media import MEDIA_FIELDS, media_items
+from kvray.engine.engine_args import EngineArgs
 from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
-from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
@@ -114,33 +114,6 @@ def prompt_len_of(request: Any) -> int:
     return said
 
 
-class Regularity:
-    """Which fields the requests of one engine have: all of them the same.
-
-    A field that others have and one lacks was renamed, or lost on the way here. What it would have
-    said of the request cannot be told then.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._regular: list[bool] = []
-        """Which of `_REGULAR` and `_SALTS` the last request had that lacked nothing."""
-
-    def is_lacking(self, request: Any) -> bool:
-        """Whether a request lacks fields that others have, or that never come one by one."""
-        fields = [*map(hasattr, repeat(request), (*_REGULAR, *_SALTS))]
-        if fields == self._regular:
-            return False
-        has = set(compress(_REGULAR, fields))
-        if any(fields[len(_REGULAR) :]):
-            has.add("a salt")  # as text or as a number of it
-        self._seen |= has
-        is_torn = any(0 < len(has.intersection(names)) < len(names) for names in _TOGETHER)
-        is_lacking = self._seen != has or is_torn
-        self._regular = [] if is_lacking else fields
-        return is_lacking
-
-
 def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> bytes | None:
     """Return what tells a request's adapter from others; empty: it has none; None: untold."""
     if not any(name in fields for name in _LORA):
@@ -215,15 +188,20 @@ def only_generates(request: Any) -> bool:
 
 
 class RequestReader:
-    """Reads the requests of one engine; used by its executor thread."""
+    """Reads the requests of one engine; used by its executor thread.
 
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-        self.adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
+    All requests of an engine have the same fields. A field that others have and one lacks was
+    renamed, or lost on the way here. What it would have said of the request cannot be told then.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
         self.hides_media = False
         """Whether the engine was seen to ask about a request without showing its media."""
-        self._media_tokens = shared.args.checkpoint.media_tokens
-        self._regularity = Regularity()
+        self._media_tokens = args.checkpoint.media_tokens
+        self._seen: set[str] = set()  # fields that requests had
+        self._regular: list[bool] = []
+        """Which of `_REGULAR` and `_SALTS` the last request had that lacked nothing."""
 
     def read(self, request: Any, num_computed: Any) -> Prompt | None:
         """Return what the engine asks about; None: it cannot be told, or is not what it should be.
@@ -239,10 +217,7 @@ class RequestReader:
             end = min(len(tokens), prompt_len)
             if type(num_computed) is not int or not 0 <= num_computed <= end:
                 return None
-            if self._regularity.is_lacking(request):
-                return None
-            shown = identify(request, self.adapters.fingerprint)
-            identity = None if shown is None else self._shared.under_tenant(shown)
+            identity = None if self.is_lacking(request) else self.identify(request)
             if identity is None:
                 return None
             # Only Python attributes tell of some media, and a copy of the request lacks those.
@@ -264,5 +239,18 @@ class RequestReader:
 
     def identify(self, request: Any) -> Identity | None:
         """Return what the request shows of what enters its keys; raises as `identify`."""
-        identity = identify(request, self.adapters.fingerprint)
-        return None if identity is None else self._shared.under_tenant(identity)
+        return identify(request, self.adapters.fingerprint)
+
+    def is_lacking(self, request: Any) -> bool:
+        """Whether a request lacks fields that others have, or that never come one by one."""
+        fields = [*map(hasattr, repeat(request), (*_REGULAR, *_SALTS))]
+        if fields == self._regular:
+            return False
+        has = set(compress(_REGULAR, fields))
+        if any(fields[len(_REGULAR) :]):
+            has.add("a salt")  # as text or as a number of it
+        self._seen |= has
+        is_torn = any(0 < len(has.intersection(names)) < len(names) for names in _TOGETHER)
+        is_lacking = self._seen != has or is_torn
+        self._regular = [] if is_lacking else fields
+        return is_lacking

@@ -71,7 +71,7 @@ class Leader:
     def ask(
         self,
         request_id: int,
-        read: Callable[[SharedState], Prompt | None],
+        read: Callable[[], Prompt | None],
         honoured: Honoured | None = None,
     ) -> int | None:
         """Promise what can be loaded of a request; return how many tokens after the engine's own.
@@ -91,7 +91,7 @@ class Leader:
             if not self.shared.identity.readings:
                 self.shared = registered_state(self.shared)
             self._follow_weights()
-            hit, answer = self._match(request_id, read(self.shared), honoured)
+            hit, answer = self._match(request_id, read(), honoured)
             if self._asks_in_vain and answer is not None:
                 self._uncounted[request_id] = answer
             elif answer is not None:
@@ -271,6 +271,9 @@ class Leader:
         Neither: the shard has been called.
         """
         shared, identity = self.shared, self.shared.identity
+        if asked is not None and shared.tenants is not None:
+            salted = shared.under_tenant(asked.identity)
+            asked = None if salted is None else asked._replace(identity=salted)
         if asked is None:
             return 0, Answer(request_id)
         if not identity.digest:

@@ -9,10 +9,9 @@ refused at the start.
 from collections.abc import Iterator
 from typing import Any
 
-from kvray.engine.engine_args import field_of, number_of
+from kvray.engine.engine_args import EngineArgs, field_of, number_of
 from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
-from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
 from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem
@@ -21,9 +20,8 @@ from kvray.identity.keys import MediaItem
 class RequestReader:
     """Used by the thread of vLLM's scheduler."""
 
-    def __init__(self, shared: SharedState) -> None:
-        self._adapters = Adapters(settings=shared.args.adapters, cache_dir=fingerprints_dir())
-        self._shared = shared
+    def __init__(self, args: EngineArgs) -> None:
+        self._adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
 
     def read(self, request: Any, number: int, num_computed: int) -> Prompt | None:
         """Return a request as the leader knows it; None: it bypasses the cache.
@@ -53,8 +51,7 @@ class RequestReader:
             lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
             if lora is None or asked.load_inplace:
                 return None
-        identity = Identity(salt=request.cache_salt, lora=lora, media=media)
-        return self._shared.under_tenant(identity)
+        return Identity(salt=request.cache_salt, lora=lora, media=media)
 
 
 def _has_more_than_tokens(request: Any) -> bool:

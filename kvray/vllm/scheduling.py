@@ -50,7 +50,7 @@ class SchedulingHalf:
 
     def __init__(self, shared: SharedState) -> None:
         self._leader = Leader(shared, asks_in_vain=True)
-        self._reader: RequestReader | None = None
+        self._reader = RequestReader(shared.args)
         self._known: dict[str, _Known] = {}
         self._numbers = count()
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=0)
@@ -83,7 +83,7 @@ class SchedulingHalf:
             return self._offer(known, known.held, num_computed)
         if known.num_needed > self._holds.room and not self._is_late(known):
             return None
-        read = partial(self._read, known, num_computed)
+        read = partial(self._reader.read, request, known.number, num_computed)
         hit = self._leader.ask(known.number, read)
         return self._hold(known) if hit else hit
 
@@ -201,11 +201,6 @@ class SchedulingHalf:
         assert held is not None, "only what is held is promised"
         self._holds.loaded(held)
         return HeldLoad(held.hold.hold_id, load.first - held.hold.first, load.pages[0])
-
-    def _read(self, known: _Known, num_computed: int, shared: SharedState) -> Any:
-        if self._reader is None:
-            self._reader = RequestReader(shared)
-        return self._reader.read(known.request, known.number, num_computed)
 
     def _reports(self, output: Any) -> Iterator[PassReport]:
         """Yield what the pass has of each request that was asked about.

@@ -15,7 +15,7 @@ from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.rank import RankWorker
 from kvray.engine.request import Identity, PassReport, Prompt
-from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.engine.shared_state import shared_state_for
 from kvray.store import Arena
 
 BLOCK = 4
@@ -73,7 +73,7 @@ class Apart:
     def ask(self, number: int, tokens: list[int], computed: int = 0) -> int | None:
         """Ask for a promise; None: ask again."""
 
-        def read(_: SharedState) -> Prompt:
+        def read() -> Prompt:
             return Prompt(number, list(tokens), len(tokens), computed, Identity())
 
         return self.leader.ask(number, read)

@@ -64,7 +64,7 @@ def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
 def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
     asked = Prompt(7, tokens, len(tokens), 0, Identity(), is_unread=True)
-    assert holding.leader.ask(7, lambda _: asked) == 0
+    assert holding.leader.ask(7, lambda: asked) == 0
     (save,) = holding.plan((7, tokens, holding.new_blocks(tokens), 0)).saves
     assert save.pages[0].num_blocks == len(tokens) // BLOCK
     assert holding.totals["miss_tokens_skipped"] == len(tokens) // BLOCK * BLOCK

@@ -40,8 +40,8 @@ def feature(
 
 @pytest.fixture
 def reader() -> RequestReader:
-    args = SimpleNamespace(adapters="")
-    return RequestReader(SimpleNamespace(args=args, under_tenant=lambda identity: identity))
+    args: Any = SimpleNamespace(adapters="")
+    return RequestReader(args)
 
 
 def read(reader: RequestReader, **changes: Any) -> Prompt:
