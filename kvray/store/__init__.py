@@ -1,6 +1,6 @@
 """The host tier: a node's arena in shared memory, and what is decided over its tables."""
 
-from kvray.store.arena.arena import Arena, PartRead
+from kvray.store.arena.arena import Arena
 from kvray.store.arena.file import ArenaSpec
 from kvray.store.arena.lease import Held, Lease, Membership, PartRequest
 from kvray.store.arena.owner import ArenaOwner
@@ -13,7 +13,6 @@ __all__ = [
     "Held",
     "Lease",
     "Membership",
-    "PartRead",
     "PartRequest",
     "Reservation",
 ]

@@ -21,7 +21,7 @@ from kvray.engine.rank import RankWorker
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.vllm.held import HeldBlocks
-from kvray.vllm.layout import read_layout
+from kvray.vllm.read import read_layout
 from kvray.vllm.scheduling import SchedulingHalf
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata, state_for
 

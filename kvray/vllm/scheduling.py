@@ -3,7 +3,7 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 
 A request is promised nothing at first. What the leader has leased for it is held by every rank
-(see `holds`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+(see `held`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
 promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
 wrong when the request is preempted meanwhile, and on some runners always.
 """
@@ -20,8 +20,8 @@ from kvray.engine.meta import LoadPlan
 from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.trace.reasons import MissReason
-from kvray.vllm.holds import Asked, HeldLoad, Holds
-from kvray.vllm.identity import RequestReader
+from kvray.vllm.held import Asked, HeldLoad, Holds
+from kvray.vllm.read import RequestReader
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
 
 _HOLD_WAIT_S = 10.0

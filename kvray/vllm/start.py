@@ -24,8 +24,8 @@ from kvray.engine.engine_args import (
 )
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.shared_state import SharedState, shared_state_for
-from kvray.vllm.holds import HeldLoad, Hold
-from kvray.vllm.identity import refuse_unsupported
+from kvray.vllm.held import HeldLoad, Hold
+from kvray.vllm.read import refuse_unsupported
 
 _OVERRIDES = (
     "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",

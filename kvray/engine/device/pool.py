@@ -19,7 +19,7 @@ import torch
 
 from kvray.engine.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch
-from kvray.store import Arena, PartRead
+from kvray.store import Arena
 from kvray.store.arena.payload import Strip, offsets, runs, scatter
 from kvray.store.arena.tables import Array, Tables
 
@@ -77,17 +77,9 @@ class HostPool:
         """Do nothing: copies in host memory need no preparation."""
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
-        arena.read_slots(
-            [
-                PartRead(
-                    one.slots,
-                    self._strips[one.part.num_ranks, one.part.index],
-                    one.pages,
-                    one.part.block_bytes,
-                )
-                for one in loads
-            ]
-        )
+        for part, slots, pages in loads:
+            strips = self._strips[part.num_ranks, part.index]
+            arena.read_slots(slots, strips, pages, block_bytes=part.block_bytes)
         return Ticket()
 
     def make_room(self, num_bytes: int) -> Array:

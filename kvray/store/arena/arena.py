@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,17 +22,6 @@ _PATIENT_S = 5.0
 
 _ROOM_TRIES = 4
 """How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
-
-
-class PartRead(NamedTuple):
-    """Slots of one part, and the pages that they are copied into."""
-
-    slots: Array
-    strips: Sequence[Strip]
-    pages: Array
-    """Rows of each strip, one a slot."""
-    block_bytes: int
-    """Bytes of a slot, read or not."""
 
 
 class Arena(MappedArena):
@@ -223,12 +211,16 @@ class Arena(MappedArena):
             self.quarantine(chosen[~valid])
         return valid
 
-    def read_slots(self, reads: Sequence[PartRead]) -> None:
-        """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
+    def read_slots(
+        self, slots: Array, strips: Sequence[Strip], pages: Array, *, block_bytes: int
+    ) -> None:
+        """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards.
+
+        `pages` has a row of each strip for each slot, of which `block_bytes` are read or passed.
+        """
         with self.making_sense:
-            for one in reads:
-                areas = payload.areas(self.tables, one.slots, one.pages, one.block_bytes)
-                payload.scatter(areas, one.strips, one.pages)
+            areas = payload.areas(self.tables, slots, pages, block_bytes)
+            payload.scatter(areas, strips, pages)
 
     def check(
         self, held: Lease, chosen: Array, *, verify: bool, holder: Membership | None = None

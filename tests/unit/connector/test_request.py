@@ -12,8 +12,7 @@ import pydantic
 import pytest
 import torch
 
-from kvray.connector.media import media_items
-from kvray.connector.request import Identity, RequestReader, identify
+from kvray.connector.request import Identity, RequestReader, identify, media_items
 from kvray.engine.engine_args import (
     CheckpointConfig,
     canonical_text,

@@ -16,8 +16,7 @@ from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease
 from kvray.store.arena import payload
 from kvray.store.arena.layout import QUARANTINED, READY
-from kvray.vllm.held import HeldBlocks
-from kvray.vllm.holds import Asked, HeldLoad, Hold, Holds
+from kvray.vllm.held import Asked, HeldBlocks, HeldLoad, Hold, Holds
 from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, NUM_WANTED, PROMPT
 from tests.kit.devices import HostDevice

@@ -8,8 +8,7 @@ import torch
 
 from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError
-from kvray.vllm.identity import RequestReader, refuse_unsupported
-from kvray.vllm.layout import read_layout
+from kvray.vllm.read import RequestReader, read_layout, refuse_unsupported
 
 TOKENS = [1, 2, 3, 4, 5]
 

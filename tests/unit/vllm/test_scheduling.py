@@ -14,7 +14,7 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
-from kvray.vllm.holds import Hold, Holds
+from kvray.vllm.held import Hold, Holds
 from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.unit.vllm.test_read import request as request_of
