@@ -50,7 +50,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._shared.figures.totals["bypassed_requests"] += 1
             return 0, False
         read = partial(self._reader.read, request, num_computed_tokens)
-        hit = self._leader.ask(request_id, read, partial(_num_taken, request)) or 0
+        hit = self._leader.match(request_id, read, partial(_num_taken, request)) or 0
         return hit, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:

@@ -46,11 +46,11 @@ class Leader:
     """Of the requests that one engine schedules."""
 
     def __init__(
-        self, shared: SharedState, *, asks_in_vain: bool = False, unaligned_advice: str = ""
+        self, shared: SharedState, *, counts_later: bool = False, unaligned_advice: str = ""
     ) -> None:
         """Take `shared`, which `close` gives back.
 
-        An engine that `asks_in_vain` may ask about a request and then not schedule it; an answer is
+        An engine may query a request and then not schedule it: with `counts_later` an answer is
         counted only when `count` is called. `unaligned_advice` says what to set if the engine has
         parts of blocks of its own.
         """
@@ -60,7 +60,7 @@ class Leader:
         self.finder = PrefixFinder()
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
-        self._asks_in_vain = asks_in_vain
+        self._counts_later = counts_later
         self._uncounted: dict[int, Answer] = {}
         self._unaligned_advice = unaligned_advice
         self._weights_of: tuple[object, int] | None = None
@@ -68,7 +68,7 @@ class Leader:
         self._warned_unaligned = False
         self._is_closed = False
 
-    def ask(
+    def match(
         self,
         request_id: int,
         read: Callable[[], Prompt | None],
@@ -91,8 +91,8 @@ class Leader:
             if not self.shared.identity.readings:
                 self.shared = registered_state(self.shared)
             self._follow_weights()
-            hit, answer = self._match(request_id, read(), honoured)
-            if self._asks_in_vain and answer is not None:
+            hit, answer = self._promise(request_id, read(), honoured)
+            if self._counts_later and answer is not None:
                 self._uncounted[request_id] = answer
             elif answer is not None:
                 record(self.shared, answer)
@@ -263,7 +263,7 @@ class Leader:
             else:
                 state.is_unsaved = True
 
-    def _match(
+    def _promise(
         self, request_id: int, asked: Prompt | None, honoured: Honoured | None
     ) -> tuple[int | None, Answer | None]:
         """Promise what can be loaded of a prompt; return how many tokens, and what to count.
@@ -408,7 +408,7 @@ class Leader:
             with self.shared.boundary.around("the speed of prefill"):
                 num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
                 requests = {report.request_id for report, _ in reports}
-                self.finder.rate.plan(requests, num_tokens, time.monotonic())
+                self.finder.rate.note_pass(requests, num_tokens, time.monotonic())
 
     def _drop_oldest(self) -> None:
         """Forget the request unseen for longest that the engine does not wait for."""

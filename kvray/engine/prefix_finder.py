@@ -102,7 +102,7 @@ class PrefixFinder:
         """Of the engine, which its leader measures."""
         self._calls: StageCalls | None = None
         self._late: LateStages | None = None
-        self._asked: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
+        self._waits: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
         """Request -> seconds that it has cost, and how blocks came that were staged for it."""
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Key that no node had -> until when that is taken for granted."""
@@ -119,7 +119,7 @@ class PrefixFinder:
         """
         first = asked.num_computed // shared.args.tokens_per_block
         query = Query(asked.request_id, shared.identity.readings[0], keys, first)
-        began, (waited_s, _) = time.monotonic(), self._asked.get(query.request_id, _NOTHING)
+        began, (waited_s, _) = time.monotonic(), self._waits.get(query.request_id, _NOTHING)
         arena, num_stored = shared.link.arena, 0
         matched: PrefixLease | None = None
         reason: MissReason = "none"
@@ -138,7 +138,7 @@ class PrefixFinder:
             num_stored = matched.end if matched else 0
             if num_stored < len(keys) and len(shared.identity.readings) > 1:
                 matched, reason = self._find_resliced(shared, query, asked, matched, reason)
-        stage_s, arrivals = self._asked.get(query.request_id, _NOTHING)
+        stage_s, arrivals = self._waits.get(query.request_id, _NOTHING)
         if matched is not None and arrivals:
             matched = replace(matched, arrivals=arrivals)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
@@ -160,7 +160,7 @@ class PrefixFinder:
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
-        self._asked.pop(request_id, None)
+        self._waits.pop(request_id, None)
         if self._late is not None:
             self._late.forget(request_id)
 
@@ -271,7 +271,7 @@ class PrefixFinder:
     def _call(self, shared: SharedState, query: Query, have: int) -> StageReply:
         """Call the shard for what follows `have` blocks, unless that is known or would be late."""
         began, key = time.monotonic(), query.keys[have]
-        waited_s, _ = self._asked.get(query.request_id, _NOTHING)
+        waited_s, _ = self._waits.get(query.request_id, _NOTHING)
         wait_s = shared.config.connector.stage_wait_s
         left_s = wait_s - waited_s
         if began < self._absent.get(key, 0.0):
@@ -305,10 +305,10 @@ class PrefixFinder:
         shared.figures.totals["stage_calls"] += 1
         shared.figures.totals["stage_wait_us"] += int(1e6 * took_s)
         shared.figures.stage_times.observe(int(1e9 * took_s))
-        waited_s, arrivals = self._asked.get(query.request_id, _NOTHING)
+        waited_s, arrivals = self._waits.get(query.request_id, _NOTHING)
         if reply.arrivals:
             arrivals = joined(arrivals, reply.arrivals)
-        _remember(self._asked, query.request_id, (waited_s + took_s, arrivals))
+        _remember(self._waits, query.request_id, (waited_s + took_s, arrivals))
         if reply.num_blocks <= have and reply.reason == "not_stored":
             _remember(self._absent, query.keys[have], began + took_s + _ABSENT_S)
         return reply
@@ -483,34 +483,34 @@ class LateStages:
         self._local = threading.local()
         self._calls: list[StageCalls] = []
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-stage")
-        self._asked: dict[int, tuple[Future[StageReply], float, int]] = {}
+        self._pending: dict[int, tuple[Future[StageReply], float, int]] = {}
 
     def begin(self, request_id: int, stage: Stage, *, now: float, have: int) -> None:
-        """Have the shard asked for a request; `take` has the reply, with `now` and `have`."""
-        self._asked[request_id] = self._threads.submit(self._do, stage), now, have
+        """Have the shard called for a request; `take` has the reply, with `now` and `have`."""
+        self._pending[request_id] = self._threads.submit(self._do, stage), now, have
 
     def is_pending(self, request_id: int) -> bool:
-        """Whether a request has been asked for and has no reply yet."""
-        asked = self._asked.get(request_id)
-        return asked is not None and not asked[0].done()
+        """Whether a request has a call without a reply."""
+        call = self._pending.get(request_id)
+        return call is not None and not call[0].done()
 
     def take(self, request_id: int) -> LateReply | None:
-        """Return the reply, once; None: the request has not been asked for."""
-        if request_id not in self._asked:
+        """Return the reply, once; None: there was no call for the request."""
+        if request_id not in self._pending:
             return None
-        reply, began, have = self._asked.pop(request_id)
+        reply, began, have = self._pending.pop(request_id)
         return LateReply(reply.result(), began, have)
 
     def forget(self, request_id: int) -> None:
         """Drop a request's call, if it has not begun, or its reply."""
-        asked = self._asked.pop(request_id, None)
-        if asked is not None:
-            asked[0].cancel()
+        call = self._pending.pop(request_id, None)
+        if call is not None:
+            call[0].cancel()
 
     def close(self) -> None:
         """End the threads; nobody waits for the calls that are under way. Twice is fine."""
-        for asked, *_ in self._asked.values():
-            asked.cancel()
+        for reply, *_ in self._pending.values():
+            reply.cancel()
         for calls in self._calls:
             calls.interrupt()
         self._threads.shutdown()
@@ -542,7 +542,7 @@ class PrefillRate:
         """The rate; 0 while it is unknown."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def plan(self, requests: Collection[int], num_tokens: int, now: float) -> None:
+    def note_pass(self, requests: Collection[int], num_tokens: int, now: float) -> None:
         """Note a pass of `requests` that computes `num_tokens` in all, planned at `now`."""
         goes_on = not self._requests.isdisjoint(requests)
         seconds = now - self._planned_at

@@ -139,7 +139,7 @@ class KvRayConnector(KVConnectorBase_V1):
         None: the shard has been asked for more, or the ranks do not hold all of it yet; vLLM is to
         ask again.
         """
-        return self._scheduler.ask(request, num_computed_tokens), False
+        return self._scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Keep the promise if vLLM takes it, release it if it does not."""
@@ -150,10 +150,10 @@ class KvRayConnector(KVConnectorBase_V1):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear what the ranks hold by now."""
+        """Take what the ranks hold by now."""
         answers = connector_output.kv_connector_worker_meta
         if isinstance(answers, HoldAnswers):
-            self._scheduler.hear(answers)
+            self._scheduler.take_answers(answers)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -184,7 +184,7 @@ class KvRayConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Hear what the ranks have registered, by rank."""
+        """Take what the ranks have registered, by rank."""
         self._scheduler.lead(metadata[0])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

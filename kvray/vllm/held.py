@@ -99,8 +99,8 @@ class Holds:
         self.room -= hold.num_blocks
         return asked
 
-    def hear(self, num_valid: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
-        """Take answers: hold -> its leading blocks that `num_ranks` more ranks hold soundly."""
+    def take_answers(self, num_valid: Mapping[int, int], num_ranks: Mapping[int, int]) -> None:
+        """Take answers: hold -> its leading blocks that `num_ranks` more ranks hold."""
         for hold_id, valid in num_valid.items():
             asked = self._asked[hold_id]
             asked.num_silent -= num_ranks[hold_id]

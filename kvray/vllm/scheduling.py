@@ -49,7 +49,7 @@ class SchedulingHalf:
     """Used by the thread of vLLM's scheduler."""
 
     def __init__(self, shared: SharedState) -> None:
-        self._leader = Leader(shared, asks_in_vain=True)
+        self._leader = Leader(shared, counts_later=True)
         self._reader = RequestReader(shared.args)
         self._known: dict[str, _Known] = {}
         self._numbers = count()
@@ -59,13 +59,13 @@ class SchedulingHalf:
         """The requests of the pass that is being planned: number -> vLLM's name."""
 
     def lead(self, metadata: Any) -> None:
-        """Hear what a rank has registered; nothing is promised before."""
+        """Take what a rank has registered; nothing is promised before."""
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
         shared = self._leader.shared
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
         shared.lead(metadata.identity)
 
-    def ask(self, request: Any, num_computed: int) -> int | None:
+    def match(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
 
         None: the shard has been asked, or the ranks do not hold it yet, and vLLM is to ask again.
@@ -84,12 +84,12 @@ class SchedulingHalf:
         if known.num_needed > self._holds.room and not self._is_late(known):
             return None
         read = partial(self._reader.read, request, known.number, num_computed)
-        hit = self._leader.ask(known.number, read)
+        hit = self._leader.match(known.number, read)
         return self._hold(known) if hit else hit
 
-    def hear(self, answers: HoldAnswers) -> None:
+    def take_answers(self, answers: HoldAnswers) -> None:
         """Take what ranks hold by now."""
-        self._holds.hear(answers.num_valid, answers.num_ranks)
+        self._holds.take_answers(answers.num_valid, answers.num_ranks)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""

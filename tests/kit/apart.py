@@ -56,7 +56,7 @@ class Apart:
         self.args = replace(ARGS, **changes)
         config = load_config(None)
         self.rank = RankWorker(shared_state_for(object(), self.args, config))
-        self.leader = Leader(shared_state_for(object(), self.args, config), asks_in_vain=True)
+        self.leader = Leader(shared_state_for(object(), self.args, config), counts_later=True)
         self.pages = torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8)
         steps = (LayerRange((0, 1), 0, PAGE_BYTES),)
         group = Group(layers=(0, 1), window=None, own=(Region(pages=self.pages, steps=steps),))
@@ -76,7 +76,7 @@ class Apart:
         def read() -> Prompt:
             return Prompt(number, list(tokens), len(tokens), computed, Identity())
 
-        return self.leader.ask(number, read)
+        return self.leader.match(number, read)
 
     @property
     def totals(self) -> Counter[str]:

@@ -64,7 +64,7 @@ def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
 def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
     asked = Prompt(7, tokens, len(tokens), 0, Identity(), is_unread=True)
-    assert holding.leader.ask(7, lambda: asked) == 0
+    assert holding.leader.match(7, lambda: asked) == 0
     (save,) = holding.plan((7, tokens, holding.new_blocks(tokens), 0)).saves
     assert save.pages[0].num_blocks == len(tokens) // BLOCK
     assert holding.totals["miss_tokens_skipped"] == len(tokens) // BLOCK * BLOCK
@@ -204,7 +204,7 @@ def test_the_speed_of_prefill_is_measured(passes, tokens_per_s):
     """Each pass is (requests, tokens, seconds until the next is planned)."""
     rate, at = PrefillRate(), 100.0
     for requests, tokens, seconds in passes:
-        rate.plan(requests, tokens, at)
+        rate.note_pass(requests, tokens, at)
         at += seconds
     allowed = 0.1 if len(passes) == 40 else 1e-6
     assert rate.tokens_per_s == pytest.approx(tokens_per_s, rel=allowed)

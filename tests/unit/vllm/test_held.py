@@ -203,7 +203,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
             held.load(load, None)
             engine.check(PROMPT, load.pages.ids().tolist(), HIT)
         found = held.answers()
-        holds.hear(found, dict.fromkeys(found, 1))
+        holds.take_answers(found, dict.fromkeys(found, 1))
     for one, made in living.items():
         holds.drop(made)
         engine.leader.finish(one)
@@ -211,7 +211,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
 
     def is_free() -> bool:
         found = held.answers()
-        holds.hear(found, dict.fromkeys(found, 1))
+        holds.take_answers(found, dict.fromkeys(found, 1))
         return holds.room == ROOM
 
     wait_for(is_free, "the last copies")
@@ -243,9 +243,9 @@ def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
 def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
     holds = Holds(num_ranks=3, num_blocks=10)
     asked = begin(holds, 6, first=2)
-    holds.hear({0: 5}, {0: 1})
+    holds.take_answers({0: 5}, {0: 1})
     assert not asked.is_answered
-    holds.hear({0: 4}, {0: 2})
+    holds.take_answers({0: 4}, {0: 2})
     assert asked.is_answered
     assert (asked.num_valid, asked.end) == (4, 6)
 
@@ -267,7 +267,7 @@ def test_no_more_is_held_than_there_is_room_for_which_comes_back_with_the_load()
     asked = begin(holds, 6)
     assert holds.begin((), first=0, stop=5) is None
     holds.take()
-    holds.hear({0: 6}, {0: 1})
+    holds.take_answers({0: 6}, {0: 1})
     assert holds.room == 4
     assert holds.begin((), first=0, stop=4) is not None
     holds.loaded(asked)
@@ -279,9 +279,9 @@ def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it():
     asked = begin(holds, 6)
     holds.take()
     holds.drop(asked)
-    holds.hear({0: 6}, {0: 1})
+    holds.take_answers({0: 6}, {0: 1})
     assert holds.room == 4
-    holds.hear({0: 0}, {0: 1})
+    holds.take_answers({0: 0}, {0: 1})
     assert holds.room == 10
 
 
@@ -300,7 +300,7 @@ def test_after_any_life_all_room_is_back():
                 silent += [hold.hold_id for hold in holds.take()[0] for _ in range(2)]
             elif silent:
                 hold_id = silent.pop(chance.randrange(len(silent)))
-                holds.hear({hold_id: 1}, {hold_id: 1})
+                holds.take_answers({hold_id: 1}, {hold_id: 1})
                 for one in [one for one in living if one.is_answered and chance.random() < 0.5]:
                     living.remove(one)
                     holds.loaded(one)
@@ -308,5 +308,5 @@ def test_after_any_life_all_room_is_back():
             holds.drop(one)
         silent += [hold.hold_id for hold in holds.take()[0] for _ in range(2)]
         for hold_id in silent:
-            holds.hear({hold_id: 1}, {hold_id: 1})
+            holds.take_answers({hold_id: 1}, {hold_id: 1})
         assert holds.room == 20, seed
