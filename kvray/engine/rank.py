@@ -234,8 +234,8 @@ class RankWorker:
             for one in some:
                 self._loading.append((one, ticket))
                 shared.figures.totals["loaded_blocks"] += one.num_blocks
-        if pool.is_host:
-            self._settle()  # before the pass
+        if all(ticket.done() for _, ticket in self._loading):
+            self._settle()  # on the host, before the pass
 
     def _loads_of(self, plan: LoadPlan, slots: Array) -> Iterator[Load]:
         """Yield what to copy of each part of the leased `slots`; behind a window is no page."""

@@ -106,7 +106,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.versions: list[str | None] = []
-        self.pool = SimpleNamespace(name_weights=self.versions.append)
+        self.name_weights = self.versions.append
 
 
 @pytest.fixture(params=REPLACING, ids=lambda one: one[2])
