@@ -67,7 +67,7 @@ _NOTHING: tuple[float, Arrivals] = (0.0, ())
 
 Stage = Callable[[StageCalls], StageReply]
 """One call to the shard; raises nothing of the shard's."""
-Answer = tuple[PrefixLease | None, MissReason]
+Matched = tuple[PrefixLease | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
 
 
@@ -81,7 +81,7 @@ class Found(NamedTuple):
     lease_s: float = 0.0  # how long all else took
 
 
-class Query(NamedTuple):
+class _Query(NamedTuple):
     """A prompt in one namespace."""
 
     request_id: int
@@ -118,7 +118,7 @@ class PrefixFinder:
         does so.
         """
         first = asked.num_computed // shared.args.tokens_per_block
-        query = Query(asked.request_id, shared.identity.readings[0], keys, first)
+        query = _Query(asked.request_id, shared.identity.readings[0], keys, first)
         began, (waited_s, _) = time.monotonic(), self._waits.get(query.request_id, _NOTHING)
         arena, num_stored = shared.link.arena, 0
         matched: PrefixLease | None = None
@@ -132,7 +132,7 @@ class PrefixFinder:
             num_stored = matched.end if matched else 0
         elif len(keys) > first:
             late = self._late.take(query.request_id) if self._late is not None else None
-            matched, reason = lease_here(shared, query, arena)
+            matched, reason = _lease_here(shared, query, arena)
             if late is not None or matched is None or matched.end < len(keys):
                 matched, reason = self._find_more(shared, query, matched, reason, late=late)
             num_stored = matched.end if matched else 0
@@ -149,9 +149,9 @@ class PrefixFinder:
     ) -> PrefixLease | None:
         """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
         if not prefix.away:
-            return lease_exactly(shared, prefix.arena, keys)
+            return _lease_exactly(shared, prefix.arena, keys)
         until = time.monotonic() + shared.config.connector.stage_wait_s
-        query = Query(0, shared.identity.own, keys, len(keys))
+        query = _Query(0, shared.identity.own, keys, len(keys))
         reply = _stage(shared, query, self._own_calls(shared), until=until)
         if reply.num_blocks < len(keys):
             shared.release_away(reply.leases)
@@ -174,12 +174,12 @@ class PrefixFinder:
     def _find_more(
         self,
         shared: SharedState,
-        query: Query,
+        query: _Query,
         matched: PrefixLease | None,
         reason: MissReason,
         *,
         late: "LateReply | None" = None,
-    ) -> Answer:
+    ) -> Matched:
         """Lease what the shard brings beyond `matched`; `late` is its reply to an earlier call.
 
         What is returned takes the place of `matched`; `reason` says why that ends.
@@ -199,7 +199,7 @@ class PrefixFinder:
                 reply = self._call(shared, query, valid)
                 if reply.num_blocks > have and not reply.leases:
                     # The arena may have been replaced meanwhile.
-                    more, reason = lease_here(shared, query, shared.link.arena, valid=valid)
+                    more, reason = _lease_here(shared, query, shared.link.arena, valid=valid)
                     if more is not None and more.end > have:
                         matched, more = more, matched
                     shared.release_prefix(more)
@@ -215,11 +215,11 @@ class PrefixFinder:
     def _find_resliced(
         self,
         shared: SharedState,
-        query: Query,
+        query: _Query,
         asked: Prompt,
         matched: PrefixLease | None,
         reason: MissReason,
-    ) -> Answer:
+    ) -> Matched:
         """Lease a longer prefix than `matched`, if an engine with more or fewer ranks stored one.
 
         `query` found `matched`, which is released where there is more; `reason` says why it ends.
@@ -232,7 +232,7 @@ class PrefixFinder:
                 if have >= len(query.keys):
                     break
                 other = _queried_in(shared, reading, query, asked)
-                found, why = lease_here(shared, other, shared.link.arena)
+                found, why = _lease_here(shared, other, shared.link.arena)
                 found, why = self._find_more(shared, other, found, why)
                 if found is None or found.end <= have:
                     shared.release_prefix(found)
@@ -244,7 +244,7 @@ class PrefixFinder:
             raise
         return matched, reason
 
-    def _find_across(self, shared: SharedState, query: Query) -> Answer:
+    def _find_across(self, shared: SharedState, query: _Query) -> Matched:
         """Lease what all ranks have on their nodes, which only the shard can find out."""
         if not shared.may_stage:
             return None, "store_down"
@@ -256,7 +256,7 @@ class PrefixFinder:
 
     def _note_spread(
         self, shared: SharedState, matched: PrefixLease | None, reply: StageReply
-    ) -> Answer:
+    ) -> Matched:
         """Promise nothing this time: ranks of the engine turn out to be on other nodes."""
         shared.spans_nodes = True
         _log.warning(
@@ -268,7 +268,7 @@ class PrefixFinder:
         shared.release_prefix(matched)
         return None, "store_down"
 
-    def _call(self, shared: SharedState, query: Query, have: int) -> StageReply:
+    def _call(self, shared: SharedState, query: _Query, have: int) -> StageReply:
         """Call the shard for what follows `have` blocks, unless that is known or would be late."""
         began, key = time.monotonic(), query.keys[have]
         waited_s, _ = self._waits.get(query.request_id, _NOTHING)
@@ -298,7 +298,7 @@ class PrefixFinder:
             return StageReply(num_blocks=0, reason="store_down")
         return self._note_reply(shared, query, LateReply(stage(calls), began, have))
 
-    def _note_reply(self, shared: SharedState, query: Query, late: "LateReply") -> StageReply:
+    def _note_reply(self, shared: SharedState, query: _Query, late: "LateReply") -> StageReply:
         """Note what the shard has replied, and return it."""
         reply, began, have = late
         took_s = time.monotonic() - began
@@ -319,14 +319,14 @@ class PrefixFinder:
         return self._calls
 
 
-def lease_here(
+def _lease_here(
     shared: SharedState,
-    query: Query,
+    query: _Query,
     arena: Arena | None,
     *,
     valid: int = 0,
     away: Mapping[int, Place] = _NONE_AWAY,
-) -> Answer:
+) -> Matched:
     """Lease the prefix of a query that is here; return it, and why what follows is missing.
 
     Blocks before `query.first` are the engine's own, those before `valid` in another lease that is
@@ -377,7 +377,7 @@ def lease_here(
     return prefix, reason
 
 
-def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> PrefixLease | None:
+def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> PrefixLease | None:
     """Lease all of `keys`, the engine's own, again; None if they are not all here any more.
 
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
@@ -400,10 +400,10 @@ def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> Pr
     )
 
 
-def _lease_along(shared: SharedState, query: Query, reply: StageReply) -> Answer:
+def _lease_along(shared: SharedState, query: _Query, reply: StageReply) -> Matched:
     """Lease here all of `query.keys`, which ranks on other nodes have leased, or none of them."""
     try:
-        matched, reason = lease_here(shared, query, shared.link.arena, away=reply.leases)
+        matched, reason = _lease_here(shared, query, shared.link.arena, away=reply.leases)
     except BaseException:
         shared.release_away(reply.leases)
         raise
@@ -416,7 +416,7 @@ def _lease_along(shared: SharedState, query: Query, reply: StageReply) -> Answer
     return matched, _reason(reason, reply)
 
 
-def _queried_in(shared: SharedState, reading: Reading, query: Query, asked: Prompt) -> Query:
+def _queried_in(shared: SharedState, reading: Reading, query: _Query, asked: Prompt) -> _Query:
     """Return a query for the same blocks in another namespace."""
     size, identity = shared.args.tokens_per_block, asked.identity
     seed = request_seed(reading.digest, salt=identity.salt, lora=identity.lora)
@@ -427,7 +427,7 @@ def _queried_in(shared: SharedState, reading: Reading, query: Query, asked: Prom
 
 def _stage(
     shared: SharedState,
-    query: Query,
+    query: _Query,
     calls: StageCalls,
     *,
     until: float,
@@ -467,7 +467,7 @@ class LateReply(NamedTuple):
     """A reply of the shard."""
 
     reply: StageReply
-    began: float  # when it was asked
+    began: float  # when the call began
     have: int  # leading blocks that were here then
 
 
