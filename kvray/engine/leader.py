@@ -88,6 +88,7 @@ class Leader:
             self.forget(request_id)
         self.promises.forget(request_id)
         try:
+            # The worker may have registered its pool with another copy of the arguments.
             if not self.shared.identity.readings:
                 self.shared = registered_state(self.shared)
             self._follow_weights()
@@ -128,7 +129,7 @@ class Leader:
                 self.promises.check(shared, report.request_id, report.computed_position)
             if state is None:
                 continue
-            self.states.move_to_end(report.request_id)
+            self.states.move_to_end(report.request_id)  # `_drop_oldest` takes from the front
             if not is_new:
                 scheduled.add(report.request_id)  # a replayed request has lost its pages
             if state.promise is not None:
@@ -145,6 +146,7 @@ class Leader:
                 continue
             self.forget(report.request_id)
         self.promises.settle(shared)
+        # A request that is not in this pass may have ended, and its pages may have new owners.
         is_fenced = bool(self._unfenced - scheduled) or shared.identity.has_windows
         if is_fenced:
             self._unfenced.clear()
@@ -284,6 +286,7 @@ class Leader:
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.asked = len(asked.tokens), len(keys), first
+        # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
         elif asked.num_computed % state.tokens_per_block:

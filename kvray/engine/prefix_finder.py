@@ -40,7 +40,7 @@ from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import StageCalls, StageReply
-from kvray.store import Arena, PartRequest
+from kvray.store import Arena, Held, PartRequest
 from kvray.store.arena import lease
 from kvray.trace.arrival import Arrivals, joined
 from kvray.trace.reasons import MissReason
@@ -362,19 +362,7 @@ def _lease_here(
     reason: MissReason = "corrupt" if end < held.num_blocks else "not_stored"
     if end < held.num_blocks and shared.identity.has_windows:
         end = start  # a shorter prefix is of no use without its whole window
-    leased = tuple(zip(repeat(arena.arena_id), held.leases))
-    if away:
-        here = iter(leased)
-        num_ranks = len(query.reading.part_requests)
-        leased = tuple(away.get(rank) or next(here) for rank in range(num_ranks))
-    prefix = PrefixLease(
-        arena=arena,
-        leased=leased,
-        num_blocks=held.num_blocks,
-        stored_by=query.reading.stored_by,
-        end=end,
-    )
-    return prefix, reason
+    return _prefix(query.reading, arena, held, end, away), reason
 
 
 def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> PrefixLease | None:
@@ -391,12 +379,23 @@ def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> P
     if held.num_blocks < len(keys):
         shared.release_leases(arena, *held.leases)
         return None
+    return _prefix(own, arena, held, held.num_blocks, _NONE_AWAY)
+
+
+def _prefix(
+    reading: Reading, arena: Arena, held: Held, end: int, away: Mapping[int, Place]
+) -> PrefixLease:
+    """Return the leases `held` here, and those of ranks `away`, as one of all ranks."""
+    leased = tuple(zip(repeat(arena.arena_id), held.leases))
+    if away:
+        here, num_ranks = iter(leased), len(reading.part_requests)
+        leased = tuple(away.get(rank) or next(here) for rank in range(num_ranks))
     return PrefixLease(
         arena=arena,
-        leased=tuple(zip(repeat(arena.arena_id), held.leases)),
+        leased=leased,
         num_blocks=held.num_blocks,
-        stored_by=own.stored_by,
-        end=held.num_blocks,
+        stored_by=reading.stored_by,
+        end=end,
     )
 
 

@@ -97,6 +97,7 @@ class RankWorker:
         if meta is self._fenced:
             return
         self._fenced = meta
+        # Nobody waits for the loads of a pass that was dropped, and its pages get other owners.
         was_dropped = self.started is not None and self.started is not self._saved
         if self.pool is not None and self.saver is not None and (meta.is_fenced or was_dropped):
             self.saver.fence()
@@ -112,6 +113,7 @@ class RankWorker:
         self.fence(meta, stream)
         self.started, self._jobs = meta, []
         shared, pool = self.shared, self.pool
+        # First, whatever fails below: nobody else will end these leases.
         for release in meta.releases:
             if release.rank == shared.args.part_rank:
                 shared.release_at(release.arena_id, release.lease)
@@ -161,7 +163,7 @@ class RankWorker:
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))
         if self._jobs and pool.is_host:
-            saver.fence()
+            saver.fence()  # a copy on the host is made when it is begun
         elif self._jobs and self.shared.args.partial_reuse:
             saver.drain()
 
@@ -285,6 +287,7 @@ class RankWorker:
             "The leader promised blocks of another namespace than this rank's pool; give every"
             " rank the same engine arguments."
         )
+        # The engine counts on these blocks, so it must not go on; without loads it may.
         for plan in meta.loads:
             self.shared.release_at(*plan.leased[self.shared.args.part_rank])
             self.failed.append(error)

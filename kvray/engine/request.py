@@ -268,5 +268,3 @@ class PassReport:
     """Where the pass begins, without the tokens that were promised for this very pass."""
     num_scheduled_tokens: int
     is_new: bool  # whether it is the first since the request was asked about
-    priorities: None = None
-    new_block_ids_by_layer_group: None = None

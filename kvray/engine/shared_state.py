@@ -287,7 +287,7 @@ class SharedState:
         self, identity: EngineIdentity, parts: list[PartRequest], *, rank: int, num_ranks: int
     ) -> None:
         named = identity.named(self.model_name.find(_NAME_WAIT_S), self.weights)
-        self.unregister()
+        self.unregister()  # the shard knows one layout of a rank
         registration = Registration(
             replica=self.replica,
             rank=rank,
@@ -303,6 +303,7 @@ class SharedState:
         )
         self.link.register(registration)
         self._registration, self.rank, self.identity = registration, rank, named
+        # The model or its weights may have got a name since `named` was made.
         self.complete_namespace()
         self._renew()
 

@@ -27,7 +27,6 @@ from kvray.store.arena.tables import Array
 if TYPE_CHECKING:
     from kvray.engine.device.gather import Below
 
-_SUCCESS = 0
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: sources are read behind the stream's earlier work, or as soon as now."""
 _USES_HOST_POINTERS = 91
