@@ -104,13 +104,13 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     engines = weakref.WeakSet[SharedState]()
 
     @functools.wraps(method)
-    def told(*args: Any, **options: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         for shared in list(engines):
             shared.name_weights(None)
         return method(*args, **options)
 
-    vars(told)[_ENGINES] = engines
-    return told
+    vars(watched)[_ENGINES] = engines
+    return watched
 
 
 def read_engine_args(

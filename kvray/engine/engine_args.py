@@ -145,7 +145,7 @@ def find_checkpoint(model: str, revision: str | None) -> str:
 def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig:
     """Return what the checkpoint in the directory `model` says of its KV cache.
 
-    `changes` are fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
+    `changes` are fields that the engine replaces (`model_kwargs`, from 1.2 on).
     """
     config = _read(Path(model) / "config.json") if model else None
     if config is None:
@@ -271,16 +271,16 @@ class EngineArgs:
     attention_dp: bool  # each rank has a whole KV cache for requests of its own
     is_compiled: bool  # the model is compiled by torch: hooks on its layers may not fire
     windows: tuple[int, ...]
-    """The different attention windows that the engine was told of, in tokens, ascending."""
+    """The different attention windows in the engine's settings, in tokens, ascending."""
     adapters: str
     """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
     checkpoint: CheckpointConfig
     is_sparse: bool
     """Attention picks its tokens by an index that is cached beside keys and values."""
     spread_setting: str
-    """What a person sets to say how many ranks a node has."""
+    """The setting for how many ranks a node has."""
     asks_again: bool
-    """The engine may be told to ask again later, and schedules other requests meanwhile."""
+    """The engine may be made to ask again later, and schedules other requests meanwhile."""
     holds_loads: bool
     """Its ranks copy and check blocks before they are promised, so the leader checks none."""
     drafts_tokens: bool

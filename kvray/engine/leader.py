@@ -3,8 +3,8 @@
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
 `lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
 
-A pass loads promised blocks before it, and saves full blocks after it. An engine cannot be told
-that a promise is taken back. A promise that is used becomes a load. Any other is released: if the
+A pass loads promised blocks before it, and saves full blocks after it. No call takes
+a promise back from an engine. A promise that is used becomes a load. Any other is released: if the
 engine counts on it after all, it must be stopped.
 """
 
@@ -51,7 +51,7 @@ class Leader:
         """Take `shared`, which `close` gives back.
 
         An engine may query a request and then not schedule it: with `counts_later` an answer is
-        counted only when `count` is called. `unaligned_advice` says what to set if the engine has
+        counted only when `count` is called. `unaligned_advice` names what to set if the engine has
         parts of blocks of its own.
         """
         self._own_shared = self.shared = shared
@@ -116,7 +116,7 @@ class Leader:
 
         `reports` are of its requests, each with whether the engine calls it new; their fields are
         those of `request.report`. LayoutMismatch, LeaseExpired: a promise has no place to go, or
-        its lease has ended. The engine counts on it and cannot be told, so it must not go on.
+        its lease has ended. The engine counts on it, so it must not go on.
         """
         began_ns = time.perf_counter_ns()
         shared = self.shared
@@ -389,7 +389,7 @@ class Leader:
             return []
         if shared.link.arena is None:
             # The blocks stay as they are, the next pass may save them. But pages that a window has
-            # passed are given to others by then, and no report says so.
+            # passed are given to others by then, and no report shows it.
             if any(state.windowed):
                 shared.figures.drop(end - first, DropReason.STORE_DOWN)
                 state.num_saved = end

@@ -1,7 +1,7 @@
 """Finds what of a prompt can be promised: here, or in time from disk and other nodes.
 
 The engine's executor thread waits for the shard's reply, so a request costs at most `stage_wait_s`
-of it, however often it is queried. An engine that asks again when it is told to waits for nothing;
+of it, however often it is queried. An engine that can be made to ask again waits for nothing;
 there the same time is the longest that its request waits. A prompt of which nobody stores more
 costs one short call. The key of its first missing block is then remembered for `_ABSENT_S`, because
 a full engine queries the same waiting requests in every pass. It is not remembered for longer: a

@@ -117,7 +117,7 @@ class Saver:
                 pass
 
     def close(self, timeout_s: float) -> None:
-        """Save what waits, for at most `timeout_s`, say what is lost, and end the thread."""
+        """Save what waits, for at most `timeout_s`, log what is lost, and end the thread."""
         if self._forked:
             return
         with self._guard:

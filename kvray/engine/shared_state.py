@@ -228,7 +228,7 @@ class SharedState:
         self.spans_nodes = args.is_spread
         """Whether ranks that each hold a share of a request's KV are on several nodes."""
         self.to_release: list[Release] = []
-        """Leases of ranks on other nodes; the next pass tells those ranks to end them."""
+        """Leases of ranks on other nodes; the next pass has those ranks end them."""
         self.rank = args.rank  # as the shard knows it
         self.model_name = ModelName(args.model, connector.model_key, cache_dir=fingerprints_dir())
         version = connector.weights_version
@@ -264,7 +264,7 @@ class SharedState:
         return self._registration is not None
 
     def register(self, layout: CacheLayout) -> None:
-        """Tell the shard of this rank, and complete the namespace if the model has a name.
+        """Register this rank with the shard, and complete the namespace if the model has a name.
 
         ConfigError: the model cannot be told from others. LayoutMismatch: another replica claims
         the same `model_key` with another layout.
@@ -274,7 +274,7 @@ class SharedState:
         self._register(identity, parts, rank=self.args.rank, num_ranks=num_ranks)
 
     def lead(self, identity: EngineIdentity) -> None:
-        """Take what a rank has registered, and tell the shard of a leader without a pool.
+        """Take what a rank has registered, and register a leader without a pool.
 
         It reads what all its ranks read, which are on this node, and has the number after theirs.
         Raises as `register`.
@@ -344,7 +344,7 @@ class SharedState:
         self._renew()
 
     def _renew(self) -> None:
-        """Tell the shard of the present names; the last of several threads tells the last names."""
+        """Report the present names; the last of several threads reports the last names."""
         with self._naming:
             registration, readings = self._registration, self.identity.readings
             if registration is not None and readings:
@@ -392,8 +392,8 @@ class SharedState:
     def stored_by_others(self) -> list[Reading]:
         """Return what is read of blocks of engines with other numbers of ranks, if there are any.
 
-        The shard tells of those on all nodes with each report. What is new in this node's arena is
-        looked for as well, for so short a share of the time that no request feels it.
+        The shard reports those on all nodes. What is new in this node's arena is looked for as
+        well, for so short a share of the time that no request feels it.
         """
         began, arena, registration = time.monotonic(), self.link.arena, self._registration
         if registration is None:

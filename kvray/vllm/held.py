@@ -126,10 +126,10 @@ class Holds:
         self._make_room(asked)
 
     def take(self) -> tuple[tuple[Hold, ...], tuple[int, ...]]:
-        """Return what the ranks are told with the coming pass: new holds, and dropped ones."""
-        told = tuple(self._unsent), tuple(self._drops)
+        """Return what goes to the ranks with the coming pass: new holds, and dropped ones."""
+        sent = tuple(self._unsent), tuple(self._drops)
         self._unsent, self._drops = [], []
-        return told
+        return sent
 
     def _make_room(self, asked: Asked) -> None:
         if asked.is_over and asked.is_answered:

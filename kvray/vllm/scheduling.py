@@ -3,7 +3,7 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 
 A request is promised nothing at first. What the leader has leased for it is held by every rank
-(see `held`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+(see `held`), while vLLM is made to ask again and schedules others. Then what all ranks hold is
 promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
 wrong when the request is preempted meanwhile, and on some runners always.
 """
@@ -130,7 +130,7 @@ class SchedulingHalf:
         self._drop(known)
         self._leader.finish(known.number)
         if known.is_saved:
-            self._leader.pin(known.number)  # the ranks tell when they have read its blocks
+            self._leader.pin(known.number)  # the ranks report when they have read its blocks
         return known.is_saved, known.num_hit or 0
 
     def reset(self) -> None:
@@ -236,10 +236,10 @@ class SchedulingHalf:
         num_external, known.num_external = known.num_external, 0
         known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
-        told = 0 if is_new else state.num_tokens
+        reported = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,
-            new_tokens=list(known.request.all_token_ids[told:]),
+            new_tokens=list(known.request.all_token_ids[reported:]),
             new_block_ids=list(block_ids[0]) if block_ids else [],
             computed_position=position - num_external,
             num_scheduled_tokens=scheduled[name],

@@ -320,7 +320,7 @@ class PinnedArena:
         settle: Callable[[], None],
         totals: Counter[str],
     ) -> None:
-        """Begin to register, and then to calibrate the device, which `totals` tells of.
+        """Begin to register, and then to calibrate the device, of which `totals` has the figures.
 
         `settle` returns when copies asked for before have ended.
         """

@@ -121,7 +121,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
 def test_the_log_says_how_far_the_reading_is_and_what_to_do(
     make_pair, args, reading, caplog, monkeypatch
 ):
-    monkeypatch.setattr(model_name, "_SAY_S", 0.01)
+    monkeypatch.setattr(model_name, "_LOG_S", 0.01)
     make_pair(args)
     wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
     assert "connector.model_key names the model at once" in caplog.text
