@@ -107,9 +107,9 @@ def fault_during_copies(pair: Pair, fault: Fault) -> Iterator[None]:
     """Have `fault` happen when the copies have been asked for and not been made."""
     read = Arena.read_slots
 
-    def fail_before(arena: Arena, reads: Any) -> None:
+    def fail_before(arena: Arena, *where: Any, **options: Any) -> None:
         fault(arena)
-        read(arena, reads)
+        read(arena, *where, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arena, "read_slots", fail_before)
