@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
+from kvray.engine.cache_layout import CacheLayout, Group, LayerRange, Region
 from kvray.errors import ConfigError
 
 _DIMENSIONS = 4

@@ -9,12 +9,11 @@ cleanly on each.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvray.engine.model.checkpoint import CheckpointConfig
-from kvray.engine.model.engine_args import field_of, number_of, text_of
+from kvray.engine.engine_args import CheckpointConfig, field_of, number_of, text_of
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.engine.model.engine_args import EngineArgs
+    from kvray.engine.engine_args import EngineArgs
 
 Reasons = Iterator[tuple[bool, str]]
 """Pairs of whether something is so, and the sentence that refuses it."""

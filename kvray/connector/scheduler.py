@@ -12,7 +12,7 @@ from kvray.connector.request import NO_REQUEST, RequestReader, id_of, only_gener
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.request import Prompt, RequestState
+from kvray.engine.request import RequestState
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.identity.keys import request_seed
@@ -35,8 +35,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             state_for(llm_args, self.config_path),
             unaligned_advice=" Set kv_cache_config.enable_partial_reuse: false.",
         )
-        self._reader: RequestReader | None = None
-        """The only one, made when the worker's state is known: it counts there."""
+        self._reader = RequestReader(self._shared.args)
         shut_down_at_exit(self)
 
     def get_num_new_matched_tokens(
@@ -50,8 +49,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if request_id == NO_REQUEST:
             self._shared.figures.totals["bypassed_requests"] += 1
             return 0, False
-        read = partial(self._read, request, num_computed_tokens)
-        hit = self._leader.ask(request_id, read, partial(_num_taken, request)) or 0
+        read = partial(self._reader.read, request, num_computed_tokens)
+        hit = self._leader.match(request_id, read, partial(_num_taken, request)) or 0
         return hit, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
@@ -62,7 +61,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
         state = self._leader.states.get(id_of(request))
-        if state is not None and self._shared.pool.identity.is_flat:
+        if state is not None and self._shared.identity.is_flat:
             self._confirm(state, request)
 
     def update_state_after_alloc_by_layer_group(
@@ -110,20 +109,15 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def _shared(self) -> SharedState:
         return self._leader.shared
 
-    def _read(self, request: Any, num_computed_tokens: int, shared: SharedState) -> Prompt | None:
-        if self._reader is None:
-            self._reader = RequestReader(shared)
-        return self._reader.read(request, num_computed_tokens)
-
     def _confirm(self, state: RequestState, request: Any) -> None:
         """Check that the request is the one that was keyed; save nothing of it if it is not."""
-        shared, shown, reader = self._shared, None, self._reader
-        assert reader is not None, "the request was asked about"
+        shared, shown = self._shared, None
         with shared.boundary.around("a request"):
-            shown = reader.identify(request)
+            shown = self._reader.identify(request)
+            shown = None if shown is None else shared.under_tenant(shown)
         unlike_at: int | None = 0
         if shown is None:
-            reader.hides_media = True
+            self._reader.hides_media = True
         else:
             seed = request_seed(state.namespace, salt=shown.salt, lora=shown.lora)
             unlike_at = state.unlike_at(seed, shown.media)

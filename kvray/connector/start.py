@@ -1,5 +1,8 @@
 """How both halves of the connector begin: from TensorRT-LLM's arguments and a configuration.
 
+`llm_args` is TensorRT-LLM's `TorchLlmArgs`, whose fields differ from version to version. What no
+connector could serve is refused. Nothing that differs from rank to rank enters the namespace.
+
 TensorRT-LLM tells no connector that its weights are replaced, so kvray watches for it:
 `WorkerExtension.update_weights` calls `ModelLoader.reload` for each part of the new weights and
 `PyExecutor.reset_prefix_cache` at the end, in each rank's process and between two passes. Those two
@@ -14,19 +17,71 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvray.config import load_config
 from kvray.connector.base import asks_every_rank, takes_offers_later
-from kvray.connector.engine_args import read_engine_args
+from kvray.connector.refusals import refuse_unsupported
+from kvray.engine.engine_args import (
+    CheckpointConfig,
+    EngineArgs,
+    canonical_text,
+    field_of,
+    find_checkpoint,
+    number_of,
+    read_checkpoint,
+    text_of,
+    to_text,
+)
+from kvray.engine.model_name import fingerprints_dir
 from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.errors import ConfigError
+from kvray.identity.fingerprint import fingerprint_model
 
+_log = logging.getLogger("kvray.connector")
+
+_QUANTIZATION = (
+    "quant_algo", "kv_cache_quant_algo", "group_size", "smoothquant_val", "clamp_val",
+    "use_meta_recipe", "has_zero_point", "pre_quant_scale", "exclude_modules", "quantized_layers",
+)  # fmt: skip
+_OVERRIDES = (
+    "model_kwargs", "rope_scaling", "rope_theta", "max_seq_len", "dtype", "revision",
+    "checkpoint_format", "checkpoint_loader", "force_dynamic_quantization",
+    "sparse_attention_config",
+)  # fmt: skip
+_CACHE_OVERRIDES = ("max_attention_window", "sink_token_length")
+"""A window decides what a token attends to, and with it the keys and values of the next layer."""
+_ADAPTERS = (
+    "lora_ckpt_source",
+    "lora_target_modules",
+    "trtllm_modules_to_hf_modules",
+    "swap_gate_up_proj_lora_b_weight",
+)
 REPLACING = (
     ("tensorrt_llm._torch.pyexecutor.model_loader", "ModelLoader", "reload"),
     ("tensorrt_llm._torch.pyexecutor.py_executor", "PyExecutor", "reset_prefix_cache"),
 )
 _ENGINES = "kvray_engines"
+
+
+def state_for(llm_args: Any, config_path: str | None) -> SharedState:
+    """Return the state of the engine that `llm_args` describes, one for both halves of a process.
+
+    ConfigError: the configuration, or an engine setting, cannot be used.
+    """
+    args = read_engine_args(
+        llm_args, asks_every_rank=asks_every_rank(), takes_offers_later=takes_offers_later()
+    )
+    shared = shared_state_for(llm_args, args, load_config(config_path))
+    watch_weights(shared)
+    if not args.block_reuse:
+        _log.warning(
+            "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"
+            " set it to true to load from the tier."
+        )
+    return shared
 
 
 def watch_weights(shared: SharedState) -> None:
@@ -49,31 +104,119 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     engines = weakref.WeakSet[SharedState]()
 
     @functools.wraps(method)
-    def told(*args: Any, **options: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         for shared in list(engines):
-            shared.pool.name_weights(None)
+            shared.name_weights(None)
         return method(*args, **options)
 
-    vars(told)[_ENGINES] = engines
-    return told
+    vars(watched)[_ENGINES] = engines
+    return watched
 
 
-_log = logging.getLogger("kvray.connector")
+def read_engine_args(
+    llm_args: Any, *, asks_every_rank: bool, takes_offers_later: bool
+) -> EngineArgs:
+    """Return the settings of `llm_args`; the other two are those of `base`.
 
-
-def state_for(llm_args: Any, config_path: str | None) -> SharedState:
-    """Return the state of the engine that `llm_args` describes, one for both halves of a process.
-
-    ConfigError: the configuration, or an engine setting, cannot be used.
+    ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
     """
-    args = read_engine_args(
-        llm_args, asks_every_rank=asks_every_rank(), takes_offers_later=takes_offers_later()
+    cache = getattr(llm_args, "kv_cache_config", None)
+    model = str(field_of(llm_args, "model") or "")
+    found = find_checkpoint(model, text_of(llm_args, "revision") or None)
+    changes = field_of(llm_args, "model_kwargs")
+    checkpoint = read_checkpoint(found, changes if isinstance(changes, Mapping) else None)
+    refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
+    num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
+    return EngineArgs(
+        model=model,
+        tokens_per_block=_tokens_per_block(llm_args, cache),
+        num_ranks=num_ranks,
+        rank=_rank(llm_args, num_ranks),
+        block_reuse=field_of(cache, "enable_block_reuse") is not False,
+        partial_reuse=field_of(cache, "enable_partial_reuse") is not False,
+        quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
+        overrides=_overrides(llm_args, cache),
+        attention_backend=text_of(llm_args, "attn_backend").upper() or "default",
+        engine=_engine_version(),
+        ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
+        attention_dp=field_of(llm_args, "enable_attention_dp") is True,
+        is_compiled=_is_compiled(llm_args),
+        windows=_windows(cache),
+        adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
+        checkpoint=checkpoint,
+        is_sparse=_is_sparse(llm_args, checkpoint),
+        spread_setting="gpus_per_node",
+        asks_again=False,
+        holds_loads=False,
+        drafts_tokens=field_of(llm_args, "speculative_config") is not None,
+        weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
+        takes_offers_later=takes_offers_later,
     )
-    shared = shared_state_for(llm_args, args, load_config(config_path))
-    watch_weights(shared)
-    if not args.block_reuse:
-        _log.warning(
-            "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"
-            " set it to true to load from the tier."
+
+
+def _tokens_per_block(llm_args: Any, cache: Any) -> int:
+    found = number_of(cache, "tokens_per_block", 0) or number_of(llm_args, "tokens_per_block", 0)
+    if found < 1:
+        raise ConfigError("The engine names no tokens_per_block; set it in kv_cache_config.")
+    return found
+
+
+def _rank(llm_args: Any, num_ranks: int) -> int:
+    """Return this process's rank; TensorRT-LLM's answer, which decides who leads, goes first."""
+    utilities = sys.modules.get("tensorrt_llm._utils")
+    if utilities is not None and hasattr(utilities, "mpi_rank"):
+        rank = int(utilities.mpi_rank())
+        if rank >= num_ranks:
+            raise ConfigError(
+                f"This is rank {rank} of an engine whose tensor_parallel_size is {num_ranks}; kvray"
+                " serves tensor parallelism only, and must know its size."
+            )
+        return rank
+    if num_ranks == 1:
+        return 0
+    parallel = field_of(llm_args, "parallel_config")
+    mapping = parallel.to_mapping() if hasattr(parallel, "to_mapping") else llm_args
+    rank = field_of(mapping, "rank")
+    if not isinstance(rank, int):
+        raise ConfigError(
+            "The engine has several ranks but does not say which one this is; start it with MPI."
         )
-    return shared
+    return rank
+
+
+def _overrides(llm_args: Any, cache: Any) -> str:
+    found = {name: field_of(llm_args, name) for name in _OVERRIDES}
+    found |= {name: field_of(cache, name) for name in _CACHE_OVERRIDES}
+    # A text in some versions, an enumeration in others; `dummy` are weights made up.
+    found["load_format"] = text_of(llm_args, "load_format").upper() or None
+    # Its adapters' embeddings take the place of the model's, for requests without one, too.
+    found["lora_dir"] = [
+        fingerprint_model(Path(path), cache_dir=fingerprints_dir())
+        for path in field_of(field_of(llm_args, "lora_config"), "lora_dir") or ()
+    ] or None
+    return to_text({name: value for name, value in found.items() if value is not None})
+
+
+def _is_compiled(llm_args: Any) -> bool:
+    is_configured = field_of(llm_args, "torch_compile_config") is not None
+    return is_configured or field_of(llm_args, "torch_compile_enabled") is True
+
+
+def _windows(cache: Any) -> tuple[int, ...]:
+    windows = field_of(cache, "max_attention_window")
+    return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
+
+
+def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
+    sparse = field_of(llm_args, "sparse_attention_config")
+    # `skip_softmax` changes the arithmetic and caches nothing.
+    is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
+    return is_asked_for or checkpoint.has_index_cache
+
+
+def _engine_version() -> str:
+    tensorrt_llm = sys.modules.get("tensorrt_llm")
+    version = getattr(tensorrt_llm, "__version__", None)
+    if version is None:
+        return "reference"
+    return "tensorrt_llm " + ".".join(str(version).split(".")[:2])

@@ -36,7 +36,7 @@ class KvRayWorker(KvCacheConnectorWorker):
     def register_kv_caches(self, kv_cache_tensor: "torch.Tensor") -> None:
         """Take the pool, shaped [num_blocks, num_layers, kv_factor, block_elems].
 
-        ConfigError: kvray cannot serve it. LayoutMismatch: as `RegisteredPool.register`.
+        ConfigError: kvray cannot serve it. LayoutMismatch: as `SharedState.register`.
         """
         refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
         layout = layout_of_tensor(

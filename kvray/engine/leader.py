@@ -3,24 +3,25 @@
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
 `lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
 
-`record_answer` counts the outcome of a request, and notes it for `kvray explain`.
+A pass loads promised blocks before it, and saves full blocks after it. No call takes
+a promise back from an engine. A promise that is used becomes a load. Any other is released: if the
+engine counts on it after all, it must be stopped.
 """
 
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvray.engine.meta import ConnectorMeta, Honoured, Promise
-from kvray.engine.pass_plan import PassPlanner, Promises
+from kvray.engine.meta import ConnectorMeta, Honoured, LoadPlan, PageIds, Promise, SavePlan
 from kvray.engine.prefix_finder import AskAgain, Found, PrefixFinder
-from kvray.engine.request import Prompt, RequestState
+from kvray.engine.request import Prompt, RequestState, read_priorities
 from kvray.engine.shared_state import SharedState, registered_state
+from kvray.errors import LeaseExpired
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
-from kvray.trace.arrival import Arrivals, runs_between
+from kvray.trace.arrival import HERE, runs_between
 from kvray.trace.reasons import DropReason, MissReason
 from kvray.trace.request_note import RequestNote, sampled
 
@@ -28,38 +29,49 @@ _log = logging.getLogger("kvray.connector")
 
 _STATES_MAX = 8192
 """Requests remembered at once. Cancelled ones end without a call; those unseen for longest go."""
+_LOST_MAX = 65_536
+"""Requests remembered whose promise was given up; those of longest ago are forgotten."""
+
+
+class Answer(NamedTuple):
+    """What a query was answered with, until it is counted."""
+
+    request_id: int
+    asked: Prompt | None = None  # None: it has no keys, and so nothing to find
+    found: Found = Found()
+    state: RequestState | None = None  # None: it came before its model had a name
 
 
 class Leader:
     """Of the requests that one engine schedules."""
 
     def __init__(
-        self, shared: SharedState, *, asks_in_vain: bool = False, unaligned_advice: str = ""
+        self, shared: SharedState, *, counts_later: bool = False, unaligned_advice: str = ""
     ) -> None:
         """Take `shared`, which `close` gives back.
 
-        An engine that `asks_in_vain` may ask about a request and then not schedule it; an answer is
-        counted only when `count` is called. `unaligned_advice` says what to set if the engine has
+        An engine may query a request and then not schedule it: with `counts_later` an answer is
+        counted only when `count` is called. `unaligned_advice` names what to set if the engine has
         parts of blocks of its own.
         """
         self._own_shared = self.shared = shared
         self.states: OrderedDict[int, RequestState] = OrderedDict()
         self.promises = Promises()
         self.finder = PrefixFinder()
-        self._planner = PassPlanner(self.finder)
-        self._asks_in_vain = asks_in_vain
-        self._uncounted: dict[int, partial[None]] = {}
-        """Requests that were answered -> what counts the answer."""
+        self._unfenced: set[int] = set()
+        """Requests whose pages may still be read, and that were in every pass since."""
+        self._counts_later = counts_later
+        self._uncounted: dict[int, Answer] = {}
         self._unaligned_advice = unaligned_advice
         self._weights_of: tuple[object, int] | None = None
-        """The pool and its `changes` of weights that everything here was asked about with."""
+        """The state, and its number of changes of weights, with which all requests were matched."""
         self._warned_unaligned = False
         self._is_closed = False
 
-    def ask(
+    def match(
         self,
         request_id: int,
-        read: Callable[[SharedState], Prompt | None],
+        read: Callable[[], Prompt | None],
         honoured: Honoured | None = None,
     ) -> int | None:
         """Promise what can be loaded of a request; return how many tokens after the engine's own.
@@ -76,14 +88,15 @@ class Leader:
             self.forget(request_id)
         self.promises.forget(request_id)
         try:
-            if self.shared.pool.identity.own is None:
+            # The worker may have registered its pool with another copy of the arguments.
+            if not self.shared.identity.readings:
                 self.shared = registered_state(self.shared)
             self._follow_weights()
-            hit, count = self._match(request_id, read(self.shared), honoured)
-            if self._asks_in_vain and count is not None:
-                self._uncounted[request_id] = count
-            elif count is not None:
-                count()
+            hit, answer = self._promise(request_id, read(), honoured)
+            if self._counts_later and answer is not None:
+                self._uncounted[request_id] = answer
+            elif answer is not None:
+                record(self.shared, answer)
             self.shared.figures.match_times.observe(time.perf_counter_ns() - began_ns)
         except Exception as error:  # noqa: BLE001 - as in `Boundary.around`, which costs four calls
             self.shared.boundary.stop("a request", error)
@@ -93,22 +106,22 @@ class Leader:
 
     def count(self, request_id: int) -> None:
         """Count the last answer to a request: it will be computed."""
-        count = self._uncounted.pop(request_id, None)
-        if count is not None:
+        answer = self._uncounted.pop(request_id, None)
+        if answer is not None:
             with self.shared.boundary.around("the figures of a request"):
-                count()
+                record(self.shared, answer)
 
     def plan(self, reports: Sequence[tuple[Any, bool]]) -> ConnectorMeta:
         """Return what the ranks load before and save after the coming pass.
 
         `reports` are of its requests, each with whether the engine calls it new; their fields are
         those of `request.report`. LayoutMismatch, LeaseExpired: a promise has no place to go, or
-        its lease has ended. The engine counts on it and cannot be told, so it must not go on.
+        its lease has ended. The engine counts on it, so it must not go on.
         """
         began_ns = time.perf_counter_ns()
         shared = self.shared
+        loads, saves, scheduled = list[LoadPlan](), list[SavePlan](), set[int]()
         self._follow_weights()
-        plan = self._planner.begin(shared)
         self._measure(reports)
         for report, is_new in reports:
             state = self.states.get(report.request_id)
@@ -116,16 +129,40 @@ class Leader:
                 self.promises.check(shared, report.request_id, report.computed_position)
             if state is None:
                 continue
-            self.states.move_to_end(report.request_id)
+            self.states.move_to_end(report.request_id)  # `_drop_oldest` takes from the front
+            if not is_new:
+                scheduled.add(report.request_id)  # a replayed request has lost its pages
             if state.promise is not None:
-                plan.add_load(state, report, self.promises.take(state), is_new=is_new)
+                start, planned = self._plan_load(state, report, is_new=is_new)
+                loads += planned
+                with shared.boundary.around("a save"):
+                    saves += self._plan_save(state, start + report.num_scheduled_tokens)
                 continue
             with shared.boundary.around("a save"):
-                plan.add(state, report, is_new=is_new)
+                _extend(state, report, is_new=is_new)
+                state.rewind(report.computed_position)
+                end = report.computed_position + report.num_scheduled_tokens
+                saves += self._plan_save(state, end)
                 continue
             self.forget(report.request_id)
         self.promises.settle(shared)
-        meta = plan.finish()
+        # A request that is not in this pass may have ended, and its pages may have new owners.
+        is_fenced = bool(self._unfenced - scheduled) or shared.identity.has_windows
+        if is_fenced:
+            self._unfenced.clear()
+        self._unfenced.update(plan.request_id for plan in saves)
+        name, releases = shared.model_name, tuple(shared.to_release)
+        shared.to_release.clear()
+        meta = ConnectorMeta(
+            namespace=shared.identity.common,
+            loads=tuple(loads),
+            saves=tuple(saves),
+            releases=releases,
+            is_fenced=is_fenced,
+            replica=shared.replica,
+            model=name.name if loads and not name.is_given else "",
+            number=shared.identity.own.number if saves else 0,
+        )
         shared.figures.plan_times.observe(time.perf_counter_ns() - began_ns)
         return meta
 
@@ -140,7 +177,7 @@ class Leader:
 
     def pin(self, request_id: int) -> None:
         """Note that the engine keeps the blocks of a finished request until they were read."""
-        self._planner.pin(request_id)
+        self._unfenced.discard(request_id)
 
     def reset(self, request_id: int) -> None:
         """Forget a request whose blocks were taken away, or whose promise is to be replaced."""
@@ -161,11 +198,12 @@ class Leader:
 
         `reason`: why what was promised is missed after all.
         """
-        state, count = self.states.get(request_id), self._uncounted.get(request_id)
+        state, answer = self.states.get(request_id), self._uncounted.get(request_id)
         if state is not None:
             self.promises.release(self.shared, state)
-        if reason is not None and count is not None:
-            self._uncounted[request_id] = partial(count, reason=reason)
+        if reason is not None and answer is not None:
+            found = answer.found._replace(reason=reason)
+            self._uncounted[request_id] = answer._replace(found=found)
 
     def offer_again(self, request_id: int, num_computed: int, *, end: int) -> int:
         """Renew an offer that was not taken; return how many tokens after the engine's own it is.
@@ -173,19 +211,19 @@ class Leader:
         The engine has `num_computed` tokens itself by now, no fewer than when it was first made.
         Only the blocks before `end` can be loaded: what follows them proved wrong.
         """
-        state, count = self.states.get(request_id), self._uncounted.get(request_id)
+        state, answer = self.states.get(request_id), self._uncounted.get(request_id)
         if state is None or state.promise is None:
             return 0
         promise, size = state.promise, state.tokens_per_block
-        changes: dict[str, Any] = {}
-        if end < promise.end:
+        is_shorter = end < promise.end
+        if is_shorter:
             promise.end = end
             state.num_found, state.num_saved = min(state.num_found, end), min(state.num_saved, end)
-            changes["reason"] = "corrupt"
         promise.first = min(num_computed // size, promise.end)
-        if count is not None:
-            asked = count.keywords["asked"]._replace(num_computed=num_computed)
-            self._uncounted[request_id] = partial(count, asked=asked, **changes)
+        if answer is not None and answer.asked is not None:
+            found = answer.found._replace(reason="corrupt") if is_shorter else answer.found
+            asked = answer.asked._replace(num_computed=num_computed)
+            self._uncounted[request_id] = answer._replace(asked=asked, found=found)
         return promise.num_blocks * size
 
     def forget(self, request_id: int) -> None:
@@ -198,7 +236,7 @@ class Leader:
                 self.shared.figures.log.prompts.note(state.keys, *state.asked)
             is_down = self.shared.link.arena is None
             reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
-            self.shared.figures.dropped.count(state.num_full - state.num_saved, reason)
+            self.shared.figures.drop(state.num_full - state.num_saved, reason)
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
@@ -216,9 +254,9 @@ class Leader:
         ones, or of both. What such a request was promised is loaded all the same: the engine counts
         on it as on its own blocks, which a change leaves to requests in flight, too.
         """
-        pool = self.shared.pool
-        pool.complete_namespace()
-        before, self._weights_of = self._weights_of, (pool, pool.identity.weights[0])
+        shared = self.shared
+        shared.complete_namespace()
+        before, self._weights_of = self._weights_of, (shared, shared.identity.weights[0])
         if before == self._weights_of:
             return
         for request_id, state in list(self.states.items()):
@@ -227,24 +265,28 @@ class Leader:
             else:
                 state.is_unsaved = True
 
-    def _match(
+    def _promise(
         self, request_id: int, asked: Prompt | None, honoured: Honoured | None
-    ) -> tuple[int | None, partial[None] | None]:
-        """Promise what can be loaded of a prompt; return how many tokens it is, and what counts it.
+    ) -> tuple[int | None, Answer | None]:
+        """Promise what can be loaded of a prompt; return how many tokens, and what to count.
 
-        Neither: the shard has been asked.
+        Neither: the shard has been called.
         """
-        shared = self.shared
+        shared, identity = self.shared, self.shared.identity
+        if asked is not None and shared.tenants is not None:
+            salted = shared.under_tenant(asked.identity)
+            asked = None if salted is None else asked._replace(identity=salted)
         if asked is None:
-            return 0, partial(record_bypassed, shared, request_id)
-        if not shared.pool.identity.digest:
-            unnamed = Found(reason=shared.pool.unnamed)
-            return 0, partial(record_answer, shared, asked=asked, found=unnamed)
+            return 0, Answer(request_id)
+        if not identity.digest:
+            why: MissReason = "weights_unnamed" if identity.model else "fingerprinting"
+            return 0, Answer(request_id, asked, Found(reason=why))
         state = self._remember(asked)
         num_askable = asked.num_askable(state.tokens_per_block)
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.asked = len(asked.tokens), len(keys), first
+        # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
         elif asked.num_computed % state.tokens_per_block:
@@ -268,12 +310,11 @@ class Leader:
                 self.promises.keep(state, promise)
             else:
                 shared.release_prefix(lease)
-        count = partial(record_answer, shared, asked=asked, found=found, state=state)
-        return num_blocks * state.tokens_per_block, count
+        return num_blocks * state.tokens_per_block, Answer(request_id, asked, found, state)
 
     def _remember(self, asked: Prompt) -> RequestState:
         shared, identity = self.shared, asked.identity
-        size, seed = shared.args.tokens_per_block, shared.pool.identity.digest
+        size, seed = shared.args.tokens_per_block, shared.identity.digest
         is_plain = identity.salt is None and identity.lora is None and not identity.media
         state = RequestState(
             request_id=asked.request_id,
@@ -283,7 +324,7 @@ class Leader:
             media=identity.media,
             tenant_id=identity.tenant_id,
             block_tokens=shared.figures.log.block_tokens if is_plain else None,
-            windowed=shared.pool.identity.windowed,
+            windowed=shared.identity.windowed,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
         self.states[asked.request_id] = state
@@ -291,13 +332,86 @@ class Leader:
             self._drop_oldest()
         return state
 
+    def _plan_load(
+        self, state: RequestState, report: Any, *, is_new: bool
+    ) -> tuple[int, list[LoadPlan]]:
+        """Plan what the first report of a request takes of its promise, which ends with that.
+
+        Returns where its pass begins for sure, and a load if anything is taken. The engine may not
+        call the request new, see `RequestState.extend`. LayoutMismatch, LeaseExpired: the promise
+        cannot be kept; the engine must not go on.
+        """
+        shared, start, plans = self.shared, report.computed_position, list[LoadPlan]()
+        promise = self.promises.take(state)
+        try:
+            _extend(state, report, is_new=is_new)
+            taken, is_sure = promise.taken(
+                start, state.tokens_per_block, is_exact=shared.identity.is_flat
+            )
+            if taken:
+                self._narrow(state, promise, taken)
+                pages = state.load_pages(promise.first, promise.first + taken)
+                plans.append(
+                    LoadPlan(
+                        request_id=state.request_id,
+                        leased=promise.lease.leased,
+                        leased_blocks=promise.lease.num_blocks,
+                        first=promise.first,
+                        pages=tuple(map(PageIds.of, pages)),
+                        stored_by=promise.lease.stored_by,
+                    )
+                )
+        except BaseException:
+            shared.release_prefix(promise.lease)
+            raise
+        if not taken:
+            shared.release_prefix(promise.lease)
+        return start + taken * state.tokens_per_block if is_sure else start, plans
+
+    def _narrow(self, state: RequestState, promise: Promise, taken: int) -> None:
+        """Have the leases of a promise name what the first `taken` blocks of the offer need."""
+        shared, end = self.shared, promise.first + taken
+        if end == promise.lease.num_blocks or not shared.identity.has_windows:
+            return
+        prefix = self.finder.narrow(shared, promise.lease, state.keys_until(end))
+        if prefix is None:
+            raise LeaseExpired(
+                f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
+                f" {state.request_id}, whose last window is not in the tier."
+            )
+        shared.release_prefix(promise.lease)
+        promise.lease = prefix
+
+    def _plan_save(self, state: RequestState, computed_tokens: int) -> list[SavePlan]:
+        """Plan the blocks that are full after the pass and not saved yet, if there are any."""
+        shared, first, end = self.shared, state.num_saved, state.savable(computed_tokens)
+        if end == first:
+            return []
+        if shared.link.arena is None:
+            # The blocks stay as they are, the next pass may save them. But pages that a window has
+            # passed are given to others by then, and no report shows it.
+            if any(state.windowed):
+                shared.figures.drop(end - first, DropReason.STORE_DOWN)
+                state.num_saved = end
+            return []
+        plan = SavePlan(
+            request_id=state.request_id,
+            depth=first,
+            keys=b"".join(state.keys_until(end)[max(0, first - 1) :]),
+            pages=tuple(PageIds.of(group[first:end]) for group in state.pages),
+            priorities=state.priorities.of(first, end),
+            tenant_id=state.tenant_id,
+        )
+        state.num_saved = end
+        return [plan]
+
     def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Keep the engine's speed up to date, where it decides anything."""
         if self.shared.may_stage:
             with self.shared.boundary.around("the speed of prefill"):
                 num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
                 requests = {report.request_id for report, _ in reports}
-                self.finder.rate.plan(requests, num_tokens, time.monotonic())
+                self.finder.rate.note_pass(requests, num_tokens, time.monotonic())
 
     def _drop_oldest(self) -> None:
         """Forget the request unseen for longest that the engine does not wait for."""
@@ -317,33 +431,81 @@ class Leader:
             )
 
 
-def record_answer(
-    shared: SharedState,
-    *,
-    asked: Prompt,
-    found: Found,
-    state: RequestState | None = None,
-    reason: MissReason | None = None,
-) -> None:
-    """Record a request that was just answered with what was `found`.
+class Promises:
+    """The requests that have a promise; used by the engine's executor thread."""
 
-    `reason` says why it has no more after all. A request that came before its model had a name has
-    no state: nothing was looked up.
-    """
-    reason = reason or found.reason
+    def __init__(self) -> None:
+        self._states: dict[int, RequestState] = {}
+        self._lost: OrderedDict[int, int] = OrderedDict()
+        """Requests whose promise was given up -> their own blocks, as far as they may still go."""
+
+    def keep(self, state: RequestState, promise: Promise) -> None:
+        """Take a promise in; from now on it is taken or released."""
+        state.promise = promise
+        self._states[state.request_id] = state
+
+    def take(self, state: RequestState) -> Promise:
+        """Hand a promise over to the caller, who ends its leases."""
+        promise, state.promise = state.promise, None
+        assert promise is not None, "the caller has looked"
+        del self._states[state.request_id]
+        return promise
+
+    def release(self, shared: SharedState, state: RequestState) -> None:
+        """Give up what a request was promised, if it was anything."""
+        if state.promise is not None:
+            shared.release_prefix(self.take(state).lease)
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended, or starts over: nothing of it is lost any more."""
+        self._lost.pop(request_id, None)
+
+    def check(self, shared: SharedState, request_id: int, position: int) -> None:
+        """Raise LeaseExpired if a first report's position counts on what was given up."""
+        first = self._lost.pop(request_id, None)
+        if first is not None and position > first * shared.args.tokens_per_block:
+            raise LeaseExpired(
+                f"Request {request_id} comes back for tokens that were promised to it for an"
+                " earlier pass, and whose lease has ended; report this with TensorRT-LLM's version."
+            )
+
+    def settle(self, shared: SharedState) -> None:
+        """Release promises that the pass did not use, unless the engine may still claim them.
+
+        It may if the runtime itself says what it will not use.
+        """
+        for state in () if shared.args.takes_offers_later else list(self._states.values()):
+            self._lose(shared, state)
+
+    def _lose(self, shared: SharedState, state: RequestState) -> None:
+        assert state.promise is not None, "the caller has looked"
+        self._lost[state.request_id] = state.promise.first
+        if len(self._lost) > _LOST_MAX:
+            self._lost.popitem(last=False)
+        self.release(shared, state)
+
+
+def record(shared: SharedState, answer: Answer) -> None:
+    """Count the outcome of a request, and note it for `kvray explain`."""
+    request_id, asked, found, state = answer
     totals, size = shared.figures.totals, shared.args.tokens_per_block
+    requests = shared.figures.log.requests
+    if asked is None:
+        totals["bypassed_requests"] += 1
+        requests.note(RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed"))
+        return
     first = asked.num_computed // size
     wanted = asked.num_askable(size) if state is None else state.asked[1]
     end, hit = min(first, wanted), 0
-    arrivals: Arrivals = ()
-    step = 1
-    missing: tuple[BlockKey, ...] = ()
+    step, missing = 1, tuple[BlockKey, ...]()
     promise = None if state is None else state.promise
-    if state is not None and promise is not None:
+    arrivals = state.arrivals if state is not None and wanted else ()
+    if promise is not None:
         end, hit = promise.end, (promise.end - promise.first) * size
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
-        for start, stop, way, _ in runs_between(state.arrivals, promise.first, end):
+        here = ((promise.first, end, HERE, ""),)  # as mostly
+        for start, stop, way, _ in runs_between(arrivals, promise.first, end) if arrivals else here:
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size
     missed = wanted * size - asked.num_computed - hit
     totals["requests"] += 1
@@ -351,21 +513,19 @@ def record_answer(
     totals["local_tokens"] += asked.num_computed
     totals["hit_tokens"] += hit
     if missed > 0:
-        totals[f"miss_tokens_{reason}"] += missed
-    if state is not None and wanted:
-        arrivals = state.arrivals
-        if end < wanted:
-            step, missing = sampled(state.keys[:wanted], end)
-    shared.figures.log.requests.note(
+        totals[f"miss_tokens_{found.reason}"] += missed
+    if state is not None and end < wanted:
+        step, missing = sampled(state.keys[:wanted], end)
+    requests.note(
         RequestNote(
-            request_id=asked.request_id,
+            request_id=request_id,
             at=time.time(),
             num_tokens=len(asked.tokens),
             tokens_per_block=size,
             first=first,
             end=end,
             wanted=wanted,
-            reason=reason if end < wanted else "none",
+            reason=found.reason if end < wanted else "none",
             arrivals=arrivals,
             stage_s=found.stage_s,
             lease_s=found.lease_s,
@@ -375,10 +535,16 @@ def record_answer(
     )
 
 
-def record_bypassed(shared: SharedState, request_id: int) -> None:
-    """Record a request that has no keys, and so nothing to find."""
-    shared.figures.totals["bypassed_requests"] += 1
-    size = shared.args.tokens_per_block
-    shared.figures.log.requests.note(
-        RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed")
-    )
+def _extend(state: RequestState, report: Any, *, is_new: bool) -> None:
+    """Take a pass's report on a request.
+
+    Source: `new_block_ids_by_layer_group`, a list, in some branches a mapping; empty, or not
+    there, where there is one flat space, which `new_block_ids` has.
+    """
+    num_groups = len(state.windowed)
+    by_group = getattr(report, "new_block_ids_by_layer_group", None)
+    if not by_group:
+        by_group = (report.new_block_ids or (), *((),) * (num_groups - 1))
+    elif isinstance(by_group, dict):
+        by_group = [by_group.get(group, ()) for group in range(num_groups)]
+    state.extend(report.new_tokens, by_group, new=is_new, priorities=read_priorities(report))

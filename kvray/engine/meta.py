@@ -8,14 +8,14 @@ A `Promise` is the leader's side of a load: tokens that the engine counts on, an
 """
 
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Held, Lease
+from kvray.store import Arena, Lease
 from kvray.store.arena.tables import Array
 from kvray.trace.arrival import Arrivals
 
@@ -40,15 +40,8 @@ class PageIds(NamedTuple):
         return np.frombuffer(self.packed, dtype="<i4").astype(np.int64)
 
 
-class RankLeases(NamedTuple):
-    """Where each rank has its lease of a prefix."""
-
-    arena_ids: tuple[str, ...]  # of each rank; only one if all of them are on one node
-    leases: tuple[Lease, ...]  # one a rank, which reads by its own and releases it
-
-    def of(self, rank: int) -> tuple[str, Lease]:
-        """Return the arena and the lease of a rank."""
-        return self.arena_ids[rank if len(self.arena_ids) > 1 else 0], self.leases[rank]
+Place = tuple[str, Lease]
+"""Where a rank has its lease of a prefix: the id of an arena, and the lease there."""
 
 
 class Release(NamedTuple):
@@ -63,7 +56,7 @@ class LoadPlan(NamedTuple):
     """Blocks of one request to be copied from leased slots before the pass."""
 
     request_id: int
-    leased: RankLeases
+    leased: tuple[Place, ...]  # one a rank, which reads by its own and releases it
     leased_blocks: int  # blocks of the prefix that is leased, from its root
     first: int  # the first block to copy; those before are in the engine's pool
     pages: tuple[PageIds, ...]
@@ -110,29 +103,19 @@ class PrefixLease:
     """Blocks of a prompt from its root, for all ranks; whoever has it ends its leases, once."""
 
     arena: Arena  # the leader's
-    held: Held  # leases there, for its ranks on this node in their order
+    leased: tuple[Place, ...]
+    """One a rank. Those in other arenas were taken by the shards of other nodes."""
+    num_blocks: int  # that are leased
     stored_by: int  # ranks that its blocks' bytes are dealt to
     end: int  # where its valid blocks end
     arrivals: Arrivals = ()
     """How its blocks came to this node, as far as they were not here."""
-    away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)
-    """Rank on another node -> its arena and its lease there, of as many blocks."""
 
     @property
-    def num_blocks(self) -> int:
-        """How many blocks are leased."""
-        return self.held.num_blocks
-
-    def leased(self) -> RankLeases:
-        """Return the leases as the ranks are told of them."""
+    def away(self) -> dict[int, Place]:
+        """The places of ranks on other nodes."""
         here = self.arena.arena_id
-        if not self.away:
-            return RankLeases((here,), self.held.leases)
-        num_ranks = len(self.held.leases) + len(self.away)
-        own = iter(self.held.leases)
-        places = [self.away.get(rank) or (here, next(own)) for rank in range(num_ranks)]
-        arena_ids, leases = zip(*places, strict=True)
-        return RankLeases(arena_ids, leases)
+        return {rank: place for rank, place in enumerate(self.leased) if place[0] != here}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,18 +10,17 @@ the lease held all the while. On the host it runs before the pass, on a device a
 before anything of their pass is returned or saved.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvray.engine.cache_layout import CacheLayout, Part, resliced_parts, sizes_read
 from kvray.engine.device.gpu import Pool, open_pool
 from kvray.engine.device.pool import Load, Ticket
 from kvray.engine.meta import ConnectorMeta, LoadPlan
-from kvray.engine.model.cache_layout import CacheLayout, Part, resliced_parts
-from kvray.engine.registered_pool import other_sizes
 from kvray.engine.saver import Job, Saver
 from kvray.engine.shared_state import SharedState
 from kvray.errors import LayoutMismatch, LeaseExpired
@@ -31,118 +30,18 @@ from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
 from kvray.trace.reasons import DropReason
 
-_Planned = tuple[LoadPlan, Lease]
-"""What is to be loaded, and this rank's lease of it."""
+_FLUSH_S = 1.0
+"""For saves at the end; what the link takes after it is in `node.link`."""
 
 
-class _Begun(NamedTuple):
+class _Loading(NamedTuple):
+    """A load of one request; its lease ends with it."""
+
     arena: Arena
     lease: Lease
     holder: Membership  # who had the lease before the first copy
-    slots: Array  # what is copied
-    ticket: Ticket
-
-
-class Loader:
-    """Loads what was promised; why it cannot keep a promise is added to a list of errors."""
-
-    def __init__(
-        self,
-        shared: SharedState,
-        parts: Mapping[int, Sequence[Part]],
-        pool: Pool,
-        failed: list[Exception],
-    ) -> None:
-        """`parts`: what this rank reads, by the ranks that blocks are dealt to."""
-        self._shared = shared
-        self._parts = {
-            stored_by: (each, [part.request for part in each]) for stored_by, each in parts.items()
-        }
-        self._pool = pool
-        self._failed = failed
-        self._begun: list[_Begun] = []
-
-    def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
-        """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
-        rank, alike = self._shared.args.part_rank, dict[tuple[str, int], list[_Planned]]()
-        for plan in plans:
-            arena_id, lease = plan.leased.of(rank)
-            alike.setdefault((arena_id, plan.stored_by), []).append((plan, lease))
-        for (arena_id, _), some in alike.items():
-            self._load(arena_id, some, stream)
-        if all(one.ticket.done() for one in self._begun):
-            self.settle()  # on the host, before the pass
-
-    def settle(self) -> None:
-        """Wait for all copies that were begun, check them and end their leases.
-
-        A pass waits for its copies itself, so this is hardly ever waited for.
-        """
-        verify = self._pool.is_host and self._shared.verifies_loads
-        while self._begun:
-            one = self._begun.pop()
-            try:
-                one.ticket.wait()
-                one.arena.check(one.lease, one.slots, verify=verify, holder=one.holder)
-            except Exception as error:  # noqa: BLE001 - a failed check is a failed load
-                self._failed.append(error)
-            finally:
-                self._shared.release_leases(one.arena, one.lease)
-
-    def close(self) -> None:
-        """End the leases of what was begun; no pass will use it. Twice is fine."""
-        for one in self._begun:
-            self._shared.release_leases(one.arena, one.lease)
-        self._begun = []
-
-    def _load(self, arena_id: str, plans: Sequence[_Planned], stream: Any) -> None:
-        arena = self._shared.link.arena_named(arena_id)
-        if arena is None:
-            setting = self._shared.args.spread_setting
-            error = LeaseExpired(
-                f"Arena {arena_id}, of which the leader promised blocks, was never attached here,"
-                " or nothing is leased in it now. Ranks on one node must see one arena, and an"
-                f" engine whose ranks are on several nodes needs {setting}."
-            )
-            self._failed.append(error)
-            return
-        ready = list[tuple[LoadPlan, Lease, Membership, list[Load]]]()
-        for plan, lease in plans:
-            try:
-                holder, slots = arena.held_by(lease)
-                ready.append((plan, lease, holder, list(self._loads_of(plan, slots))))
-            except Exception as error:  # noqa: BLE001 - the others may be loaded all the same
-                self._fail(arena, lease, error)
-        if not ready:
-            return
-        try:
-            ticket = self._pool.load(arena, [load for *_, each in ready for load in each], stream)
-        except Exception as error:  # noqa: BLE001 - pages of any of them may have been written
-            for _, lease, *_ in ready:
-                self._fail(arena, lease, error)
-            return
-        for plan, lease, holder, each in ready:
-            slots = np.concatenate([load.slots for load in each])
-            self._begun.append(_Begun(arena, lease, holder, slots, ticket))
-            self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
-
-    def _fail(self, arena: Arena, lease: Lease, error: Exception) -> None:
-        self._failed.append(error)
-        self._shared.release_leases(arena, lease)
-
-    def _loads_of(self, plan: LoadPlan, slots: Array) -> Iterator[Load]:
-        """Yield what to copy of each part of the leased `slots`; behind a window is no page."""
-        num_blocks = plan.leased_blocks
-        parts, requests = self._parts[plan.stored_by]
-        found = places(requests, num_blocks, first=plan.first, stop=num_blocks)
-        for part, (block, at) in zip(parts, found, strict=True):
-            pages = plan.pages[part.group].ids()[block - plan.first :]
-            here = pages >= 0
-            yield Load(part, slots[at][: len(pages)][here], pages[here])
-
-
-_FLUSH_S = 1.0
-"""For saves at the end; what the link takes after it is in `node.link`."""
+    loads: list[Load]
+    num_blocks: int
 
 
 class RankWorker:
@@ -155,8 +54,9 @@ class RankWorker:
         """Errors of loads whose bytes are not, or may not be, what was promised."""
         self.pool: Pool | None = None
         self.saver: Saver | None = None
-        self._loader: Loader | None = None
-        self._parts: tuple[Part, ...] = ()
+        self._parts: dict[int, Sequence[Part]] = {}
+        """What this rank reads, by the ranks that blocks are dealt to."""
+        self._loading: list[tuple[_Loading, Ticket]] = []
         self._attended: Arena | None = None
         self.started: ConnectorMeta | None = None
         self._fenced: ConnectorMeta | None = None
@@ -166,37 +66,25 @@ class RankWorker:
         self._is_closed = False
 
     def register(self, layout: CacheLayout) -> None:
-        """Take the rank's KV cache; raises as `RegisteredPool.register`."""
-        shared = self.shared
+        """Take the rank's KV cache; raises as `SharedState.register`."""
+        shared, args = self.shared, self.shared.args
+        rank, num_ranks, size = args.part_rank, args.num_parts_ranks, args.tokens_per_block
         self.close_pool()
-        shared.pool.register(layout)
-        self._parts = layout.parts(
-            shared.args.part_rank,
-            shared.args.num_parts_ranks,
-            shared.args.tokens_per_block,
-            ranks_per_node=shared.args.ranks_per_node,
-        )
-        args = shared.args
-        parts = {args.num_parts_ranks: self._parts} | {
-            other: resliced_parts(
-                layout, args.part_rank, args.num_parts_ranks, other, args.tokens_per_block
-            )
-            for other in other_sizes(args, layout)
+        shared.register(layout)
+        self._parts = {
+            stored_by: resliced_parts(layout, rank, num_ranks, stored_by, size)
+            for stored_by in sizes_read(args, layout)
         }
+        self._parts[num_ranks] = layout.parts(
+            rank, num_ranks, size, ranks_per_node=args.ranks_per_node
+        )
         self.pool = open_pool(
             layout,
-            list(chain(*parts.values())),
-            has_hooks=not shared.args.is_compiled,
+            list(chain(*self._parts.values())),
+            has_hooks=not args.is_compiled,
             totals=shared.figures.totals,
         )
-        self.saver = Saver(
-            shared.link,
-            saves_max=shared.config.connector.saves_max,
-            figures=shared.figures,
-            boundary=shared.boundary,
-            reads=shared.pending_reads,
-        )
-        self._loader = Loader(shared, parts, self.pool, self.failed)
+        self.saver = Saver(shared)
         self._attended = None
         self._attend()
 
@@ -209,6 +97,7 @@ class RankWorker:
         if meta is self._fenced:
             return
         self._fenced = meta
+        # Nobody waits for the loads of a pass that was dropped, and its pages get other owners.
         was_dropped = self.started is not None and self.started is not self._saved
         if self.pool is not None and self.saver is not None and (meta.is_fenced or was_dropped):
             self.saver.fence()
@@ -223,17 +112,18 @@ class RankWorker:
             return
         self.fence(meta, stream)
         self.started, self._jobs = meta, []
-        shared, pool, saver, loader = self.shared, self.pool, self.saver, self._loader
+        shared, pool = self.shared, self.pool
+        # First, whatever fails below: nobody else will end these leases.
         for release in meta.releases:
             if release.rank == shared.args.part_rank:
                 shared.release_at(release.arena_id, release.lease)
-        if pool is None or saver is None or loader is None or not shared.pool.may_load(meta):
+        if pool is None or not shared.may_load(meta):
             self._refuse(meta)
             return
-        shared.pool.follow(meta.replica)
+        shared.follow(meta.replica)
         self._attend()
-        loader.load(meta.loads, stream)
-        if meta.saves and shared.pool.identity.common:
+        self._load(meta.loads, pool, stream)
+        if meta.saves and shared.identity.common:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))
                 return
@@ -254,18 +144,18 @@ class RankWorker:
         waits, but for the copies of partly reused blocks, which go by a stream of the engine's.
         If what the pass loaded may be wrong, nothing of it is saved.
         """
-        meta, pool, saver, loader = self.started, self.pool, self.saver, self._loader
+        meta, pool, saver = self.started, self.pool, self.saver
         if meta is None or meta is self._saved:
             return
         self._saved = meta
-        if pool is None or saver is None or loader is None:
+        if pool is None or saver is None:
             return
         mark = None
         try:
             mark = pool.mark(stream)
         except Exception as error:  # noqa: BLE001 - a layer did not wait, or the device failed
             self.failed.append(error)
-        loader.settle()
+        self._settle()
         if self.failed:
             self._drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
             return
@@ -273,7 +163,7 @@ class RankWorker:
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))
         if self._jobs and pool.is_host:
-            saver.fence()
+            saver.fence()  # a copy on the host is made when it is begun
         elif self._jobs and self.shared.args.partial_reuse:
             saver.drain()
 
@@ -283,8 +173,7 @@ class RankWorker:
         Each id is returned once. Takes no lock and makes no call, but for the loads of a pass that
         was dropped.
         """
-        if self._loader is not None:
-            self._loader.settle()
+        self._settle()
         self._saving += finished
         ended = [one for one in self._saving if not self.shared.is_being_read(one)]
         if ended:
@@ -297,19 +186,89 @@ class RankWorker:
             return
         self._is_closed = True
         self.close_pool()
-        self.shared.pool.unregister()
+        self.shared.unregister()
         self.shared.close()
 
     def close_pool(self) -> None:
         """Flush saves and let go of the engine's memory. Twice is fine."""
-        if self._loader is not None:
-            self._loader.close()
+        for one, _ in self._loading:  # no pass will use it
+            self.shared.release_leases(one.arena, one.lease)
+        self._loading = []
         if self.saver is not None:
             self.saver.close(_FLUSH_S)
-            self.saver = self._loader = None
+            self.saver = None
         if self.pool is not None:
             self.pool.close()
             self.pool = None
+
+    def _load(self, plans: Sequence[LoadPlan], pool: Pool, stream: Any) -> None:
+        """Begin to copy what was promised; on the host it has ended when this returns."""
+        shared = self.shared
+        alike = dict[tuple[str, int], list[_Loading]]()
+        for plan in plans:
+            arena_id, lease = plan.leased[shared.args.part_rank]
+            arena = shared.link.arena_named(arena_id)
+            if arena is None:
+                error = LeaseExpired(
+                    f"Arena {arena_id}, of which the leader promised blocks, was never attached"
+                    " here, or nothing is leased in it now. Ranks on one node must see one arena,"
+                    f" and an engine whose ranks are on several nodes needs"
+                    f" {shared.args.spread_setting}."
+                )
+                self.failed.append(error)
+                continue
+            try:
+                holder, slots = arena.held_by(lease)
+                loads = list(self._loads_of(plan, slots))
+            except Exception as error:  # noqa: BLE001 - the others may be loaded all the same
+                self._fail(arena, lease, error)
+                continue
+            one = _Loading(arena, lease, holder, loads, plan.pages[0].num_blocks)
+            alike.setdefault((arena_id, plan.stored_by), []).append(one)
+        for some in alike.values():
+            try:
+                loads = [load for one in some for load in one.loads]
+                ticket = pool.load(some[0].arena, loads, stream)
+            except Exception as error:  # noqa: BLE001 - pages of any of them may have been written
+                for one in some:
+                    self._fail(one.arena, one.lease, error)
+                continue
+            for one in some:
+                self._loading.append((one, ticket))
+                shared.figures.totals["loaded_blocks"] += one.num_blocks
+        if all(ticket.done() for _, ticket in self._loading):
+            self._settle()  # on the host, before the pass
+
+    def _loads_of(self, plan: LoadPlan, slots: Array) -> Iterator[Load]:
+        """Yield what to copy of each part of the leased `slots`; behind a window is no page."""
+        num_blocks, parts = plan.leased_blocks, self._parts[plan.stored_by]
+        requests = [part.request for part in parts]
+        found = places(requests, num_blocks, first=plan.first, stop=num_blocks)
+        for part, (block, at) in zip(parts, found, strict=True):
+            pages = plan.pages[part.group].ids()[block - plan.first :]
+            here = pages >= 0
+            yield Load(part, slots[at][: len(pages)][here], pages[here])
+
+    def _settle(self) -> None:
+        """Wait for all copies that were begun, check them and end their leases.
+
+        A pass waits for its copies itself, so this is hardly ever waited for.
+        """
+        while self._loading:
+            one, ticket = self._loading.pop()
+            try:
+                ticket.wait()
+                slots = np.concatenate([load.slots for load in one.loads])
+                verify = self.shared.identity.is_host and self.shared.verifies_loads
+                one.arena.check(one.lease, slots, verify=verify, holder=one.holder)
+            except Exception as error:  # noqa: BLE001 - a failed check is a failed load
+                self.failed.append(error)
+            finally:
+                self.shared.release_leases(one.arena, one.lease)
+
+    def _fail(self, arena: Arena, lease: Lease, error: Exception) -> None:
+        self.failed.append(error)
+        self.shared.release_leases(arena, lease)
 
     def _attend(self) -> None:
         arena, pool = self.shared.link.arena, self.pool
@@ -319,7 +278,7 @@ class RankWorker:
             self._attended = arena
 
     def _drop(self, num_blocks: int, reason: DropReason) -> None:
-        self.shared.figures.dropped.count(num_blocks, reason)
+        self.shared.figures.drop(num_blocks, reason)
 
     def _refuse(self, meta: ConnectorMeta) -> None:
         """Release what was promised for a pool that is not this rank's."""
@@ -328,13 +287,15 @@ class RankWorker:
             "The leader promised blocks of another namespace than this rank's pool; give every"
             " rank the same engine arguments."
         )
+        # The engine counts on these blocks, so it must not go on; without loads it may.
         for plan in meta.loads:
-            self.shared.release_at(*plan.leased.of(self.shared.args.part_rank))
+            self.shared.release_at(*plan.leased[self.shared.args.part_rank])
             self.failed.append(error)
 
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""
-        stored = [part for part in self._parts if part.is_stored_here]
+        own = self._parts[self.shared.args.num_parts_ranks]
+        stored = [part for part in own if part.is_stored_here]
         for plan in meta.saves if stored else ():
             keys = split_keys(plan.keys)
             before = len(keys) - plan.pages[0].num_blocks

@@ -1,6 +1,6 @@
 """What the leader knows of one request between its first query and its end; pure.
 
-`Identity` is what besides its tokens tells it from others: salt, tenant, LoRA adapter and media. A
+`Identity` is what besides its tokens distinguishes it: salt, tenant, LoRA adapter and media. A
 report is what one pass has that is new about a request. It may have retention priorities, 0 to 100.
 """
 
@@ -106,7 +106,7 @@ class RequestState:
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
     block_tokens: BlockTokens | None = None
-    """Is told of the tokens of its blocks; None: more than tokens enters its keys."""
+    """Notes the tokens of its blocks; None: more than tokens enters its keys."""
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
     asked: tuple[int, int, int] = (0, 0, 0)
@@ -132,7 +132,7 @@ class RequestState:
     savable_blocks: int | None = None
     """Leading blocks whose pages stay as they were reported, which alone are saved; None: all."""
     is_unsaved: bool = False
-    """Nothing more of it is saved: its pages depend on more than its keys say."""
+    """Nothing more of it is saved: its pages depend on more than its keys."""
     _prompt: list[int] | None = None
     """The tokens that `prompt_keys` got, until the first report."""
     _tail: list[int] = field(default_factory=list)  # the tokens that no key covers yet
@@ -268,5 +268,3 @@ class PassReport:
     """Where the pass begins, without the tokens that were promised for this very pass."""
     num_scheduled_tokens: int
     is_new: bool  # whether it is the first since the request was asked about
-    priorities: None = None
-    new_block_ids_by_layer_group: None = None

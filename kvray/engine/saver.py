@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from kvray.engine.cache_layout import Part
 from kvray.engine.device.gpu import Pool
 from kvray.engine.device.pool import Ticket
-from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.model.cache_layout import Part
+from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
-from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
 from kvray.store.arena.layout import DEFAULT_PRIORITY
 from kvray.store.arena.tables import Array
@@ -64,46 +63,15 @@ class Job:
     mark: Any = None  # when they can be read, as `Pool.mark` returned it
 
 
-class PendingReads:
-    """Counts the saves that still read each request's blocks; `in` takes no lock."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[int] = Counter()
-
-    def begin(self, request_id: int) -> None:
-        """Note that a save begins to read."""
-        with self._lock:
-            self._counts[request_id] += 1
-
-    def end(self, request_id: int) -> None:
-        """Note that a save has read all it will."""
-        with self._lock:
-            self._counts[request_id] -= 1
-            if self._counts[request_id] <= 0:
-                del self._counts[request_id]
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._counts
-
-
 class Saver:
     """Saves of one rank; `submit`, `fence` and `close` are the engine's threads'."""
 
-    def __init__(
-        self,
-        link: NodeLink,
-        *,
-        saves_max: int,
-        figures: EngineFigures,
-        boundary: Boundary,
-        reads: PendingReads,
-    ) -> None:
-        self._link = link
-        self._saves_max = saves_max
-        self._totals, self._drops = figures.totals, figures.dropped
-        self._boundary = boundary
-        self._reads = reads
+    def __init__(self, shared: SharedState) -> None:
+        self._link = shared.link
+        self._saves_max = shared.config.connector.saves_max
+        self._totals, self._drop = shared.figures.totals, shared.figures.drop
+        self._boundary = shared.boundary
+        self._reads = shared.pending_reads
         self._jobs: deque[Job] = deque()
         self._unfinished: deque[Callable[[], None]] = deque()
         self._beginning: Job | None = None
@@ -123,7 +91,7 @@ class Saver:
         with self._guard:
             if self._closing or len(self._jobs) >= self._saves_max:
                 why = DropReason.SHUT_DOWN if self._closing else DropReason.TOO_MANY
-                self._drops.count(len(job.keys), why)
+                self._drop(len(job.keys), why)
                 return
             self._reads.begin(job.request_id)
             self._jobs.append(job)
@@ -149,7 +117,7 @@ class Saver:
                 pass
 
     def close(self, timeout_s: float) -> None:
-        """Save what waits, for at most `timeout_s`, say what is lost, and end the thread."""
+        """Save what waits, for at most `timeout_s`, log what is lost, and end the thread."""
         if self._forked:
             return
         with self._guard:
@@ -209,7 +177,7 @@ class Saver:
             while done < count and why is None:
                 stop = min(done + step, count)
                 why, done = self._begin_piece(job, done, stop), stop
-        self._drops.count(count - done, why or DropReason.ERROR)
+        self._drop(count - done, why or DropReason.ERROR)
         with self._guard:
             # Behind its pieces: a request is read until the last of them has ended.
             self._unfinished.append(partial(self._reads.end, job.request_id))
@@ -218,12 +186,12 @@ class Saver:
         """Begin the blocks from `start` to `stop`; return why nothing after them can be saved."""
         arena, keys = self._link.arena, job.keys[start:stop]
         if arena is None:
-            self._drops.count(len(keys), DropReason.STORE_DOWN)
+            self._drop(len(keys), DropReason.STORE_DOWN)
             return DropReason.STORE_DOWN
         reservation = self._reserve(arena, job, keys, start)
         if reservation is None:
             why = DropReason.STORE_DOWN if arena.retired else DropReason.ARENA_BUSY
-            self._drops.count(len(keys), why)
+            self._drop(len(keys), why)
             with self._guard:
                 self._drop_waiting(why)  # each of them would hold the engine up as long again
             return why
@@ -236,13 +204,13 @@ class Saver:
                 self._settle(arena, partial(arena.abort, reservation))
                 raise
             if not self._was_begun_in_time(is_last=stop == len(job.keys)):
-                self._drops.count(len(reservation.slots) + reservation.dropped, DropReason.TOO_SLOW)
+                self._drop(len(reservation.slots) + reservation.dropped, DropReason.TOO_SLOW)
                 abort = partial(self._settle, arena, partial(arena.abort, reservation))
                 self._finish_later(ticket, abort)
                 return DropReason.TOO_SLOW
             commit = partial(self._commit, arena, reservation, ticket)
             self._finish_later(ticket, commit, num_blocks=len(reservation.slots))
-        self._drops.count(reservation.dropped, DropReason.NO_ROOM)
+        self._drop(reservation.dropped, DropReason.NO_ROOM)
         return DropReason.NO_ROOM if reservation.dropped else None
 
     def _reserve(
@@ -285,14 +253,14 @@ class Saver:
             ticket.wait()
             action()
             return
-        self._drops.count(num_blocks, DropReason.ERROR)
+        self._drop(num_blocks, DropReason.ERROR)
 
     def _commit(self, arena: Arena, reservation: Reservation, ticket: Ticket) -> None:
         sums = ticket.sums if ticket.sums is not None else arena.sums(reservation)
         if self._settle(arena, lambda: arena.commit(reservation, sums)):
             self._totals["stored_blocks"] += len(reservation.slots)
         else:
-            self._drops.count(len(reservation.slots), DropReason.STORE_DOWN)
+            self._drop(len(reservation.slots), DropReason.STORE_DOWN)
 
     def _settle(self, arena: Arena, action: Callable[[], bool]) -> bool:
         """Commit or abort until the arena takes it or is retired."""
@@ -305,5 +273,5 @@ class Saver:
     def _drop_waiting(self, why: DropReason) -> None:
         for job in self._jobs:
             self._reads.end(job.request_id)
-            self._drops.count(len(job.keys), why)
+            self._drop(len(job.keys), why)
         self._jobs.clear()

@@ -1,9 +1,8 @@
 """The host tier: a node's arena in shared memory, and what is decided over its tables."""
 
-from kvray.store.arena.arena import Arena, PartRead
+from kvray.store.arena.arena import Arena
 from kvray.store.arena.file import ArenaSpec
-from kvray.store.arena.holders import Membership
-from kvray.store.arena.lease import Held, Lease, PartRequest
+from kvray.store.arena.lease import Held, Lease, Membership, PartRequest
 from kvray.store.arena.owner import ArenaOwner
 from kvray.store.arena.slots import Reservation
 
@@ -14,7 +13,6 @@ __all__ = [
     "Held",
     "Lease",
     "Membership",
-    "PartRead",
     "PartRequest",
     "Reservation",
 ]

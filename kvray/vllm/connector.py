@@ -18,11 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.vllm.held import HeldBlocks
-from kvray.vllm.layout import read_layout
+from kvray.vllm.read import read_layout
 from kvray.vllm.scheduling import SchedulingHalf
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata, state_for
 
@@ -57,8 +56,7 @@ class RankHalf:
             )
         num_blocks = min(room, int(self._kv_cache_config.num_blocks))
         self._held = HeldBlocks(shared, pool, part, num_blocks=num_blocks)
-        identity = EngineIdentity.of(args, layout)
-        self._registered = PoolMetadata(identity=identity, hold_blocks=num_blocks)
+        self._registered = PoolMetadata(identity=shared.identity, hold_blocks=num_blocks)
 
     def registered(self) -> PoolMetadata:
         """Return what the scheduler must know of the registered pool."""
@@ -70,7 +68,7 @@ class RankHalf:
         if not isinstance(metadata, PassMetadata) or self._held is None:
             return
         self._rank.fence(metadata.meta, self._stream())
-        are_ours = not metadata.holds or self._rank.shared.pool.may_load(metadata.meta)
+        are_ours = not metadata.holds or self._rank.shared.may_load(metadata.meta)
         self._held.begin(metadata.holds, metadata.drops, are_ours=are_ours)
 
     def begin(self, metadata: Any) -> None:
@@ -141,7 +139,7 @@ class KvRayConnector(KVConnectorBase_V1):
         None: the shard has been asked for more, or the ranks do not hold all of it yet; vLLM is to
         ask again.
         """
-        return self._scheduler.ask(request, num_computed_tokens), False
+        return self._scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Keep the promise if vLLM takes it, release it if it does not."""
@@ -152,10 +150,10 @@ class KvRayConnector(KVConnectorBase_V1):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear what the ranks hold by now."""
+        """Take what the ranks hold by now."""
         answers = connector_output.kv_connector_worker_meta
         if isinstance(answers, HoldAnswers):
-            self._scheduler.hear(answers)
+            self._scheduler.take_answers(answers)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -186,7 +184,7 @@ class KvRayConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Hear what the ranks have registered, by rank."""
+        """Take what the ranks have registered, by rank."""
         self._scheduler.lead(metadata[0])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

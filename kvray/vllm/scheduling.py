@@ -3,7 +3,7 @@
 vLLM names requests by text, the leader by number; each gets a number when it is first asked about.
 
 A request is promised nothing at first. What the leader has leased for it is held by every rank
-(see `holds`), while vLLM is told to ask again and schedules others. Then what all ranks hold is
+(see `held`), while vLLM is made to ask again and schedules others. Then what all ranks hold is
 promised, and no load can fail. vLLM's own recovery is never called on: it undoes a pass, which goes
 wrong when the request is preempted meanwhile, and on some runners always.
 """
@@ -20,8 +20,8 @@ from kvray.engine.meta import LoadPlan
 from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.trace.reasons import MissReason
-from kvray.vllm.holds import Asked, HeldLoad, Holds
-from kvray.vllm.identity import RequestReader
+from kvray.vllm.held import Asked, HeldLoad, Holds
+from kvray.vllm.read import RequestReader
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
 
 _HOLD_WAIT_S = 10.0
@@ -49,8 +49,8 @@ class SchedulingHalf:
     """Used by the thread of vLLM's scheduler."""
 
     def __init__(self, shared: SharedState) -> None:
-        self._leader = Leader(shared, asks_in_vain=True)
-        self._reader: RequestReader | None = None
+        self._leader = Leader(shared, counts_later=True)
+        self._reader = RequestReader(shared.args)
         self._known: dict[str, _Known] = {}
         self._numbers = count()
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=0)
@@ -59,13 +59,13 @@ class SchedulingHalf:
         """The requests of the pass that is being planned: number -> vLLM's name."""
 
     def lead(self, metadata: Any) -> None:
-        """Hear what a rank has registered; nothing is promised before."""
+        """Take what a rank has registered; nothing is promised before."""
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
         shared = self._leader.shared
         self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
-        shared.pool.lead(metadata.identity)
+        shared.lead(metadata.identity)
 
-    def ask(self, request: Any, num_computed: int) -> int | None:
+    def match(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
 
         None: the shard has been asked, or the ranks do not hold it yet, and vLLM is to ask again.
@@ -83,13 +83,13 @@ class SchedulingHalf:
             return self._offer(known, known.held, num_computed)
         if known.num_needed > self._holds.room and not self._is_late(known):
             return None
-        read = partial(self._read, known, num_computed)
-        hit = self._leader.ask(known.number, read)
+        read = partial(self._reader.read, request, known.number, num_computed)
+        hit = self._leader.match(known.number, read)
         return self._hold(known) if hit else hit
 
-    def hear(self, answers: HoldAnswers) -> None:
+    def take_answers(self, answers: HoldAnswers) -> None:
         """Take what ranks hold by now."""
-        self._holds.hear(answers.num_valid, answers.num_ranks)
+        self._holds.take_answers(answers.num_valid, answers.num_ranks)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """Note how much of the offer vLLM takes: all of it or nothing."""
@@ -108,16 +108,14 @@ class SchedulingHalf:
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
         names: dict[int, str] = {}
-        if (
-            not self._leader.shared.pool.identity.is_host
-        ):  # else they are read by the end of the pass
+        if not self._leader.shared.identity.is_host:  # else they are read by the end of the pass
             for plan in meta.saves:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
                     self._known[name].is_saved, names[plan.request_id] = True, name
         loads = tuple(map(self._held_load, meta.loads))
         holds, drops = self._holds.take()
-        model = self._leader.shared.pool.model_name
+        model = self._leader.shared.model_name
         if holds and not model.is_given:
             meta = meta._replace(model=model.name)
         return PassMetadata(
@@ -132,12 +130,12 @@ class SchedulingHalf:
         self._drop(known)
         self._leader.finish(known.number)
         if known.is_saved:
-            self._leader.pin(known.number)  # the ranks tell when they have read its blocks
+            self._leader.pin(known.number)  # the ranks report when they have read its blocks
         return known.is_saved, known.num_hit or 0
 
     def reset(self) -> None:
         """Go without the tier until a version is named: the weights may have been replaced."""
-        self._leader.shared.pool.name_weights(None)
+        self._leader.shared.name_weights(None)
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
@@ -145,10 +143,10 @@ class SchedulingHalf:
 
     def _follow_weights(self) -> None:
         """Let go of what is held of the weights before, but for what vLLM has taken already."""
-        pool = self._leader.shared.pool
-        pool.complete_namespace()
-        if self._changes != pool.identity.weights[0]:
-            self._changes = pool.identity.weights[0]
+        shared = self._leader.shared
+        shared.complete_namespace()
+        if self._changes != shared.identity.weights[0]:
+            self._changes = shared.identity.weights[0]
             for known in self._known.values():
                 if not known.num_external:
                     self._drop(known)
@@ -161,9 +159,7 @@ class SchedulingHalf:
         if promise.num_blocks > self._holds.capacity:
             end = promise.first + self._holds.capacity
             self._leader.cancel(known.number, end * size, promise.end * size)
-        known.held = self._holds.begin(
-            promise.lease.leased(), first=promise.first, stop=promise.end
-        )
+        known.held = self._holds.begin(promise.lease.leased, first=promise.first, stop=promise.end)
         if known.held is not None:
             known.num_needed, known.held_at = 0, time.monotonic()
             return None
@@ -206,11 +202,6 @@ class SchedulingHalf:
         self._holds.loaded(held)
         return HeldLoad(held.hold.hold_id, load.first - held.hold.first, load.pages[0])
 
-    def _read(self, known: _Known, num_computed: int, shared: SharedState) -> Any:
-        if self._reader is None:
-            self._reader = RequestReader(shared)
-        return self._reader.read(known.request, known.number, num_computed)
-
     def _reports(self, output: Any) -> Iterator[PassReport]:
         """Yield what the pass has of each request that was asked about.
 
@@ -245,10 +236,10 @@ class SchedulingHalf:
         num_external, known.num_external = known.num_external, 0
         known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
-        told = 0 if is_new else state.num_tokens
+        reported = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,
-            new_tokens=list(known.request.all_token_ids[told:]),
+            new_tokens=list(known.request.all_token_ids[reported:]),
             new_block_ids=list(block_ids[0]) if block_ids else [],
             computed_position=position - num_external,
             num_scheduled_tokens=scheduled[name],

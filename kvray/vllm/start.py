@@ -12,13 +12,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvray.config import load_config
+from kvray.engine.cache_layout import EngineIdentity
+from kvray.engine.engine_args import (
+    EngineArgs,
+    canonical_text,
+    field_of,
+    find_checkpoint,
+    read_checkpoint,
+    text_of,
+    to_text,
+)
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.model.checkpoint import find_checkpoint, read_checkpoint
-from kvray.engine.model.engine_args import EngineArgs, canonical_text, field_of, text_of, to_text
-from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.shared_state import SharedState, shared_state_for
-from kvray.vllm.holds import HeldLoad, Hold
-from kvray.vllm.identity import refuse_unsupported
+from kvray.vllm.held import HeldLoad, Hold
+from kvray.vllm.read import refuse_unsupported
 
 _OVERRIDES = (
     "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.engine.device.cuda_device import BATCHED, GATHERED, PAGEABLE, SINGLE, CudaDevice
-from kvray.engine.device.gather import Below
-from kvray.engine.device.gpu import DevicePool
-from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import (
+from kvray.engine.cache_layout import (
     CacheLayout,
     Group,
     LayerRange,
@@ -21,6 +17,10 @@ from kvray.engine.model.cache_layout import (
     Region,
     resliced_parts,
 )
+from kvray.engine.device.cuda_device import BATCHED, GATHERED, PAGEABLE, SINGLE, CudaDevice
+from kvray.engine.device.gather import Below
+from kvray.engine.device.gpu import DevicePool
+from kvray.engine.device.pool import Load
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
 from tests.kit.devices import (

@@ -55,17 +55,17 @@ def make(options: dict[str, Any], **more: Any) -> ReferenceEngine:
 def poison_promised(engine: ReferenceEngine) -> None:
     """Fill pages with NaN before anything is loaded into them."""
     assert engine.connector is not None
-    loader = engine.connector.worker._rank._loader
-    load, pool = loader.load, engine.cache.get_unique_primary_pool()
+    rank = engine.connector.worker._rank
+    load, pool = rank._load, engine.cache.get_unique_primary_pool()
 
-    def poisoned(plans: Sequence[LoadPlan], stream: Any) -> None:
+    def poisoned(plans: Sequence[LoadPlan], *where: Any) -> None:
         for plan in plans:
             for pages in plan.pages:
                 ids = pages.ids()
                 pool[ids[ids >= 0].tolist()] = float("nan")
-        load(plans, stream)
+        load(plans, *where)
 
-    loader.load = poisoned
+    rank._load = poisoned
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from kvray.config import load_config
+from kvray.engine.cache_layout import CacheLayout, EngineIdentity, Group, LayerRange, Region
+from kvray.engine.engine_args import CheckpointConfig, EngineArgs
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.model.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.model.checkpoint import CheckpointConfig
-from kvray.engine.model.engine_args import EngineArgs
 from kvray.engine.rank import RankWorker
-from kvray.engine.registered_pool import EngineIdentity
 from kvray.engine.request import Identity, PassReport, Prompt
-from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.engine.shared_state import shared_state_for
 from kvray.store import Arena
 
 BLOCK = 4
@@ -58,7 +56,7 @@ class Apart:
         self.args = replace(ARGS, **changes)
         config = load_config(None)
         self.rank = RankWorker(shared_state_for(object(), self.args, config))
-        self.leader = Leader(shared_state_for(object(), self.args, config), asks_in_vain=True)
+        self.leader = Leader(shared_state_for(object(), self.args, config), counts_later=True)
         self.pages = torch.zeros((NUM_BLOCKS, PAGE_BYTES), dtype=torch.uint8)
         steps = (LayerRange((0, 1), 0, PAGE_BYTES),)
         group = Group(layers=(0, 1), window=None, own=(Region(pages=self.pages, steps=steps),))
@@ -68,17 +66,17 @@ class Apart:
         self.rank.register(layout)
         identity = pickle.dumps(EngineIdentity.of(self.args, layout))
         self.identity: EngineIdentity = pickle.loads(identity)  # noqa: S301 - ours
-        self.leader.shared.pool.lead(self.identity)
+        self.leader.shared.lead(self.identity)
         self._blocks = itertools.cycle(range(NUM_BLOCKS))
         self._numbers = itertools.count(1)
 
     def ask(self, number: int, tokens: list[int], computed: int = 0) -> int | None:
         """Ask for a promise; None: ask again."""
 
-        def read(_: SharedState) -> Prompt:
+        def read() -> Prompt:
             return Prompt(number, list(tokens), len(tokens), computed, Identity())
 
-        return self.leader.ask(number, read)
+        return self.leader.match(number, read)
 
     @property
     def totals(self) -> Counter[str]:

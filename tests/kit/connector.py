@@ -11,7 +11,7 @@ import torch
 
 from kvray.connector import KvRayScheduler, KvRayWorker, base
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.engine_args import EngineArgs, read_engine_args
+from kvray.connector.start import EngineArgs, read_engine_args
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.shared_state import SharedState
 from kvray.store import Arena

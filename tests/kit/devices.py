@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvray.engine.cache_layout import LayerRange, Part, Region
 from kvray.engine.device.cuda_device import SINGLE
-from kvray.engine.device.stages import Pieces
-from kvray.engine.model.cache_layout import LayerRange, Part, Region
+from kvray.engine.device.pool import Pieces
 from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.payload import offsets
 from kvray.store.arena.tables import Array

@@ -33,7 +33,7 @@ def version(request: pytest.FixtureRequest) -> Iterator[Version]:
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pools copied by the code for either kind of memory."""
     if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
 
 

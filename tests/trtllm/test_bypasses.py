@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvray.engine.model import model_name
+from kvray.engine import model_name
 from kvray.errors import ConfigError
 from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine

@@ -48,10 +48,10 @@ def test_another_node_is_asked_for_sizes_that_somebody_has_and_no_others(
 ):
     cold, warm = engine_on(0, num_ranks=stored_by), engine_on(1, num_ranks=read_by)
     cold.serve(PROMPT)
-    pool, theirs = (one.workers[0]._rank.shared.pool for one in (warm, cold))
-    others = [one for one in pool.identity.others if one.digest == theirs.own.digest]
+    state, theirs = (one.workers[0]._rank.shared for one in (warm, cold))
+    others = [one for one in state.identity.readings[1:] if one.digest == theirs.identity.digest]
     assert len(others) == num_calls - 1
-    told = pool.stored_by_others
-    wait_for(lambda: pool.has_peers and all(one in told() for one in others), "the shard's word")
+    told = state.stored_by_others
+    wait_for(lambda: state.may_stage and all(one in told() for one in others), "the shard's word")
     assert warm.serve(list(range(40))).num_hit == 0
     assert warm.totals["stage_calls"] == num_calls

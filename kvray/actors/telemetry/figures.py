@@ -247,7 +247,7 @@ _REASONS = {
     MISS_PREFIX: ("miss_tokens_total", MISS_REASONS),
 }
 _BOUNDS_NS = (*(float(2**bits) for bits in range(15, 33)), float("inf"))
-"""Where the buckets of `kvray.engine.figures` end."""
+"""Where the buckets of `kvray.engine.shared_state` end."""
 _BUCKET = re.compile(rf"({'|'.join(LATENCIES)})_ns_below_(\d{{1,19}}|inf)")
 
 

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 from kvray.errors import TierError
 from kvray.store.arena.tables import Array
 
 if TYPE_CHECKING:
     from kvray.engine.device.gather import Below
 
-_SUCCESS = 0
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: sources are read behind the stream's earlier work, or as soon as now."""
 _USES_HOST_POINTERS = 91

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 
 _PROGRAMS = 32
 _WORDS = 1024

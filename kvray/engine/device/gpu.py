@@ -20,36 +20,45 @@ such a count would have to be kept by whoever gives pages away, which is the eng
 With CUDA graphs and compiled models the engine may skip its hooks, and a layer could run before its
 bytes have landed. `has_hooks=False` makes the pass wait for all of them. With hooks they are
 counted: a pass with loads that did not wait for each of its layers fails in `mark`.
+
+An arena's memory is registered with a device chunk by chunk, while the arena is already in use.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvray.engine.cache_layout import CacheLayout, Part
 from kvray.engine.device.cuda_device import KINDS, CudaDevice, Event
-from kvray.engine.device.pool import HostPool, Load, PinnedArena, Ticket
-from kvray.engine.device.stages import (
+from kvray.engine.device.pool import (
     BEFORE_ALL,
     Ends,
     HostMemory,
+    HostPool,
+    Load,
     PartPages,
     Pieces,
     Stages,
+    Ticket,
     addresses,
     concatenate,
     join,
     pieces_of,
 )
-from kvray.engine.model.cache_layout import CacheLayout, Part
-from kvray.errors import LayoutMismatch, TierError
+from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena
 from kvray.store.arena.tables import Array, Tables
 
 _CLOSE_S = 10.0
 """Longest wait for the copies from and to one arena, and for its memory to be unregistered."""
+_CHUNK_BYTES = 128 * 2**20
+"""While a chunk is registered, other calls of the device may have to wait."""
+
+_LOOK_S = 1.0
+"""How often to look whether the arena is over: an engine that is idle must not keep its memory."""
 
 
 class DevicePool:
@@ -299,6 +308,88 @@ class DevicePool:
         for event in outstanding:
             if event is not None:
                 event.synchronize()
+
+
+class PinnedArena:
+    """One arena in one process; its thread keeps the mapping alive until it is unregistered."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        device: CudaDevice,
+        settle: Callable[[], None],
+        totals: Counter[str],
+    ) -> None:
+        """Begin to register, and then to calibrate the device, of which `totals` has the figures.
+
+        `settle` returns when copies asked for before have ended.
+        """
+        tables = arena.tables
+        self._data: Array | None = tables.data
+        slab = tables.geometry.slab_bytes
+        self.chunk_bytes = max(1, _CHUNK_BYTES // slab) * slab
+        """A chunk has whole slabs, so no slot lies in two."""
+        self._arena = arena
+        self._device = device
+        self._settle = settle
+        self._totals = totals
+        self._registered_bytes = 0
+        self.is_ready = False
+        """Whether all is registered that can be, and the device is calibrated."""
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvray-pin", daemon=True)
+        self._thread.start()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes from the start of the data that are registered; grows, and drops to 0 once."""
+        return 0 if self._leaving.is_set() else self._registered_bytes
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its memory is unregistered."""
+        return self._data is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no new copy will touch the arena but those of leases that it still has."""
+        if self._data is None:
+            return True
+        try:
+            return self._arena.retired
+        except ShardUnavailable:  # this process has closed it
+            return True
+
+    def leave(self) -> None:
+        """Have the memory unregistered as soon as no copy touches it; twice is fine."""
+        self._leaving.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it is unregistered, after `leave`; its thread goes on if that takes longer."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        data, chunks = self._data, []
+        assert data is not None, "it is let go of below"
+        with self._device.current():
+            for at in range(0, len(data), self.chunk_bytes):
+                chunk = data[at : at + self.chunk_bytes]
+                if self._leaving.is_set() or not self._device.register(chunk):
+                    break
+                chunks.append(chunk)
+                self._registered_bytes = at + len(chunk)
+            if not self._leaving.is_set():
+                for name, value in self._device.calibrate().items():
+                    self._totals[name] = value
+        self.is_ready = True
+        while not self._leaving.wait(_LOOK_S):
+            if self.is_over:
+                self._leaving.set()
+        self._settle()
+        with self._device.current():
+            for chunk in chunks:
+                self._device.unregister(chunk)
+        self._data = None
 
 
 Pool: TypeAlias = HostPool | DevicePool

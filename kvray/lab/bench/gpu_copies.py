@@ -12,9 +12,7 @@ import torch
 from numpy.random import default_rng
 
 from kvray.config import format_size
-from kvray.engine.device.gpu import DevicePool, open_pool
-from kvray.engine.device.pool import Load, Ticket
-from kvray.engine.model.cache_layout import (
+from kvray.engine.cache_layout import (
     CacheLayout,
     Group,
     LayerRange,
@@ -22,6 +20,8 @@ from kvray.engine.model.cache_layout import (
     Region,
     resliced_parts,
 )
+from kvray.engine.device.gpu import DevicePool, open_pool
+from kvray.engine.device.pool import Load, Ticket
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.report import Row, copy_row, time_row

@@ -4,16 +4,14 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired
+from kvray.errors import CapacityError, ConfigError, CorruptBlock
 from kvray.identity.block import BlockKey
-from kvray.store.arena import holders, key_index, lease, payload, slots
-from kvray.store.arena.holders import Membership
+from kvray.store.arena import key_index, lease, payload, slots
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
-from kvray.store.arena.lease import Held, Lease, PartRequest
+from kvray.store.arena.lease import Held, Lease, Membership, PartRequest
 from kvray.store.arena.mapped import MappedArena
 from kvray.store.arena.payload import Copier, Strip
 from kvray.store.arena.slots import Reservation
@@ -24,17 +22,6 @@ _PATIENT_S = 5.0
 
 _ROOM_TRIES = 4
 """How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
-
-
-class PartRead(NamedTuple):
-    """Slots of one part, and the pages that they are copied into."""
-
-    slots: Array
-    strips: Sequence[Strip]
-    pages: Array
-    """Rows of each strip, one a slot."""
-    block_bytes: int
-    """Bytes of a slot, read or not."""
 
 
 class Arena(MappedArena):
@@ -97,7 +84,7 @@ class Arena(MappedArena):
                 return None
             if not is_counted_on and self.retired:
                 return None
-            if member is not None and not holders.is_member(self.tables, member):
+            if member is not None and not lease.is_member(self.tables, member):
                 return Held(num_blocks=0, leases=())
             requests = dict.fromkeys(chain.from_iterable(readers))
             run, found = lease.match(self.tables, packed, requests)
@@ -218,17 +205,22 @@ class Arena(MappedArena):
             copied = payload.read(
                 self.tables, chosen, pool, block_ids, verify=True, copier=self._copier
             )
-        valid = self._is_valid(held, chosen, copied, holder)
+        self.held_by(held, since=holder)
+        valid: Array = copied & (self.tables.slot_state[chosen] == READY)
         if 0 in valid.tobytes():
             self.quarantine(chosen[~valid])
         return valid
 
-    def read_slots(self, reads: Sequence[PartRead]) -> None:
-        """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
+    def read_slots(
+        self, slots: Array, strips: Sequence[Strip], pages: Array, *, block_bytes: int
+    ) -> None:
+        """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards.
+
+        `pages` has a row of each strip for each slot, of which `block_bytes` are read or passed.
+        """
         with self.making_sense:
-            for one in reads:
-                areas = payload.areas(self.tables, one.slots, one.pages, one.block_bytes)
-                payload.scatter(areas, one.strips, one.pages)
+            areas = payload.areas(self.tables, slots, pages, block_bytes)
+            payload.scatter(areas, strips, pages)
 
     def check(
         self, held: Lease, chosen: Array, *, verify: bool, holder: Membership | None = None
@@ -252,7 +244,8 @@ class Arena(MappedArena):
         chosen = (self.leased_slots(held) if slots_known is None else slots_known)[places]
         with self.making_sense:
             summed = payload.verify(self.tables, chosen)
-        valid = self._is_valid(held, chosen, summed)
+        self.held_by(held)  # raises if what was read is void
+        valid: Array = summed & (self.tables.slot_state[chosen] == READY)
         if 0 in valid.tobytes():  # told from bytes at a tenth of the price
             self.quarantine(chosen[~valid])
         return valid
@@ -266,25 +259,15 @@ class Arena(MappedArena):
     def _refuse_invalid(
         self, held: Lease, chosen: Array, valid: Array | None, holder: Membership | None = None
     ) -> None:
-        bad = chosen[~self._is_valid(held, chosen, valid, holder)]
+        self.held_by(held, since=holder)
+        ready = self.tables.slot_state[chosen] == READY
+        bad = chosen[~(ready if valid is None else ready & valid)]
         if len(bad):
             self.quarantine(bad)
             raise CorruptBlock(
                 f"Block {self.tables.name(bad[0])} in the host tier does not have its checksum; it"
                 " is quarantined."
             )
-
-    def _is_valid(
-        self, held: Lease, chosen: Array, valid: Array | None, holder: Membership | None = None
-    ) -> Array:
-        found, _ = self.held_by(held)  # raises if what was read is void
-        if holder is not None and found != holder:
-            raise LeaseExpired(
-                f"The holder of lease {held.lease_id} changed while its blocks were copied; they"
-                " may be wrong."
-            )
-        ready: Array = self.tables.slot_state[chosen] == READY
-        return ready if valid is None else ready & valid
 
     # -- writing ------------------------------------------------------------------------------
 

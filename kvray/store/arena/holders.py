@@ -4,7 +4,6 @@ Every function that changes something expects the arena's lock.
 """
 
 import os
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,23 +11,6 @@ from kvray.store.arena import lease, slots
 from kvray.store.arena.layout import LABEL_BYTES
 from kvray.store.arena.tables import Tables
 from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
-
-
-class Membership(NamedTuple):
-    """A process's place among the holders; the row may be another's once it has left."""
-
-    row: int
-    generation: int
-
-
-def is_member(tables: Tables, member: Membership) -> bool:
-    """Return whether this very process is still a holder; a dead one is until it is buried."""
-    row, generation = member
-    return (
-        0 <= row < tables.geometry.holders_max
-        and bool(tables.holder_live[row])
-        and int(tables.holder_generation[row]) == generation
-    )
 
 
 def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int | None:

@@ -98,23 +98,28 @@ def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     It equals the head of `find` for each part, at half the price or less: a chain is mostly here
     from its root on, and then all its keys are compared at once.
     """
-    head = _find_run(tables, keys[:_FIRST_KEYS], parts)
-    if head.shape[1] < _FIRST_KEYS:
-        return head
-    return np.concatenate((head, _find_run(tables, keys[_FIRST_KEYS:], parts)), axis=1)
+    found = list[Array]()
+    for some in (keys[:_FIRST_KEYS], keys[_FIRST_KEYS:]):
+        rows = list[Array]()
+        for one in parts if len(some) else ():
+            row = _find_row(tables, some, one)
+            if row is None:
+                break
+            rows.append(row)
+            if not row.size:  # without one part nothing is here, whatever the others have
+                rows = [row] * len(parts)
+                break
+        if len(rows) == len(parts):
+            found.append(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        else:
+            found.append(_find_scattered(tables, some, parts))
+        if found[0].shape[1] < _FIRST_KEYS:
+            return found[0]
+    return np.concatenate(found, axis=1)
 
 
-def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
-    rows: list[Array] = []
-    for one in parts if len(keys) else ():
-        row = _find_row(tables, keys, one)
-        if row is None:
-            break
-        if not row.size:  # without one part nothing is here, whatever the others have
-            return np.empty((len(parts), 0), dtype=np.int64)
-        rows.append(row)
-    if len(rows) == len(parts):
-        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+def _find_scattered(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    """Return what `find_run` does of keys that do not lie in a row."""
     part: int | Array = parts[0]
     num_parts = len(parts)
     if num_parts > 1:

@@ -53,6 +53,23 @@ class PartRequest(NamedTuple):
     """Its size; a block that has another one there counts as missing. None: any."""
 
 
+class Membership(NamedTuple):
+    """A process's place among the holders; the row may be another's once it has left."""
+
+    row: int
+    generation: int
+
+
+def is_member(tables: Tables, member: Membership) -> bool:
+    """Return whether this very process is still a holder; a dead one is until it is buried."""
+    row, generation = member
+    return (
+        0 <= row < tables.geometry.holders_max
+        and bool(tables.holder_live[row])
+        and int(tables.holder_generation[row]) == generation
+    )
+
+
 def id_of(name: str) -> int:
     """Return the lease id of `name`, which is known without the record."""
     return _NAMED | xxhash.xxh3_64_intdigest(name.encode())
@@ -187,7 +204,7 @@ def take(
             known_by = tables.counts.next_lease = tables.counts.next_lease + 1
         _record(tables, slots, pages[at : at + count], known_by, now)
         leases.append(
-            Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=_check(words))
+            Lease(lease_id=known_by, page=pages[at], num_slots=len(slots), check=check_of(words))
         )
         at += count
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
@@ -216,19 +233,6 @@ def leased_slots(tables: Tables, lease: Lease) -> Array | None:
     rows = tables.page_slots[pages if len(pages) > 1 else pages[0]]
     slots = rows.ravel()[: lease.num_slots].astype(np.int64)
     return slots if _pages(tables, lease) == pages else None
-
-
-def names_what_was_asked(tables: Tables, lease: Lease, slots: Array) -> bool:
-    """Return whether `slots`, as `leased_slots` gave them, have the blocks of `lease`.
-
-    Needs no lock: nothing leased changes. A changed record, key or slot shows here, before anybody
-    looks at the bytes.
-    """
-    try:
-        words = key_index.words_in(tables, slots)
-    except IndexError:  # there are no such slots
-        return False
-    return len(slots) == lease.num_slots and _check(words) == lease.check
 
 
 def release(tables: Tables, lease: Lease) -> bool:
@@ -329,7 +333,8 @@ def _named(tables: Tables, pages: "Array | list[int]") -> Array:
     return named[named < tables.num_backed].astype(np.int64)
 
 
-def _check(words: Array) -> int:
+def check_of(words: Array) -> int:
+    """Return what a `Lease` says of the `words` of its blocks."""
     return xxhash.xxh3_64_intdigest(words.tobytes())
 
 

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvray.errors import CapacityError, CorruptBlock, KVRayError, LeaseExpired, ShardUnavailable
-from kvray.store.arena import audit, holders, lease, quotas, slabs
+from kvray.store.arena import audit, holders, key_index, lease, quotas, slabs
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.file import ARENA_FILE, ArenaSpec, lock_path
-from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import FREE, LIVE, QUARANTINED, READY
-from kvray.store.arena.lease import Lease
+from kvray.store.arena.lease import Lease, Membership
 from kvray.store.arena.prefault import Progress
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine.lock import ArenaLock
@@ -197,6 +196,9 @@ class MappedArena:
     def leased_slots(self, held: Lease) -> Array:
         """Return the slots of a lease, in prefix order; they have the blocks it was given for.
 
+        Needs no lock: nothing leased changes. A changed record, key or slot shows here, before
+        anybody looks at the bytes.
+
         Raises:
             CorruptBlock: a table was damaged, and no longer names these blocks.
             LeaseExpired: it was released.
@@ -207,7 +209,11 @@ class MappedArena:
                 f"Lease {held.lease_id} has ended; its blocks cannot be read, and what was read of"
                 " them since is void."
             )
-        if not lease.names_what_was_asked(self.tables, held, found):
+        try:
+            check = lease.check_of(key_index.words_in(self.tables, found))
+        except IndexError:  # there are no such slots
+            check = None
+        if check != held.check or len(found) != held.num_slots:
             raise CorruptBlock(
                 f"Lease {held.lease_id} does not name the blocks that it was given for: a table of"
                 f" the arena in {self.directory} was damaged. Its shard repairs it; test the"
@@ -215,8 +221,10 @@ class MappedArena:
             )
         return found
 
-    def held_by(self, held: Lease) -> tuple[Membership, Array]:
+    def held_by(self, held: Lease, *, since: Membership | None = None) -> tuple[Membership, Array]:
         """Return the process that has the lease, and its slots as `leased_slots` does.
+
+        `since` had it before a copy, and must have it still.
 
         Read without the lock: a record does not change while it is held. An ended lease stays
         ended, because no lease id and no generation of a row is given twice. So a process that has
@@ -225,7 +233,8 @@ class MappedArena:
 
         Raises:
             CorruptBlock: as `leased_slots`.
-            LeaseExpired: it has ended, or its holder has; nothing keeps its blocks.
+            LeaseExpired: it has ended, or its holder has, or that is not `since`; nothing has kept
+                its blocks.
         """
         slots = self.leased_slots(held)
         row = int(self.tables.page_holder[held.page]) - 1
@@ -233,10 +242,15 @@ class MappedArena:
             row = -1  # it ended just now, or a table is damaged
         found = Membership(row, int(self.tables.holder_generation[row]))
         is_other = row == self._holder and found != self._joined_as
-        if is_other or not holders.is_member(self.tables, found):
+        if is_other or not lease.is_member(self.tables, found):
             raise LeaseExpired(
                 f"The holder of lease {held.lease_id} has lost its place in the arena in"
                 f" {self.directory}; the blocks of the lease cannot be read."
+            )
+        if since is not None and found != since:
+            raise LeaseExpired(
+                f"The holder of lease {held.lease_id} changed while its blocks were copied; they"
+                " may be wrong."
             )
         return found, slots
 

@@ -79,7 +79,7 @@ def make_pair(
 ) -> Iterator[MakePair]:
     """Make connectors that end with the test, with the code of either kind of pool."""
     if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
         monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", "always")
     pairs: list[Pair] = []

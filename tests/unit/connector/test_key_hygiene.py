@@ -24,9 +24,9 @@ from kvray.config import load_config
 from kvray.connector import base
 from kvray.connector.read_layout import layout_of_tensor, read_layout
 from kvray.connector.request import identify
-from kvray.engine.model import model_name
-from kvray.engine.model.cache_layout import CacheLayout
-from kvray.engine.model.model_name import Adapters, fingerprints_dir
+from kvray.engine import model_name
+from kvray.engine.cache_layout import CacheLayout
+from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from tests.examples import examples
@@ -73,14 +73,14 @@ def keys(named: Named, root: Path) -> list[bytes]:
             vars(package)["__version__"] = named.engine
             patch.setitem(sys.modules, "tensorrt_llm", package)
         engine = make_engine(named, root)
-        engine.pool.register(make_layout(named))
+        engine.register(make_layout(named))
         known = Adapters(settings=engine.args.adapters, cache_dir=fingerprints_dir())
         identity = identify(make_request(named, root), known.fingerprint)
     assert identity is not None
     found: list[bytes] = chain_keys(
         list(named.tokens),
         tokens_per_block=engine.args.tokens_per_block,
-        seed=request_seed(engine.pool.identity.digest, salt=identity.salt, lora=identity.lora),
+        seed=request_seed(engine.identity.digest, salt=identity.salt, lora=identity.lora),
         media=identity.media,
     )
     assert len(found) == len(named.tokens) // named.tokens_per_block

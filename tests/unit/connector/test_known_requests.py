@@ -37,7 +37,7 @@ def new_prompt(count: int = 10) -> list[int]:
 
 def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
     """Return what the shard knows of a request, once it was reported."""
-    replica = pair.engine.pool.replica
+    replica = pair.engine.replica
 
     def find() -> list[Asked]:
         # The pairs of this process are replicas of one name.
@@ -146,7 +146,7 @@ def serve_with(pair: Pair, request: Request, priorities: Any) -> None:
 
 def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
     """Return priorities and namespaces of the blocks of a prompt in the arena, in its order."""
-    seed = request_seed(pair.engine.pool.identity.digest, salt=None, lora=None)
+    seed = request_seed(pair.engine.identity.digest, salt=None, lora=None)
     keys = chain_keys(tokens, tokens_per_block=BLOCK, seed=seed)
     tables = pair.arena.tables
     found = key_index.find(tables, key_index.pack_keys(keys), 0)
@@ -157,7 +157,7 @@ def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
 def test_every_block_has_the_priority_that_the_engine_gave_it(pair):
     wanted = [100, 90, 80, 35, 0, 50, 50, 50]
     serve_with(pair, Request(1, SHORTER), wanted)
-    namespace = namespace_id(pair.engine.pool.identity.digest)
+    namespace = namespace_id(pair.engine.identity.digest)
     assert kept(pair, SHORTER) == (wanted, {namespace})
     assert namespace != 0
 

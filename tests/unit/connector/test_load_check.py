@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
 from kvray.store import Arena
@@ -107,9 +107,9 @@ def fault_during_copies(pair: Pair, fault: Fault) -> Iterator[None]:
     """Have `fault` happen when the copies have been asked for and not been made."""
     read = Arena.read_slots
 
-    def fail_before(arena: Arena, reads: Any) -> None:
+    def fail_before(arena: Arena, *where: Any, **options: Any) -> None:
         fault(arena)
-        read(arena, reads)
+        read(arena, *where, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arena, "read_slots", fail_before)
@@ -142,12 +142,12 @@ def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fau
         run_pass(warm, fault)
     with pytest.raises(LeaseExpired):
         warm.worker.get_finished([], [])
-    warm.worker.bind_connector_meta(ConnectorMeta(namespace=warm.engine.pool.identity.digest))
+    warm.worker.bind_connector_meta(ConnectorMeta(namespace=warm.engine.identity.digest))
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
     warm.flush()
     assert warm.totals["stored_blocks"] == before, "what was computed from it may be wrong"
-    if not warm.engine.pool.identity.is_host:
+    if not warm.engine.identity.is_host:
         assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
 
 
@@ -181,7 +181,7 @@ def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm):
 def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(warm):
     load(warm, begun=True)
     arena = warm.arena
-    arena.quarantine(arena.leased_slots(warm.worker._metadata.loads[0].leased.leases[0])[2:3])
+    arena.quarantine(arena.leased_slots(warm.worker._metadata.loads[0].leased[0][1])[2:3])
     with pytest.raises(CorruptBlock):
         warm.end_pass()
 
@@ -198,7 +198,7 @@ def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm):
 def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm, fault):
     arena = warm.arena
     load(warm)
-    held = warm.worker._metadata.loads[0].leased.leases[0]
+    held = warm.worker._metadata.loads[0].leased[0][1]
     fault(arena)
     with pytest.raises(LeaseExpired):
         arena.check(held, arena.leased_slots(held), verify=False)
@@ -213,9 +213,9 @@ def test_a_load_by_a_lease_of_its_leaders_process_fails_when_that_has_lost_its_p
     leader = Arena(arena.directory, lock_wait_s=1)
     leader.join("leader")
     try:
-        taken = leader.lease_slots(arena.leased_slots(plan.leased.leases[0]))
+        taken = leader.lease_slots(arena.leased_slots(plan.leased[0][1]))
         assert taken is not None
-        told = plan._replace(leased=plan.leased._replace(leases=(taken,)))
+        told = plan._replace(leased=((arena.arena_id, taken),))
         warm.worker.bind_connector_meta(meta._replace(loads=(told,)))
         warm.worker.start_load_kv(None)
         arena.tables.holder_generation[leader.holder] += 1

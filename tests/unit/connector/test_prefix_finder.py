@@ -74,7 +74,7 @@ def test_all_keys_of_what_may_be_promised_are_asked_for(server, pair):
     (asked,) = server.asked
     keys = pair.scheduler._leader.states[1].keys
     assert asked["keys"] == b"".join(keys[:NUM_WANTED])
-    assert (asked["replica"], asked["rank"]) == (pair.engine.pool.replica, 0)
+    assert (asked["replica"], asked["rank"]) == (pair.engine.replica, 0)
     assert 0 < asked["wait_s"] < 5
 
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_here_is_not_asked_about(server, warm):
 def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, make_pair):
     server.report = {}
     pair = make_pair()
-    wait_for(lambda: pair.engine.pool._registration.accepted, "registering")
+    wait_for(lambda: pair.engine._registration.accepted, "registering")
     assert pair.serve(Request(1, PROMPT)) == 0
     server.report = {"peers": True}
     hear_of_peers(pair)
@@ -135,7 +135,7 @@ def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
     if not args:
         monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
     pair = make_pair(args_for(**args))
-    wait_for(lambda: pair.engine.pool._registration.has_peers, "hearing of other nodes")
+    wait_for(lambda: pair.engine._registration.has_peers, "hearing of other nodes")
     assert pair.serve(Request(1, PROMPT)) == 0
     assert server.asked == []
 

@@ -12,9 +12,15 @@ import pydantic
 import pytest
 import torch
 
-from kvray.connector.media import media_items
-from kvray.connector.request import Identity, Regularity, identify
-from kvray.engine.model.engine_args import canonical_text, field_of, number_of, text_of, to_text
+from kvray.connector.request import Identity, RequestReader, identify, media_items
+from kvray.engine.engine_args import (
+    CheckpointConfig,
+    canonical_text,
+    field_of,
+    number_of,
+    text_of,
+    to_text,
+)
 from kvray.errors import ConfigError
 
 HASHES = [[1] * 8, [2] * 8]
@@ -206,8 +212,13 @@ def test_what_cannot_be_told_apart_bypasses_the_cache(fields):
     assert identity_of(**fields) is None
 
 
+def reader() -> RequestReader:
+    args: Any = SimpleNamespace(adapters="", checkpoint=CheckpointConfig())
+    return RequestReader(args)
+
+
 def test_a_request_that_lacks_what_others_have_cannot_be_told():
-    regularity = Regularity()
+    regularity = reader()
     assert not regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
     assert not regularity.is_lacking(SimpleNamespace(cache_salt="a", lora_task_id=None))
     assert regularity.is_lacking(SimpleNamespace(lora_task_id=None))
@@ -224,10 +235,10 @@ def test_a_request_that_lacks_what_others_have_cannot_be_told():
 )
 def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(names):
     fields = dict.fromkeys(names)
-    assert not Regularity().is_lacking(SimpleNamespace(**fields))
+    assert not reader().is_lacking(SimpleNamespace(**fields))
     for name in names:
         rest = {one: None for one in names if one != name}
-        assert Regularity().is_lacking(SimpleNamespace(**rest))
+        assert reader().is_lacking(SimpleNamespace(**rest))
 
 
 @pytest.mark.parametrize("accessor", [5, None, "", object()])

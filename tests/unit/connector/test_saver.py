@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,10 +21,10 @@ from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine import saver as saver_module
+from kvray.engine.cache_layout import LayerRange, Region
 from kvray.engine.device.pool import HostPool, Ticket
-from kvray.engine.figures import Boundary, EngineFigures
-from kvray.engine.model.cache_layout import LayerRange, Region
-from kvray.engine.saver import Job, PendingReads, Saver
+from kvray.engine.saver import Job, Saver
+from kvray.engine.shared_state import Boundary, EngineFigures, PendingReads
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys
@@ -78,10 +79,14 @@ def keys_of(seed: int, count: int) -> list[BlockKey]:
 
 def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
     figures = EngineFigures()
-    boundary = Boundary(figures.totals)
-    return Saver(
-        link, saves_max=saves_max, figures=figures, boundary=boundary, reads=PendingReads()
+    shared: Any = SimpleNamespace(
+        link=link,
+        config=SimpleNamespace(connector=SimpleNamespace(saves_max=saves_max)),
+        figures=figures,
+        boundary=Boundary(figures.totals),
+        pending_reads=PendingReads(),
     )
+    return Saver(shared)
 
 
 def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:

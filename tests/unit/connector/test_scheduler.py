@@ -124,7 +124,7 @@ def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
 def test_a_defect_in_planning_a_save_costs_the_save_only(pair, monkeypatch):
     request = Request(1, PROMPT)
     pair.query(request)
-    monkeypatch.setattr("kvray.engine.pass_plan.SavePlan", lambda **_: 1 / 0)
+    monkeypatch.setattr("kvray.engine.leader.SavePlan", lambda **_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
 

@@ -25,7 +25,7 @@ def test_a_name_may_carry_its_configuration_file(environment, tmp_path, monkeypa
     assert issubclass(worker_class, KvRayWorker)
     assert worker_class.__name__ == "KvRayWorker"
     worker = worker_class(args_for())
-    assert worker._rank.shared.pool.replica == "blue"
+    assert worker._rank.shared.replica == "blue"
     worker.shutdown()
     for name in ("KvRayEngine@/x.yaml", "KvRayEngine"):
         with pytest.raises(AttributeError, match=name):
@@ -64,7 +64,7 @@ def test_two_checkpoints_at_one_path_never_share(make_pair, monkeypatch, tmp_pat
 def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair):
     make_pair()
     other = KvRayWorker(args_for(cache={"tokens_per_block": 2 * BLOCK}))
-    other._rank.shared.pool._replica = "other"
+    other._rank.shared._replica = "other"
     with pytest.raises(LayoutMismatch, match=r"model_key 'tiny'.*tokens_per_block 8 here, 4"):
         other.register_kv_caches(torch.zeros(4, 2, 2, 8))
     other.shutdown()
@@ -80,7 +80,7 @@ def test_an_engine_that_is_dropped_without_a_word_does_not_keep_its_pool(shard):
     gc.collect()
     assert worker() is scheduler() is pool() is None
     saver.close(10)
-    engine.pool.unregister()
+    engine.unregister()
     for _ in ("worker", "scheduler"):
         engine.close()
 
@@ -106,7 +106,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.versions: list[str | None] = []
-        self.pool = SimpleNamespace(name_weights=self.versions.append)
+        self.name_weights = self.versions.append
 
 
 @pytest.fixture(params=REPLACING, ids=lambda one: one[2])

@@ -123,5 +123,5 @@ def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(quotas,
 
 def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
     tokens = pack_tokens(PROMPT).tobytes()
-    answer = shard.requests.prefetch(pair.engine.pool.replica, tokens, salt=salt)
+    answer = shard.requests.prefetch(pair.engine.replica, tokens, salt=salt)
     return int(answer["num_blocks"])

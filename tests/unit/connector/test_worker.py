@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.engine.meta import ConnectorMeta, PageIds, RankLeases, Release, SavePlan
+from kvray.engine.meta import ConnectorMeta, PageIds, Release, SavePlan
 from kvray.errors import CorruptBlock, KVRayError, LayoutMismatch, LeaseExpired
 from kvray.store import Lease
 from tests.examples import examples
@@ -57,7 +57,7 @@ def test_every_lease_is_released_when_a_load_fails(warm):
         reports.append(RequestData(request.request_id, list(PROMPT), request.block_ids, 0, 1))
     meta = warm.scheduler.build_connector_meta(SchedulerOutput(new_requests=reports))
     assert len(meta.loads) == 3
-    warm.arena.release(meta.loads[1].leased.leases[0])
+    warm.arena.release(meta.loads[1].leased[0][1])
     warm.worker.bind_connector_meta(meta)
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
@@ -131,7 +131,7 @@ def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm):
 def test_blocks_of_a_request_are_free_once_they_were_read(warm):
     reads = warm.engine.pending_reads
     reads.begin(7)
-    is_host = warm.engine.pool.identity.is_host
+    is_host = warm.engine.identity.is_host
     assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
     assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
     assert warm.worker.get_finished([], []) == ([], [])
@@ -167,13 +167,12 @@ def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
     warm.worker.bind_connector_meta(None)
     warm.scheduler.request_finished(request, request.block_ids)
     (load,) = meta.loads
-    ids = load.leased.arena_ids
+    ((arena_id, leased),) = load.leased
     if lease is not None:
-        fields["leased"] = RankLeases(
-            ids, (Lease(lease_id=lease[0], page=lease[1], num_slots=10, check=0),)
-        )
+        other = Lease(lease_id=lease[0], page=lease[1], num_slots=10, check=0)
+        fields["leased"] = ((arena_id, other),)
     changed = load._replace(**fields)
-    release = Release(0, ids[0], Lease(lease_id=released, page=5, num_slots=1, check=0))
+    release = Release(0, arena_id, Lease(lease_id=released, page=5, num_slots=1, check=0))
     saves = (SavePlan(99, depth, keys, saved),)
     warm.worker.bind_connector_meta(
         meta._replace(loads=(changed,), saves=saves, releases=(release,))
@@ -183,7 +182,7 @@ def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
         warm.worker.start_load_kv(None)  # what it raises stops the engine
         warm.end_pass()
     warm.worker._rank.failed.clear()  # an engine of its own for each metadata
-    warm.arena.release(*load.leased.leases)
+    warm.arena.release(leased)
     packed = changed.pages[0].packed
     named = set(changed.pages[0].ids().tolist()) if len(packed) % 4 == 0 else set()
     written = (warm.pool != before).flatten(1).any(dim=1)

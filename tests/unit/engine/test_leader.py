@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.figures import TimeHistogram
-from kvray.engine.meta import Promise, RankLeases
-from kvray.engine.pass_plan import Promises
+from kvray.engine.leader import Promises
+from kvray.engine.meta import Promise
 from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.request import Identity, Prompt
+from kvray.engine.shared_state import TimeHistogram
 from kvray.errors import LeaseExpired
 from kvray.store.arena.layout import READY
 from tests.kit.apart import BLOCK, Apart
@@ -64,7 +64,7 @@ def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
 def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
     asked = Prompt(7, tokens, len(tokens), 0, Identity(), is_unread=True)
-    assert holding.leader.ask(7, lambda _: asked) == 0
+    assert holding.leader.match(7, lambda: asked) == 0
     (save,) = holding.plan((7, tokens, holding.new_blocks(tokens), 0)).saves
     assert save.pages[0].num_blocks == len(tokens) // BLOCK
     assert holding.totals["miss_tokens_skipped"] == len(tokens) // BLOCK * BLOCK
@@ -88,8 +88,8 @@ def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
     blocks = [engine.new_blocks(prompt) for prompt in (PROMPT, other)]
     meta = engine.plan((0, PROMPT, blocks[0], HIT), (1, other, blocks[1], HIT))
     first, second = meta.loads
-    lost = RankLeases(("nowhere",), first.leased.leases)
-    meta = meta._replace(loads=(first._replace(leased=lost), second))
+    ((_, lease),) = first.leased
+    meta = meta._replace(loads=(first._replace(leased=(("nowhere", lease),)), second))
 
     engine.rank.begin(meta, None)
 
@@ -99,7 +99,7 @@ def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
     engine.rank.end(None)
     dropped = engine.rank.shared.figures.totals["dropped_blocks_void"]
     assert dropped == sum(plan.pages[0].num_blocks for plan in meta.saves)
-    engine.leader.shared.release_leases(engine.arena, *first.leased.leases)
+    engine.leader.shared.release_leases(engine.arena, lease)
 
 
 # -- asking again
@@ -151,7 +151,7 @@ def test_it_is_promised_what_was_staged_meanwhile(peered, server, make_engine):
 def test_it_is_asked_in_the_leader_s_own_name(peered, server):
     assert asked(peered) == 0
     (request,) = server.asked
-    assert (request["replica"], request["rank"]) == (peered.leader.shared.pool.replica, 1)
+    assert (request["replica"], request["rank"]) == (peered.leader.shared.replica, 1)
 
 
 def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
@@ -204,7 +204,7 @@ def test_the_speed_of_prefill_is_measured(passes, tokens_per_s):
     """Each pass is (requests, tokens, seconds until the next is planned)."""
     rate, at = PrefillRate(), 100.0
     for requests, tokens, seconds in passes:
-        rate.plan(requests, tokens, at)
+        rate.note_pass(requests, tokens, at)
         at += seconds
     allowed = 0.1 if len(passes) == 40 else 1e-6
     assert rate.tokens_per_s == pytest.approx(tokens_per_s, rel=allowed)
@@ -257,7 +257,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it():
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr("kvray.engine.pass_plan._LOST_MAX", 3)
+    monkeypatch.setattr("kvray.engine.leader._LOST_MAX", 3)
     shared = SimpleNamespace(args=ARGS, release_prefix=lambda _: None)
     promises = Promises()
     for request_id in range(5):

@@ -21,7 +21,7 @@ WAIT_S = 30.0
 def name(engine: Apart, version: str | None) -> None:
     """Tell the engine as the shard does: each of its processes hears of it by itself."""
     for shared in (engine.leader.shared, engine.rank.shared):
-        shared.pool.name_weights(version)
+        shared.name_weights(version)
 
 
 def stored_of(engine: Apart) -> int:
@@ -137,13 +137,13 @@ def test_what_was_promised_before_is_loaded_and_stored_under_no_version(stored, 
 
 
 def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engine):
-    engine.leader.shared.pool.name_weights("2")
+    engine.leader.shared.name_weights("2")
     assert engine.serve(PROMPT) == 0
     assert engine.serve(PROMPT) == HIT
-    engine.rank.shared.pool.name_weights(None)
+    engine.rank.shared.name_weights(None)
     assert engine.serve(PROMPT) == HIT
     assert engine.serve(OTHER) == 0
-    number = engine.leader.shared.pool.own.number
+    number = engine.leader.shared.identity.own.number
     assert stored_of(engine) == 20
     assert engine.rank.shared.link.arena is not None
     assert list(engine.rank.shared.link.arena.has_slots_of([number])) == [True]
@@ -170,19 +170,19 @@ def tell(shard: Shard, replica: str, version: str | None) -> dict[int, int]:
 
 
 def test_an_idle_engine_goes_by_the_version_when_the_shard_says_so(shard, told):
-    replica = told.leader.shared.pool.replica
+    replica = told.leader.shared.replica
     told.serve(PROMPT)
     assert tell(shard, replica, "2") == {0: 1, 1: 1}
     for shared in (told.leader.shared, told.rank.shared):
-        assert shared.pool.weights.version == "2"
+        assert shared.weights[1] == "2"
     _, reader = shard._parts.first_reader(replica)
     assert reader.namespace.weights == "2"
     assert told.serve(PROMPT) == 0
-    assert reader.namespace.digest() == told.leader.shared.pool.identity.digest
+    assert reader.namespace.digest() == told.leader.shared.identity.digest
 
 
 def test_prompts_have_no_keys_while_the_weights_have_no_version(shard, told):
-    replica = told.leader.shared.pool.replica
+    replica = told.leader.shared.replica
     tell(shard, replica, None)
     with pytest.raises(ShardUnavailable, match="set_weights_version"):
         shard.requests.prefetch(replica, bytes(160))
@@ -191,14 +191,14 @@ def test_prompts_have_no_keys_while_the_weights_have_no_version(shard, told):
 
 
 def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard, told):
-    replica = told.leader.shared.pool.replica
+    replica = told.leader.shared.replica
     told.close()
     wait_for(lambda: not shard._parts.replicas.connected(), "the end of the connection")
     assert tell(shard, replica, "2") == tell(shard, "nobody", "2") == {}
 
 
 def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, monkeypatch):
-    pool = told.leader.shared.pool
+    leader = told.leader.shared
     is_silent, fell_silent = threading.Event(), threading.Event()
     report = Registrations.report
     monkeypatch.setattr(
@@ -209,7 +209,7 @@ def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, m
     is_silent.set()
     assert fell_silent.wait(30), "a report may still be under way"
     with pytest.raises(ShardUnavailable, match=r"Ranks .*1 of replica"):
-        shard.requests.set_weights_version(pool.replica, "2", 0.05)
+        shard.requests.set_weights_version(leader.replica, "2", 0.05)
     is_silent.clear()
-    assert tell(shard, pool.replica, None) == {0: 1, 1: 1}
-    assert pool.weights.state == (1, None)
+    assert tell(shard, leader.replica, None) == {0: 1, 1: 1}
+    assert leader.weights == (1, None)

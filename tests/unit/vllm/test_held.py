@@ -6,20 +6,17 @@ The scheduler counts its ranks' memory for them: they can take what it has them 
 import random
 import threading
 from collections.abc import Iterator
-from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvray.engine.meta import PageIds, RankLeases
+from kvray.engine.meta import PageIds
 from kvray.errors import LeaseExpired
-from kvray.store import Arena
+from kvray.store import Arena, Lease
 from kvray.store.arena import payload
-from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import QUARANTINED, READY
-from kvray.vllm.held import HeldBlocks
-from kvray.vllm.holds import Asked, HeldLoad, Hold, Holds
+from kvray.vllm.held import Asked, HeldBlocks, HeldLoad, Hold, Holds
 from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, NUM_WANTED, PROMPT
 from tests.kit.devices import HostDevice
@@ -40,7 +37,7 @@ def engine(
     """An engine whose tier has the prompt; its pool is of either kind."""
     make_engine().serve(PROMPT)
     if request.param == "device":
-        monkeypatch.setattr("kvray.engine.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.engine.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
     return make_engine(holds_loads=True, takes_offers_later=True)
 
@@ -48,7 +45,7 @@ def engine(
 @pytest.fixture
 def held(engine: Apart) -> Iterator[HeldBlocks]:
     assert engine.rank.pool is not None
-    (part,) = engine.rank._parts
+    (part,) = engine.rank._parts[1]
     made = HeldBlocks(engine.rank.shared, engine.rank.pool, part, num_blocks=ROOM)
     yield made
     made.close()
@@ -59,7 +56,7 @@ def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) 
     assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
     promise = engine.leader.states[number].promise
     assert promise is not None
-    return Hold(hold_id, promise.lease.leased(), promise.first, promise.end)
+    return Hold(hold_id, promise.lease.leased, promise.first, promise.end)
 
 
 def answer(held: HeldBlocks, hold: Hold, *, are_ours: bool = True) -> int:
@@ -75,8 +72,12 @@ def flip(arena: Arena, slots: list[int]) -> None:
         arena.slot_bytes(slot)[5] ^= 16
 
 
+def lease_of(hold: Hold) -> Lease:
+    return hold.leased[0][1]
+
+
 def slots_of(engine: Apart, hold: Hold) -> list[int]:
-    found: list[int] = engine.arena.leased_slots(hold.leased.leases[0]).tolist()
+    found: list[int] = engine.arena.leased_slots(lease_of(hold)).tolist()
     return found
 
 
@@ -112,9 +113,9 @@ def test_a_block_that_is_wrong_ends_what_is_held(engine, held, monkeypatch):
 
 def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(engine, held):
     hold = leased(engine)
-    gone = hold._replace(hold_id=1, leased=hold.leased._replace(arena_ids=("nowhere",)))
+    gone = hold._replace(hold_id=1, leased=(("nowhere", lease_of(hold)),))
     assert answer(held, gone) == 0
-    engine.arena.release(*hold.leased.leases)
+    engine.arena.release(lease_of(hold))
     assert answer(held, hold) == 0
 
 
@@ -123,19 +124,30 @@ def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monk
 
     def read_and_release(*args: Any, **options: Any) -> Any:
         valid = read(*args, **options)
-        engine.arena.release(*hold.leased.leases)
+        engine.arena.release(lease_of(hold))
         return valid
 
     monkeypatch.setattr(payload, "read", read_and_release)
     assert answer(held, hold) == 0
 
 
-def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(engine, held, monkeypatch):
+def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
+    engine, held, monkeypatch, caplog
+):
     hold = leased(engine)
-    holders = chain([Membership(0, 1)], repeat(Membership(0, 2)))
-    slots = Arena.leased_slots
-    monkeypatch.setattr(Arena, "held_by", lambda *one: (next(holders), slots(*one)))
-    assert answer(held, hold) == 0
+    leader, read = Arena(engine.arena.directory, lock_wait_s=1), payload.read
+    leader.join("leader")
+    taken = leader.lease_slots(engine.arena.leased_slots(lease_of(hold)))
+
+    def read_and_change(*args: Any, **options: Any) -> Any:
+        valid = read(*args, **options)
+        leader.tables.holder_generation[leader.holder] += 1
+        return valid
+
+    monkeypatch.setattr(payload, "read", read_and_change)
+    assert answer(held, hold._replace(leased=((leader.arena_id, taken),))) == 0
+    assert "changed while its blocks were copied" in caplog.text
+    leader.close()
 
 
 def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
@@ -168,7 +180,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
         if chance.random() < 0.6 and engine.ask(number, PROMPT):
             promise = engine.leader.states[number].promise
             assert promise is not None
-            made = holds.begin(promise.lease.leased(), first=promise.first, stop=promise.end)
+            made = holds.begin(promise.lease.leased, first=promise.first, stop=promise.end)
             if made is None:
                 engine.leader.decline(number)
             else:
@@ -191,7 +203,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
             held.load(load, None)
             engine.check(PROMPT, load.pages.ids().tolist(), HIT)
         found = held.answers()
-        holds.hear(found, dict.fromkeys(found, 1))
+        holds.take_answers(found, dict.fromkeys(found, 1))
     for one, made in living.items():
         holds.drop(made)
         engine.leader.finish(one)
@@ -199,7 +211,7 @@ def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
 
     def is_free() -> bool:
         found = held.answers()
-        holds.hear(found, dict.fromkeys(found, 1))
+        holds.take_answers(found, dict.fromkeys(found, 1))
         return holds.room == ROOM
 
     wait_for(is_free, "the last copies")
@@ -222,11 +234,8 @@ def test_the_end_waits_for_the_present_copy_only(engine, held, monkeypatch):
     assert copied == [0]
 
 
-LEASED = RankLeases(("arena",), ())
-
-
 def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
-    asked = holds.begin(LEASED, first=first, stop=first + num_blocks)
+    asked = holds.begin((), first=first, stop=first + num_blocks)
     assert asked is not None
     return asked
 
@@ -234,9 +243,9 @@ def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
 def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
     holds = Holds(num_ranks=3, num_blocks=10)
     asked = begin(holds, 6, first=2)
-    holds.hear({0: 5}, {0: 1})
+    holds.take_answers({0: 5}, {0: 1})
     assert not asked.is_answered
-    holds.hear({0: 4}, {0: 2})
+    holds.take_answers({0: 4}, {0: 2})
     assert asked.is_answered
     assert (asked.num_valid, asked.end) == (4, 6)
 
@@ -247,7 +256,7 @@ def test_the_ranks_are_told_once():
     assert holds.take() == ((), ())
     assert holds.room == 10
     asked = begin(holds, 6)
-    assert holds.take() == ((Hold(1, LEASED, 0, 6),), ())
+    assert holds.take() == ((Hold(1, (), 0, 6),), ())
     holds.drop(asked)
     assert holds.take() == ((), (1,))
     assert holds.take() == ((), ())
@@ -256,11 +265,11 @@ def test_the_ranks_are_told_once():
 def test_no_more_is_held_than_there_is_room_for_which_comes_back_with_the_load():
     holds = Holds(num_ranks=1, num_blocks=10)
     asked = begin(holds, 6)
-    assert holds.begin(LEASED, first=0, stop=5) is None
+    assert holds.begin((), first=0, stop=5) is None
     holds.take()
-    holds.hear({0: 6}, {0: 1})
+    holds.take_answers({0: 6}, {0: 1})
     assert holds.room == 4
-    assert holds.begin(LEASED, first=0, stop=4) is not None
+    assert holds.begin((), first=0, stop=4) is not None
     holds.loaded(asked)
     assert holds.room == 6
 
@@ -270,9 +279,9 @@ def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it():
     asked = begin(holds, 6)
     holds.take()
     holds.drop(asked)
-    holds.hear({0: 6}, {0: 1})
+    holds.take_answers({0: 6}, {0: 1})
     assert holds.room == 4
-    holds.hear({0: 0}, {0: 1})
+    holds.take_answers({0: 0}, {0: 1})
     assert holds.room == 10
 
 
@@ -283,7 +292,7 @@ def test_after_any_life_all_room_is_back():
         silent: list[int] = []
         for _ in range(200):
             act = chance.randrange(4)
-            if act == 0 and (made := holds.begin(LEASED, first=0, stop=chance.randrange(1, 9))):
+            if act == 0 and (made := holds.begin((), first=0, stop=chance.randrange(1, 9))):
                 living.append(made)
             elif act == 1 and living:
                 holds.drop(living.pop(chance.randrange(len(living))))
@@ -291,7 +300,7 @@ def test_after_any_life_all_room_is_back():
                 silent += [hold.hold_id for hold in holds.take()[0] for _ in range(2)]
             elif silent:
                 hold_id = silent.pop(chance.randrange(len(silent)))
-                holds.hear({hold_id: 1}, {hold_id: 1})
+                holds.take_answers({hold_id: 1}, {hold_id: 1})
                 for one in [one for one in living if one.is_answered and chance.random() < 0.5]:
                     living.remove(one)
                     holds.loaded(one)
@@ -299,5 +308,5 @@ def test_after_any_life_all_room_is_back():
             holds.drop(one)
         silent += [hold.hold_id for hold in holds.take()[0] for _ in range(2)]
         for hold_id in silent:
-            holds.hear({hold_id: 1}, {hold_id: 1})
+            holds.take_answers({hold_id: 1}, {hold_id: 1})
         assert holds.room == 20, seed

@@ -8,8 +8,7 @@ import torch
 
 from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError
-from kvray.vllm.identity import RequestReader, refuse_unsupported
-from kvray.vllm.layout import read_layout
+from kvray.vllm.read import RequestReader, read_layout, refuse_unsupported
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -40,8 +39,8 @@ def feature(
 
 @pytest.fixture
 def reader() -> RequestReader:
-    args = SimpleNamespace(adapters="")
-    return RequestReader(SimpleNamespace(args=args, under_tenant=lambda identity: identity))
+    args: Any = SimpleNamespace(adapters="")
+    return RequestReader(args)
 
 
 def read(reader: RequestReader, **changes: Any) -> Prompt:
@@ -93,7 +92,7 @@ def test_media_differ_by_name_place_length_and_mask(reader):
 def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
     reader, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("kvray.engine.model.model_name._WAIT_S", 10.0)
+    monkeypatch.setattr("kvray.engine.model_name._WAIT_S", 10.0)
     loras = []
     for number in (1, 2):
         directory = tmp_path / str(number)

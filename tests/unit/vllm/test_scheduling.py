@@ -14,7 +14,7 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
-from kvray.vllm.holds import Hold, Holds
+from kvray.vllm.held import Hold, Holds
 from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.unit.connector.conftest import environment, running_shard, shard
 from tests.unit.vllm.test_read import request as request_of
@@ -98,16 +98,16 @@ def answer(half: "SchedulingHalf", hold: Hold, valid: int | None = None) -> None
     from kvray.vllm.start import HoldAnswers
 
     num_valid = hold.num_blocks if valid is None else valid
-    half.hear(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_valid}))
+    half.take_answers(HoldAnswers(Counter({hold.hold_id: 1}), {hold.hold_id: num_valid}))
 
 
 def offered(
     half: "SchedulingHalf", request: SimpleNamespace, computed: int = 0, *, valid: int | None = None
 ) -> int | None:
     """Ask, have the rank hold `valid` blocks of what is leased, and ask again."""
-    assert half.ask(request, computed) is None
+    assert half.match(request, computed) is None
     answer(half, told(half), valid)
-    return half.ask(request, computed)
+    return half.match(request, computed)
 
 
 def taken(half: "SchedulingHalf", request: SimpleNamespace, hit: int, at: int | None = None) -> Any:
@@ -134,11 +134,11 @@ def test_what_vllm_takes_is_loaded(half):
 
 def test_nothing_is_offered_before_every_rank_has_answered(half):
     request = asked("a")
-    assert [half.ask(request, 0) for _ in range(3)] == [None] * 3
+    assert [half.match(request, 0) for _ in range(3)] == [None] * 3
     hold = told(half)
-    assert half.ask(request, 0) is None
+    assert half.match(request, 0) is None
     answer(half, hold)
-    assert [half.ask(request, 0) for _ in range(3)] == [HIT] * 3  # as often as vLLM has no room
+    assert [half.match(request, 0) for _ in range(3)] == [HIT] * 3  # as often as vLLM has no room
     assert totals(half)["requests"] == 0
     assert half.plan(nothing()).holds == ()
 
@@ -168,8 +168,8 @@ def test_a_block_that_proves_wrong_makes_a_shorter_hit_or_a_miss(half, valid):
 def test_what_vllm_has_itself_by_then_is_passed_over(half):
     request = asked("a")
     assert offered(half, request, BLOCK) == HIT - BLOCK
-    assert half.ask(request, 4 * BLOCK) == HIT - 4 * BLOCK
-    assert half.ask(request, 3 * BLOCK) == HIT - 3 * BLOCK
+    assert half.match(request, 4 * BLOCK) == HIT - 4 * BLOCK
+    assert half.match(request, 3 * BLOCK) == HIT - 3 * BLOCK
     (load,) = taken(half, request, HIT - 3 * BLOCK, HIT).loads
     assert (load.skip, load.pages.ids().tolist()) == (2, list(range(3, HIT // BLOCK)))
     assert totals(half)["local_tokens"] == 3 * BLOCK
@@ -181,9 +181,9 @@ def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_
     half, computed
 ):
     request = asked("a")
-    assert half.ask(request, BLOCK) is None
+    assert half.match(request, BLOCK) is None
     answer(half, told(half))
-    assert half.ask(request, computed) == 0
+    assert half.match(request, computed) == 0
     half.allocated(request, 0)
     assert half.plan(new("a", computed, num_scheduled=1)).drops == (0,)
 
@@ -200,7 +200,7 @@ def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(half):
     request = asked("a")
     request.skip_reading_prefix_cache = True
     request.all_token_ids = request.prompt_token_ids = [*PROMPT[:-BLOCK], *range(BLOCK)]
-    assert half.ask(request, 0) == 0
+    assert half.match(request, 0) == 0
     passed = taken(half, request, 0)
     assert (passed.holds, passed.loads) == ((), ())
     assert passed.meta.saves[0].pages[0].num_blocks == len(PROMPT) // BLOCK
@@ -219,9 +219,9 @@ def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
     half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
     first, second = asked("a"), asked("b")
     assert offered(half, first) == HIT
-    assert [half.ask(second, 0) for _ in range(2)] == [None] * 2
+    assert [half.match(second, 0) for _ in range(2)] == [None] * 2
     now[0] += 1.01 * half._leader.shared.config.connector.stage_wait_s
-    assert half.ask(second, 0) == 0
+    assert half.match(second, 0) == 0
     half.allocated(second, 0)
     assert totals(half)["miss_tokens_too_slow"] == HIT
     half.finish("a")  # nobody waits for it any more
@@ -232,10 +232,10 @@ def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatc
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     request = asked("a")
-    assert half.ask(request, 0) is None
+    assert half.match(request, 0) is None
     hold = told(half)
     now[0] += 60
-    assert half.ask(request, 0) == 0
+    assert half.match(request, 0) == 0
     assert taken(half, request, 0).drops == (hold.hold_id,)
     assert totals(half)["miss_tokens_too_slow"] == HIT
     assert half._holds.room < ROOM  # it may copy still
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatc
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
-    assert half.ask(asked("a"), 0) is None
+    assert half.match(asked("a"), 0) is None
     if is_told:
         answer(half, told(half))
     assert half.finish("a") == (False, 0)
@@ -258,13 +258,13 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
 
 
 def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
-    pool = half._leader.shared.pool
-    pool.identity = replace(pool.identity, is_host=False)
+    shared = half._leader.shared
+    shared.identity = replace(shared.identity, is_host=False)
     names = []
     for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
         request = asked(name)
         request.all_token_ids = tokens
-        assert half.ask(request, 0) == 0
+        assert half.match(request, 0) == 0
         half.allocated(request, 0)
         names.append(half.plan(new(name, 0, num_scheduled=len(tokens))).names)
     assert names == [{0: "a"}, {}]  # nothing of the second fills a block
@@ -272,30 +272,30 @@ def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
 
 
 def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half):
-    pool = half._leader.shared.pool
+    shared = half._leader.shared
     assert offered(half, asked("a")) == HIT
     half.reset()
     request = asked("c")
-    assert half.ask(request, 0) == 0
+    assert half.match(request, 0) == 0
     passed = taken(half, request, 0)
     assert (passed.loads, passed.meta.saves, passed.drops) == ((), (), (0,))
     assert totals(half)["miss_tokens_weights_unnamed"] == HIT
-    pool.name_weights("2")
-    assert half.ask(asked("d"), 0) == 0
+    shared.name_weights("2")
+    assert half.match(asked("d"), 0) == 0
     half.reset()
-    pool.name_weights("")
+    shared.name_weights("")
     assert offered(half, asked("e")) == HIT
 
 
 def test_what_was_held_of_the_weights_before_is_not_promised(half):
     """A client names other weights while the ranks copy, and again once they hold it."""
-    request, pool = asked("a"), half._leader.shared.pool
-    assert half.ask(request, 0) is None
-    pool.name_weights("2")
+    request, shared = asked("a"), half._leader.shared
+    assert half.match(request, 0) is None
+    shared.name_weights("2")
     answer(half, told(half))
-    assert half.ask(request, 0) == 0
-    pool.name_weights("")
-    assert half.ask(asked("b"), 0) is None
+    assert half.match(request, 0) == 0
+    shared.name_weights("")
+    assert half.match(asked("b"), 0) is None
     answer(half, told(half))
-    pool.name_weights("3")
-    assert half.ask(asked("b"), 0) == 0
+    shared.name_weights("3")
+    assert half.match(asked("b"), 0) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from kvray.actors.shard.actor_requests import prompt_keys
 from kvray.actors.staging.replicas import Reader
-from kvray.engine.model.model_name import Adapters
+from kvray.engine.model_name import Adapters
 from kvray.engine.request import RequestState
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import UNNAMED

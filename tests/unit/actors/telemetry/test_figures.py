@@ -27,7 +27,7 @@ from kvray.actors.telemetry.figures import (
     mover_figures,
     totals_of,
 )
-from kvray.engine.figures import DropReason, TimeHistogram
+from kvray.engine.shared_state import DropReason, TimeHistogram
 from kvray.metrics import METRICS, PREFIX
 from kvray.node.stage_calls import ShardSocket
 from tests.unit.actors.conftest import StartShard

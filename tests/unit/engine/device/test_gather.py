@@ -9,7 +9,7 @@ import torch
 
 from kvray.engine.device import gather as compiled
 from kvray.engine.device.gather import Below, calibrate, is_even, largest, memory_bytes
-from kvray.engine.device.stages import Pieces, join
+from kvray.engine.device.pool import Pieces, join
 
 CPU = torch.device("cpu")
 

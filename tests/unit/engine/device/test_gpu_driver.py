@@ -21,7 +21,7 @@ from kvray.engine.device.cuda_device import (
     CudaDriver,
 )
 from kvray.engine.device.gather import Below
-from kvray.engine.device.stages import Pieces
+from kvray.engine.device.pool import Pieces
 from kvray.errors import TierError
 
 STREAM = 0x5EED_0000_0001

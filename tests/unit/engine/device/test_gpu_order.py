@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.engine.device import stages
+from kvray.engine.device import pool as pool_module
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load, Ticket
 from kvray.errors import LayoutMismatch
@@ -52,8 +52,8 @@ def slots(arena: Arena) -> Array:
 def _fine_stages() -> Iterator[None]:
     """Have every layer be a stage, however few bytes it has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "PIECE_BYTES", 1)
-        patch.setattr(stages, "STAGE_BYTES", 1)
+        patch.setattr(pool_module, "PIECE_BYTES", 1)
+        patch.setattr(pool_module, "STAGE_BYTES", 1)
         yield
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.engine.device import pool as pool_module
+from kvray.engine.cache_layout import LayerRange, Part
+from kvray.engine.device import gpu
 from kvray.engine.device.gpu import DevicePool
 from kvray.engine.device.pool import Load
-from kvray.engine.model.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.tables import Array
@@ -171,7 +171,7 @@ def test_memory_is_registered_in_the_background_and_let_go_at_the_end(arena):
 
 
 def test_chunks_are_whole_slabs(arena, monkeypatch):
-    monkeypatch.setattr(pool_module, "_CHUNK_BYTES", 3 * 2**16 + 1)
+    monkeypatch.setattr(gpu, "_CHUNK_BYTES", 3 * 2**16 + 1)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
     pool.attend(arena)
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_registered_is_copied_all_the_same(arena):
 
 
 def test_only_slots_in_the_registered_part_count_as_such(arena, monkeypatch):
-    monkeypatch.setattr(pool_module, "_CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(gpu, "_CHUNK_BYTES", 2**16)
     device = CountingDevice(chunks_max=1)
     part = full_page(num_pages=20)
     pool, slots = pool_of(part, device=device), reserve(arena, 20, part.block_bytes)
@@ -229,7 +229,7 @@ def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena, end):
 
 @over
 def test_an_arena_that_is_over_is_let_go_without_a_next_one(arena, end, monkeypatch):
-    monkeypatch.setattr(pool_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gpu, "_LOOK_S", 0.01)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
     with open_arena(capacity=2**18, slab=2**16) as before:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.device.stages import (
+from kvray.engine.cache_layout import LayerRange, Part
+from kvray.engine.device.pool import (
     BEFORE_ALL,
     PIECE_BYTES,
     STAGE_BYTES,
@@ -17,7 +18,6 @@ from kvray.engine.device.stages import (
     concatenate,
     join,
 )
-from kvray.engine.model.cache_layout import LayerRange, Part
 from tests.kit.devices import even_steps, part_of, region
 
 MUCH = 2**40

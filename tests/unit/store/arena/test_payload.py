@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
 from kvray.identity.block import BlockKey
-from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
+from kvray.store import Arena, ArenaOwner, Lease, PartRequest
 from kvray.store.arena import payload as copier_module
 from kvray.store.arena.layout import QUARANTINED
 from kvray.store.arena.payload import Copier, Copy, Strip, copy_run, slot_bytes
@@ -175,13 +175,12 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena):
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
-    reads = []
     for part, start, stop in ((0, 0, 5), (1, 5, 7)):
         starts = accumulate(sizes[part], initial=0)
         each = zip(back[part], starts, sizes[part], strict=False)
         strips = [Strip(region[:, None], at, size) for region, at, size in each]
-        reads.append(PartRead(slots[start:stop], strips, pages[3 * part :], sum(sizes[part])))
-    arena.read_slots(reads)
+        here = slots[start:stop]
+        arena.read_slots(here, strips, pages[3 * part :], block_bytes=sum(sizes[part]))
     arena.check(held.leases[0], slots, verify=True)
     for region, copy in zip(pools[0], back[0], strict=True):
         assert np.array_equal(region[pages], copy[pages])
@@ -203,7 +202,7 @@ def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena, pages):
     memory = np.zeros((10, 500), dtype=np.uint8)
     runs = as_strided(memory[:, 7:], (10, 4, 50), (500, 100, 1))
     strip = Strip(runs, start=30, step=300)
-    arena.read_slots([PartRead(made.slots.astype(np.int64), [strip], pages, block_bytes)])
+    arena.read_slots(made.slots.astype(np.int64), [strip], pages, block_bytes=block_bytes)
     expected = np.zeros_like(memory)
     for row, page in enumerate(pages):
         for run in range(4):

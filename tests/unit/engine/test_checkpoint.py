@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from kvray.engine.model.checkpoint import (
+from kvray.engine.engine_args import (
     CheckpointConfig,
     find_checkpoint,
     read_checkpoint,

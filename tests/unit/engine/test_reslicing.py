@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.model.cache_layout import (
+from kvray.engine.cache_layout import (
     CacheLayout,
     Group,
     LayerRange,

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from kvray.connector import KvRayWorker
-from kvray.engine import registered_pool
+from kvray.engine import model_name, shared_state
 from kvray.engine.meta import ConnectorMeta
-from kvray.engine.model import model_name
-from kvray.engine.model.model_name import ModelName
+from kvray.engine.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.fingerprint import Progress
 from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
@@ -54,7 +53,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowReading]:
     """Have the engines of a test wait for one reading."""
     reading = SlowReading()
     monkeypatch.setattr(model_name, "fingerprint_model", reading)
-    monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
+    monkeypatch.setattr(shared_state, "_NAME_WAIT_S", 0.0)
     yield reading
     reading.may_end.set()
 
@@ -75,7 +74,7 @@ def pair(make_pair: MakePair, args: SimpleNamespace, reading: SlowReading) -> Pa
 def let_go(reading: SlowReading, pair: Pair) -> None:
     """Have the reading end, and the engine know the name."""
     reading.may_end.set()
-    wait_for(lambda: bool(pair.worker._rank.shared.pool.model_name.name), "reading the checkpoint")
+    wait_for(lambda: bool(pair.worker._rank.shared.model_name.name), "reading the checkpoint")
 
 
 def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(pair, reading):
@@ -115,14 +114,14 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
     pair.serve(Request(1, PROMPT))
     after = figures()
     assert "fingerprint_bytes" not in after["counters"]
-    assert after["namespace"] == pair.engine.pool.identity.digest.hex()[:8]
+    assert after["namespace"] == pair.engine.identity.digest.hex()[:8]
     assert after["namespace"] != before["namespace"]
 
 
 def test_the_log_says_how_far_the_reading_is_and_what_to_do(
     make_pair, args, reading, caplog, monkeypatch
 ):
-    monkeypatch.setattr(model_name, "_SAY_S", 0.01)
+    monkeypatch.setattr(model_name, "_LOG_S", 0.01)
     make_pair(args)
     wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
     assert "connector.model_key names the model at once" in caplog.text
@@ -162,7 +161,7 @@ def test_a_reading_that_fails_leaves_the_engine_without_the_tier(pair, reading, 
     reading.may_end.set()
     wait_for(lambda: "what has failed" in caplog.text, "the failure")
     assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
-    assert pair.engine.pool.model_name.counters()["fingerprint_failed"] == 1
+    assert pair.engine.model_name.counters()["fingerprint_failed"] == 1
 
 
 def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
@@ -184,7 +183,7 @@ def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
     time.sleep(0.02)
     (Path(args.model) / "config.json").write_text("{}")
     reading.may_end.set()
-    name = worker._rank.shared.pool.model_name
+    name = worker._rank.shared.model_name
     assert name.find(10) == ""
     assert "have changed since the engine started" in name.failure
     assert "is being read" not in caplog.text, "nothing is any more"
@@ -197,7 +196,7 @@ def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
 
 def test_an_engine_that_ends_does_not_go_on_reading(shard, args, reading, caplog):
     worker = KvRayWorker(args)
-    thread = worker._rank.shared.pool.model_name._thread
+    thread = worker._rank.shared.model_name._thread
     worker.shutdown()
     assert not thread.is_alive()
     assert "goes on without the tier" not in caplog.text
@@ -215,9 +214,9 @@ def ranks(make_pair: MakePair, args: SimpleNamespace, monkeypatch: pytest.Monkey
     leader = make_pair(args)
     leader.store(PROMPT)
     late = SlowReading()
-    late.found = leader.engine.pool.model_name.name.removeprefix("sha256:")
+    late.found = leader.engine.model_name.name.removeprefix("sha256:")
     monkeypatch.setattr(model_name, "fingerprint_model", late)
-    monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
+    monkeypatch.setattr(shared_state, "_NAME_WAIT_S", 0.0)
     return leader, make_pair(SimpleNamespace(**vars(args))), late
 
 
@@ -233,7 +232,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     leader, rank, late = ranks
     request = Request(2, PROMPT)
     meta = promised(leader, rank, request)
-    assert meta.model == leader.engine.pool.model_name.name
+    assert meta.model == leader.engine.model_name.name
     rank.worker.start_load_kv(None)
     rank.end_pass()
     rank.check(request)
@@ -251,7 +250,7 @@ def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_s
     let_go(late, rank)
     promised(leader, rank, Request(4, PROMPT))
     rank.worker.start_load_kv(None)
-    assert rank.engine.pool.identity.digest == leader.engine.pool.identity.digest
+    assert rank.engine.identity.digest == leader.engine.identity.digest
 
 
 def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):

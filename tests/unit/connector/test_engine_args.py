@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants
 
 from kvray.connector import base
-from kvray.connector.engine_args import EngineArgs
 from kvray.connector.refusals import refuse_flat_pool
+from kvray.connector.start import EngineArgs
 from kvray.errors import ConfigError
 from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, parallel, read_args
 from tests.tiny_checkpoint import write_tiny_checkpoint

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvray.engine.model import model_name
-from kvray.engine.model.model_name import Adapters
+from kvray.engine import model_name
+from kvray.engine.model_name import Adapters
 from kvray.errors import ConfigError
 from tests.waiting import Gate, wait_for
 

@@ -11,6 +11,10 @@ of a wider rank's part a run, or from parts of narrower ranks a run for each pla
 
 The namespace of such blocks has their sizes, and tells where heads are not dealt so: with more
 ranks than heads several ranks hold the same one, and all parts together are larger.
+
+A `Reading` is what an engine reads of a namespace: which blocks, and which parts of them for each
+of its ranks. It reads its own namespace, which it stores as well, and, where heads are dealt alike,
+those of engines of the same model with more or fewer ranks.
 """
 
 import json
@@ -21,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvray.identity.block import readable_ranks
+from kvray.engine.engine_args import EngineArgs
+from kvray.identity.block import UNNAMED, Namespace, namespace_id, readable_ranks
 from kvray.store import PartRequest
 
 
@@ -130,13 +135,6 @@ class CacheLayout:
             if owner in (rank, None)
         )
 
-    def part_requests(self, num_ranks: int, tokens_per_block: int) -> list[list[PartRequest]]:
-        """Return, for each rank, the parts that its lease must have."""
-        return [
-            [part.request for part in self.parts(rank, num_ranks, tokens_per_block)]
-            for rank in range(num_ranks)
-        ]
-
     def describe(self) -> str:
         """Return what distinguishes it from other layouts, as one canonical text."""
         groups = [
@@ -216,6 +214,8 @@ def resliced_parts(
     layout: CacheLayout, rank: int, num_ranks: int, stored_by: int, tokens_per_block: int
 ) -> tuple[Part, ...]:
     """Return what `rank` reads of a block of `stored_by` ranks, in the order of its lease."""
+    if stored_by == num_ranks:
+        return layout.parts(rank, num_ranks, tokens_per_block)
     stored = layout_among(layout, num_ranks, stored_by)
     return tuple(
         replace(
@@ -279,3 +279,124 @@ def _run(region: Region, start: int, size: int) -> Region:
 
 def _gap(region: Region, size: int) -> Region:
     return Region(pages=region.pages.new_empty((0, size)), steps=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Of blocks whose bytes are dealt to `stored_by` ranks; small and picklable."""
+
+    namespace: Namespace
+    stored_by: int
+    part_requests: list[list[PartRequest]]
+    """For each rank that the leader speaks for, the parts that its lease must have."""
+    digest: bytes = b""
+    """Of the namespace; empty while the model or its weights have no name."""
+
+    @cached_property
+    def number(self) -> int:
+        """What arenas know the namespace by."""
+        return namespace_id(self.digest)
+
+    def named(self, model: str, weights: str | None = "") -> "Reading":
+        """Return it under the names of `Namespace.named`."""
+        namespace = self.namespace.named(model, weights)
+        is_unnamed = namespace.model == UNNAMED
+        return replace(self, namespace=namespace, digest=b"" if is_unnamed else namespace.digest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineIdentity:
+    """What an engine's blocks go by, and how they lie in its pool; small and picklable.
+
+    A rank makes it of its pool, a leader without one is given it. It is replaced whole when the
+    model gets its name, or its weights another one. By default it is that of no pool.
+    """
+
+    readings: tuple[Reading, ...] = ()
+    """What is read: the engine's own blocks, then those of engines with other numbers of ranks."""
+    windowed: tuple[bool, ...] = (False,)  # for each layer group, whether it has a window
+    is_host: bool = True
+    is_flat: bool = True
+    """Whether it came as one tensor: such engines take all of an offer or nothing."""
+    model: str = ""  # empty: it has no name yet
+    weights: tuple[int, str | None] = (0, None)  # how often they have changed, and their version
+    digest: bytes = b""
+    """Of the engine's own namespace; empty while there is none, or it is not complete."""
+    common: bytes = b""
+    """Digest of what all ranks have in common: the namespace without the weights' version. Empty
+    while no pool is registered or the model has no name."""
+
+    @classmethod
+    def of(cls, args: EngineArgs, layout: CacheLayout) -> "EngineIdentity":
+        """Return that of the pool that `layout` describes; the model has no name."""
+        return cls(
+            readings=tuple(_reading(args, layout, size) for size in sizes_read(args, layout)),
+            windowed=tuple(group.window is not None for group in layout.groups),
+            is_host=layout.is_host,
+            is_flat=layout.is_flat,
+        )
+
+    @property
+    def own(self) -> Reading:
+        """What is read of the engine's own blocks; a pool is registered."""
+        return self.readings[0]
+
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether some layers look back over a window only."""
+        return any(self.windowed)
+
+    def named(self, model: str, weights: tuple[int, str | None]) -> "EngineIdentity":
+        """Return it under the names that its model and its weights have now."""
+        readings = tuple(one.named(model, weights[1]) for one in self.readings)
+        return replace(
+            self,
+            readings=readings,
+            model=model,
+            weights=weights,
+            digest=readings[0].digest,
+            common=self.own.named(model).digest,
+        )
+
+
+def sizes_read(args: EngineArgs, layout: CacheLayout) -> tuple[int, ...]:
+    """Return the numbers of ranks whose blocks the engine's ranks read, its own first.
+
+    Ranks of one request are on one node: no shard leases other engines' blocks for ranks elsewhere.
+    """
+    own = args.num_parts_ranks
+    if args.attention_dp or args.is_spread:
+        return (own,)
+    return (own, *readable_sizes(layout, own, args.checkpoint.num_kv_heads))
+
+
+def _reading(args: EngineArgs, layout: CacheLayout, stored_by: int) -> Reading:
+    """Return what the engine's ranks, of this layout, read of blocks of `stored_by` ranks."""
+    own, size = args.num_parts_ranks, args.tokens_per_block
+    stored = layout if stored_by == own else layout_among(layout, own, stored_by)
+    namespace = Namespace(
+        model=UNNAMED,
+        quantization=args.quantization,
+        overrides=args.overrides,
+        kv_dtype=layout.dtype,
+        num_layers=sum(len(group.layers) for group in layout.groups),
+        kv_factor=layout.kv_factor,
+        tokens_per_block=size,
+        part_bytes=sum(part.block_bytes for part in stored.parts(0, stored_by, size)),
+        num_parts=stored.num_parts(stored_by),
+        tp_layout=_tp_layout(args, layout, stored_by),
+        layer_groups=stored.describe(),
+        attention_backend=args.attention_backend,
+        engine=args.engine,
+    )
+    requests = [
+        [part.request for part in resliced_parts(layout, rank, own, stored_by, size)]
+        for rank in range(own)
+    ]
+    return Reading(namespace=namespace, stored_by=stored_by, part_requests=requests)
+
+
+def _tp_layout(args: EngineArgs, layout: CacheLayout, stored_by: int) -> str:
+    if not any(group.own for group in layout.groups):
+        return "tp1"  # a latent cache: each rank has all of a block, however many there are
+    return f"dp{args.num_ranks}" if args.attention_dp else f"tp{stored_by}"

@@ -3,8 +3,7 @@
 A fingerprint takes as long as reading the checkpoint does, so it is found out in the background
 while the engine starts and serves. Until then nothing has keys: nothing is promised or saved.
 
-`Weights` is which version of its weights an engine has, if anybody has named one. `Adapters` are
-its LoRA adapters, each told from every other by the bytes that the engine read.
+`Adapters` are its LoRA adapters, each identified by the bytes that the engine read.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from kvray.identity.fingerprint import Progress, fingerprint_model, stamp_model
 
 _log = logging.getLogger("kvray.connector")
 
-_SAY_S = 30.0
+_LOG_S = 30.0
 _STOP_S = 5.0
 
 
@@ -34,7 +33,7 @@ class ModelName:
     """
 
     def __init__(self, model: str, model_key: str | None, *, cache_dir: Path) -> None:
-        """Begin to find out, if `model_key` does not say it; `cache_dir` keeps files' digests."""
+        """Begin to find out, if there is no `model_key`; `cache_dir` keeps files' digests."""
         self.name = "" if model_key is None else f"key:{model_key}"
         """Empty while it is not known."""
         self.is_given = model_key is not None
@@ -45,7 +44,7 @@ class ModelName:
         self._stamp = ""
         """Of the files when the engine started: it may have read what they were then."""
         self._progress = Progress()
-        self._began_at = self._said_at = 0.0
+        self._began_at = self._logged_at = 0.0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if not self.is_given:
@@ -59,7 +58,7 @@ class ModelName:
         if not self.name and not self.failure:
             self._start().join(wait_s)
         if not self.name and not self.failure:
-            self._say("is being read to tell it from others")
+            self._log_progress("is being read to tell it from others")
         return self.name
 
     def counters(self) -> dict[str, int]:
@@ -90,7 +89,7 @@ class ModelName:
         self._stamp = self._stamp or stamp_model(self._model)
         stopped = self._stopped = threading.Event()
         self._progress = Progress(on_step=lambda: self._step(stopped))
-        self._began_at = self._said_at = time.monotonic()
+        self._began_at = self._logged_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._read, args=(stopped,), name="kvray-model", daemon=True
         )
@@ -119,13 +118,13 @@ class ModelName:
     def _step(self, stopped: threading.Event) -> None:
         if stopped.is_set():
             raise ConfigError("The reading of the checkpoint was stopped.")
-        if time.monotonic() >= self._said_at + _SAY_S:
-            self._say("is still being read")
+        if time.monotonic() >= self._logged_at + _LOG_S:
+            self._log_progress("is still being read")
 
-    def _say(self, what: str) -> None:
-        self._said_at = time.monotonic()
+    def _log_progress(self, what: str) -> None:
+        self._logged_at = time.monotonic()
         done, total = self._progress.done_bytes, self._progress.total_bytes
-        left_s = (total - done) / max(done, 1) * (self._said_at - self._began_at)
+        left_s = (total - done) / max(done, 1) * (self._logged_at - self._began_at)
         _log.warning(
             "kvray: the checkpoint %s, %.1f of %.1f GB%s; until then the engine goes without the"
             " tier. connector.model_key names the model at once.",
@@ -134,49 +133,6 @@ class ModelName:
             total / 1e9,
             f", about {left_s:.0f} s left" if left_s >= 1 else "",
         )
-
-
-class Weights:
-    """The version of one engine's weights.
-
-    Any thread says what it is; the engine's thread goes by `state`, which is replaced whole. While
-    there is no version nothing is promised or saved: nobody knows whose keys it would have.
-    """
-
-    def __init__(self, version: str | None) -> None:
-        """Begin with `version`; empty: the checkpoint's own weights, None: not named yet."""
-        if version is None:
-            _log.warning(
-                "kvray: the engine is set up to have its weights replaced while it runs; it goes"
-                " without the tier until their version is named, by connector.weights_version or"
-                " Client.set_weights_version."
-            )
-        self._lock = threading.Lock()
-        self.state: tuple[int, str | None] = (0, version)
-        """How often the version has changed, and what it is now."""
-
-    @property
-    def version(self) -> str | None:
-        """The version now; None: the weights are being replaced, or were, and have no name."""
-        return self.state[1]
-
-    def name(self, version: str | None) -> None:
-        """Take `version` for that of the weights from now on; the same one twice changes nothing.
-
-        None: they are about to be replaced, or have just been.
-        """
-        with self._lock:
-            changes, before = self.state
-            if version == before:
-                return
-            self.state = (changes + 1, version)
-        if version is None:
-            _log.warning(
-                "kvray: the engine's weights are replaced; it goes without the tier until their"
-                " version is named, see Client.set_weights_version."
-            )
-        else:
-            _log.info("kvray: the engine's weights are of version %r", version)
 
 
 _ADAPTERS_MAX = 2**16
@@ -214,7 +170,7 @@ class Adapters:
         self._readings: list[Future[str]] = []
 
     def fingerprint(self, task_id: int, path: str) -> bytes | None:
-        """Return what tells an adapter, by the engine's number and path, from every other one.
+        """Return what identifies an adapter, which the engine knows by number and path.
 
         None: that is not known, or not yet. ConfigError: there is none, or it cannot be read.
         """

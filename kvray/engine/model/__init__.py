@@ -1,1 +1,0 @@
-"""What is known of an engine's model and of its KV cache, whichever engine it is."""

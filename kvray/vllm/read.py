@@ -1,0 +1,223 @@
+"""What kvray reads of vLLM: requests, settings, and the caches that it registers.
+
+Whatever enters the keys and values of a request beside its tokens enters its keys, or makes it
+bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_keys` in
+`vllm/v1/core/kv_cache_utils.py`, of vLLM 0.32. Set-ups of vLLM that kvray would serve wrongly are
+refused at the start.
+
+vLLM registers a tensor a layer, cut into blocks as `KVCacheConfig` says. Layer `i` of a
+`KVCacheTensor` has its bytes of block `b` at `offset + i * layer_stride + b * block_stride` of the
+storage that its tensors share. Source: `vllm/v1/kv_cache_interface.py` of vLLM 0.32.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kvray.engine.cache_layout import CacheLayout, Group, LayerRange, Region
+from kvray.engine.engine_args import EngineArgs, field_of, number_of
+from kvray.engine.model_name import Adapters, fingerprints_dir
+from kvray.engine.request import Identity, Prompt
+from kvray.errors import ConfigError
+from kvray.identity.block import frame
+from kvray.identity.keys import MediaItem
+
+
+class RequestReader:
+    """Used by the thread of vLLM's scheduler."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
+
+    def read(self, request: Any, number: int, num_computed: int) -> Prompt | None:
+        """Return a request as the leader knows it; None: it bypasses the cache.
+
+        ConfigError: its adapter cannot be read.
+        """
+        identity = self._identify(request)
+        if identity is None:
+            return None
+        tokens = list(request.all_token_ids)  # one that was preempted has generated some
+        return Prompt(
+            request_id=number,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            num_computed=num_computed,
+            identity=identity,
+            is_unread=bool(request.skip_reading_prefix_cache),  # such as for prompt logprobs
+        )
+
+    def _identify(self, request: Any) -> Identity | None:
+        media = _media_items(request.mm_features)
+        if media is None or _has_more_than_tokens(request):
+            return None
+        lora: bytes | None = None
+        if request.lora_request is not None:
+            asked = request.lora_request
+            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            if lora is None or asked.load_inplace:
+                return None
+        return Identity(salt=request.cache_salt, lora=lora, media=media)
+
+
+def _has_more_than_tokens(request: Any) -> bool:
+    """Whether a request has embeddings for tokens, grows while it runs, or is not to generate."""
+    has_embeds = request.prompt_token_ids is None or request.prompt_embeds is not None
+    is_mixed = request.prompt_is_token_ids is not None
+    return has_embeds or is_mixed or request.resumable or request.pooling_params is not None
+
+
+def _media_items(features: list[Any]) -> tuple[MediaItem, ...] | None:
+    """Return the media of a request; None if there is one that vLLM does not name.
+
+    vLLM's name of an item is a hash of its content and of what the processor was told to make of
+    it, or what the caller of the API vouches for.
+    """
+    items = []
+    for feature in features:
+        place, name = feature.mm_position, feature.identifier
+        if not isinstance(name, str) or not name:
+            return None
+        mask = b"" if place.is_embed is None else bytes(place.is_embed.cpu().numpy().tobytes())
+        extent = f"{feature.modality} {place.length}".encode()
+        digest = frame(name.encode(), extent, mask)
+        items.append(MediaItem(position=place.offset, digest=digest))
+    return tuple(items)
+
+
+_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+"""Those whose blocks are all there is to a block: no scales beside it."""
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise ConfigError for a setting that kvray cannot serve."""
+    for is_so, sentence in _reasons(vllm_config):
+        if is_so:
+            raise ConfigError(sentence)
+
+
+def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in (
+        "nnodes",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        size = number_of(parallel, name, 1)
+        yield size > 1, f"{name} is {size}; kvray serves vLLM with 1."
+    yield (
+        field_of(vllm_config, "speculative_config") is not None,
+        "speculative_config is set; kvray does not serve speculative decoding with vLLM yet, so"
+        " leave it or --kv-transfer-config out.",
+    )
+    dtype = field_of(cache, "cache_dtype")
+    yield (
+        str(dtype) not in _CACHE_DTYPES,
+        f"cache_dtype is {dtype!r}, which has scales beside the blocks; kvray serves"
+        f" {', '.join(sorted(_CACHE_DTYPES))}.",
+    )
+    yield (
+        bool(field_of(cache, "kv_sharing_fast_prefill")),
+        "kv_sharing_fast_prefill is set, which leaves blocks unfilled; switch it off.",
+    )
+    role = field_of(vllm_config.kv_transfer_config, "kv_role")
+    yield role != "kv_both", f"kv_role is {role!r}; kvray loads and saves, so set it to kv_both."
+
+
+def read_layout(kv_caches: dict[str, torch.Tensor], config: Any) -> CacheLayout:
+    """Return the layout of a rank's cache; the names of `kv_caches` are those of vLLM's layers.
+
+    ConfigError: it is not one group of layers of which each has its bytes to itself, or a layer
+    lies elsewhere than `config` says.
+    """
+    group = _only_group(config)
+    numbers = {name: number for number, name in enumerate(group.layer_names)}
+    regions = tuple(_regions(kv_caches, config, numbers))
+    read = {layer for region in regions for step in region.steps for layer in step.layers}
+    missing = [name for name, number in numbers.items() if number not in read]
+    if missing:
+        raise ConfigError(
+            f"vLLM registered no cache for {len(missing)} layers, {missing[0]} the first; kvray"
+            " serves models whose layers all have a KV cache of their own."
+        )
+    spec = group.kv_cache_spec
+    is_latent = getattr(spec, "head_size_v", None) == 0
+    own, shared = ((), regions) if is_latent else (regions, ())
+    return CacheLayout(
+        groups=(Group(layers=tuple(numbers.values()), window=None, own=own, shared=shared),),
+        dtype=str(spec.dtype).removeprefix("torch."),
+        kv_factor=1 if is_latent else 2,
+        tokens_per_block=int(spec.block_size),
+        is_flat=True,
+    )
+
+
+def _only_group(config: Any) -> Any:
+    """Return the group of layers of a cache that has just one."""
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"The KV cache has {len(groups)} groups of layers; kvray serves vLLM with one. Start it"
+            " with --disable-hybrid-kv-cache-manager, or leave --kv-transfer-config out."
+        )
+    return groups[0]
+
+
+def _regions(
+    kv_caches: dict[str, torch.Tensor], config: Any, numbers: dict[str, int]
+) -> Iterator[Region]:
+    """Yield the bytes of each layer's blocks, layers of one block that touch as one region."""
+    page_bytes = int(config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+    for placed in config.kv_cache_tensors:
+        layers = [name for name in placed.layers if name in numbers]
+        if len(layers) != len(placed.layers) or placed.host_resident:
+            raise ConfigError(
+                f"vLLM keeps other caches beside that of {placed.layers[0]}; kvray serves models"
+                " with one KV cache."
+            )
+        if not 0 < page_bytes <= placed.block_stride:
+            raise ConfigError(
+                f"A block has {page_bytes} bytes a layer and {placed.block_stride} to the next one;"
+                " kvray serves blocks that do not overlap."
+            )
+        storage = _storage(kv_caches, layers, placed)
+        if placed.layer_stride == page_bytes:  # a block has its layers end to end
+            yield _region(storage, config, placed, 0, [numbers[name] for name in layers])
+            continue
+        for index, name in enumerate(layers):
+            yield _region(storage, config, placed, index, [numbers[name]])
+
+
+def _region(
+    storage: torch.Tensor, config: Any, placed: Any, index: int, layers: list[int]
+) -> Region:
+    page_bytes = int(config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+    start = placed.offset + index * placed.layer_stride
+    pages = storage.as_strided(
+        (config.num_blocks, page_bytes * len(layers)), (placed.block_stride, 1), start
+    )
+    steps = [
+        LayerRange((layer,), place * page_bytes, (place + 1) * page_bytes)
+        for place, layer in enumerate(layers)
+    ]
+    return Region(pages=pages, steps=tuple(steps))
+
+
+def _storage(kv_caches: dict[str, torch.Tensor], layers: list[str], placed: Any) -> torch.Tensor:
+    """Return the bytes that the tensors of `layers` share, once they are seen to lie as said."""
+    missing = [name for name in layers if name not in kv_caches]
+    if missing:
+        raise ConfigError(f"vLLM registered no KV cache for {missing[0]}; kvray needs all of them.")
+    first = kv_caches[layers[0]]
+    storage = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    for index, name in enumerate(layers):
+        tensor = kv_caches[name]
+        said = storage.data_ptr() + placed.offset + index * placed.layer_stride
+        if tensor.data_ptr() != said or storage.numel() < placed.size:
+            raise ConfigError(
+                f"The KV cache of {name} lies elsewhere than vLLM says; kvray serves vLLM 0.32 and"
+                " what lays its cache out alike."
+            )
+    return storage
