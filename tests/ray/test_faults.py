@@ -14,7 +14,7 @@ import pytest
 import ray
 
 import kvray
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME, lookup_name
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import (

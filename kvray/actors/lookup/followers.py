@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from random import Random
 from typing import Any
@@ -55,7 +54,6 @@ class Followers:
         *,
         partition: int = 0,
         looked: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
         look_s: float = 1.0,
         retry_s: float = 0.5,
     ) -> None:
@@ -64,7 +62,6 @@ class Followers:
         self._ask = ask
         self._partition = partition
         self._looked = looked
-        self._clock = clock
         self._look_s, self._retry_s = look_s, retry_s
         self._lock = threading.Lock()
         self._num_waiting = 0
@@ -112,10 +109,10 @@ class Followers:
         is_behind, has_turn = True, False
         try:
             while shard in self._tasks:
-                began = self._clock()
+                began = self.lookup.clock()
                 most = self._piece_keys if has_turn else 0 if is_behind else NEWS_MAX
                 with self._lock:
-                    poll = self.lookup.poll(shard, self._partition, most, began)
+                    poll = self.lookup.poll(shard, self._partition, most)
                 call = asyncio.ensure_future(self._ask(shard, "delta", poll, timeout_s=_PATIENCE_S))
                 wait_s = self._retry_s
                 try:
@@ -134,7 +131,7 @@ class Followers:
                     has_turn = self._give_back()
                 if wait_s or not is_behind:
                     due = began + self.lookup.pace_s * self._random.uniform(0.75, 1.25)
-                    await asyncio.sleep(max(wait_s, due - self._clock()))
+                    await asyncio.sleep(max(wait_s, due - self.lookup.clock()))
                 elif not has_turn:
                     has_turn = await self._wait_for_turn()
         finally:
@@ -158,15 +155,15 @@ class Followers:
         return False
 
     async def _take(self, shard: str, delta: Delta) -> None:
-        steps = self.lookup.take(shard, delta, self._clock)
+        steps = self.lookup.take(shard, delta)
         while True:
             async with self._step:
-                began = self._clock()
+                began = self.lookup.clock()
                 with self._lock:
                     num_keys = next(steps, None)
                 if num_keys is None:
                     return
-                self._fit(num_keys, self._clock() - began)
+                self._fit(num_keys, self.lookup.clock() - began)
                 await asyncio.sleep(_YIELD_S if self._num_waiting else 0)
 
     def _fit(self, num_keys: int, took_s: float) -> None:

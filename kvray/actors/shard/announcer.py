@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvray.actors.lookup.delta import Cursor, Delta, Poll, packed_parts
-from kvray.actors.lookup.partitions import shares
+from kvray.actors.lookup.delta import Cursor, Delta, Poll, packed_parts, shares
 from kvray.errors import ShardUnavailable
 from kvray.index import PARTS_MAX
 from kvray.store import ArenaOwner

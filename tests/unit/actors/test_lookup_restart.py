@@ -138,12 +138,11 @@ class Partition:
         self.start()
 
     def start(self) -> None:
-        lookup, index = Lookup(), CountingIndex(self._tier.loop, self._tier.key_s)
+        index = CountingIndex(self._tier.loop, self._tier.key_s)
+        lookup = Lookup(clock=self._tier.loop.time)
         lookup.index = index  # type: ignore[assignment]
         self.index = index
-        self.followers = Followers(
-            lookup, self._ask, partition=self._number, clock=self._tier.loop.time
-        )
+        self.followers = Followers(lookup, self._ask, partition=self._number)
         self.task = self._tier.loop.create_task(self.followers.run())
 
     async def restart(self) -> None:
@@ -216,7 +215,8 @@ class Tier:
     def is_told(self) -> bool:
         share = -(-len(self._held) // self._num_partitions)
         told = self.one.index.entries()
-        behind = len(self.one.followers.lookup._cursors)
+        known = self.one.followers.lookup._shards.values()
+        behind = sum(shard.cursor is not None for shard in known)
         num = len(self.shards) - len(self.frozen)
         return behind >= num and sum(told[s] >= share - 1 for s in self.shards) >= num
 
