@@ -140,7 +140,9 @@ class Followers:
 
     @property
     def _piece_keys(self) -> int:
-        return min(PIECE_MAX, 5 * self.lookup.step_keys)
+        """Return how many blocks a turn asks for: whole steps, up to five."""
+        step_keys = self.lookup.step_keys
+        return step_keys * min(5, PIECE_MAX // step_keys)
 
     async def _wait_for_turn(self) -> bool:
         """Return whether there is one; a shard that waits is greeted now and then."""
@@ -169,8 +171,6 @@ class Followers:
     def _fit(self, num_keys: int, took_s: float) -> None:
         """Have the next steps be as large as the index takes in a moment."""
         step_keys = self.lookup.step_keys
-        if took_s > _STEP_S:
-            fitting = int(num_keys * _STEP_S / took_s)
-            self.lookup.step_keys = max(_STEP_KEYS_MIN, min(step_keys, fitting))
-        elif took_s < _STEP_S / 2 and num_keys >= step_keys:
-            self.lookup.step_keys = min(2 * step_keys, PIECE_MAX)
+        if took_s > _STEP_S or num_keys >= step_keys:  # what a small step takes says little
+            fitting = min(int(num_keys * _STEP_S / max(took_s, _STEP_S / 2)), PIECE_MAX)
+            self.lookup.step_keys = max(_STEP_KEYS_MIN, fitting)
