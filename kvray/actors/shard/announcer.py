@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,7 +191,7 @@ class ChangeLog:
         """Set whenever a poll may have something to reply."""
         self.num_polls = 0
         self.said: object = None
-        """The ranks, namespaces and whether it leaves, as the last reply had them."""
+        """What the last reply had about the shard."""
         self._held = held
         self._name = ""
         self._runs: deque[_Run] = deque()
@@ -229,29 +229,28 @@ class ChangeLog:
         is_full = not self._acknowledge(cursor)
         if is_full:
             self._begin(now)
-        taken = self._next(most)
+        taken, left = list[_Run](), None
+        for run in self._runs:
+            taken.append(run.cut(0, most))
+            most -= len(taken[-1].parts)
+            if len(taken[-1].parts) < len(run.parts):
+                left = run
+                break
         stop = self._first + sum(len(run.parts) for run in taken)
-        left = self._after(stop)
-        if taken and self.untold_since is not None:
+        if stop > self._first and self.untold_since is not None:
             self.num_told += 1
             self.telling_s += now - self.untold_since
         self.untold_since = None if left is None else left.at
-        keys, parts = (
-            {
-                kind: b"".join(of(run) for run in taken if run.is_added == kind)
-                for kind in (True, False)
-            }
-            for of in (lambda run: run.keys.tobytes(), lambda run: packed_parts(run.parts))
-        )
+        gone, come = _settled(taken)
         return Delta(
             since=cursor,
             cursor=(self._name, stop),
             is_full=is_full,
             more=left is not None,
-            added_keys=keys[True],
-            added_parts=parts[True],
-            removed_keys=keys[False],
-            removed_parts=parts[False],
+            added_keys=come.keys.tobytes(),
+            added_parts=packed_parts(come.parts),
+            removed_keys=gone.keys.tobytes(),
+            removed_parts=packed_parts(gone.parts),
         )
 
     def _acknowledge(self, cursor: Cursor | None) -> bool:
@@ -274,36 +273,26 @@ class ChangeLog:
         self._last = sum(len(run.parts) for run in self._runs)
         self._most = self._last + CHANGES_MAX
 
-    def _next(self, most: int) -> list[_Run]:
-        """Return the first changes, as many as may be applied with the removals first.
 
-        A block that was added and removed after that, or the other way round, ends them. Blocks are
-        compared by 8 bytes of their keys: to end too early does no harm.
-        """
-        is_mixed = len({run.is_added for run in self._runs}) > 1
-        taken: list[_Run] = []
-        words: dict[bool, set[int]] = {True: set(), False: set()}
-        for run in self._runs:
-            some = run.cut(0, most)
-            most -= len(some.parts)
-            if is_mixed:
-                here = set(some.keys[:, 0].tolist())
-                if not here.isdisjoint(words[not run.is_added]):
-                    break
-                words[run.is_added] |= here
-            taken.append(some)
-            if most <= 0:
-                break
-        return taken
+def _settled(runs: Sequence[_Run]) -> tuple[Entries, Entries]:
+    """Return what is gone and what has come after all of `runs`: each change once, in no order.
 
-    def _after(self, number: int) -> _Run | None:
-        """Return the changes with this number, if there are any yet."""
-        at = self._first
-        for run in self._runs:
-            at += len(run.parts)
-            if at > number:
-                return run
-        return None
+    Of a block that came and went the last change counts.
+    """
+    keys = np.concatenate([np.zeros((0, 4), dtype="<u8"), *(run.keys for run in runs)])
+    parts = np.concatenate([np.zeros(0, dtype=np.uint32), *(run.parts for run in runs)])
+    kinds = np.array([run.is_added for run in runs], dtype=bool)
+    is_added = kinds.repeat([len(run.parts) for run in runs])
+    changes = Entries(keys=keys, parts=parts, heads=parts)
+    if is_added.any() and not is_added.all():
+        backwards = np.column_stack((keys, parts))[::-1]
+        last = len(parts) - 1 - np.unique(backwards, axis=0, return_index=True)[1]
+        changes, is_added = changes.chosen(last), is_added[last]
+    return changes.chosen(~is_added), changes.chosen(is_added)
+
+
+_About = tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]
+"""Ranks, namespaces, and whether the node is being drained."""
 
 
 class Announcer:
@@ -317,8 +306,6 @@ class Announcer:
     def __init__(
         self, num_partitions: int = 1, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.namespaces: frozenset[int] = frozenset()
-        """Those of all shards, as arenas number them; none, if the lookup has just started."""
         self.is_leaving = False
         """Whether the node is being drained."""
         self._clock = clock
@@ -326,8 +313,7 @@ class Announcer:
         self._store: NvmeStore | None = None
         # The arena's, and the disk's if there is one.
         self._deltas: list[TierDelta] = []
-        self._ranks: tuple[tuple[str, int], ...] = ()
-        self._own_namespaces: tuple[int, ...] = ()
+        self._about: _About = (), (), False
         self._logs = [ChangeLog(partial(self._held, at)) for at in range(num_partitions)]
         # The last poll of each partition, and when it came or was answered.
         self._polls: dict[int, tuple[Poll, float]] = {}
@@ -345,6 +331,11 @@ class Announcer:
         )
         return max(heard, default=0)
 
+    @property
+    def namespaces(self) -> frozenset[int]:
+        """Those of all shards, as arenas number them; none, if the lookup has just started."""
+        return frozenset().union(*(poll.namespaces for poll, _ in list(self._polls.values())))
+
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.
 
@@ -359,21 +350,19 @@ class Announcer:
             "seconds": sum(log.telling_s for log in self._logs),
         }
 
-    def name_ranks(self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int]) -> None:
+    def name(
+        self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int], *, is_leaving: bool
+    ) -> None:
         """Announce that these (replica, rank), and no others, are registered here.
 
-        `namespaces` are those of blocks and engines here, as arenas number them.
+        `namespaces` are those of blocks and engines here, as arenas number them; `is_leaving` says
+        whether the node is being drained.
         """
-        about = tuple(sorted(ranks)), tuple(sorted(namespaces))
-        if about != (self._ranks, self._own_namespaces):
-            self._ranks, self._own_namespaces = about
-            self._wake()
-
-    def name_leaving(self, is_leaving: bool) -> None:
-        """Announce whether the node is being drained."""
-        if is_leaving != self.is_leaving:
-            self.is_leaving = is_leaving
-            self._wake()
+        about = tuple(sorted(ranks)), tuple(sorted(namespaces)), is_leaving
+        if about != self._about:
+            self._about, self.is_leaving = about, is_leaving
+            for log in self._logs:
+                log.news.set()
 
     async def delta(self, poll: Poll, heartbeat_s: float) -> Delta:
         """Return the changes since the cursor, once there are any or a heartbeat is due.
@@ -422,18 +411,8 @@ class Announcer:
                 self._note(gone, False)
                 self._note(come, True)
 
-    @property
-    def _about(self) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]:
-        return self._ranks, self._own_namespaces, self.is_leaving
-
-    def _wake(self) -> None:
-        for log in self._logs:
-            log.news.set()
-
     def _note_poll(self, poll: Poll) -> None:
         self._polls[poll.partition] = poll, self._clock()
-        if poll.partition == 0:
-            self.namespaces = frozenset(poll.namespaces)
         if poll.partial_keys:
             self._partial.append(poll.partial_keys)
 

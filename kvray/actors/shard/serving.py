@@ -301,8 +301,7 @@ class Serving:
     def _announce(self) -> None:
         """Note what has changed, for the lookup to ask."""
         announcer, replicas = self._parts.announcer, self._parts.replicas
-        announcer.name_ranks(replicas.connected(), replicas.numbers())
-        announcer.name_leaving(self.drain.is_on)
+        announcer.name(replicas.connected(), replicas.numbers(), is_leaving=self.drain.is_on)
         announcer.collect(self.owner, None if self.nvme is None else self.nvme.store)
 
     def _bury_and_warn(self) -> None:

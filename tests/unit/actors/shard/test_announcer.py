@@ -282,8 +282,8 @@ async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(tier, ann
     assert (beat.cursor, beat.more, beat.added_keys) == (first.cursor, False, b"")
     for act in (
         lambda: store(arena, chain(2)),
-        lambda: announcer.name_leaving(True),
-        lambda: announcer.name_ranks([("r", 0)], {7}),
+        lambda: announcer.name([], [], is_leaving=True),
+        lambda: announcer.name([("r", 0)], {7}, is_leaving=True),
         announcer._start_over,
     ):
         waiting = asyncio.ensure_future(announcer.delta(polled(beat.cursor), 60.0))
@@ -374,6 +374,18 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
     ArenaOwner(arena).clear()
     tier.see(arena)
     assert matched(tier, keys[1:]) == [0, 0]
+
+
+@pytest.mark.anyio
+@two
+async def test_the_namespaces_of_all_shards_stay_known_while_a_partition_starts(
+    tier, announcer, arena
+):
+    tier.look(arena)
+    for partition, namespaces in ((0, (5,)), (1, (5, 7)), (0, ())):
+        asked = polled(None, most=0, partition=partition, namespaces=namespaces)
+        await announcer.delta(asked, 60.0)
+    assert announcer.namespaces == {5, 7}
 
 
 @two
