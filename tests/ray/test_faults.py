@@ -105,6 +105,22 @@ def test_a_killed_lookup_asks_the_shards_for_everything(running, local, one):
     assert call(lookup.replica, "one", timeout_s=TIMEOUT_S) == {0: shard}
 
 
+def test_a_lookup_that_restarts_beside_a_frozen_supervisor_hears_of_the_shards(running, local, one):
+    frozen, killed = actor_process(local, "Supervisor"), actor_process(local, "Lookup")
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        killed.kill()
+
+        def is_known() -> bool:
+            with contextlib.suppress(ShardUnavailable):
+                return located(0, KEYS) == 5
+            return False
+
+        wait_for(is_known, "a shard that names itself")
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+
+
 def is_supervised() -> bool:
     with contextlib.suppress(ShardUnavailable):
         return len(tier.status(timeout_s=TIMEOUT_S)["shards"]) == 1

@@ -59,6 +59,11 @@ class LookupActor:
         """Return the code and settings that it runs with."""
         return self._build_info
 
+    @ray.method(concurrency_group="health")
+    def name_shard(self, shard: str) -> None:
+        """See `Followers.name`."""
+        self._followers.name(shard)
+
     @ray.method(concurrency_group="queries")
     def status(self) -> dict[str, Any]:
         """See `Lookup.status`."""

@@ -68,6 +68,7 @@ class Followers:
         self._step = asyncio.Lock()  # one step in each round of the loop, and then the next shard's
         self._turns = asyncio.Semaphore(TURNS)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._named: set[str] = set()
         self._random = Random(partition)
 
     @contextlib.contextmanager
@@ -78,16 +79,25 @@ class Followers:
             self._num_waiting -= 1
             yield self.lookup
 
+    def name(self, shard: str) -> None:
+        """Note a shard that nobody polls; from any thread."""
+        with self._lock:
+            self._named.add(shard)
+
     async def run(self) -> None:
-        """Follow the shards that the supervisor knows, until cancelled."""
+        """Follow the shards that the supervisor knows, until cancelled.
+
+        While it does not answer, follow those that are known, and those that name themselves.
+        """
         try:
             while True:
-                # Without an answer it goes on with those that it knows.
-                with contextlib.suppress(KVRayError):
-                    self._follow_all(
-                        set(await self._ask(SUPERVISOR_NAME, "shard_names", timeout_s=_CALL_S))
-                    )
+                try:
+                    known = set(await self._ask(SUPERVISOR_NAME, "shard_names", timeout_s=_CALL_S))
+                except KVRayError:
+                    known = self._tasks.keys() | self._named
+                self._follow_all(known)
                 with self._lock:
+                    self._named.clear()
                     self._looked()
                 await asyncio.sleep(max(self._look_s, len(self._tasks) / _NAMES_PER_S))
         finally:

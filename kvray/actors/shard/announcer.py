@@ -323,13 +323,21 @@ class Announcer:
     @property
     def num_shards(self) -> int:
         """Live shards of the tier, as a partition said last; 0 while none asks."""
+        return max((poll.num_shards for poll in self._heard().values()), default=0)
+
+    def unheard(self) -> list[int]:
+        """Return the partitions that have not asked for long; from any thread."""
+        heard = self._heard()
+        return [number for number in range(len(self._logs)) if number not in heard]
+
+    def _heard(self) -> dict[int, Poll]:
+        """Return the last polls of the partitions that are not away."""
         now = self._clock()
-        heard = (
-            poll.num_shards
-            for poll, at in list(self._polls.values())
+        return {
+            number: poll
+            for number, (poll, at) in list(self._polls.items())
             if now - at <= _UNHEARD_S + 6 * poll.pace_s
-        )
-        return max(heard, default=0)
+        }
 
     @property
     def namespaces(self) -> frozenset[int]:

@@ -26,6 +26,7 @@ from kvray.actors.lookup.delta import Delta, Poll
 from kvray.actors.lookup.followers import NEWS_MAX, TURNS, Followers
 from kvray.actors.lookup.lookup import CALLS_PER_S, Lookup
 from kvray.actors.shard.announcer import Announcer, Entries
+from kvray.errors import ShardUnavailable
 from kvray.index import PARTS_MAX, Index, Run
 
 CALL_S = 0.0005
@@ -154,6 +155,8 @@ class Partition:
 
     async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         if method == "shard_names":
+            if not self._tier.is_supervised:
+                raise ShardUnavailable("The supervisor is away.")
             return list(self._tier.shards)
         return await asyncio.wait_for(self._poll(actor, args[0]), timeout_s)
 
@@ -169,6 +172,8 @@ class Partition:
             await asyncio.sleep(WAY_S)
             if shard in tier.frozen and poll.most > tier.freezes_above:
                 await tier.frozen[shard].wait()
+            if shard not in tier.shards:
+                raise ShardUnavailable(f"There is no {shard}.")
             delta = await tier.shards[shard].delta(poll, HEARTBEAT_S)
             delta = pickle.loads(pickle.dumps(delta))  # noqa: S301 - its own
             await asyncio.sleep(WAY_S + tier.slow.get(shard, 0.0))
@@ -195,6 +200,7 @@ class Tier:
     ) -> None:
         self.loop, self.key_s, self._num_partitions = loop, key_s, partitions
         self.frozen: dict[str, asyncio.Event] = {}
+        self.is_supervised = True
         self.freezes_above = -1  # changes that a poll asks for; 0: frozen shards greet
         self.slow: dict[str, float] = {}
         self.under_way: set[tuple[str, int]] = set()
@@ -366,6 +372,24 @@ async def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed(tier):
     del tier.shards["new"]
     await asyncio.sleep(3)
     assert tier.one.index.num_taken == before + 1000, "it is told all again"
+
+
+@played(3, 1000)
+async def test_without_a_supervisor_those_are_followed_that_name_themselves(tier):
+    assert await tier.until_told(30) < 30
+    tier.is_supervised = False
+    await asyncio.sleep(10)
+    assert tier.is_told, "it goes on with those that it knows"
+    await tier.one.restart()
+    await asyncio.sleep(10)
+    assert [shard.unheard() for shard in tier.shards.values()] == [[0]] * 3
+    for shard in (*tier.shards, "gone"):
+        tier.one.followers.name(shard)
+    assert await tier.until_told(30) < 30
+    assert [shard.unheard() for shard in tier.shards.values()] == [[]] * 3
+    tier.is_supervised = True
+    await asyncio.sleep(5)
+    assert sorted(tier.one.followers.lookup._shards) == ["s0", "s1", "s2"]
 
 
 @played(300, 131_000)
