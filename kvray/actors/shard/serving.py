@@ -191,6 +191,8 @@ class Serving:
                 self._mend(error)
             await pause(stopping, self._pause_s(now))
         self._peers.close()
+        if self._round is not None:
+            await asyncio.wait([self._round])  # the arena may be retired next
 
     def _tick(self, now: float) -> None:
         is_heartbeat = now >= self._heartbeat_at
