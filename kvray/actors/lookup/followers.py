@@ -80,9 +80,12 @@ class Followers:
             yield self.lookup
 
     def name(self, shard: str) -> None:
-        """Note a shard that nobody polls; from any thread."""
-        with self._lock:
-            self._named.add(shard)
+        """Note a shard that nobody polls; from any thread.
+
+        Without the lock: a health check waits for this call. A shard that is noted as the others
+        are taken is lost, and names itself again.
+        """
+        self._named.add(shard)
 
     async def run(self) -> None:
         """Follow the shards that the supervisor knows, until cancelled.
@@ -91,13 +94,13 @@ class Followers:
         """
         try:
             while True:
+                named, self._named = self._named, set()
                 try:
                     known = set(await self._ask(SUPERVISOR_NAME, "shard_names", timeout_s=_CALL_S))
                 except KVRayError:
-                    known = self._tasks.keys() | self._named
+                    known = self._tasks.keys() | named
                 self._follow_all(known)
                 with self._lock:
-                    self._named.clear()
                     self._looked()
                 await asyncio.sleep(max(self._look_s, len(self._tasks) / _NAMES_PER_S))
         finally:
