@@ -241,16 +241,16 @@ class ChangeLog:
             self.num_told += 1
             self.telling_s += now - self.untold_since
         self.untold_since = None if left is None else left.at
-        gone, come = _settled(taken)
+        (added_keys, added_parts), (removed_keys, removed_parts) = _settled(taken)
         return Delta(
             since=cursor,
             cursor=(self._name, stop),
             is_full=is_full,
             more=left is not None,
-            added_keys=come.keys.tobytes(),
-            added_parts=packed_parts(come.parts),
-            removed_keys=gone.keys.tobytes(),
-            removed_parts=packed_parts(gone.parts),
+            added_keys=added_keys,
+            added_parts=added_parts,
+            removed_keys=removed_keys,
+            removed_parts=removed_parts,
         )
 
     def _acknowledge(self, cursor: Cursor | None) -> bool:
@@ -274,21 +274,21 @@ class ChangeLog:
         self._most = self._last + CHANGES_MAX
 
 
-def _settled(runs: Sequence[_Run]) -> tuple[Entries, Entries]:
-    """Return what is gone and what has come after all of `runs`: each change once, in no order.
+def _settled(runs: Sequence[_Run]) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+    """Return keys and parts of what has come after all of `runs`, and of what is gone, unordered.
 
     Of a block that came and went the last change counts.
     """
     keys = np.concatenate([np.zeros((0, 4), dtype="<u8"), *(run.keys for run in runs)])
     parts = np.concatenate([np.zeros(0, dtype=np.uint32), *(run.parts for run in runs)])
     kinds = np.array([run.is_added for run in runs], dtype=bool)
-    is_added = kinds.repeat([len(run.parts) for run in runs])
-    changes = Entries(keys=keys, parts=parts, heads=parts)
-    if is_added.any() and not is_added.all():
+    came = kinds.repeat([len(run.parts) for run in runs])
+    if came.any() and not came.all():
         backwards = np.column_stack((keys, parts))[::-1]
         last = len(parts) - 1 - np.unique(backwards, axis=0, return_index=True)[1]
-        changes, is_added = changes.chosen(last), is_added[last]
-    return changes.chosen(~is_added), changes.chosen(is_added)
+        keys, parts, came = keys[last], parts[last], came[last]
+    come, gone = ((keys[kind].tobytes(), packed_parts(parts[kind])) for kind in (came, ~came))
+    return come, gone
 
 
 _About = tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]
