@@ -2,7 +2,7 @@
 
 from kvray.node.engine_log import BlockTokens, EngineLog, PromptNotes
 from kvray.node.link import NodeLink, attach
-from kvray.node.registrations import Registration
+from kvray.node.registration import Registration
 from kvray.node.stage_calls import StageCalls, StageReply
 
 __all__ = [

@@ -262,6 +262,12 @@ class EngineLog:
         self.block_tokens = BlockTokens()
         self._reported: list[RequestNote] = []
 
+    def hear(self, reply: dict[str, Any]) -> None:
+        """Take from a reply what the shard wants next; of tokens it does not always speak."""
+        self.prompts.hear(reply.get("sample"))
+        if "describe" in reply:
+            self.block_tokens.hear(reply["describe"])
+
     def drain(self) -> dict[str, object]:
         """Return the fields of the next report; if the shard does not take it, `give_back`."""
         self._reported = self.requests.take()

@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from kvray.errors import KVRayError
-from kvray.node.registrations import Registration, Registrations
+from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
+from kvray.node.registration import CALL_TIMEOUT_S, Registration
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, Membership
 from kvray.store.arena.prefault import Populator
@@ -34,50 +35,8 @@ Deferred = Callable[[Arena], bool]
 """A call on the arena; False: busy, try again."""
 
 
-class DeferredCalls:
-    """Calls that wait for their arenas; any thread adds, one thread flushes."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[Arena, Deferred]] = deque()
-        self._has_lost = False  # since it was empty
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, arena: Arena, action: Deferred) -> None:
-        """Try `action` until it answers True; one too many is lost, and logged."""
-        if len(self._waiting) >= _WAITING_MAX:
-            if not self._has_lost:
-                self._has_lost = True
-                _log.warning(
-                    "kvray: the arena has been locked for too long, and calls on it are lost:"
-                    " blocks may stay leased until this process ends; look for a stopped process"
-                    " of this node that has the lock"
-                )
-        else:
-            self._waiting.append((arena, action))
-
-    def flush(self) -> None:
-        """Try each once; a call that still finds its arena busy goes to the end."""
-        self._has_lost &= bool(self._waiting)
-        until = time.monotonic() + _FLUSH_S
-        for _ in range(len(self._waiting)):
-            arena, action = self._waiting.popleft()
-            try:
-                # Also in a retired arena: its leases keep it mapped.
-                done = action(arena)
-            except KVRayError as error:
-                _log.debug("kvray: a deferred call has become void: %s", error)
-                continue
-            if not done:
-                self._waiting.append((arena, action))
-                if time.monotonic() > until:
-                    return
-
-
 _log = logging.getLogger("kvray.node")
 
-_CALL_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
 _LAST_REPORT_S = 0.4
 _RETRY_S = 0.005
@@ -123,8 +82,10 @@ class NodeLink:
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
-        self._registrations = Registrations(self._socket, self._membership)
-        self._deferred = DeferredCalls()
+        self._registrations: tuple[Registration, ...] = ()
+        """The ranks that the shard must know; each new shard is told again."""
+        self._deferred: deque[tuple[Arena, Deferred]] = deque()
+        self._has_lost = False  # one of them, since there were none
         self._wake = threading.Condition()
         self._closing = False
         self._warned = False
@@ -169,27 +130,53 @@ class NodeLink:
             return [made for _, _, made in reversed(self._members)]
 
     def register(self, registration: Registration) -> None:
-        """Tell the shard of a rank, now or later; raises as `Registrations.add`."""
-        if not self._forked:
-            self._registrations.add(registration, tell=self.arena is not None)
+        """Tell the shard of a rank, now or later.
+
+        LayoutMismatch: another replica claims the same `model_key` with another layout.
+        """
+        if self._forked:
+            return
+        with self._members_lock:
+            self._registrations = (*self._registrations, registration)
+        if self.arena is None:
+            return
+        try:
+            registration.register(self._socket, self._membership, timeout_s=CALL_TIMEOUT_S)
+        except LayoutMismatch:
+            self._drop(registration)
+            raise
+        except KVRayError as error:
+            replica = registration.replica
+            _log.warning("kvray: replica %s has not registered yet: %s", replica, error)
 
     def unregister(self, registration: Registration) -> None:
         """Forget a rank, after its last figures; they stay with the shard."""
-        if self._forked or not self._registrations.remove(registration):
+        if self._forked or not self._drop(registration):
             return
         if self.arena is not None:
-            self._attempt(lambda: self._registrations.leave(registration, timeout_s=_LAST_REPORT_S))
+            self._attempt(lambda: self._leave(registration))
 
     def defer(self, arena: Arena, action: Deferred) -> None:
-        """Do `action` on `arena` from the background thread until it answers True."""
+        """Do `action` on `arena` from the background thread until it answers True.
+
+        One too many is lost, and logged.
+        """
         if self._forked:
             return
         with self._wake:
-            self._deferred.add(arena, action)
+            if len(self._deferred) < _WAITING_MAX:
+                self._deferred.append((arena, action))
+            elif not self._has_lost:
+                self._has_lost = True
+                _log.warning(
+                    "kvray: the arena has been locked for too long, and calls on it are lost:"
+                    " blocks may stay leased until this process ends; look for a stopped process"
+                    " of this node that has the lock"
+                )
             self._wake.notify()
 
     def call(
-        self, op: str, *, timeout_s: float = _CALL_TIMEOUT_S, **fields: object
+        self, op: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: object
     ) -> dict[str, object]:
         """Ask this node's shard; raises as `ShardSocket.call`."""
         return self._socket.call(op, timeout_s=timeout_s, **fields)
@@ -213,7 +200,8 @@ class NodeLink:
             self._thread.join(_LAST_STEP_S)
         self._flush_until_done()
         if self.arena is not None:
-            self._attempt(lambda: self._registrations.leave_all(timeout_s=_LAST_REPORT_S))
+            for registration in self._registrations:
+                self._attempt(partial(self._leave, registration))
         self._socket.close()
         self._stop_populating()
         for arena, _ in self._previous:
@@ -239,7 +227,7 @@ class NodeLink:
                     )
                 if self._closing:
                     return
-            self._attempt(self._deferred.flush)
+            self._attempt(self._flush)
             now = time.monotonic()
             if now >= look_at:
                 self._attempt(self._try_attach)
@@ -285,7 +273,7 @@ class NodeLink:
             return
         self._arena, self._warned = arena, False
         self._populator = Populator(arena.tables)
-        self._registrations.forget_answers()
+        self._forget_answers()
         _log.info("kvray: attached to arena %s in %s", arena.arena_id, self.directory)
 
     def _stop_populating(self) -> None:
@@ -308,19 +296,83 @@ class NodeLink:
 
     def _flush_until_done(self) -> None:
         until = time.monotonic() + _LAST_FLUSH_S
-        self._attempt(self._deferred.flush)
+        self._attempt(self._flush)
         while self._deferred and time.monotonic() < until:
             time.sleep(_RETRY_S)
-            self._attempt(self._deferred.flush)
+            self._attempt(self._flush)
         if self._deferred:
             _log.warning(
                 "kvray: the arena stays locked; %d leases end with this process",
                 len(self._deferred),
             )
 
+    def _flush(self) -> None:
+        """Try each deferred call once; one that still finds its arena busy goes to the end."""
+        self._has_lost &= bool(self._deferred)
+        until = time.monotonic() + _FLUSH_S
+        for _ in range(len(self._deferred)):
+            arena, action = self._deferred.popleft()
+            try:
+                # Also in a retired arena: its leases keep it mapped.
+                done = action(arena)
+            except KVRayError as error:
+                _log.debug("kvray: a deferred call has become void: %s", error)
+                continue
+            if not done:
+                self._deferred.append((arena, action))
+                if time.monotonic() > until:
+                    return
+
     def _report(self) -> None:
-        if self.arena is not None:
-            self._registrations.report()
+        """Tell the shard of every rank, changed or not: a restarted shard knows none."""
+        for registration in self._registrations if self.arena is not None else ():
+            if registration not in self._registrations:
+                continue  # it left since the round began
+            try:
+                registration.report(self._socket, self._membership, timeout_s=CALL_TIMEOUT_S)
+            except ShardUnavailable as error:
+                self._forget_answers()
+                _log.debug("kvray: no report: %s", error)
+                return
+            except KVRayError as error:
+                if registration.refusal != str(error):
+                    registration.refusal = str(error)
+                    _log.error("kvray: replica %s is refused: %s", registration.replica, error)
+
+    def _leave(self, registration: Registration) -> None:
+        """Send a rank's last figures, or say that they are lost; a shard that is away costs once.
+
+        A rank that the shard refused has no figures there.
+        """
+        reason: object = "the shard did not answer lately"
+        if registration.told is not None:
+            try:
+                registration.report(
+                    self._socket, self._membership, timeout_s=_LAST_REPORT_S, leaving=True
+                )
+                return
+            except KVRayError as error:
+                reason = error
+                self._forget_answers()
+        if registration.refusal is None:
+            _log.warning(
+                "kvray: the last figures of replica %s rank %d are lost: %s",
+                registration.replica,
+                registration.rank,
+                reason,
+            )
+
+    def _forget_answers(self) -> None:
+        """Tell everything again, to a new shard or connection."""
+        for registration in self._registrations:
+            registration.told = None
+
+    def _drop(self, registration: Registration) -> bool:
+        """Take a rank off the list; False if it is not there."""
+        with self._members_lock:
+            left = tuple(one for one in self._registrations if one is not registration)
+            was_in, self._registrations = len(left) < len(self._registrations), left
+        return was_in
 
 
 _links: dict[Path, NodeLink] = {}

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 import kvray
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME, lookup_name
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import (
@@ -103,6 +103,22 @@ def test_a_killed_lookup_asks_the_shards_for_everything(running, local, one):
     runs = call(lookup.locate, b"".join(KEYS), timeout_s=TIMEOUT_S)
     assert runs == [Run(stop=5, holders={shard: 1})]
     assert call(lookup.replica, "one", timeout_s=TIMEOUT_S) == {0: shard}
+
+
+def test_a_lookup_that_restarts_beside_a_frozen_supervisor_hears_of_the_shards(running, local, one):
+    frozen, killed = actor_process(local, "Supervisor"), actor_process(local, "Lookup")
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        killed.kill()
+
+        def is_known() -> bool:
+            with contextlib.suppress(ShardUnavailable):
+                return located(0, KEYS) == 5
+            return False
+
+        wait_for(is_known, "a shard that names itself")
+    finally:
+        frozen.send_signal(signal.SIGCONT)
 
 
 def is_supervised() -> bool:

@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import threading
-import time
 from typing import Any
 
 import ray
@@ -21,13 +20,12 @@ from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.calls import ActorCalls, create_actor, log_to_stderr
 from kvray.actors.telemetry.figures import lookup_figures
 from kvray.actors.telemetry.metrics_export import MetricsExport
-from kvray.index import Match, Run
 
 _log = logging.getLogger("kvray.lookup")
 
 
 class LookupActor:
-    """A partition of the tier's lookup as a named actor; a query is one call of the `Lookup`."""
+    """A partition of the tier's lookup as a named actor; a query is a method of the `Lookup`."""
 
     def __init__(self, cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> None:
         log_to_stderr()
@@ -61,52 +59,39 @@ class LookupActor:
         """Return the code and settings that it runs with."""
         return self._build_info
 
-    @ray.method(concurrency_group="queries")
-    def match(self, num_parts: int, *keys: bytes) -> Match:
-        """Return the longest run of `keys` (end to end, `in_pieces`) with holders."""
-        with self._followers.query() as lookup:
-            return lookup.match(b"".join(keys), num_parts, time.monotonic())
-
-    @ray.method(concurrency_group="queries")
-    def locate(self, *keys: bytes) -> list[Run]:
-        """Return the holders of `keys` (end to end, `in_pieces`)."""
-        with self._followers.query() as lookup:
-            return lookup.locate(b"".join(keys), time.monotonic())
-
-    @ray.method(concurrency_group="queries")
-    def replica(self, replica: str) -> dict[int, str]:
-        """Return rank -> shard for a replica."""
-        with self._followers.query() as lookup:
-            return lookup.replica(replica, time.monotonic())
-
-    @ray.method(concurrency_group="queries")
-    def shards(self) -> list[str]:
-        """Return the shards that it has heard."""
-        with self._followers.query() as lookup:
-            return lookup.shards()
-
-    @ray.method(concurrency_group="queries")
-    def targets(self) -> list[str]:
-        """Return the shards that blocks may be brought to for later."""
-        with self._followers.query() as lookup:
-            return lookup.targets(time.monotonic())
+    @ray.method(concurrency_group="health")
+    def name_shard(self, shard: str) -> None:
+        """See `Followers.name`."""
+        self._followers.name(shard)
 
     @ray.method(concurrency_group="queries")
     def status(self) -> dict[str, Any]:
-        """Return figures for people, and the shards that are heard and silent."""
+        """See `Lookup.status`."""
         with self._followers.query() as lookup:
-            return {**lookup.status(time.monotonic()), "pid": os.getpid()}
+            return {**lookup.status(), "pid": os.getpid()}
 
     def _export(self) -> None:
         """Export figures if it is time; with the lookup's lock."""
-        now = time.monotonic()
         self._metrics.attempt(
-            lambda now: lookup_figures(self._lookup.status(now), self._partition), now
+            lambda _: lookup_figures(self._lookup.status(), self._partition), self._lookup.clock()
         )
 
     def __repr__(self) -> str:
         partition = f", partition {self._partition}" if self._partition else ""
         return f"Lookup({self._cluster_name}{partition})"
+
+
+def _query(name: str) -> Any:
+    @ray.method(concurrency_group="queries")
+    def query(self: LookupActor, *args: Any) -> Any:
+        with self._followers.query() as lookup:
+            return getattr(lookup, name)(*args)
+
+    return query
+
+
+for _name in ("match", "locate", "replica", "shards", "targets"):
+    setattr(LookupActor, _name, _query(_name))
 
 
 def create_lookup(cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> Any:

@@ -1,6 +1,10 @@
-"""What a partition of the lookup and a shard say to each other: a poll, and its reply."""
+"""What a partition of the lookup and a shard say to each other: a poll, and its reply; pure.
 
-from collections.abc import Sequence
+All blocks of a chain have the number of its first key (`head_number`), so one partition is told of
+them all and a request asks that one.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvray.errors import ConfigError
+from kvray.identity.block import BlockKey, head_number
 
 Array = npt.NDArray[Any]
 
@@ -71,3 +76,22 @@ def unpacked_parts(parts: bytes) -> Array:
     if len(parts) % _PART.itemsize:
         raise ConfigError(f"{len(parts)} bytes are no whole number of parts.")
     return np.frombuffer(parts, dtype=_PART)
+
+
+def partition_of(first_key: BlockKey, num_partitions: int) -> int:
+    """Return the partition to ask for the blocks of a chain that begins with `first_key`."""
+    return head_number(first_key) % num_partitions
+
+
+def shares(heads: Array, num_partitions: int) -> Iterator[Array | None]:
+    """Yield for each partition which blocks it is told of: a mask, or None for all of them.
+
+    `heads` are the numbers of their chains. A node that does not have the start of a chain does not
+    know its number (0): all partitions are told of the block, so that a query finds it at any.
+    """
+    if num_partitions == 1:
+        yield None
+        return
+    is_for_all, owners = heads == 0, heads % num_partitions
+    for partition in range(num_partitions):
+        yield is_for_all | (owners == partition)

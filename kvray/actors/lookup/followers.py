@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from random import Random
 from typing import Any
@@ -55,7 +54,6 @@ class Followers:
         *,
         partition: int = 0,
         looked: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
         look_s: float = 1.0,
         retry_s: float = 0.5,
     ) -> None:
@@ -64,13 +62,13 @@ class Followers:
         self._ask = ask
         self._partition = partition
         self._looked = looked
-        self._clock = clock
         self._look_s, self._retry_s = look_s, retry_s
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._step = asyncio.Lock()  # one step in each round of the loop, and then the next shard's
         self._turns = asyncio.Semaphore(TURNS)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._named: set[str] = set()
         self._random = Random(partition)
 
     @contextlib.contextmanager
@@ -81,15 +79,27 @@ class Followers:
             self._num_waiting -= 1
             yield self.lookup
 
+    def name(self, shard: str) -> None:
+        """Note a shard that nobody polls; from any thread.
+
+        Without the lock: a health check waits for this call. A shard that is noted as the others
+        are taken is lost, and names itself again.
+        """
+        self._named.add(shard)
+
     async def run(self) -> None:
-        """Follow the shards that the supervisor knows, until cancelled."""
+        """Follow the shards that the supervisor knows, until cancelled.
+
+        While it does not answer, follow those that are known, and those that name themselves.
+        """
         try:
             while True:
-                # Without an answer it goes on with those that it knows.
-                with contextlib.suppress(KVRayError):
-                    self._follow_all(
-                        set(await self._ask(SUPERVISOR_NAME, "shard_names", timeout_s=_CALL_S))
-                    )
+                named, self._named = self._named, set()
+                try:
+                    known = set(await self._ask(SUPERVISOR_NAME, "shard_names", timeout_s=_CALL_S))
+                except KVRayError:
+                    known = self._tasks.keys() | named
+                self._follow_all(known)
                 with self._lock:
                     self._looked()
                 await asyncio.sleep(max(self._look_s, len(self._tasks) / _NAMES_PER_S))
@@ -112,10 +122,10 @@ class Followers:
         is_behind, has_turn = True, False
         try:
             while shard in self._tasks:
-                began = self._clock()
+                began = self.lookup.clock()
                 most = self._piece_keys if has_turn else 0 if is_behind else NEWS_MAX
                 with self._lock:
-                    poll = self.lookup.poll(shard, self._partition, most, began)
+                    poll = self.lookup.poll(shard, self._partition, most)
                 call = asyncio.ensure_future(self._ask(shard, "delta", poll, timeout_s=_PATIENCE_S))
                 wait_s = self._retry_s
                 try:
@@ -134,7 +144,7 @@ class Followers:
                     has_turn = self._give_back()
                 if wait_s or not is_behind:
                     due = began + self.lookup.pace_s * self._random.uniform(0.75, 1.25)
-                    await asyncio.sleep(max(wait_s, due - self._clock()))
+                    await asyncio.sleep(max(wait_s, due - self.lookup.clock()))
                 elif not has_turn:
                     has_turn = await self._wait_for_turn()
         finally:
@@ -143,7 +153,9 @@ class Followers:
 
     @property
     def _piece_keys(self) -> int:
-        return min(PIECE_MAX, 5 * self.lookup.step_keys)
+        """Return how many blocks a turn asks for: whole steps, up to five."""
+        step_keys = self.lookup.step_keys
+        return step_keys * min(5, PIECE_MAX // step_keys)
 
     async def _wait_for_turn(self) -> bool:
         """Return whether there is one; a shard that waits is greeted now and then."""
@@ -158,22 +170,20 @@ class Followers:
         return False
 
     async def _take(self, shard: str, delta: Delta) -> None:
-        steps = self.lookup.take(shard, delta, self._clock)
+        steps = self.lookup.take(shard, delta)
         while True:
             async with self._step:
-                began = self._clock()
+                began = self.lookup.clock()
                 with self._lock:
                     num_keys = next(steps, None)
                 if num_keys is None:
                     return
-                self._fit(num_keys, self._clock() - began)
+                self._fit(num_keys, self.lookup.clock() - began)
                 await asyncio.sleep(_YIELD_S if self._num_waiting else 0)
 
     def _fit(self, num_keys: int, took_s: float) -> None:
         """Have the next steps be as large as the index takes in a moment."""
         step_keys = self.lookup.step_keys
-        if took_s > _STEP_S:
-            fitting = int(num_keys * _STEP_S / took_s)
-            self.lookup.step_keys = max(_STEP_KEYS_MIN, min(step_keys, fitting))
-        elif took_s < _STEP_S / 2 and num_keys >= step_keys:
-            self.lookup.step_keys = min(2 * step_keys, PIECE_MAX)
+        if took_s > _STEP_S or num_keys >= step_keys:  # what a small step takes says little
+            fitting = min(int(num_keys * _STEP_S / max(took_s, _STEP_S / 2)), PIECE_MAX)
+            self.lookup.step_keys = max(_STEP_KEYS_MIN, fitting)

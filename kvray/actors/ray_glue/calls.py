@@ -198,8 +198,8 @@ class PeriodicPing:
     until somebody calls it. Only then does it end, and Ray starts the next.
     """
 
-    def __init__(self, name: str, *, every_s: float) -> None:
-        self._name = name
+    def __init__(self, name: str, method: str = "ping", *args: Any, every_s: float) -> None:
+        self._name, self._method, self._args = name, method, args
         self._every_s = every_s
         self._due = 0.0
         self._answer: Any = None
@@ -211,7 +211,8 @@ class PeriodicPing:
         self._due = now + self._every_s
         with contextlib.suppress(KVRayError), mapped_errors():
             if self._answer is None or ray.wait([self._answer], timeout=0)[0]:
-                self._answer = get_actor(self._name).ping.remote()
+                method = getattr(get_actor(self._name), self._method)
+                self._answer = method.remote(*self._args)
 
 
 @mapped_errors()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import LOOKUP_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import tier_named

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
-from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
+from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_names, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.calls import (
     ActorCalls,
@@ -97,6 +97,11 @@ class ShardActor:
         self._name = name
         self._config = config
         self._ping = PeriodicPing(SUPERVISOR_NAME, every_s=_PING_S)
+        # A lookup that restarts while the supervisor is away knows no shard by itself.
+        self._names = [
+            PeriodicPing(lookup, "name_shard", name, every_s=_PING_S)
+            for lookup in lookup_names(config.lookup.partitions)
+        ]
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard again that ends by a defect; it then adopts its arena.
         self._shard = Shard(
@@ -170,7 +175,10 @@ class ShardActor:
         threading.Thread(target=end, name="kvray-end", daemon=True).start()
 
     def _look(self, now: float) -> Figures:
-        self._ping.send(now)  # in this thread: while Ray's head is gone, it may take a minute
+        # In this thread: while Ray's head is gone, a call may take a minute.
+        self._ping.send(now)
+        for partition in self._shard.unheard():
+            self._names[partition].send(now)
         return self._figures.of(self._shard.status(), now)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvray.actors.lookup.delta import Cursor, Delta, Poll, packed_parts
-from kvray.actors.lookup.partitions import shares
+from kvray.actors.lookup.delta import Cursor, Delta, Poll, packed_parts, shares
 from kvray.errors import ShardUnavailable
 from kvray.index import PARTS_MAX
 from kvray.store import ArenaOwner
@@ -192,7 +191,7 @@ class ChangeLog:
         """Set whenever a poll may have something to reply."""
         self.num_polls = 0
         self.said: object = None
-        """The ranks, namespaces and whether it leaves, as the last reply had them."""
+        """What the last reply had about the shard."""
         self._held = held
         self._name = ""
         self._runs: deque[_Run] = deque()
@@ -230,29 +229,28 @@ class ChangeLog:
         is_full = not self._acknowledge(cursor)
         if is_full:
             self._begin(now)
-        taken = self._next(most)
+        taken, left = list[_Run](), None
+        for run in self._runs:
+            taken.append(run.cut(0, most))
+            most -= len(taken[-1].parts)
+            if len(taken[-1].parts) < len(run.parts):
+                left = run
+                break
         stop = self._first + sum(len(run.parts) for run in taken)
-        left = self._after(stop)
-        if taken and self.untold_since is not None:
+        if stop > self._first and self.untold_since is not None:
             self.num_told += 1
             self.telling_s += now - self.untold_since
         self.untold_since = None if left is None else left.at
-        keys, parts = (
-            {
-                kind: b"".join(of(run) for run in taken if run.is_added == kind)
-                for kind in (True, False)
-            }
-            for of in (lambda run: run.keys.tobytes(), lambda run: packed_parts(run.parts))
-        )
+        (added_keys, added_parts), (removed_keys, removed_parts) = _settled(taken)
         return Delta(
             since=cursor,
             cursor=(self._name, stop),
             is_full=is_full,
             more=left is not None,
-            added_keys=keys[True],
-            added_parts=parts[True],
-            removed_keys=keys[False],
-            removed_parts=parts[False],
+            added_keys=added_keys,
+            added_parts=added_parts,
+            removed_keys=removed_keys,
+            removed_parts=removed_parts,
         )
 
     def _acknowledge(self, cursor: Cursor | None) -> bool:
@@ -275,36 +273,26 @@ class ChangeLog:
         self._last = sum(len(run.parts) for run in self._runs)
         self._most = self._last + CHANGES_MAX
 
-    def _next(self, most: int) -> list[_Run]:
-        """Return the first changes, as many as may be applied with the removals first.
 
-        A block that was added and removed after that, or the other way round, ends them. Blocks are
-        compared by 8 bytes of their keys: to end too early does no harm.
-        """
-        is_mixed = len({run.is_added for run in self._runs}) > 1
-        taken: list[_Run] = []
-        words: dict[bool, set[int]] = {True: set(), False: set()}
-        for run in self._runs:
-            some = run.cut(0, most)
-            most -= len(some.parts)
-            if is_mixed:
-                here = set(some.keys[:, 0].tolist())
-                if not here.isdisjoint(words[not run.is_added]):
-                    break
-                words[run.is_added] |= here
-            taken.append(some)
-            if most <= 0:
-                break
-        return taken
+def _settled(runs: Sequence[_Run]) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+    """Return keys and parts of what has come after all of `runs`, and of what is gone, unordered.
 
-    def _after(self, number: int) -> _Run | None:
-        """Return the changes with this number, if there are any yet."""
-        at = self._first
-        for run in self._runs:
-            at += len(run.parts)
-            if at > number:
-                return run
-        return None
+    Of a block that came and went the last change counts.
+    """
+    keys = np.concatenate([np.zeros((0, 4), dtype="<u8"), *(run.keys for run in runs)])
+    parts = np.concatenate([np.zeros(0, dtype=np.uint32), *(run.parts for run in runs)])
+    kinds = np.array([run.is_added for run in runs], dtype=bool)
+    came = kinds.repeat([len(run.parts) for run in runs])
+    if came.any() and not came.all():
+        backwards = np.column_stack((keys, parts))[::-1]
+        last = len(parts) - 1 - np.unique(backwards, axis=0, return_index=True)[1]
+        keys, parts, came = keys[last], parts[last], came[last]
+    come, gone = ((keys[kind].tobytes(), packed_parts(parts[kind])) for kind in (came, ~came))
+    return come, gone
+
+
+_About = tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]
+"""Ranks, namespaces, and whether the node is being drained."""
 
 
 class Announcer:
@@ -318,8 +306,6 @@ class Announcer:
     def __init__(
         self, num_partitions: int = 1, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.namespaces: frozenset[int] = frozenset()
-        """Those of all shards, as arenas number them; none, if the lookup has just started."""
         self.is_leaving = False
         """Whether the node is being drained."""
         self._clock = clock
@@ -327,8 +313,7 @@ class Announcer:
         self._store: NvmeStore | None = None
         # The arena's, and the disk's if there is one.
         self._deltas: list[TierDelta] = []
-        self._ranks: tuple[tuple[str, int], ...] = ()
-        self._own_namespaces: tuple[int, ...] = ()
+        self._about: _About = (), (), False
         self._logs = [ChangeLog(partial(self._held, at)) for at in range(num_partitions)]
         # The last poll of each partition, and when it came or was answered.
         self._polls: dict[int, tuple[Poll, float]] = {}
@@ -338,13 +323,26 @@ class Announcer:
     @property
     def num_shards(self) -> int:
         """Live shards of the tier, as a partition said last; 0 while none asks."""
+        return max((poll.num_shards for poll in self._heard().values()), default=0)
+
+    def unheard(self) -> list[int]:
+        """Return the partitions that have not asked for long; from any thread."""
+        heard = self._heard()
+        return [number for number in range(len(self._logs)) if number not in heard]
+
+    def _heard(self) -> dict[int, Poll]:
+        """Return the last polls of the partitions that are not away."""
         now = self._clock()
-        heard = (
-            poll.num_shards
-            for poll, at in list(self._polls.values())
+        return {
+            number: poll
+            for number, (poll, at) in list(self._polls.items())
             if now - at <= _UNHEARD_S + 6 * poll.pace_s
-        )
-        return max(heard, default=0)
+        }
+
+    @property
+    def namespaces(self) -> frozenset[int]:
+        """Those of all shards, as arenas number them; none, if the lookup has just started."""
+        return frozenset().union(*(poll.namespaces for poll, _ in list(self._polls.values())))
 
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.
@@ -360,21 +358,19 @@ class Announcer:
             "seconds": sum(log.telling_s for log in self._logs),
         }
 
-    def name_ranks(self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int]) -> None:
+    def name(
+        self, ranks: Iterable[tuple[str, int]], namespaces: Iterable[int], *, is_leaving: bool
+    ) -> None:
         """Announce that these (replica, rank), and no others, are registered here.
 
-        `namespaces` are those of blocks and engines here, as arenas number them.
+        `namespaces` are those of blocks and engines here, as arenas number them; `is_leaving` says
+        whether the node is being drained.
         """
-        about = tuple(sorted(ranks)), tuple(sorted(namespaces))
-        if about != (self._ranks, self._own_namespaces):
-            self._ranks, self._own_namespaces = about
-            self._wake()
-
-    def name_leaving(self, is_leaving: bool) -> None:
-        """Announce whether the node is being drained."""
-        if is_leaving != self.is_leaving:
-            self.is_leaving = is_leaving
-            self._wake()
+        about = tuple(sorted(ranks)), tuple(sorted(namespaces)), is_leaving
+        if about != self._about:
+            self._about, self.is_leaving = about, is_leaving
+            for log in self._logs:
+                log.news.set()
 
     async def delta(self, poll: Poll, heartbeat_s: float) -> Delta:
         """Return the changes since the cursor, once there are any or a heartbeat is due.
@@ -423,18 +419,8 @@ class Announcer:
                 self._note(gone, False)
                 self._note(come, True)
 
-    @property
-    def _about(self) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], bool]:
-        return self._ranks, self._own_namespaces, self.is_leaving
-
-    def _wake(self) -> None:
-        for log in self._logs:
-            log.news.set()
-
     def _note_poll(self, poll: Poll) -> None:
         self._polls[poll.partition] = poll, self._clock()
-        if poll.partition == 0:
-            self.namespaces = frozenset(poll.namespaces)
         if poll.partial_keys:
             self._partial.append(poll.partial_keys)
 

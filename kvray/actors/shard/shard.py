@@ -116,6 +116,10 @@ class Shard:
                 return {**status, **state, **serving.status()}
         return {**status, **self._state}
 
+    def unheard(self) -> list[int]:
+        """See `Announcer.unheard`."""
+        return self._parts.announcer.unheard()
+
     def clear(self, timeout_s: float) -> int:
         """Evict every block that nobody leases, on disk too; return how many.
 

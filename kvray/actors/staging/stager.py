@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by, first_steps

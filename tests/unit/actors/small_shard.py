@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,11 +108,11 @@ class Line:
 
     def locate(self, keys: bytes) -> list[Run]:
         with self.followers.query() as lookup:
-            return lookup.locate(keys, time.monotonic())
+            return lookup.locate(keys)
 
     def targets(self) -> list[str]:
         with self.followers.query() as lookup:
-            return lookup.targets(time.monotonic())
+            return lookup.targets()
 
     def matched(self, keys: list[BlockKey]) -> int:
         with self.followers.query() as lookup:

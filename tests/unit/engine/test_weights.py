@@ -7,8 +7,8 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.engine.request import PassReport
 from kvray.errors import ShardUnavailable
+from kvray.node import NodeLink
 from kvray.node import link as link_module
-from kvray.node.registrations import Registrations
 from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, PROMPT
 from tests.unit.engine.conftest import MakeEngine
@@ -200,10 +200,10 @@ def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard, told):
 def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, monkeypatch):
     leader = told.leader.shared
     is_silent, fell_silent = threading.Event(), threading.Event()
-    report = Registrations.report
+    report = NodeLink._report
     monkeypatch.setattr(
-        Registrations,
-        "report",
+        NodeLink,
+        "_report",
         lambda self: fell_silent.set() if is_silent.is_set() else report(self),
     )
     is_silent.set()

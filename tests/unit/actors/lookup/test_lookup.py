@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.lookup import lookup as lookup_module
-from kvray.actors.lookup.delta import Delta, Poll, packed_parts
-from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Lookup, PartialBlocks
-from kvray.actors.lookup.partitions import partition_of, shares
+from kvray.actors.lookup.delta import Delta, Poll, packed_parts, partition_of, shares
+from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Lookup
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey, head_number, split_keys
-from kvray.index import Index, Loss, Run
+from kvray.index import Loss, Run
 from tests.examples import examples
 from tests.unit.store.small_arena import chain
 
@@ -20,25 +19,32 @@ KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 
 
 class Hearing(Lookup):
-    """A lookup of the shards `a` and `b`, which asks at a time, at 0 if nothing else is told."""
+    """A lookup of the shards `a` and `b`, at the time 0 if nothing else is told."""
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
-        super().__init__(silent_s)
+        super().__init__(silent_s, clock=lambda: self.now)
+        self.now = 0.0
         self.keep("ab")
         self.number = 0
 
-    def ask(self, shard: str = "a", *, now: float = 0.0) -> Poll:
-        return self.poll(shard, 0, 100, now)
+    def at(self, now: float) -> "Hearing":
+        """Return itself, at that time."""
+        self.now = now
+        return self
 
-    def hear(self, shard: str = "a", *, now: float = 0.0, **fields: Any) -> int:
+    def ask(self, shard: str = "a") -> Poll:
+        return self.poll(shard, 0, 100)
+
+    def hear(self, shard: str = "a", **fields: Any) -> int:
         """Take a reply, to the cursor that counts; return how many steps that took.
 
         `added` and `removed` are numbers of keys.
         """
+        known = self._shards.get(shard)
         added, removed = fields.pop("added", []), fields.pop("removed", [])
         part, self.number = fields.pop("part", 0), self.number + 1
         made = {
-            "since": self._cursors.get(shard),
+            "since": None if known is None else known.cursor,
             "cursor": ("log", self.number),
             "more": False,
             "added_keys": b"".join(KEYS[n] for n in added),
@@ -46,7 +52,7 @@ class Hearing(Lookup):
             "removed_keys": b"".join(KEYS[n] for n in removed),
             "removed_parts": packed_parts([part] * len(removed)),
         } | fields
-        return len(list(self.take(shard, Delta(**made), lambda: now)))
+        return len(list(self.take(shard, Delta(**made))))
 
     @property
     def has(self) -> set[int]:
@@ -73,7 +79,7 @@ def test_a_list_of_all_blocks_replaces_what_the_shard_had_and_leaves_others_alon
     lookup.hear("b", is_full=True, added=[3])
     lookup.hear(is_full=True, added=[4])
     assert lookup.has == {3, 4}
-    assert lookup.status(now=0.0)["resyncs"] == 3
+    assert lookup.status()["resyncs"] == 3
 
 
 def test_a_reply_is_taken_in_steps_and_half_of_one_is_never_built_upon(lookup):
@@ -105,7 +111,7 @@ def test_a_shard_that_is_gone_is_forgotten_until_it_says_all_again(lookup):
 
 
 def test_status_tells_who_was_heard_when(lookup):
-    status = lookup.status(now=1.5)
+    status = lookup.at(1.5).status()
     assert (status["keys"], status["entries"], status["silent"]) == (2, 2, [])
     assert status["bytes_per_key"] > 0
     assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
@@ -113,13 +119,13 @@ def test_status_tells_who_was_heard_when(lookup):
 
 def test_nothing_is_brought_to_a_shard_whose_node_is_to_go_until_it_stays(lookup):
     lookup.hear("b", is_full=True)
-    assert lookup.targets(now=0.0) == ["a", "b"]
+    assert lookup.targets() == ["a", "b"]
     lookup.hear(is_leaving=True)
-    assert lookup.targets(now=0.0) == ["b"]
-    assert lookup.status(now=0.0)["leaving"] == ["a"]
-    assert lookup.locate(BOTH, now=0.0), "its blocks are found all the same"
+    assert lookup.targets() == ["b"]
+    assert lookup.status()["leaving"] == ["a"]
+    assert lookup.locate(BOTH), "its blocks are found all the same"
     lookup.hear()
-    assert lookup.targets(now=0.0) == ["a", "b"]
+    assert lookup.targets() == ["a", "b"]
 
 
 # -- silence --------------------------------------------------------------------------------------
@@ -129,38 +135,38 @@ BOTH = KEYS[0] + KEYS[1]
 
 
 def test_a_shard_that_does_not_answer_its_poll_is_left_out_until_it_does(lookup):
-    lookup.ask(now=0.0)
-    lookup.ask(now=1.0)  # again, since the first one failed
-    assert lookup.match(BOTH, 1, now=SILENT_S).num_blocks == 2
-    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
-    assert lookup.locate(BOTH, now=LATE) == []
-    assert lookup.targets(now=LATE) == []
-    assert lookup.status(now=LATE)["silent"] == ["a"]
-    lookup.hear("b", is_full=True, added=[0], now=LATE)
-    assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}, "what another one has is found"
-    lookup.hear("b", is_full=True, now=LATE)
-    lookup.hear(now=LATE)
-    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 2
-    assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
+    lookup.ask()
+    lookup.at(1.0).ask()  # again, since the first one failed
+    assert lookup.at(SILENT_S).match(1, BOTH).num_blocks == 2
+    assert lookup.at(LATE).match(1, BOTH).num_blocks == 0
+    assert lookup.at(LATE).locate(BOTH) == []
+    assert lookup.at(LATE).targets() == []
+    assert lookup.at(LATE).status()["silent"] == ["a"]
+    lookup.at(LATE).hear("b", is_full=True, added=[0])
+    assert lookup.at(LATE).match(1, BOTH).holders == {"b": 1}, "what another one has is found"
+    lookup.at(LATE).hear("b", is_full=True)
+    lookup.at(LATE).hear()
+    assert lookup.at(LATE).match(1, BOTH).num_blocks == 2
+    assert lookup.at(LATE).locate(BOTH) == [Run(stop=2, holders={"a": 1})]
 
 
 def test_a_shard_that_is_not_asked_is_not_silent(lookup):
-    assert lookup.match(BOTH, 1, now=100.0).num_blocks == 2
+    assert lookup.at(100.0).match(1, BOTH).num_blocks == 2
 
 
 def test_a_reply_in_many_steps_is_heard_at_once(lookup):
-    lookup.ask(now=0.0)
+    lookup.ask()
     reply = Delta(since=("log", 1), cursor=("log", 3), added_keys=KEYS[2], added_parts=b"\0\0")
-    next(lookup.take("a", reply, lambda: 1.0))
-    assert lookup.status(now=LATE)["silent"] == []
+    next(lookup.at(1.0).take("a", reply))
+    assert lookup.at(LATE).status()["silent"] == []
 
 
 def test_the_more_shards_the_longer_each_pauses_and_may_be_silent(lookup):
     assert lookup.ask().pace_s == 0
     lookup.keep(["a", *(f"s{n}" for n in range(1019))])
-    assert lookup.ask(now=0.0).pace_s == pytest.approx(1000 / CALLS_PER_S)
-    assert lookup.match(BOTH, 1, now=SILENT_S + 3 * 2.4).num_blocks == 2
-    assert lookup.match(BOTH, 1, now=SILENT_S + 3 * 2.6).num_blocks == 0
+    assert lookup.ask().pace_s == pytest.approx(1000 / CALLS_PER_S)
+    assert lookup.at(SILENT_S + 3 * 2.4).match(1, BOTH).num_blocks == 2
+    assert lookup.at(SILENT_S + 3 * 2.6).match(1, BOTH).num_blocks == 0
 
 
 def test_a_shard_that_falls_silent_is_visited_once(monkeypatch):
@@ -168,24 +174,24 @@ def test_a_shard_that_falls_silent_is_visited_once(monkeypatch):
     lookup.keep(shards := [f"s{n}" for n in range(10)])
     for n, shard in enumerate(shards):
         lookup.hear(shard, is_full=True, added=[0])
-        lookup.ask(shard, now=float(n))
+        lookup.at(float(n)).ask(shard)
     visited: list[str] = []
     monkeypatch.setattr(lookup.index, "set_silent", lambda shard, _: visited.append(shard))
     for _ in range(3):
-        lookup.match(KEYS[0], 1, now=12.5)
-        assert lookup.status(now=12.5)["silent"] == ["s0", "s1", "s2"]
+        lookup.at(12.5).match(1, KEYS[0])
+        assert lookup.at(12.5).status()["silent"] == ["s0", "s1", "s2"]
     assert visited == ["s0", "s1", "s2"]
 
 
 def test_shards_are_told_how_many_are_heard(lookup):
     assert lookup.ask("b").num_shards == 2, "itself too"
     lookup.hear("b", is_full=True)
-    assert lookup.ask("a", now=0.0).num_shards == 2
-    assert lookup.ask("b", now=LATE).num_shards == 1
-    lookup.hear("a", now=LATE)
-    assert lookup.ask("b", now=LATE).num_shards == 2
+    assert lookup.ask("a").num_shards == 2
+    assert lookup.at(LATE).ask("b").num_shards == 1
+    lookup.at(LATE).hear("a")
+    assert lookup.at(LATE).ask("b").num_shards == 2
     lookup.keep("b")
-    assert lookup.ask("b", now=LATE).num_shards == 1
+    assert lookup.at(LATE).ask("b").num_shards == 1
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -195,24 +201,33 @@ def test_ranks_are_found_where_they_were_named_last_until_others_are(lookup, mon
     monkeypatch.setattr(lookup_module, "RANKS_MAX", 2)
     lookup.hear("b", is_full=True, ranks=(("r", 0),))
     lookup.hear(ranks=(("r", 0), ("other", 1)))
-    assert lookup.status(now=0.0)["ranks"] == 3
+    assert lookup.status()["ranks"] == 3
     lookup.hear("b", ranks=tuple(("r", rank) for rank in range(5)))
-    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}, "as many as are kept"
-    assert lookup.replica("nobody", now=0.0) == {}
+    assert lookup.replica("r") == {0: "a", 1: "b"}, "as many as are kept"
+    assert lookup.replica("nobody") == {}
     lookup.hear("b", ranks=(("r", 1),))
     lookup.hear()
-    assert lookup.replica("r", now=0.0) == {1: "b"}
+    assert lookup.replica("r") == {1: "b"}
+
+
+def test_a_rank_is_where_it_was_named_last_whichever_shard_that_is(lookup):
+    for shard, other in ("ab", "ba"):
+        for one in "ab":
+            lookup.hear(one)
+        for one in (other, shard, other):
+            lookup.hear(one, ranks=(("r", 0),))
+        assert lookup.replica("r") == {0: shard}
 
 
 def test_ranks_of_a_shard_that_is_silent_or_gone_are_where_they_were_named_before(lookup):
     lookup.hear("b", is_full=True, ranks=(("r", 0),))
     lookup.hear(ranks=(("r", 0), ("r", 1)))
     lookup.ask()
-    assert lookup.replica("r", now=LATE) == {0: "b"}
-    lookup.hear(now=LATE, ranks=(("r", 0),))
-    assert lookup.replica("r", now=LATE) == {0: "a"}
+    assert lookup.at(LATE).replica("r") == {0: "b"}
+    lookup.at(LATE).hear(ranks=(("r", 0),))
+    assert lookup.at(LATE).replica("r") == {0: "a"}
     lookup.keep("b")
-    assert lookup.replica("r", now=LATE) == {0: "b"}
+    assert lookup.at(LATE).replica("r") == {0: "b"}
 
 
 # -- partial blocks --------------------------------------------------------------------------------
@@ -234,11 +249,11 @@ def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves):
 
 def test_what_a_silent_shard_has_is_no_partial_block_until_the_shard_is_gone(halves):
     halves.ask()
-    halves.match(KEYS[0], 1, now=LATE)
-    assert halves.ask("b", now=LATE).partial_keys == b""
+    halves.at(LATE).match(1, KEYS[0])
+    assert halves.at(LATE).ask("b").partial_keys == b""
     halves.keep("b")
-    halves.hear("b", now=LATE)
-    told = halves.ask("b", now=LATE).partial_keys
+    halves.at(LATE).hear("b")
+    told = halves.at(LATE).ask("b").partial_keys
     assert {told[:32], told[32:]} == {KEYS[0], KEYS[1]}
 
 
@@ -258,37 +273,35 @@ def test_what_a_shard_is_still_listing_is_no_partial_block_until_it_has_listed_a
 # -- queues of partial blocks, ranks, shares ------------------------------------------------------
 
 
-@pytest.fixture
-def blocks() -> PartialBlocks:
-    return PartialBlocks()
+def lose(lookup: Lookup, *numbers: int, shards: tuple[str, ...] = ("a",)) -> None:
+    lookup._note_losses([Loss(keys=b"".join(KEYS[n] for n in numbers), parts=1, shards=shards)])
 
 
-def lose(blocks: PartialBlocks, *numbers: int, shards: tuple[str, ...] = ("a",)) -> None:
-    blocks.note([Loss(keys=b"".join(KEYS[n] for n in numbers), parts=1, shards=shards)])
+def taken(lookup: Hearing, shard: str = "a") -> list[int]:
+    return [KEYS.index(key) for key in split_keys(lookup.ask(shard).partial_keys)]
 
 
-def taken(blocks: PartialBlocks, shard: str = "a") -> list[int]:
-    return [KEYS.index(key) for key in split_keys(blocks.take(shard, Index()))]
-
-
-def test_every_shard_that_has_a_part_is_told_once(blocks):
+def test_every_shard_that_has_a_part_is_told_once():
+    blocks = Hearing()
     lose(blocks, 0, shards=("a", "b", "gone"))
     lose(blocks, 1, shards=("b",))
-    blocks.drop("gone")
-    assert taken(blocks, "gone") == []
+    blocks.keep(["a", "b", "gone"])
+    assert taken(blocks, "gone") == [], "nothing is queued for a shard that is gone"
     assert (taken(blocks, "a"), taken(blocks, "b")) == ([0], [0, 1])
     assert (taken(blocks, "a"), taken(blocks, "b")) == ([], [])
 
 
-def test_a_poll_has_the_oldest_and_the_next_one_goes_on(blocks, monkeypatch):
+def test_a_poll_has_the_oldest_and_the_next_one_goes_on(monkeypatch):
+    blocks = Hearing()
     monkeypatch.setattr(lookup_module, "HANDED_MAX", 3)
     lose(blocks, 0, 1)
     lose(blocks, 2, 3, 4)
     assert [taken(blocks), taken(blocks), taken(blocks)] == [[0, 1, 2], [3, 4], []]
 
 
-def test_what_is_too_much_to_wait_drops_the_oldest(blocks, monkeypatch):
+def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch):
     monkeypatch.setattr(lookup_module, "QUEUED_MAX", 3)
+    blocks = Hearing()
     lose(blocks, 0)
     lose(blocks, 1, 2)
     lose(blocks, 3, 4)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.shard.actor_requests import Prompt

@@ -11,9 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvray.actors.lookup.delta import Delta, Poll
+from kvray.actors.lookup.delta import Delta, Poll, partition_of
 from kvray.actors.lookup.lookup import Lookup
-from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.shard import announcer as announcer_module
 from kvray.actors.shard.announcer import Announcer, ChangeLog, Entries
 from kvray.errors import ShardUnavailable
@@ -47,12 +46,15 @@ class Tier:
     """Partitions of a lookup that follow the announcers of shards, one call after the other."""
 
     def __init__(self, partitions: int = 1) -> None:
-        self.lookups = [Lookup() for _ in range(partitions)]
+        self.lookups = [self._lookup() for _ in range(partitions)]
         self.announcers: dict[str, Announcer] = {}
         self.replies: list[Delta] = []
         self.now = 1000.0
-        for lookup in self.lookups:
-            lookup.keep("ab")
+
+    def _lookup(self) -> Lookup:
+        made = Lookup(clock=lambda: self.now)
+        made.keep("ab")
+        return made
 
     def shard(self, name: str = "a") -> Announcer:
         made = Announcer(len(self.lookups), clock=lambda: self.now)
@@ -60,11 +62,10 @@ class Tier:
         return made
 
     def restart(self, partition: int = 0) -> None:
-        self.lookups[partition] = Lookup()
-        self.lookups[partition].keep("ab")
+        self.lookups[partition] = self._lookup()
 
     def ask(self, name: str = "a", partition: int = 0, most: int = MOST) -> Delta:
-        poll = self.lookups[partition].poll(name, partition, most, self.now)
+        poll = self.lookups[partition].poll(name, partition, most)
         return asyncio.run(self.announcers[name].delta(poll, 0.0))
 
     def follow(self, name: str = "a", partition: int = 0, most: int = MOST) -> None:
@@ -73,7 +74,7 @@ class Tier:
         while more:
             delta = self.ask(name, partition, most)
             self.replies.append(delta)
-            for _ in self.lookups[partition].take(name, delta, lambda: self.now):
+            for _ in self.lookups[partition].take(name, delta):
                 pass
             more = delta.more
 
@@ -87,7 +88,7 @@ class Tier:
             self.follow(name, partition)
 
     def matched(self, keys: list[BlockKey]) -> int:
-        return max(one.match(b"".join(keys), 1, self.now).num_blocks for one in self.lookups)
+        return max(one.match(1, *keys).num_blocks for one in self.lookups)
 
     def sizes(self) -> list[tuple[bool, int]]:
         """Return of each reply whether it begins a list of all, and how many changes it has."""
@@ -224,8 +225,8 @@ def test_a_list_in_pieces_replaces_what_was_there_only_when_it_is_complete(tier,
         tier.see(other, name="b")
     announcer._start_over()
     first = tier.ask(most=4)
-    assert list(tier.lookups[0].take("a", first, lambda: tier.now)) == [4]
-    assert tier.lookups[0].poll("b", 0, 1, tier.now).partial_keys == b""
+    assert list(tier.lookups[0].take("a", first)) == [4]
+    assert tier.lookups[0].poll("b", 0, 1).partial_keys == b""
     tier.follow(most=4)
     assert tier.matched(keys) == 10
 
@@ -281,8 +282,8 @@ async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(tier, ann
     assert (beat.cursor, beat.more, beat.added_keys) == (first.cursor, False, b"")
     for act in (
         lambda: store(arena, chain(2)),
-        lambda: announcer.name_leaving(True),
-        lambda: announcer.name_ranks([("r", 0)], {7}),
+        lambda: announcer.name([], [], is_leaving=True),
+        lambda: announcer.name([("r", 0)], {7}, is_leaving=True),
         announcer._start_over,
     ):
         waiting = asyncio.ensure_future(announcer.delta(polled(beat.cursor), 60.0))
@@ -375,6 +376,18 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
     assert matched(tier, keys[1:]) == [0, 0]
 
 
+@pytest.mark.anyio
+@two
+async def test_the_namespaces_of_all_shards_stay_known_while_a_partition_starts(
+    tier, announcer, arena
+):
+    tier.look(arena)
+    for partition, namespaces in ((0, (5,)), (1, (5, 7)), (0, ())):
+        asked = polled(None, most=0, partition=partition, namespaces=namespaces)
+        await announcer.delta(asked, 60.0)
+    assert announcer.namespaces == {5, 7}
+
+
 @two
 def test_a_shard_goes_by_the_partitions_that_ask(tier, announcer, arena):
     tier.look(arena)
@@ -457,10 +470,10 @@ class Following(RuleBasedStateMachine):
         self.log.note(entries(sorted(come)), True, 0.0)
 
     def ask(self, most: int) -> Delta:
-        return self.log.delta(self.lookup.poll("a", 0, most, 0.0).cursor, most, 0.0)
+        return self.log.delta(self.lookup.poll("a", 0, most).cursor, most, 0.0)
 
     def take(self, delta: Delta) -> None:
-        for _ in self.lookup.take("a", delta, lambda: 0.0):
+        for _ in self.lookup.take("a", delta):
             pass
 
     @rule(most=st.integers(1, 4), times=st.integers(1, 2))
@@ -486,7 +499,7 @@ class Following(RuleBasedStateMachine):
             self.take(delta)
             if not delta.more:
                 break
-        found = {n for n, key in enumerate(KEYS) if self.lookup.locate(key, 0.0)}
+        found = {n for n, key in enumerate(KEYS) if self.lookup.locate(key)}
         assert found == self.held
 
     @invariant()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.lookup.delta import partition_of
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import unpacked

@@ -4,7 +4,6 @@ A rank's counters become totals of metrics, told apart by lives; growth is given
 """
 
 import math
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -118,8 +117,8 @@ def test_a_shard_that_does_not_serve_says_so_and_no_more():
 
 def test_figures_of_lookup_mover_and_supervisor_are_declared():
     lookup = Lookup()
-    lookup.match(b"k" * 64, 1, time.monotonic())
-    found = lookup_figures(lookup.status(time.monotonic()), 0)
+    lookup.match(1, b"k" * 64)
+    found = lookup_figures(lookup.status(), 0)
     check_declared(found)
     assert totals(found)["lookup_queried_blocks_total", ("0",)] == 2
     mover = mover_figures(f"kvray-mover-{NODE}", {"arena_id": "a", "sent_bytes": {"nixl": 7}})
