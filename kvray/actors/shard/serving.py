@@ -85,6 +85,7 @@ class Serving:
         self._round: asyncio.Future[None] | None = None
         self._round_at = (-1, -1)
         """The arena's tick and count of changes when the last round began."""
+        self._auditing: asyncio.Future[dict[str, int]] | None = None
         self._audit_at = 0.0
         self._quiet_at = 0.0
         """From then on nothing has happened in the arena for a while."""
@@ -191,8 +192,8 @@ class Serving:
                 self._mend(error)
             await pause(stopping, self._pause_s(now))
         self._peers.close()
-        if self._round is not None:
-            await asyncio.wait([self._round])  # the arena may be retired next
+        if self._auditing is not None:
+            await asyncio.wait([self._auditing])  # the arena is closed next
 
     def _tick(self, now: float) -> None:
         is_heartbeat = now >= self._heartbeat_at
@@ -200,7 +201,8 @@ class Serving:
             self._heartbeat_at = now + self._parts.settings.shard.heartbeat_s
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
-        self._begin_round(now, is_heartbeat=is_heartbeat)
+        self._audit(now)
+        self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:
             self.disk.tick(now)
         self.stager.expire()
@@ -221,7 +223,7 @@ class Serving:
             return shard.announce_s
         return min(_QUIET_PAUSES * shard.announce_s, shard.heartbeat_s)
 
-    def _begin_round(self, now: float, *, is_heartbeat: bool) -> None:
+    def _begin_round(self, *, is_heartbeat: bool) -> None:
         """Look after the arena, unless nothing has happened in it; in a thread."""
         if self._round is not None:
             if not self._round.done():
@@ -231,8 +233,8 @@ class Serving:
         tables = self.owner.arena.tables
         at = tables.counts.tick, tables.counts.changes
         if at != self._round_at:
-            self._quiet_at = now + _QUIET_AFTER_S
-        if at != self._round_at or is_heartbeat or now >= self._audit_at:
+            self._quiet_at = time.monotonic() + _QUIET_AFTER_S
+        if at != self._round_at or is_heartbeat:
             self._round_at = at
             # In a thread, because it ranks all blocks.
             loop = asyncio.get_running_loop()
@@ -241,8 +243,6 @@ class Serving:
     def _look_after(self, is_heartbeat: bool) -> None:
         if is_heartbeat:
             self._bury_and_warn()
-        if time.monotonic() >= self._audit_at:
-            self._audit()
         self.retention.observe()
         self._add_rows()
         self.owner.evict_ahead(self._parts.settings.arena.free_target, self.retention.rank)
@@ -258,12 +258,28 @@ class Serving:
             self._rows_at = time.monotonic() + _ROWS_RETRY_S
             _log.warning("%s: %s", self._name, str(error))  # an error keeps the mapping
 
-    def _audit(self) -> None:
-        """Look at a share of the tables, and note when the next look is due."""
+    def _audit(self, now: float) -> None:
+        """Begin a look at a share of the tables, unless one is under way; in a thread."""
+        ended = self._auditing
+        if now >= self._audit_at and (ended is None or ended.done()):
+            self._auditing = None
+            for name, count in ended.result().items() if ended is not None else ():
+                _log.error(
+                    "%s: repaired %d corrupt %s in the arena's tables; run a memory test on this"
+                    " node",
+                    self._name,
+                    count,
+                    name,
+                )
+            loop = asyncio.get_running_loop()
+            self._auditing = loop.run_in_executor(None, self._timed_audit)
+
+    def _timed_audit(self) -> dict[str, int]:
         began = time.thread_time()  # CPU: what waits for a core, or the lock, costs none
         wrong: dict[str, int] | None = None
         try:
             wrong = self.owner.audit()
+            return wrong
         finally:
             is_valid = self.owner.is_audited and wrong == {}
             share = _AUDIT_SHARE if is_valid else _FIRST_AUDIT_SHARE
@@ -271,13 +287,6 @@ class Serving:
             if is_valid:
                 pause_s = max(pause_s, self._parts.settings.shard.heartbeat_s)
             self._audit_at = time.monotonic() + pause_s
-        for name, count in wrong.items():
-            _log.error(
-                "%s: repaired %d corrupt %s in the arena's tables; run a memory test on this node",
-                self._name,
-                count,
-                name,
-            )
 
     def _may_mend(self, now: float) -> bool:
         """Note that something made no sense; False if that is a defect, as it comes back."""
