@@ -8,7 +8,7 @@ once; a fetch never waits for a send.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvray.actors.mover.orders import (
 from kvray.actors.mover.peer_links import PeerLinks, RemoteMover
 from kvray.actors.mover.read_leases import ReadLeases
 from kvray.config import StagingConfig
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.prefault import Populator
 from kvray.transport import open_transports
@@ -156,15 +156,15 @@ class Mover:
             attached.links.connect(names)
 
     def lease(self, request: LeaseRequest) -> ReadLease:
-        """See `ReadLeases.grant`; raises ShardUnavailable without an arena, as do the next two."""
-        return self._require().read_leases.grant(request)
+        """See `ReadLeases.grant`; CapacityError without an arena: it sends nothing."""
+        return self._require(CapacityError).read_leases.grant(request)
 
     def send(self, order: SendOrder) -> Any:
-        """See `ReadLeases.send`."""
+        """See `ReadLeases.send`; ShardUnavailable without an arena."""
         return self._require().read_leases.send(order)
 
-    def release(self, token: int, suspects: bytes) -> None:
-        """See `ReadLeases.release`."""
+    def release(self, token: int, suspects: Sequence[tuple[int, bytes]] = ()) -> None:
+        """See `ReadLeases.release`; ShardUnavailable without an arena."""
         self._require().read_leases.release(token, suspects)
 
     def status(self) -> dict[str, Any]:
@@ -195,10 +195,10 @@ class Mover:
             "read_leases": len(leases),
         }
 
-    def _require(self) -> _Attached:
+    def _require(self, refusal: type[KVRayError] = ShardUnavailable) -> _Attached:
         attached = self._attached
         if attached is None:
-            raise ShardUnavailable(f"{self.name} has no arena ({self._message}).")
+            raise refusal(f"{self.name} has no arena ({self._message}).")
         return attached
 
     def _run(self) -> None:

@@ -52,6 +52,8 @@ class Prefix:
     """For each rank that reads here, the parts that its lease must have."""
     block_bytes: Mapping[int, int]
     """Part -> bytes of one block of it."""
+    namespace: int = 0
+    """Their namespace, see `block.namespace_id`; 0: not known."""
     seconds_per_block: float = 0.0
     """The cost of computing a block; 0: unknown, and a fetch is always worth it."""
 
