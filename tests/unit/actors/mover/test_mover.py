@@ -27,7 +27,6 @@ from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, sp
 from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
 
-
 EXPECTED = {"block_bytes": SLOT}
 """Of a span whose blocks are as the tests store them."""
 
