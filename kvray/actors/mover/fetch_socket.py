@@ -109,31 +109,31 @@ class MoverCalls:
                 return report
         return await self._others(actor, method, *args, timeout_s=timeout_s)
 
-    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        while self._idle:
-            reader, writer = self._idle.pop()
-            if not reader.at_eof():
-                return reader, writer
-            writer.close()  # the mover has ended since
-        return await asyncio.open_unix_connection(self._path)
-
     async def _fetch(self, order: tuple[Any, ...]) -> Any:
         """Return the mover's answer; None: it has no socket now."""
-        try:
-            connection = reader, writer = await self._connection()
-        except OSError:
-            return None
-        try:
-            writer.write(_frame(order))
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            answer = pickle.loads(await reader.readexactly(length))  # noqa: S301 - of our user
-        except BaseException as error:
-            writer.close()  # a late answer must not be taken for the next one
-            if isinstance(error, EOFError | OSError):
-                raise ShardUnavailable(f"{self._mover} has ended.") from None
-            raise
-        self._idle.append(connection)
-        return answer
+        while True:
+            is_old = bool(self._idle)
+            try:
+                connection = self._idle.pop() if is_old else await self._connect()
+            except OSError:
+                return None
+            reader, writer = connection
+            try:
+                writer.write(_frame(order))
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                answer = pickle.loads(await reader.readexactly(length))  # noqa: S301 - of our user
+            except BaseException as error:
+                writer.close()  # a late answer must not be taken for the next one
+                if not isinstance(error, EOFError | OSError):
+                    raise
+                if not is_old:
+                    raise ShardUnavailable(f"{self._mover} has ended.") from None
+            else:
+                self._idle.append(connection)
+                return answer
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self._path)
 
 
 def _frame(value: Any) -> bytes:

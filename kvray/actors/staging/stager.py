@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,9 +153,9 @@ class Stager:
         self._is_closing = False
         self._counts: Counter[str] = Counter()
 
-    async def lease(self, request: StageRequest, until: float) -> Staged:
+    def lease(self, request: StageRequest, until: float) -> Coroutine[Any, Any, Staged]:
         """See `RankNodes.lease`, for ranks that are all here."""
-        return await self.stage(request.prefix, until=until)
+        return self.stage(request.prefix, until=until)
 
     async def stage(self, prefix: Prefix, *, until: float) -> Staged:
         """Have the missing blocks of `prefix` brought; return what is here by then, and keep it.
@@ -177,13 +177,13 @@ class Stager:
         stage = _Stage(prefix, ends=now + self._settings.deadline_s)
         work = asyncio.get_running_loop().create_task(self._bring(stage))
         self._stages.add(work)
-        work.add_done_callback(self._stages.discard)
+        work.add_done_callback(self._end)
         await asyncio.wait({work}, timeout=max(0.0, until - now))
         reason: StageReason = "too_slow"
-        if work.done() and not work.cancelled():
-            reason = work.result()
-        else:
+        if not work.done() or work.cancelled():
             self._counts["late"] += 1
+        else:  # whatever failed, the engine gets what is here
+            reason = work.result() if work.exception() is None else "store_down"
         num_blocks = await self._keep(prefix, until=until)
         return Staged(
             num_blocks=num_blocks,
@@ -270,17 +270,14 @@ class Stager:
             "peers": self._peers.status(),
         }
 
+    def _end(self, work: "asyncio.Task[StageReason]") -> None:
+        self._stages.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if error is not None and not isinstance(error, ShardUnavailable):
+            _log.error("a stage ended by a defect", exc_info=error)
+
     async def _bring(self, stage: "_Stage") -> StageReason:
         """Bring the missing blocks of a stage; return why not all of them are here."""
-        try:
-            return await self._bring_all(stage)
-        except ShardUnavailable:
-            return "store_down"
-        except Exception:  # noqa: BLE001 - whatever failed, the engine gets what is here
-            _log.exception("a stage ended by a defect")
-            return "store_down"
-
-    async def _bring_all(self, stage: "_Stage") -> StageReason:
         prefix, runs, failed, fruitless = stage.prefix, None, frozenset[str](), 0
         obstacle: StageReason = "not_stored"
         while fruitless < _FRUITLESS_MAX and stage.left_s > 0:
