@@ -15,6 +15,8 @@ from kvray import errors
 
 SOCKET_FILE = "socket"
 """Name of the socket, beside the arena."""
+MOVER_SOCKET_FILE = "mover"
+"""Name of the socket of the node's mover, which the shard alone may use; it has other frames."""
 
 FRAME_MAX = 4 * 2**20
 """Longest frame either side accepts, bytes."""

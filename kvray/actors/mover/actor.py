@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -69,7 +69,7 @@ class MoverActor:
 
     @ray.method(concurrency_group="serve")
     def lease(self, *request: Any) -> ReadLease:
-        """Lease blocks for another mover; takes a `packed` `LeaseRequest`."""
+        """Lease blocks for another mover, and send the first; takes a `packed` `LeaseRequest`."""
         return self._mover.lease(unpacked(*request))
 
     @ray.method(concurrency_group="serve")
@@ -78,8 +78,8 @@ class MoverActor:
         return self._mover.send(order)
 
     @ray.method(concurrency_group="serve")
-    def release(self, token: int, suspects: bytes) -> None:
-        """End a read lease."""
+    def release(self, token: int, suspects: Sequence[tuple[int, bytes]]) -> None:
+        """End a read lease, and check blocks that arrived wrong."""
         self._mover.release(token, suspects)
 
     def status(self) -> dict[str, Any]:
@@ -136,8 +136,10 @@ class RayMover:
         """Have a piece sent here."""
         return self._call("send", order, timeout_s=timeout_s)
 
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        """End a read lease there."""
+    def release(
+        self, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
+    ) -> None:
+        """End a read lease there, and have blocks that arrived wrong checked."""
         self._found(timeout_s).release.remote(token, suspects)
 
     def _call(self, method: str, *args: Any, timeout_s: float) -> Any:

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvray.errors import LeaseExpired, TransportUnavailable
+from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
 from kvray.store import Arena, Reservation
 from kvray.transport import Transport
 
 PATIENCE_S = 2.0
 """Recreating the endpoint ends running transfers, so it waits this long for them."""
+_NOTHING_SENT = (CapacityError, LeaseExpired, TransportUnavailable)
+"""Errors of a source that has not begun to send."""
 
 
 class FencedSlots:
@@ -45,32 +47,37 @@ class FencedSlots:
             return self.incarnation, self._transport.address
 
     @contextmanager
-    def transfer(self, reservation: Reservation, incarnation: int) -> Iterator[None]:
+    def transfer(self, incarnation: int, *reservations: Reservation) -> Iterator[None]:
         """Have reserved slots written during the `with` block; fence them if that fails.
 
-        Slots that nothing was sent to are aborted. `incarnation` is the one whose address the
-        source has; once it has ended, this raises TransportUnavailable.
+        Slots are aborted if the source says that it sent nothing. `incarnation` is the one whose
+        address the source has; once it has ended, this raises TransportUnavailable.
         """
         with self._renewing, self._lock:
             is_current = incarnation == self.incarnation
             self._num_transfers += is_current
         if not is_current:
-            self._arena.abort(reservation)
+            self._abort(reservations)
             raise TransportUnavailable(
                 f"The transport {self._transport.name} was renewed meanwhile; ask again."
             )
         try:
             yield
-        except LeaseExpired:  # the source had nothing to send
-            self._arena.abort(reservation)
+        except _NOTHING_SENT:
+            self._abort(reservations)
             raise
         except BaseException:
-            self.add(reservation, incarnation)
+            for one in reservations:
+                self.add(one, incarnation)
             raise
         finally:
             with self._lock:
                 if incarnation == self.incarnation:
                     self._num_transfers -= 1
+
+    def _abort(self, reservations: Sequence[Reservation]) -> None:
+        for one in reservations:
+            self._arena.abort(one)
 
     def add(self, reservation: Reservation, incarnation: int) -> None:
         """Fence the slots of a failed transfer, or abort them once nothing can write them."""

@@ -1,17 +1,19 @@
 """Fetches of a mover: lease blocks at their sources, reserve slots, have them sent, check, commit.
 
-Slots are reserved for the whole order, parents before their children, before anything is sent. Then
-each source gets lanes that fetch one piece after the other: while one lane checks its piece, the
-other's is on its way.
+Slots for the first blocks are reserved ahead, as the order expects them to be, and their sources
+send them with the lease, in one call. The others get slots once they are leased, for the whole
+order, parents before their children. Then each source gets lanes that fetch one piece after the
+other: while one lane checks its piece, the other's is on its way.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +22,28 @@ from kvray.actors.mover.orders import (
     FetchOrder,
     FetchReport,
     LeasedGroup,
+    LeaseGroup,
     LeaseRequest,
+    ReadLease,
     SendOrder,
     Span,
 )
 from kvray.actors.mover.peer_links import PeerLinks, is_link_error
 from kvray.actors.mover.source import FIRST_BYTES, Pace, Piece, Source
 from kvray.config import StagingConfig
-from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
+from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout, TransportUnavailable
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
-from kvray.store import Arena
+from kvray.store import Arena, Reservation
 from kvray.store.arena import payload
-from kvray.store.arena.layout import PRIORITY_MAX
+from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
+from kvray.store.arena.tables import Array
 from kvray.transport import Transport
 
 NUM_LANES = 2
 _THREADS_MAX = 32  # sources or lanes that run at once; the others wait for their turn
 
+_AHEAD_BYTES = 4 * 2**20
+"""Blocks of an order that get slots ahead: few enough for a slow link within `call_timeout_s`."""
 _LOCK_WAIT_S = 0.5
 _MARGIN_S = 0.1
 """A source gives up this much earlier than the asker, so that its reason arrives."""
@@ -93,35 +100,97 @@ class Fetches:
     def _fetch_from(
         self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
     ) -> None:
-        _at_once([partial(self._lease, one, order, deadline) for one in sources.values()])
+        self._reserve_ahead(order, sources)
+        _at_once([partial(self._begin, one, order, deadline) for one in sources.values()])
         self._reserve(order, sources)
         _at_once(
             [
                 partial(self._run_lane, one, deadline)
                 for one in sources.values()
+                if one.pieces
                 for _ in range(NUM_LANES if one.left_bytes > FIRST_BYTES else 1)
             ]
         )
 
+    def _reserve_ahead(self, order: FetchOrder, sources: Mapping[str, Source]) -> None:
+        """Reserve slots for the first blocks, as the order expects them to be."""
+        left_bytes = _AHEAD_BYTES
+        for index, span in enumerate(order.spans):
+            source = sources.get(span.source)
+            if source is None or index not in source.spans or not span.block_bytes:
+                continue
+            keys = split_keys(span.keys)[: left_bytes // span.block_bytes]
+            left_bytes -= len(keys) * span.block_bytes
+            with suppress(KVRayError):  # the source's answer says how they really are
+                if keys and (made := self._slots_for(span, keys, 0, span.block_bytes)) is not None:
+                    source.ahead[index] = made
+
+    def _begin(self, source: Source, order: FetchOrder, deadline: float) -> None:
+        try:
+            self._lease(source, order, deadline)
+        except KVRayError as error:
+            source.fail(error)
+
     def _lease(self, source: Source, order: FetchOrder, deadline: float) -> None:
+        """Lease the blocks of a source, which sends those that have slots ahead with the lease."""
         addresses = {}
         for name in self._links.transports_for(source.name):
             with suppress(KVRayError):
                 source.incarnations[name], addresses[name] = self._fenced[name].target()
+        if not addresses:
+            raise TransportUnavailable("This node has no transport that works now; ask again.")
+        best = next(iter(addresses))
+        spans = [order.spans[index] for index in source.spans]
+        ahead = [source.ahead.get(index) for index in source.spans]
+        timeout_s = _left(deadline, self._settings.call_timeout_s)
         request = LeaseRequest(
-            groups=tuple((order.spans[i].part, order.spans[i].keys) for i in source.spans),
+            groups=tuple(map(self._group, spans, ahead)),
             lease_s=self._settings.lease_s,
             addresses=addresses,
+            timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
             is_use=order.purpose == "prompt",
         )
+        num_bytes = sum(
+            span.block_bytes * len(made.slots)
+            for span, made in zip(spans, ahead, strict=True)
+            if made is not None
+        )
+        self._in_flight[best].enter(num_bytes, deadline)
         try:
-            timeout_s = _left(deadline, self._settings.call_timeout_s)
-            lease = self._links.mover(source.name).lease(request, timeout_s=timeout_s)
-        except KVRayError as error:
-            source.fail(error)
-            return
+            slots, source.ahead = tuple(source.ahead.values()), {}
+            with self._receiving(source, best, *slots):
+                lease = self._links.mover(source.name).lease(request, timeout_s=timeout_s)
+                pieces = [
+                    _sent(made, leased, span.block_bytes)
+                    for span, made, leased in zip(spans, ahead, lease.groups, strict=True)
+                    if made is not None
+                ]
+                if any(len(piece.blocks) for piece, _ in pieces):
+                    self._receive(self._transports[best], lease.parcel, *(one for one, _ in pieces))
+        finally:
+            self._in_flight[best].leave(num_bytes)
         source.lease = lease
         source.pace = Pace(most_bytes=self._transports[lease.transport].piece_bytes)
+        for piece, unsent in pieces:
+            self._arena.abort(unsent)
+            try:
+                self._commit(source, piece, source.incarnations[best])
+            except KVRayError as error:
+                source.fail(error)
+
+    def _group(self, span: Span, ahead: Reservation | None) -> LeaseGroup:
+        """Return what to lease of a span, with the targets of its slots that are reserved ahead."""
+        group = LeaseGroup(part=span.part, keys=span.keys)
+        if ahead is None or not len(ahead.slots):
+            return group
+        targets = np.full(int(ahead.rows[-1]) + 1, -1, dtype="<i8")
+        targets[ahead.rows] = self._offsets(ahead, span.block_bytes)
+        return replace(
+            group,
+            block_bytes=span.block_bytes,
+            namespace=span.namespace,
+            targets=targets.tobytes(),
+        )
 
     def _reserve(self, order: FetchOrder, sources: Mapping[str, Source]) -> None:
         """Reserve slots for all leased blocks, in the order of the spans."""
@@ -129,6 +198,8 @@ class Fetches:
         for index, span in enumerate(order.spans):
             source = sources.get(span.source)
             if source is None or source.lease is None or index not in source.spans:
+                continue
+            if not source.lease.token:  # it has sent everything
                 continue
             leased = source.lease.groups[source.spans.index(index)]
             try:
@@ -144,21 +215,15 @@ class Fetches:
         """
         sizes, checksums = leased.sizes, leased.checksums
         keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
-        before = BlockKey(span.parent) if span.parent else None
         pieces: list[Piece] = []
         for first, stop in payload.runs(np.diff(sizes) != 0, len(sizes)):
             size = int(sizes[first])
-            made = self._arena.reserve(
-                keys[first:stop],
-                parent=keys[first - 1] if first else before,
-                depth=span.depth + first,
-                head=span.head,
-                part=span.part,
-                block_bytes=size,
-                namespace=int(leased.namespaces[first]),
-                priority=leased.priorities[first:stop].clip(max=PRIORITY_MAX),
-                needs_parent=span.needs_parent or first > 0,
-                wait_s=_LOCK_WAIT_S,
+            made = self._slots_for(
+                replace(span, namespace=int(leased.namespaces[first])),
+                keys[:stop],
+                first,
+                size,
+                leased.priorities[first:stop].clip(max=PRIORITY_MAX),
             )
             if made is None:
                 self._abort(pieces)
@@ -171,9 +236,31 @@ class Fetches:
                 break
         return pieces
 
+    def _slots_for(
+        self,
+        span: Span,
+        keys: Sequence[BlockKey],
+        first: int,
+        block_bytes: int,
+        priority: int | Array = DEFAULT_PRIORITY,
+    ) -> Reservation | None:
+        """Reserve slots for `keys`, the leading ones of a span, from the `first` on."""
+        before = BlockKey(span.parent) if span.parent else None
+        return self._arena.reserve(
+            keys[first:],
+            parent=keys[first - 1] if first else before,
+            depth=span.depth + first,
+            head=span.head,
+            part=span.part,
+            block_bytes=block_bytes,
+            namespace=span.namespace,
+            priority=priority,
+            needs_parent=span.needs_parent or first > 0,
+            wait_s=_LOCK_WAIT_S,
+        )
+
     def _run_lane(self, source: Source, deadline: float) -> None:
-        if source.lease is None:
-            return
+        assert source.lease is not None, "only leased blocks make pieces"
         in_flight = self._in_flight[source.lease.transport]
         while (piece := source.take()) is not None:
             try:
@@ -183,42 +270,55 @@ class Fetches:
                 source.fail(error)
                 return
             try:
-                self._fetch_piece(source, piece, deadline)
+                self._fetch_piece(source, source.lease, piece, deadline)
             except KVRayError as error:
                 source.fail(error)
             finally:
                 in_flight.leave(piece.num_bytes)
 
-    def _fetch_piece(self, source: Source, piece: Piece, deadline: float) -> None:
+    def _fetch_piece(self, source: Source, lease: ReadLease, piece: Piece, deadline: float) -> None:
         """Have one piece sent and commit it, or fence its slots."""
-        assert source.lease is not None
-        transport = self._transports[source.lease.transport]
-        incarnation = source.incarnations[transport.name]
-        fenced = self._fenced[transport.name]
-        targets = payload.offsets(self._arena.tables, piece.reservation.slots, piece.size)
-        sizes = np.full(len(targets), piece.size, dtype=np.int64)
-        with source.lock:
-            source.began_at = source.began_at or time.monotonic()
-        with fenced.transfer(piece.reservation, incarnation):
+        began_at = time.monotonic()
+        with self._receiving(source, lease.transport, piece.reservation):
             timeout_s = _left(deadline, self._settings.lease_s)
             order = SendOrder(
-                token=source.lease.token,
-                blocks=piece.blocks.tobytes(),
-                targets=targets.astype("<i8").tobytes(),
+                token=lease.token,
+                blocks=piece.blocks.astype("<u4").tobytes(),
+                targets=self._offsets(piece.reservation, piece.size).tobytes(),
                 timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
             )
-            began_at = time.monotonic()
+            parcel = self._links.mover(source.name).send(order, timeout_s=timeout_s)
+            self._receive(self._transports[lease.transport], parcel, piece)
+        with source.lock:
+            source.pace.note(piece.num_bytes, time.monotonic() - began_at)
+        self._commit(source, piece, source.incarnations[lease.transport])
+
+    @contextmanager
+    def _receiving(
+        self, source: Source, transport: str, *reservations: Reservation
+    ) -> Iterator[None]:
+        """Have a source write slots during the `with` block; if that fails, they are fenced."""
+        fenced, incarnation = self._fenced[transport], source.incarnations[transport]
+        with source.lock:
+            source.began_at = source.began_at or time.monotonic()
+        with fenced.transfer(incarnation, *reservations):
             try:
-                parcel = self._links.mover(source.name).send(order, timeout_s=timeout_s)
-                transport.receive(parcel, targets, sizes)
+                yield
             except KVRayError as error:
                 # A renewed end fails all that was sent to it, which says nothing of the transport.
                 if is_link_error(error) and incarnation == fenced.incarnation:
-                    source.link_error = str(error)
+                    source.link_error = transport, str(error)
                 raise
-        with source.lock:
-            source.pace.note(piece.num_bytes, time.monotonic() - began_at)
-        self._commit(source, piece, incarnation)
+
+    def _receive(self, transport: Transport, parcel: Any, *pieces: Piece) -> None:
+        """Put the blocks of some pieces in place, which one parcel has brought."""
+        targets = [self._offsets(one.reservation, one.size) for one in pieces]
+        sizes = np.repeat([one.size for one in pieces], [len(one.blocks) for one in pieces])
+        transport.receive(parcel, np.concatenate(targets), sizes)
+
+    def _offsets(self, reservation: Reservation, block_bytes: int) -> Array:
+        """Return where in the arena the slots begin, i64."""
+        return payload.offsets(self._arena.tables, reservation.slots, block_bytes).astype("<i8")
 
     def _commit(self, source: Source, piece: Piece, incarnation: int) -> None:
         """Make those blocks of a piece READY that have their checksums."""
@@ -230,12 +330,15 @@ class Fetches:
             raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
         if not valid.all():
             bad = piece.reservation.only(~valid)
+            tables = self._arena.tables
+            source.suspects += [
+                (int(tables.slot_part[slot]), tables.slot_key[slot].tobytes()) for slot in bad.slots
+            ]
             self._fenced[source.lease.transport].add(bad, incarnation)
         num_good = int(np.count_nonzero(valid))
         with source.lock:
             source.num_blocks += num_good
             source.num_bytes += num_good * piece.size
-            source.suspects += piece.blocks[~valid].tolist()
             source.ended_at = time.monotonic()
         with self._lock:
             self.num_blocks += num_good
@@ -245,17 +348,19 @@ class Fetches:
     def _finish(self, source: Source) -> None:
         """Free the slots that were not filled, end the read lease, and note the link's result."""
         self._abort(source.pieces)
-        if source.lease is not None:
+        for one in source.ahead.values():
+            self._arena.abort(one)
+        if source.link_error and not source.num_blocks:
+            self._links.fail(source.name, *source.link_error)
+        if source.lease is None:
+            return
+        if source.num_blocks:
             transport = source.lease.transport
-            if source.num_blocks:
-                incarnation = source.incarnations[transport]
-                self._links.succeed(source.name, transport, incarnation)
-            elif source.link_error:
-                self._links.fail(source.name, transport, source.link_error)
-            suspects = np.array(source.suspects, dtype="<u4").tobytes()
+            self._links.succeed(source.name, transport, source.incarnations[transport])
+        if source.lease.token or source.suspects:
             with suppress(KVRayError):
                 self._links.mover(source.name).release(
-                    source.lease.token, suspects, timeout_s=self._settings.call_timeout_s
+                    source.lease.token, source.suspects, timeout_s=self._settings.call_timeout_s
                 )
 
     def _abort(self, pieces: Iterable[Piece]) -> None:
@@ -291,6 +396,13 @@ class _BytesInFlight:
         with self._changed:
             self._bytes -= num_bytes
             self._changed.notify_all()
+
+
+def _sent(made: Reservation, leased: LeasedGroup, size: int) -> tuple[Piece, Reservation]:
+    """Return the piece of slots that were filled with the lease, and the other slots."""
+    is_sent = made.rows < (len(leased.sizes) if leased.was_sent else 0)
+    filled = made.only(is_sent)
+    return Piece(filled.rows, filled, leased.checksums[filled.rows], size), made.only(~is_sent)
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:

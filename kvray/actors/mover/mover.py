@@ -5,14 +5,16 @@ may take down: leases and reservations then end by the arena's own rules. All th
 once; a fetch never waits for a send.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvray.actors.mover.fenced_slots import FencedSlots
+from kvray.actors.mover.fetch_socket import FetchServer
 from kvray.actors.mover.fetches import Fetches
 from kvray.actors.mover.orders import (
     FetchOrder,
@@ -24,8 +26,9 @@ from kvray.actors.mover.orders import (
 )
 from kvray.actors.mover.peer_links import PeerLinks, RemoteMover
 from kvray.actors.mover.read_leases import ReadLeases
+from kvray.actors.ray_glue.arguments import unpacked
 from kvray.config import StagingConfig
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.prefault import Populator
 from kvray.transport import open_transports
@@ -43,7 +46,11 @@ class _Attached:
     """The parts of a mover that belong to one arena."""
 
     def __init__(
-        self, arena: Arena, settings: StagingConfig, remote: Callable[[str], RemoteMover]
+        self,
+        arena: Arena,
+        settings: StagingConfig,
+        remote: Callable[[str], RemoteMover],
+        fetch: Callable[..., FetchReport],
     ) -> None:
         self.arena = arena
         self.populator = Populator(arena.tables)
@@ -61,9 +68,14 @@ class _Attached:
             settings,
         )
         self.links.start()
+        self.server: FetchServer | None = None
+        with contextlib.suppress(OSError):  # no socket can be made: the shard calls over Ray
+            self.server = FetchServer(arena.directory, fetch, calls_max=2 * settings.fetches_max)
 
     def close(self) -> None:
         """End the transports, so that nothing writes afterwards, and then leave the arena."""
+        if self.server is not None:
+            self.server.close()
         self.links.close()
         self.read_leases.close()
         for transport in self.transports.values():
@@ -120,6 +132,9 @@ class Mover:
         if attached is not None:
             attached.close()
 
+    def _fetch(self, *order: Any) -> FetchReport:
+        return self.fetch(unpacked(*order))
+
     def fetch(self, order: FetchOrder) -> FetchReport:
         """Fetch the blocks of an order; ends within its `deadline_s`.
 
@@ -156,15 +171,15 @@ class Mover:
             attached.links.connect(names)
 
     def lease(self, request: LeaseRequest) -> ReadLease:
-        """See `ReadLeases.grant`; raises ShardUnavailable without an arena, as do the next two."""
-        return self._require().read_leases.grant(request)
+        """See `ReadLeases.grant`; CapacityError without an arena: it sends nothing."""
+        return self._require(CapacityError).read_leases.grant(request)
 
     def send(self, order: SendOrder) -> Any:
-        """See `ReadLeases.send`."""
+        """See `ReadLeases.send`; ShardUnavailable without an arena."""
         return self._require().read_leases.send(order)
 
-    def release(self, token: int, suspects: bytes) -> None:
-        """See `ReadLeases.release`."""
+    def release(self, token: int, suspects: Sequence[tuple[int, bytes]] = ()) -> None:
+        """See `ReadLeases.release`; ShardUnavailable without an arena."""
         self._require().read_leases.release(token, suspects)
 
     def status(self) -> dict[str, Any]:
@@ -195,10 +210,10 @@ class Mover:
             "read_leases": len(leases),
         }
 
-    def _require(self) -> _Attached:
+    def _require(self, refusal: type[KVRayError] = ShardUnavailable) -> _Attached:
         attached = self._attached
         if attached is None:
-            raise ShardUnavailable(f"{self.name} has no arena ({self._message}).")
+            raise refusal(f"{self.name} has no arena ({self._message}).")
         return attached
 
     def _run(self) -> None:
@@ -227,7 +242,7 @@ class Mover:
         arena = None
         try:
             arena = Arena.attach(self._directory, label=LABEL, lock_wait_s=self._lock_wait_s)
-            attached = _Attached(arena, self._settings, self._remote)
+            attached = _Attached(arena, self._settings, self._remote, self._fetch)
         except KVRayError as error:
             self._message = str(error)
             if arena is not None:

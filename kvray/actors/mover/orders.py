@@ -24,6 +24,10 @@ class Span:
     """Number of the chain, see `block.head_number`; 0: not known."""
     needs_parent: bool = True
     """Whether the blocks are useless without their parent."""
+    block_bytes: int = 0
+    """Bytes that a block should have; 0: not known."""
+    namespace: int = 0
+    """Namespace that the blocks should have, see `block.namespace_id`; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +75,30 @@ class FetchReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGroup:
+    """Blocks of one part in prefix order, and where those go that are sent with the lease."""
+
+    part: int
+    keys: bytes
+    """32 bytes each."""
+    block_bytes: int = 0
+    namespace: int = 0
+    """What the asker has reserved slots for; blocks of other kinds are leased only."""
+    targets: bytes = b""
+    """Offset in the asker's memory of each of the first blocks, i64; -1: it is not to be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
     """Blocks that one mover asks another to lease for reading, and where to send them."""
 
-    groups: tuple[tuple[int, bytes], ...]
-    """Part, and keys of 32 bytes each in prefix order."""
+    groups: tuple[LeaseGroup, ...]
     lease_s: float
     """How long the lease holds; each `SendOrder` renews it."""
     addresses: dict[str, bytes]
-    """Address of each transport of the asker, the best first."""
+    """Address of each transport of the asker, the best first, by which the `targets` are meant."""
+    timeout_s: float
+    """For what is sent with the lease."""
     is_use: bool = True
     """Whether the lease counts as a use of the blocks."""
 
@@ -96,6 +115,8 @@ class LeasedGroup:
     """The namespace of each block, u32, see `block.namespace_id`."""
     priorities: Array
     """Retention priorities, u8."""
+    was_sent: bool
+    """Whether those that have targets were sent with the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +124,12 @@ class ReadLease:
     """The blocks that one mover has leased for another, until release or expiry."""
 
     token: int
+    """0: it has ended, as all that it leased was sent with it."""
     transport: str
     groups: tuple[LeasedGroup, ...]
     """One for each requested group; it ends at the first block that the source lacks."""
+    parcel: Any = None
+    """What was sent with it, for `Transport.receive`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

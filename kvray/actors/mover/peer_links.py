@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
@@ -46,7 +46,9 @@ class RemoteMover(Protocol):
         """As `Mover.send`."""
         ...
 
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+    def release(
+        self, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
+    ) -> None:
         """As `Mover.release`, without waiting for the answer."""
         ...
 
@@ -210,12 +212,14 @@ class PeerLinks:
             targets |= {one: self._fenced[one].target() for one in transports}
             addresses = {one: address for one, (_, address) in targets.items()}
             mover = self.mover(name)
-            request = LeaseRequest(groups=(), lease_s=_LEASE_S, addresses=addresses)
+            request = LeaseRequest(
+                groups=(), lease_s=_LEASE_S, addresses=addresses, timeout_s=timeout_s / 2
+            )
             lease = mover.lease(request, timeout_s=timeout_s)
             chosen = lease.transport
             order = SendOrder(token=lease.token, blocks=b"", targets=b"", timeout_s=timeout_s / 2)
             mover.send(order, timeout_s=timeout_s)
-            mover.release(lease.token, b"", timeout_s=timeout_s)
+            mover.release(lease.token, (), timeout_s=timeout_s)
         except KVRayError as error:
             self._postpone(name, chosen)
             # A renewed end fails all that was sent to it, which says nothing of the transport.

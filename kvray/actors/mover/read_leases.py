@@ -4,17 +4,24 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvray.actors.mover.orders import LeasedGroup, LeaseRequest, ReadLease, SendOrder
-from kvray.errors import CapacityError, LeaseExpired, ShardUnavailable, TransportUnavailable
-from kvray.identity.block import split_keys
+from kvray.actors.mover.orders import (
+    LeasedGroup,
+    LeaseGroup,
+    LeaseRequest,
+    ReadLease,
+    SendOrder,
+)
+from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
+from kvray.identity.block import BlockKey, split_keys
 from kvray.store import Arena, Lease, PartRequest
 from kvray.store.arena import payload
+from kvray.store.arena.layout import DEFAULT_PRIORITY
 from kvray.store.arena.tables import Array, Tables
 from kvray.transport import Transport
 
@@ -68,12 +75,17 @@ class ReadLeases:
         return len(self._grants)
 
     def grant(self, request: LeaseRequest) -> ReadLease:
-        """Lease the blocks of `request` that are here, and choose the transport to send them by.
+        """Lease the blocks of `request` that are here, and send those that have targets.
+
+        The asker has reserved slots for those and named targets for its best transport. A group of
+        other blocks than it expected is leased only, as are all if another transport is the best
+        that both have. Without groups a piece of nothing is sent, which connects the two ends. A
+        lease of which nothing is left to send has ended.
 
         Raises:
-            CapacityError: there are too many read leases.
-            ShardUnavailable: the arena is busy or retired.
+            CapacityError: there are too many read leases, or the arena is busy or retired.
             TransportUnavailable: the two ends have no transport in common.
+            TransferError: as `Transport.send`; before that nothing was sent.
         """
         self.expire()
         transport = next((name for name in request.addresses if name in self._transports), None)
@@ -104,51 +116,65 @@ class ReadLeases:
         with self._lock:
             token = next(self._tokens)
             self._grants[token] = grant
-        return ReadLease(token=token, transport=transport, groups=self._described(groups))
+        are_meant = transport == next(iter(request.addresses))
+        described, targets = [], [_NONE]
+        for one, held in zip(request.groups, groups, strict=True):
+            made, goes_to = self._describe(one, held, may_send=are_meant)
+            described.append(made)
+            targets.append(goes_to)
+        goes_to = np.concatenate(targets)
+        blocks, parcel = np.flatnonzero(goes_to >= 0), None
+        try:
+            if len(blocks):
+                parcel = self._send(token, blocks, goes_to[blocks], request.timeout_s)
+        except BaseException:
+            self.release(token)
+            raise
+        if len(blocks) and len(blocks) == len(slots):
+            self.release(token)
+            token = 0
+        return ReadLease(token=token, transport=transport, groups=tuple(described), parcel=parcel)
 
     def send(self, order: SendOrder) -> Any:
         """Send a piece of a read lease, which renews it; as `Transport.send`.
 
         LeaseExpired: the lease has ended.
         """
-        grant = self._enter(order.token)
+        blocks = np.frombuffer(order.blocks, dtype="<u4")
+        return self._send(
+            order.token, blocks, np.frombuffer(order.targets, dtype="<i8"), order.timeout_s
+        )
+
+    def _send(self, token: int, blocks: Array, targets: Array, timeout_s: float) -> Any:
+        grant = self._enter(token)
         try:
-            blocks = np.frombuffer(order.blocks, dtype="<u4")
             if len(blocks) and blocks.max() >= len(grant.slots):
-                raise LeaseExpired(f"Read lease {order.token} has fewer blocks; ask again.")
+                raise LeaseExpired(f"Read lease {token} has fewer blocks; ask again.")
             sizes = grant.sizes[blocks]
             parcel = self._transports[grant.transport].send(
-                grant.address,
-                grant.offsets[blocks],
-                np.frombuffer(order.targets, dtype="<i8"),
-                sizes,
-                timeout_s=order.timeout_s,
+                grant.address, grant.offsets[blocks], targets, sizes, timeout_s=timeout_s
             )
             with self._lock:
                 self.sent_bytes[grant.transport] += int(sizes.sum())
             return parcel
         finally:
-            self._leave(order.token, grant)
+            self._leave(token, grant)
 
-    def release(self, token: int, suspects: bytes) -> None:
-        """End a read lease, unless it has ended, after a check of blocks that arrived wrong.
+    def release(self, token: int, suspects: Sequence[tuple[int, bytes]] = ()) -> None:
+        """End a read lease, unless it has ended, and check blocks that arrived wrong.
 
-        `suspects` has the places of blocks that arrived without their checksum, u32. Those that are
+        `suspects` has part and key of blocks that arrived without their checksum. Those that are
         bad here too are quarantined.
         """
-        places = np.frombuffer(suspects, dtype="<u4")
         with self._lock:
-            grant = self._grants.get(token)
-        if grant is None:
-            return
-        start = 0
-        for one in filter(None, grant.leases) if len(places) else ():
-            within = places[(places >= start) & (places < start + one.num_slots)] - start
-            self._arena.valid(one, within)
-            start += one.num_slots
-        with self._lock:
-            grant.released = True
+            if (grant := self._grants.get(token)) is not None:
+                grant.released = True
         self._end_idle()
+        for part, key in suspects:
+            held = self._arena.lease_for([BlockKey(key)], [[PartRequest(part)]], is_use=False)
+            for lease in held.leases if held is not None else ():
+                self._arena.valid(lease, slice(None))
+                self._arena.release(lease, wait_s=_BUSY_WAIT_S)
 
     def expire(self) -> None:
         """End the leases that were not renewed in time."""
@@ -168,32 +194,42 @@ class ReadLeases:
     def _lease(self, request: LeaseRequest) -> list[Lease | None]:
         """Lease the leading blocks of each group that are here."""
         leases: list[Lease | None] = []
-        for part, keys in request.groups:
+        for group in request.groups:
             held = None
             deadline = time.monotonic() + _BUSY_WAIT_S
             while held is None and time.monotonic() < deadline:
                 held = self._arena.lease_for(
-                    split_keys(keys), [[PartRequest(part)]], is_use=request.is_use
+                    split_keys(group.keys), [[PartRequest(group.part)]], is_use=request.is_use
                 )
             if held is None:
                 self._arena.release(*filter(None, leases), wait_s=_BUSY_WAIT_S)
-                raise ShardUnavailable(
+                raise CapacityError(
                     "The arena of that node is busy, retired or has no room for another lease."
                 )
             leases += held.leases or (None,)
         return leases
 
-    def _described(self, groups: list[Array]) -> tuple[LeasedGroup, ...]:
+    def _describe(
+        self, group: LeaseGroup, slots: Array, *, may_send: bool
+    ) -> tuple[LeasedGroup, Array]:
+        """Return what the leased blocks of a group are, and where each goes now; -1: nowhere."""
         tables = self._arena.tables
-        return tuple(
-            LeasedGroup(
-                sizes=tables.block_bytes(slots),
-                checksums=tables.slot_checksum[slots],
-                namespaces=tables.slot_namespace[slots],
-                priorities=tables.slot_priority[slots],
-            )
-            for slots in groups
-        )
+        targets = np.full(len(slots), -1)
+        asked = np.frombuffer(group.targets, dtype="<i8")[: len(slots)]
+        targets[: len(asked)] = asked
+        sizes, namespaces = tables.block_bytes(slots), tables.slot_namespace[slots]
+        priorities = tables.slot_priority[slots]
+        is_expected = (sizes == group.block_bytes) & (namespaces == group.namespace)
+        is_expected &= priorities == DEFAULT_PRIORITY
+        if not (may_send and is_expected[targets >= 0].all()):
+            targets[:], may_send = -1, False
+        return LeasedGroup(
+            sizes=sizes,
+            checksums=tables.slot_checksum[slots],
+            namespaces=namespaces,
+            priorities=priorities,
+            was_sent=may_send,
+        ), targets
 
     def _enter(self, token: int) -> _Grant:
         with self._lock:

@@ -77,17 +77,19 @@ class Source:
     lease: ReadLease | None = None
     incarnations: dict[str, int] = field(default_factory=dict)
     """Incarnation of each of this node's transports when the source was asked."""
+    ahead: dict[int, Reservation] = field(default_factory=dict)
+    """Index of a span -> slots that are reserved before there is a lease."""
     pieces: deque[Piece] = field(default_factory=deque)
     """Those that no lane has taken yet."""
     began_at: float = 0.0
     ended_at: float = 0.0
     num_blocks: int = 0
     num_bytes: int = 0
-    suspects: list[int] = field(default_factory=list)
-    """Places in the lease of blocks that arrived without their checksum."""
+    suspects: list[tuple[int, bytes]] = field(default_factory=list)
+    """Part and key of blocks that arrived without their checksum."""
     error: KVRayError | None = None
-    link_error: str = ""
-    """The transport's own failure, if there was one."""
+    link_error: tuple[str, str] | None = None
+    """A transport that failed by itself, and how."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -14,10 +14,11 @@ from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
 from kvray.store.arena.holders import shown
 from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
-from kvray.wire import SOCKET_FILE
+from kvray.wire import MOVER_SOCKET_FILE, SOCKET_FILE
 
 _PREFIX = "kvray-"
-_OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, SOCKET_FILE)
+_SOCKETS = (SOCKET_FILE, MOVER_SOCKET_FILE)
+_OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, *_SOCKETS)
 _ROWS_MAX = 4096
 """Rows that a holder table may have; a look at a lock takes about a microsecond."""
 

@@ -18,7 +18,7 @@ from kvray.store.arena.owner import retire_file
 from kvray.store.machine.access import Access
 from kvray.store.machine.access import is_own as is_own_directory
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
-from kvray.wire import SOCKET_FILE
+from kvray.wire import MOVER_SOCKET_FILE, SOCKET_FILE
 
 OWNER_FILE = "owner"
 NOTE_FILE = "owner.json"
@@ -113,7 +113,7 @@ def remove_files(directory: Path) -> None:
     with contextlib.suppress(OSError):
         retire_file(directory / ARENA_FILE)
     remove_leftovers(directory)
-    for name in (SOCKET_FILE, NOTE_FILE, OWNER_FILE):
+    for name in (SOCKET_FILE, MOVER_SOCKET_FILE, NOTE_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)
     remove_events(directory)
     with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
+from kvray.actors.mover.fetch_socket import MoverCalls
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_names, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.calls import (
@@ -24,6 +25,7 @@ from kvray.actors.ray_glue.calls import (
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
+from kvray.actors.staging.peers import mover_of
 from kvray.actors.telemetry.figures import Figures, ShardFigures
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
@@ -108,7 +110,7 @@ class ShardActor:
             name,
             ShardSettings.of(config, memory_claims()),
             crashed=lambda: os._exit(1),
-            ask=ActorCalls(),
+            ask=MoverCalls(mover_of(name), config.node_dir, ActorCalls()),
             is_restart=is_restart,
         )
         signal.signal(signal.SIGTERM, self._terminate)

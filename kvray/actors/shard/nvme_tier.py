@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
-from kvray.actors.staging.peers import Rates
+from kvray.actors.staging.peers import Rate
 from kvray.actors.staging.plan import Peer, runs_of
 from kvray.breaker import Breaker
 from kvray.config import exact_size, format_size
@@ -68,7 +68,7 @@ class NvmeReads:
         self._reads_max = reads_max
         self._readers = ThreadPoolExecutor(reads_max, "kvray-promote")
         self._reads: set[Future[Brought]] = set()
-        self._rates = Rates()
+        self._rate = Rate()
         self._breaker = Breaker(Random())
         self._num_bad_reads = 0
         self.failure = ""
@@ -99,7 +99,7 @@ class NvmeReads:
 
     def peer(self) -> Peer:
         """Return how fast the disk has been lately."""
-        return self._rates.peer(NVME, time.monotonic())
+        return self._rate.peer(time.monotonic())
 
     def tick(self) -> None:
         """Trust the disk again if all reads that hung have ended; called often."""
@@ -128,7 +128,7 @@ class NvmeReads:
         report = SourceReport.of(
             error, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds, transport=NVME
         )
-        self._rates.note(NVME, report, now=time.monotonic())
+        self._rate.note(report, now=time.monotonic())
         return FetchReport(
             here=tuple(self._here(span) for span in order.spans), sources={NVME: report}
         )

@@ -64,6 +64,8 @@ class Fetch:
                 depth=step.start,
                 head=head_number(keys[0]),
                 needs_parent=step.start > 0 and step.part not in windowed,
+                block_bytes=prefix.block_bytes[step.part],
+                namespace=prefix.namespace,
             )
             for step in steps
         )

@@ -1,14 +1,14 @@
 """The other actors as one shard sees them: which may be asked, how fast, how they failed.
 
-`Ask` is the type of their calls; `Rates` are the measured speeds of sources.
+`Ask` is the type of their calls; a `Rate` is the measured speed of a source.
 """
 
 import asyncio
 import bisect
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
 
@@ -24,57 +24,37 @@ _SMALL = 2**20
 """A fetch below this many bytes measures the latency, one above it the rate."""
 _FORGET_S = 30.0
 """Older measurements do not count, or a node once found slow would never be tried again."""
-_RATES_MAX = 1024
 
 
 @dataclass(slots=True)
 class Rate:
     """The measurements of one source, by the transport that it used last."""
 
-    transport: str
+    transport: str = ""
+    """Empty: it gave no blocks yet."""
     latency_s: float = 0.0
     bytes_per_s: float | None = None
     """None: no fetch was large enough to measure it."""
-    at: float = 0.0
+    at: float = float("-inf")
 
-
-class Rates:
-    """The rates of all sources; of too many the one that was used longest ago goes."""
-
-    def __init__(self) -> None:
-        self._rates: dict[str, Rate] = {}
-
-    def note(self, source: str, report: SourceReport, *, now: float) -> None:
+    def note(self, report: SourceReport, *, now: float) -> None:
         """Take the measurement of a fetch that brought blocks."""
         if report.num_bytes <= 0 or report.seconds <= 0:
             return
-        rate = self._rates.pop(source, None)
-        if rate is None or rate.transport != report.transport:
-            rate = Rate(report.transport)
+        if self.transport != report.transport:
+            self.transport, self.latency_s, self.bytes_per_s = report.transport, 0.0, None
         if report.num_bytes < _SMALL:
-            rate.latency_s = _blend(rate.latency_s or None, report.seconds)
+            self.latency_s = _blend(self.latency_s or None, report.seconds)
         else:
-            moving_s = max(report.seconds - rate.latency_s, report.seconds / 2)
-            rate.bytes_per_s = _blend(rate.bytes_per_s, report.num_bytes / moving_s)
-        rate.at = now
-        self._rates[source] = rate
-        if len(self._rates) > _RATES_MAX:
-            del self._rates[next(iter(self._rates))]
+            moving_s = max(report.seconds - self.latency_s, report.seconds / 2)
+            self.bytes_per_s = _blend(self.bytes_per_s, report.num_bytes / moving_s)
+        self.at = now
 
-    def retain(self, sources: Container[str]) -> None:
-        """Forget all rates but those of `sources`."""
-        self._rates = {name: rate for name, rate in self._rates.items() if name in sources}
-
-    def peer(self, source: str, now: float, *, has_failed: bool = False) -> Peer:
+    def peer(self, now: float, *, has_failed: bool = False) -> Peer:
         """Return a source as the planner sees it; a measurement that is too old does not count."""
-        rate = self._rates.get(source)
-        if rate is None or now - rate.at > _FORGET_S:
+        if now - self.at > _FORGET_S:
             return Peer(has_failed=has_failed)
-        return Peer(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s, has_failed=has_failed)
-
-    def latest(self) -> dict[str, Rate]:
-        """Return the rate of each source, however old; from any thread."""
-        return dict(self._rates)
+        return Peer(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s, has_failed=has_failed)
 
 
 def _blend(before: float | None, measured: float) -> float:
@@ -99,7 +79,7 @@ async def ask_nobody(actor: str, method: str, *args: Any, timeout_s: float) -> A
 
 _HOMES_S = 2.0  # how long the whereabouts of a replica's ranks count
 _HOMES_MAX = 1024
-_BREAKERS_MAX = 1024
+_ACTORS_MAX = 1024
 _FAULTS = frozenset({"ShardUnavailable", "TransferError", "TransferTimeout"})
 """Errors of a fetch that its source is to blame for, as far as can be told."""
 _CONNECT_S = 5.0  # how often the mover's list of other movers is renewed
@@ -114,6 +94,18 @@ def mover_of(shard: str) -> str:
 def shard_of(mover: str) -> str:
     """Return the name of the shard on a mover's node."""
     return SHARD_PREFIX + mover.removeprefix(MOVER_PREFIX)
+
+
+@dataclass(slots=True)
+class _Actor:
+    """What is known of another actor."""
+
+    breaker: Breaker
+    rate: Rate = field(default_factory=Rate)
+    ping: "asyncio.Task[Any] | None" = None
+    """The one under way."""
+    has_answered: bool = False
+    """Whether it has failed and has answered a ping since."""
 
 
 class Peers:
@@ -138,13 +130,9 @@ class Peers:
         self._call_timeout_s = call_timeout_s
         self._now = now
         self._random = Random(shard)
-        self._breakers: dict[str, Breaker] = {}
+        self._actors: dict[str, _Actor] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         """Those under way, which the loop alone would not keep alive."""
-        self._pings: dict[str, asyncio.Task[Any]] = {}
-        self._answering: set[str] = set()
-        """Actors that failed and have answered a ping since."""
-        self._rates = Rates()
         self._homes: dict[str, tuple[float, dict[int, str]]] = {}
         self._connecting: asyncio.Task[None] | None = None
         self._num_shards = 0
@@ -155,7 +143,7 @@ class Peers:
 
         `num_shards` counts the live shards of the tier, this one included; 0: not known.
         """
-        for name in list(self._breakers):
+        for name in list(self._actors):
             self._state(name)  # which pings those whose pause is over
         pause_s = num_shards / _CONNECTS_PER_S
         if num_shards != self._num_shards:
@@ -169,7 +157,7 @@ class Peers:
     async def fetch(self, order: FetchOrder) -> FetchReport:
         """Have this node's mover fetch blocks, and note how its sources did; raises as `call`."""
         for source in {span.source for span in order.spans}:
-            self._breaker(source).begin(self._now())
+            self._actor(source).breaker.begin(self._now())
         report: FetchReport = await self.call_watched(
             self._mover, "fetch", *packed(order), work_s=order.deadline_s
         )
@@ -248,12 +236,12 @@ class Peers:
 
     def close(self) -> None:
         """End pings and connecting; calls end by their deadlines. Twice is fine."""
-        for task in (*self._pings.values(), self._connecting):
+        for task in (*(one.ping for one in self._actors.values()), self._connecting):
             if task is not None:
                 task.cancel()
 
     def _begin(self, actor: str, method: str, *args: Any, work_s: float) -> "asyncio.Task[Any]":
-        breaker = self._breaker(actor)
+        breaker = self._actor(actor).breaker
         if self._state(actor) == "open":
             raise ShardUnavailable(f"{actor} is left alone for now: {breaker.error}")
         breaker.begin(self._now())
@@ -277,9 +265,9 @@ class Peers:
             self._fail(actor, error)
             raise
         except KVRayError:
-            self._breaker(actor).succeed()
+            self._actor(actor).breaker.succeed()
             raise
-        self._breaker(actor).succeed()
+        self._actor(actor).breaker.succeed()
         return answer
 
     async def _connect(self) -> None:
@@ -299,82 +287,84 @@ class Peers:
             state = self._state(mover)
             if shard != self.shard and mover not in without and state != "open":
                 has_failed = state == "half-open"
-                found[shard] = self._rates.peer(mover, self._now(), has_failed=has_failed)
+                found[shard] = self._rate(mover).peer(self._now(), has_failed=has_failed)
         return found
 
     def measured(self) -> dict[str, Peer]:
         """Return the shards that gave blocks lately, and how fast."""
         now = self._now()
-        found = {shard_of(mover): self._rates.peer(mover, now) for mover in self._rates.latest()}
+        found = {shard_of(name): one.rate.peer(now) for name, one in self._actors.items()}
         return {shard: peer for shard, peer in found.items() if peer != Peer()}
 
     def last_transport(self, shard: str) -> str:
         """Return the transport by which a shard's mover gave blocks last; empty: it never did."""
-        rate = self._rates.latest().get(mover_of(shard))
-        return "" if rate is None else rate.transport
+        return self._rate(mover_of(shard)).transport
 
     def status(self) -> list[dict[str, Any]]:
         """Return one entry for each process that was called or gave blocks; from any thread."""
-        now, rates = self._now(), self._rates.latest()
-        breakers = dict(self._breakers)
+        now = self._now()
         return [
             {
                 "peer": name,
-                "transport": rates[name].transport if name in rates else None,
-                "bytes_per_s": rates[name].bytes_per_s if name in rates else None,
-                "breaker": breakers[name].state(now) if name in breakers else "closed",
-                "error": breakers[name].error if name in breakers else "",
+                "transport": one.rate.transport or None,
+                "bytes_per_s": one.rate.bytes_per_s,
+                "breaker": one.breaker.state(now),
+                "error": one.breaker.error,
             }
-            for name in sorted({*rates, *breakers})
+            for name, one in sorted(dict(self._actors).items())
         ]
 
     def _retain(self, names: set[str]) -> None:
         """Forget all but these: a node that comes back has another name."""
-        names = names | {name for name in self._breakers if is_lookup(name)}
-        self._breakers = {name: one for name, one in self._breakers.items() if name in names}
-        self._answering &= names
-        self._rates.retain(names)
+        self._actors = {
+            name: one for name, one in self._actors.items() if name in names or is_lookup(name)
+        }
 
     def _note(self, source: str, report: SourceReport) -> None:
-        breaker = self._breaker(source)
         if report.error in _FAULTS:
             self._fail(source, report.message or report.error or "")
         else:
-            breaker.succeed()
-        self._rates.note(source, report, now=self._now())
+            self._actor(source).breaker.succeed()
+        self._actor(source).rate.note(report, now=self._now())
 
     def _state(self, name: str) -> str:
         """Return the state of a breaker, which stays open until a ping is answered."""
-        known = self._breakers.get(name)
-        state = "closed" if known is None else known.state(self._now())
-        if state == "half-open" and name not in self._answering:
-            if name not in self._pings:
-                task = asyncio.get_running_loop().create_task(
-                    self._ask(name, "ping", timeout_s=self._call_timeout_s)
-                )
-                self._pings[name] = task
-                task.add_done_callback(lambda done: self._take_ping(name, done))
-            return "open"
-        return state
+        known = self._actors.get(name)
+        state = "closed" if known is None else known.breaker.state(self._now())
+        if known is None or state != "half-open" or known.has_answered:
+            return state
+        if known.ping is None:
+            known.ping = asyncio.get_running_loop().create_task(
+                self._ask(name, "ping", timeout_s=self._call_timeout_s)
+            )
+            known.ping.add_done_callback(lambda done: self._take_ping(name, known, done))
+        return "open"
 
-    def _take_ping(self, name: str, ping: "asyncio.Task[Any]") -> None:
-        del self._pings[name]
-        if ping.cancelled() or name not in self._breakers:
+    def _take_ping(self, name: str, known: _Actor, ping: "asyncio.Task[Any]") -> None:
+        known.ping = None
+        if ping.cancelled():
             return
         error = ping.exception()
+        if self._actors.get(name) is not known:
+            return
         if isinstance(error, ShardUnavailable) or not isinstance(error, KVRayError | None):
             self._fail(name, error)
         else:
-            self._answering.add(name)
+            known.has_answered = True
 
     def _fail(self, name: str, error: BaseException | str) -> None:
-        self._answering.discard(name)
-        self._breaker(name).fail(self._now(), str(error))
+        known = self._actor(name)
+        known.has_answered = False
+        known.breaker.fail(self._now(), str(error))
 
-    def _breaker(self, name: str) -> Breaker:
-        breaker = self._breakers.get(name)
-        if breaker is None:
-            if len(self._breakers) >= _BREAKERS_MAX:
-                del self._breakers[next(iter(self._breakers))]
-            breaker = self._breakers[name] = Breaker(self._random)
-        return breaker
+    def _rate(self, name: str) -> Rate:
+        known = self._actors.get(name)
+        return Rate() if known is None else known.rate
+
+    def _actor(self, name: str) -> _Actor:
+        known = self._actors.get(name)
+        if known is None:
+            if len(self._actors) >= _ACTORS_MAX:
+                del self._actors[next(iter(self._actors))]
+            known = self._actors[name] = _Actor(Breaker(self._random))
+        return known

@@ -1,6 +1,7 @@
 """Plans which blocks to fetch, from which shards, and whether that is worth it; pure."""
 
 import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ _RUNS_MAX = 64
 """Runs of all parts that one plan considers, so that it takes milliseconds in any tier; the next
 plan considers what follows."""
 _RUNS_MIN = 4
-_SHARDS_MAX = 16  # shards that one plan chooses from
+_SHARDS_MAX = 8  # shards that one plan chooses from, for each part of a run
 _CHUNKS_MAX = 32  # chunks of one prefix; a longer prefix has larger chunks
 _UNMEASURED_BYTES_PER_S = 10e9
 """Faster than any measured node, so that unmeasured ones are tried."""
@@ -52,6 +53,8 @@ class Prefix:
     """For each rank that reads here, the parts that its lease must have."""
     block_bytes: Mapping[int, int]
     """Part -> bytes of one block of it."""
+    namespace: int = 0
+    """Their namespace, see `block.namespace_id`; 0: not known."""
     seconds_per_block: float = 0.0
     """The cost of computing a block; 0: unknown, and a fetch is always worth it."""
 
@@ -170,44 +173,29 @@ def _ends(prefix: Prefix, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
 
 
 def _chosen(prefix: Prefix, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:
-    """Return the shards to choose from: enough for all parts of the first blocks, then others."""
+    """Return the shards to choose from: some for each part of each run, the preferred first."""
     order = sorted(peers, key=lambda shard: peers[shard].has_failed)
     places = {shard: place for place, shard in enumerate(order)}
-    shards_max = max(_SHARDS_MAX, len(prefix.block_bytes))
-    all_parts = sum(1 << part for part in prefix.block_bytes)
-    ranked = [sorted(run.holders.keys() & places.keys(), key=places.__getitem__) for run in runs]
     chosen: dict[str, None] = {}
-    for run, shards in zip(runs, ranked, strict=True):
-        lacking = all_parts
-        for shard in shards:
-            if shard in chosen:
-                lacking &= ~run.holders[shard]
-        for shard in shards:
-            if lacking & run.holders[shard] and len(chosen) < shards_max:
-                chosen[shard] = None
-                lacking &= ~run.holders[shard]
-    for shards in ranked:
-        for shard in shards[: max(0, shards_max - len(chosen))]:
-            chosen[shard] = None
+    for run in runs:
+        ranked = sorted(run.holders.keys() & places.keys(), key=places.__getitem__)
+        for part in prefix.block_bytes:
+            having = (shard for shard in ranked if run.holders[shard] >> part & 1)
+            chosen.update(dict.fromkeys(itertools.islice(having, _SHARDS_MAX)))
     return list(chosen)
 
 
 def _held(prefix: Prefix, runs: Sequence[Run], shards: Sequence[str]) -> dict[str, dict[int, Mask]]:
     """Return shard -> part -> mask of the blocks it has, of the requested parts."""
-    stops = [min(run.stop, prefix.num_blocks) for run in runs]
-    lengths = np.diff([0, *stops])
+    lengths = np.diff([0, *(min(run.stop, prefix.num_blocks) for run in runs)])
     held: dict[str, dict[int, Mask]] = {}
     for shard in shards:
         by_run = [run.holders.get(shard, 0) for run in runs]
-        # Runs are many, different masks are few.
-        different = sorted(set(by_run))
-        numbers = {bits: number for number, bits in enumerate(different)}
-        of_block = np.repeat([numbers[bits] for bits in by_run], lengths)
-        for part in {one.part for one in prefix.parts}:
-            has = np.array([bits >> part & 1 == 1 for bits in different])
+        for part in prefix.block_bytes:
+            has = np.array([bits >> part & 1 for bits in by_run], dtype=bool)
             if has.any():
                 mask = np.zeros(prefix.num_blocks, dtype=bool)
-                mask[: len(of_block)] = has[of_block]
+                mask[: lengths.sum()] = np.repeat(has, lengths)
                 held.setdefault(shard, {})[part] = mask
     return held
 

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter
@@ -41,7 +41,7 @@ _SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
 class RankNodes(Protocol):
     """The nodes that the ranks of a replica are on: this one, or others too."""
 
-    async def lease(self, request: StageRequest, until: float) -> Staged:
+    def lease(self, request: StageRequest, until: float) -> Coroutine[Any, Any, Staged]:
         """Stage and lease for all ranks; return the blocks that every one has by then.
 
         This node's are kept for its ranks to lease; those of others have leases, if it has a token.

@@ -170,17 +170,21 @@ def prefix_for(
     blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
 ) -> Prefix:
     """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
-    requests, block_bytes, tokens_per_block = [], {}, 0
+    requests, block_bytes, tokens_per_block, namespace = [], {}, 0, 0
     for reader in readers:
         if not reader.part_requests:
             raise ConfigError("An engine has not said which parts it reads; update its kvray.")
         requests.append(reader.part_requests)
-        block_bytes.update({part: reader.part_bytes for part, *_ in reader.part_requests})
+        block_bytes.update(
+            {part: size or reader.part_bytes for part, _, size in reader.part_requests}
+        )
         tokens_per_block = reader.tokens_per_block
+        namespace = namespace_id(reader.namespace.digest())
     return Prefix(
         keys=tuple(blocks),
         readers=tuple(requests),
         block_bytes=block_bytes,
+        namespace=namespace,
         seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
     )
 

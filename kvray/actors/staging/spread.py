@@ -24,7 +24,7 @@ from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Prefix
 from kvray.actors.staging.replicas import Replicas, StageRequest, keys_of
-from kvray.actors.staging.stager import Deadline, Handovers, Staged, Stager
+from kvray.actors.staging.stager import Handovers, Staged, Stager
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease
@@ -53,22 +53,24 @@ class Spread:
 
     async def lease(self, request: StageRequest, until: float) -> Staged:
         """See `RankNodes.lease`; a shard without an answer in time counts as one without blocks."""
-        leasing_s = (until - time.monotonic()) * _LEASING_SHARE if request.token else 0.0
         try:
-            with Deadline(until):
-                elsewhere = await self._find(request)
-                if elsewhere is None:
-                    return Staged(num_blocks=0, reason="store_down")
-                staged = await self._stage(request, elsewhere, until - leasing_s)
-                if request.token and staged.num_blocks:
-                    keys = request.keys[: staged.num_blocks]
-                    leases = await self._lease(request.replica, elsewhere, keys, request.token)
-                    if not leases:
-                        return Staged(num_blocks=0, reason="too_slow")
-                    staged = replace(staged, leases=leases)
-                return staged
+            return await asyncio.wait_for(self._lease_all(request, until), until - time.monotonic())
         except asyncio.TimeoutError:
             return Staged(num_blocks=0, reason="too_slow")
+
+    async def _lease_all(self, request: StageRequest, until: float) -> Staged:
+        leasing_s = (until - time.monotonic()) * _LEASING_SHARE if request.token else 0.0
+        elsewhere = await self._find(request)
+        if elsewhere is None:
+            return Staged(num_blocks=0, reason="store_down")
+        staged = await self._stage(request, elsewhere, until - leasing_s)
+        if request.token and staged.num_blocks:
+            keys = request.keys[: staged.num_blocks]
+            leases = await self._lease(request.replica, elsewhere, keys, request.token)
+            if not leases:
+                return Staged(num_blocks=0, reason="too_slow")
+            staged = replace(staged, leases=leases)
+        return staged
 
     def release_unread(self, replica: str, tokens: Sequence[str]) -> None:
         """Have leases released in the background whose answers the leader never got."""

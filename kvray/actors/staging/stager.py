@@ -1,10 +1,10 @@
 """Stages prefixes: has blocks of other nodes and of this node's disk in its arena before a promise.
 
-A stage is one coroutine under one deadline: it looks what is here, plans, has the plan brought,
-looks again, and at the end keeps what has come. It waits for the lookup and for fetches, which wait
-for nobody, and never for another shard's stage: two shards that stage from each other cannot stop
-each other. The deadline ends the wait alone. Fetches belong to all stages that want their blocks,
-and go on; so does, by itself, a stage with more to bring, for the next request.
+A stage is one task with one deadline: it looks what is here, plans, has the plan brought, and looks
+again. It waits for the lookup and for fetches, which wait for nobody, and never for another shard's
+stage: two shards that stage from each other cannot stop each other. Who asked for it waits as long
+as he likes, and then keeps what has come. The stage goes on, for the next request. Fetches belong
+to all stages that want their blocks, and go on whatever becomes of those.
 
 All state belongs to the shard's event loop. No `await` stands between reading what a decision rests
 on and acting on it, so no two fetches bring the same block. A long prefix of many parts is looked
@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,36 +75,6 @@ class Staged:
     """How the blocks came, for people; nothing is decided by it."""
     leases: Mapping[int, Sequence[Any]] = field(default_factory=dict)
     """Of ranks on other nodes, see `RankLeases.lease`."""
-
-
-class Deadline:
-    """Ends the wait in a `with` block by TimeoutError, at a time of the loop's clock.
-
-    As `asyncio.timeout_at`, which Python 3.10 lacks. The task is cancelled where it waits: the
-    timer goes with the block, and cannot fire while the task runs. The block must not wait by
-    `asyncio.wait_for`, which may swallow that. A cancellation from outside that comes at the same
-    moment is taken for the deadline: the task's owner looks at its own mark, or cancels again.
-    """
-
-    def __init__(self, at: float) -> None:
-        self._at = at
-        self._is_over = False
-
-    def __enter__(self) -> None:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None, "this is a coroutine of the loop"
-        self._task = task
-        self._timer = loop.call_at(self._at, self.end)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._timer.cancel()
-        if self._is_over and kind is asyncio.CancelledError:
-            raise asyncio.TimeoutError from None
-
-    def end(self) -> None:
-        """End the wait now."""
-        self._is_over = True
-        self._task.cancel()
 
 
 class Handovers:
@@ -178,15 +148,14 @@ class Stager:
             fetches_max=settings.fetches_max,
             waiting_max=_WAITING_MAX,
         )
-        self._deadlines: set[Deadline] = set()
-        """One for each stage, those included that nobody waits for now."""
-        self._late: set[asyncio.Task[StageReason | None]] = set()
+        self._stages: set[asyncio.Task[StageReason]] = set()
+        """Those included that nobody waits for now."""
         self._is_closing = False
         self._counts: Counter[str] = Counter()
 
-    async def lease(self, request: StageRequest, until: float) -> Staged:
+    def lease(self, request: StageRequest, until: float) -> Coroutine[Any, Any, Staged]:
         """See `RankNodes.lease`, for ranks that are all here."""
-        return await self.stage(request.prefix, until=until)
+        return self.stage(request.prefix, until=until)
 
     async def stage(self, prefix: Prefix, *, until: float) -> Staged:
         """Have the missing blocks of `prefix` brought; return what is here by then, and keep it.
@@ -198,18 +167,23 @@ class Stager:
             CapacityError, ShardUnavailable: the shard ends, or could not become a holder of its
                 arena.
         """
-        ends = time.monotonic() + self._settings.deadline_s
-        until = min(until, ends)
+        self._require_open()
         self._counts["stages"] += 1
-        if len(self._deadlines) >= _STAGES_MAX:
+        if len(self._stages) >= _STAGES_MAX:
             self._counts["refused"] += 1
             return Staged(num_blocks=0, reason="too_slow")
-        stage = _Stage(prefix)
-        reason = await self._bring_by(until, stage)
-        if reason is None:
-            reason = "too_slow"
+        now = time.monotonic()
+        until = min(until, now + self._settings.deadline_s)
+        stage = _Stage(prefix, ends=now + self._settings.deadline_s)
+        work = asyncio.get_running_loop().create_task(self._bring(stage))
+        self._stages.add(work)
+        work.add_done_callback(self._end)
+        await asyncio.wait({work}, timeout=max(0.0, until - now))
+        reason: StageReason = "too_slow"
+        if not work.done() or work.cancelled():
             self._counts["late"] += 1
-            self._go_on(stage, until=ends)
+        else:  # whatever failed, the engine gets what is here
+            reason = work.result() if work.exception() is None else "store_down"
         num_blocks = await self._keep(prefix, until=until)
         return Staged(
             num_blocks=num_blocks,
@@ -238,13 +212,16 @@ class Stager:
         nvme = self._nvme()
         return None if nvme is None else nvme.peer(), self._peers.measured()
 
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise ShardUnavailable(f"{self._peers.shard} ends.")
+
     async def _keep(self, prefix: Prefix, *, until: float) -> int:
         """Keep the blocks of `prefix` for `handover_s`.
 
         Returns how many leading blocks; 0 if the arena is busy until then.
         """
-        if self._is_closing:
-            raise ShardUnavailable(f"{self._peers.shard} ends.")
+        self._require_open()
         self._arena.join("shard")
         if not _is_large(prefix):
             held = await self._lease(prefix.keys, prefix.readers, until)
@@ -276,12 +253,10 @@ class Stager:
     async def close(self) -> None:
         """End all stages and fetches, and let go of what is held. Twice is fine."""
         self._is_closing = True
-        while self._deadlines or self._fetcher.tasks:
+        while tasks := self._stages | self._fetcher.tasks:
             # Again and again: before Python 3.12 `asyncio.wait_for`, which calls of actors use,
             # loses a cancellation if what it awaits has just finished.
-            for deadline in self._deadlines:
-                deadline.end()
-            for task in self._fetcher.tasks:
+            for task in tasks:
                 task.cancel()
             await asyncio.sleep(_BUSY_S)
         self.handovers.close()
@@ -295,49 +270,32 @@ class Stager:
             "peers": self._peers.status(),
         }
 
-    async def _bring_by(self, until: float, stage: "_Stage") -> StageReason | None:
-        """Return why not all blocks of a stage are here; None: it has more to do, but is late."""
-        deadline = Deadline(until)
-        self._deadlines.add(deadline)
-        try:
-            with deadline:
-                return await self._bring(stage)
-        except asyncio.TimeoutError:
-            return None
-        except ShardUnavailable:
-            return "store_down"
-        except Exception:  # noqa: BLE001 - whatever failed, the engine gets what is here
-            _log.exception("a stage ended by a defect")
-            return "store_down"
-        finally:
-            self._deadlines.discard(deadline)
-
-    def _go_on(self, stage: "_Stage", *, until: float) -> None:
-        """Bring what is late for the next request, while nobody waits."""
-        if not self._is_closing and time.monotonic() < until:
-            task = asyncio.get_running_loop().create_task(self._bring_by(until, stage))
-            self._late.add(task)  # the loop alone would not keep it alive
-            task.add_done_callback(self._late.discard)
+    def _end(self, work: "asyncio.Task[StageReason]") -> None:
+        self._stages.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if error is not None and not isinstance(error, ShardUnavailable):
+            _log.error("a stage ended by a defect", exc_info=error)
 
     async def _bring(self, stage: "_Stage") -> StageReason:
         """Bring the missing blocks of a stage; return why not all of them are here."""
-        prefix = stage.prefix
-        while stage.fruitless < _FRUITLESS_MAX and not self._is_closing:
+        prefix, runs, failed, fruitless = stage.prefix, None, frozenset[str](), 0
+        obstacle: StageReason = "not_stored"
+        while fruitless < _FRUITLESS_MAX and stage.left_s > 0:
             here = await self._present(prefix)
             if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"
-            if stage.runs is None:
-                stage.runs, stage.obstacle = await self._locate(prefix)
+            if runs is None:
+                runs, obstacle = await self._locate(prefix)
                 continue  # look again: blocks may have come meanwhile
-            others = _others(stage.runs, self._peers.shard)
-            peers = self._fetcher.may_ask(others, stage.failed)
-            plan = plan_staging(prefix, here, stage.runs, peers)
+            others = _others(runs, self._peers.shard)
+            peers = self._fetcher.may_ask(others, failed)
+            plan = plan_staging(prefix, here, runs, peers)
             if not plan.steps:
                 if plan.reason != "not_stored":
                     return plan.reason
                 # Sources that cannot be asked now may have more.
-                has_own = any(NVME in run.holders for run in stage.runs)
-                return "too_slow" if len(peers) < len(others) + has_own else stage.obstacle
+                has_own = any(NVME in run.holders for run in runs)
+                return "too_slow" if len(peers) < len(others) + has_own else obstacle
             # No `await` from here to the start of the fetch: what is read stays true.
             steps = first_steps(plan.steps)
             if _is_large(prefix) and self._has_any(prefix, steps):
@@ -348,14 +306,16 @@ class Stager:
             fetch = self._fetcher.start(prefix, steps)
             stage.fetches.append(fetch)
             with self._fetcher.waiting_for([fetch]):
-                await asyncio.wait({fetch.task})
+                await asyncio.wait({fetch.task}, timeout=stage.left_s)
+            if not fetch.task.done():
+                break
             if fetch.report is None:
                 return "store_down"  # the node's own mover, which every other source needs too
             if not fetch.is_whole:
                 # Do not ask the sources that lacked blocks again; others may have changed too.
-                stage.fruitless += 1
-                stage.failed |= fetch.lacking()
-                stage.runs = None
+                fruitless += 1
+                failed |= fetch.lacking()
+                runs = None
         return "too_slow"
 
     async def _join(self, stage: "_Stage", fetches: Sequence[Fetch]) -> None:
@@ -418,19 +378,18 @@ class Stager:
 
 @dataclass(slots=True)
 class _Stage:
-    """What one stage has found and tried; if it is late, it goes on from there."""
+    """What one stage tells who waits for it."""
 
     prefix: Prefix
+    ends: float
     fetches: list[Fetch] = field(default_factory=list)
     """Those that brought blocks of it, or were joined."""
-    runs: list[Run] | None = None
-    """The holders; None: they are to be looked up, at first or once more."""
-    obstacle: StageReason = "not_stored"
-    """Why there may be more than they have."""
-    failed: frozenset[str] = frozenset()
-    """Movers that did not give what they were asked for."""
-    fruitless: int = 0  # fetches that were not whole
     joins: int = 0  # waits for others' fetches
+
+    @property
+    def left_s(self) -> float:
+        """The time that it has left."""
+        return self.ends - time.monotonic()
 
 
 def _is_large(prefix: Prefix) -> bool:

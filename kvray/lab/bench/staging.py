@@ -220,7 +220,14 @@ class _StagingBench:
         return found
 
     def _stage(self, transport: str, _: int) -> Duration:
-        span = Span(source=_mover(transport, 0), part=0, keys=self._keys, parent=b"", depth=0)
+        span = Span(
+            source=_mover(transport, 0),
+            part=0,
+            keys=self._keys,
+            parent=b"",
+            depth=0,
+            block_bytes=LARGE_BYTES,
+        )
         order = FetchOrder(spans=(span,), deadline_s=_TIMEOUT_S)
         mover = self._movers[transport][1]
         report: FetchReport

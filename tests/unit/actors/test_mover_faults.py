@@ -52,7 +52,9 @@ def begin(target: Node) -> Iterator[Begin]:
     with ThreadPoolExecutor(1) as pool:
 
         def begin(keys: list[BlockKey], deadline_s: float) -> "Future[FetchReport]":
-            future = pool.submit(target.fetch, span("a", keys), deadline_s=deadline_s)
+            future = pool.submit(
+                target.fetch, span("a", keys, block_bytes=BLOCK), deadline_s=deadline_s
+            )
             wait_for(lambda: target.num_reserved > 0 or future.done())
             return future
 
@@ -105,12 +107,12 @@ def test_slots_in_doubt_are_no_ones_until_the_fence(pusher, target, keys, begin)
 def test_blocks_come_again_from_a_pusher_that_woke(pusher, target, keys):
     pusher.far.freeze()
     began = time.monotonic()
-    report = target.fetch(span("a", keys), deadline_s=0.5)
+    report = target.fetch(span("a", keys, block_bytes=BLOCK), deadline_s=0.5)
     assert time.monotonic() - began < 5
     assert report.here == (0,)
     assert report.sources["a"].error == "ShardUnavailable"
     pusher.far.wake()
-    wait_for(lambda: target.fetch(span("a", keys)).here == (60,))
+    wait_for(lambda: target.fetch(span("a", keys, block_bytes=BLOCK)).here == (60,))
     assert is_right(target.arena, keys, block_bytes=BLOCK)
 
 

@@ -105,4 +105,6 @@ def span_of(tables: Tables, chain: Array, source: str) -> Span:
         depth=int(tables.slot_depth[first]),
         head=int(tables.slot_head[first]),
         needs_parent=False,
+        block_bytes=int(tables.block_bytes(chain[:1])[0]),
+        namespace=int(tables.slot_namespace[first]),
     )

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
-from kvray.actors.mover.orders import FetchOrder, FetchReport, LeaseRequest, SendOrder
+from kvray.actors.mover.orders import (
+    FetchOrder,
+    FetchReport,
+    LeaseGroup,
+    LeaseRequest,
+    SendOrder,
+)
 from kvray.actors.mover.source import FIRST_BYTES, Pace
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
 from kvray.identity.block import BlockKey
@@ -20,6 +26,9 @@ from tests.examples import examples
 from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
+
+EXPECTED = {"block_bytes": SLOT}
+"""Of a span whose blocks are as the tests store them."""
 
 
 @pytest.fixture
@@ -128,16 +137,90 @@ def test_arena_without_room_gets_a_shorter_prefix(source, make_node, in_flight):
     assert is_right(small.arena, keys[:16], block_bytes=SLOT)
 
 
-def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target):
+@pytest.mark.parametrize("expected", [{}, EXPECTED], ids=["leased first", "sent with the lease"])
+def test_corrupt_block_is_never_ready_here_and_quarantined_there(source, target, expected):
     keys = chain(10)
     made = store(source.arena, keys)
     source.arena.slot_bytes(int(made.slots[6]))[5] ^= 1
-    report = target.fetch(span("a", keys))
+    report = target.fetch(span("a", keys, **expected))
     got = report.sources["a"]
     assert (report.here, got.corrupt, got.error) == ((6,), 1, None)
     wait_for(lambda: num_here(source.arena, keys) == 6)
     assert source.arena.stats()["corrupt"] == 1
     wait_for(lambda: target.num_reserved == 0)
+
+
+@pytest.fixture
+def calls(source: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that the source has had from other movers."""
+    made: list[str] = []
+
+    def note(name: str) -> None:
+        method = getattr(source.mover, name)
+
+        def noted(*args: Any) -> Any:
+            made.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(source.mover, name, noted)
+
+    for name in ("lease", "send", "release"):
+        note(name)
+    return made
+
+
+def test_blocks_that_are_as_expected_come_with_their_lease(source, target, keys, calls):
+    store(source.arena, keys, part=1, block_bytes=1000)
+    report = target.fetch(span("a", keys, **EXPECTED), span("a", keys, part=1, block_bytes=1000))
+    assert report.here == (10, 10)
+    assert report.sources["a"].num_blocks == 20
+    assert is_right(target.arena, keys, block_bytes=SLOT)
+    assert is_right(target.arena, keys, part=1, block_bytes=1000)
+    assert calls == ["lease"]
+    assert (source.num_leases, target.num_reserved) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        pytest.param({"block_bytes": 1000}, EXPECTED, id="size"),
+        pytest.param({"priority": 90}, EXPECTED, id="priority"),
+        pytest.param({"namespace": 7}, EXPECTED, id="namespace"),
+    ],
+)
+def test_blocks_that_are_not_as_expected_come_as_they_are(source, target, calls, stored, expected):
+    keys = chain(10)
+    store(source.arena, keys, **stored)
+    assert target.fetch(span("a", keys, **expected)).here == (10,)
+    assert is_right(target.arena, keys, block_bytes=stored.get("block_bytes", SLOT))
+    tables = target.arena.tables
+    found = key_index.find(tables, key_index.pack_keys(keys), 0)
+    assert set(tables.slot_priority[found].tolist()) == {stored.get("priority", 35)}
+    assert set(tables.slot_namespace[found].tolist()) == {stored.get("namespace", 0)}
+    assert calls == ["lease", "send", "release"]
+    assert (source.num_leases, target.num_reserved) == (0, 0)
+
+
+def test_slots_of_blocks_that_the_source_lacks_are_given_back(source, target, calls):
+    store(source.arena, chain(7))
+    assert target.fetch(span("a", chain(10), **EXPECTED)).here == (7,)
+    assert target.fetch(span("a", chain(5, seed="unknown"), **EXPECTED)).here == (0,)
+    assert calls == ["lease", "lease", "release"]
+    assert target.num_reserved == 0
+
+
+def test_what_is_beyond_the_first_piece_comes_after_it(source, target, keys, calls, monkeypatch):
+    monkeypatch.setattr("kvray.actors.mover.fetches._AHEAD_BYTES", 4 * SLOT + 1)
+    assert target.fetch(span("a", keys, **EXPECTED)).here == (10,)
+    assert is_right(target.arena, keys, block_bytes=SLOT)
+    assert calls == ["lease", "send", "release"]
+
+
+def test_a_source_that_refuses_a_lease_has_sent_nothing(source, target, keys, monkeypatch):
+    monkeypatch.setattr(source.mover._attached.read_leases, "_leases_max", 0)
+    report = target.fetch(span("a", keys, **EXPECTED))
+    assert (report.here, report.sources["a"].error) == ((0,), "CapacityError")
+    assert (target.num_reserved, target.mover.status()["fenced_slots_total"]) == (0, 0)
 
 
 def test_two_fetches_of_the_same_blocks_leave_one_copy(source, target):
@@ -217,8 +300,8 @@ def test_mover_that_was_stopped_holds_nothing(source, target, keys):
 
 
 def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
-    asked = {"lease_s": SETTINGS.lease_s, "addresses": _addresses(target), **changes}
-    return LeaseRequest(groups=((0, b"".join(keys)),), **asked)
+    asked = {"lease_s": SETTINGS.lease_s, "addresses": _addresses(target), "timeout_s": 1.0}
+    return LeaseRequest(groups=(LeaseGroup(part=0, keys=b"".join(keys)),), **asked | changes)
 
 
 def _addresses(node: Node) -> dict[str, bytes]:
@@ -231,7 +314,7 @@ def test_leased_blocks_cannot_be_evicted(source, target, keys):
     assert len(lease.groups[0].sizes) == 10
     ArenaOwner(source.arena).clear()
     assert num_here(source.arena, keys) == 10
-    source.mover.release(lease.token, b"")
+    source.mover.release(lease.token)
     ArenaOwner(source.arena).clear()
     assert num_here(source.arena, keys) == 0
 

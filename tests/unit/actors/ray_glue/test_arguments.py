@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvray.actors.mover.orders import FetchOrder, LeaseRequest, Span
+from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, Span
 from kvray.actors.ray_glue.arguments import in_pieces, packed, unpacked
 
 
@@ -22,7 +22,12 @@ def test_a_small_order_is_sent_as_it_is():
     "large",
     [
         *map(order, (2048, 4096, 20_000)),
-        LeaseRequest(groups=((0, bytes(2**18)),), lease_s=1.0, addresses={"nixl": b"a"}),
+        LeaseRequest(
+            groups=(LeaseGroup(part=0, keys=bytes(2**18)),),
+            lease_s=1.0,
+            addresses={"nixl": b"a"},
+            timeout_s=1.0,
+        ),
     ],
     ids=lambda one: type(one).__name__,
 )

@@ -9,7 +9,7 @@ import pytest
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.staging import peers as peers_module
-from kvray.actors.staging.peers import Peers, Rates, mover_of
+from kvray.actors.staging.peers import Peers, Rate, mover_of
 from kvray.actors.staging.plan import Peer
 from kvray.errors import ConfigError, ShardUnavailable
 
@@ -173,7 +173,7 @@ async def test_a_person_sees_transport_rate_and_breaker_of_each(line, peers):
 
 
 async def test_as_many_peers_are_remembered_as_told(line, peers, monkeypatch):
-    monkeypatch.setattr(peers_module, "_BREAKERS_MAX", 3)
+    monkeypatch.setattr(peers_module, "_ACTORS_MAX", 3)
     line.answers = ["ok"] * 5
     for number in range(5):
         await peers.call(f"peer {number}", "x")
@@ -257,17 +257,12 @@ async def test_nodes_that_come_and_go_have_a_large_tier_ask_rarely(line, num_sha
 MB = 10**6
 
 
-@pytest.fixture
-def rates() -> Rates:
-    return Rates()
-
-
 def note(
-    rates: Rates, megabytes: float, seconds: float, *, transport: str = "nixl", now: float = 0.0
+    rate: Rate, megabytes: float, seconds: float, *, transport: str = "nixl", now: float = 0.0
 ) -> None:
     num_bytes = int(megabytes * MB)
     report = SourceReport(num_bytes=num_bytes, seconds=seconds, transport=transport)
-    rates.note("b", report, now=now)
+    rate.note(report, now=now)
 
 
 @pytest.mark.parametrize(
@@ -287,27 +282,21 @@ def note(
         ),
     ],
 )
-def test_what_fetches_tell_of_the_one_that_sends(rates, fetches, now, peer):
+def test_what_fetches_tell_of_the_one_that_sends(fetches, now, peer):
     """A fetch is megabytes and seconds."""
+    rate = Rate()
+    assert rate.peer(0.0) == Peer()
     for megabytes, seconds in fetches:
-        note(rates, megabytes, seconds)
-    found = rates.peer("b", now)
+        note(rate, megabytes, seconds)
+    found = rate.peer(now)
     assert replace(found, bytes_per_s=peer.bytes_per_s) == peer
     assert found.bytes_per_s == (peer.bytes_per_s and pytest.approx(peer.bytes_per_s, rel=0.01))
-    assert rates.peer("c", 0.0) == Peer()
 
 
-def test_transports_are_measured_apart_and_the_last_one_counts(rates):
-    note(rates, 100, 0.1)
-    note(rates, 100, 1.0, transport="object_ref", now=1.0)
-    assert rates.latest()["b"].transport == "object_ref"
-    assert rates.peer("b", 1.0).bytes_per_s == pytest.approx(1e8)
-    assert rates.latest()["b"].bytes_per_s == pytest.approx(1e8), "however old it is"
-
-
-def test_of_too_many_rates_the_one_used_longest_ago_goes(rates, monkeypatch):
-    monkeypatch.setattr(peers_module, "_RATES_MAX", 2)
-    for source in ("b", "c", "b", "d"):
-        report = SourceReport(num_bytes=5 * MB, seconds=0.1, transport="nixl")
-        rates.note(source, report, now=0.0)
-    assert sorted(rates.latest()) == ["b", "d"]
+def test_transports_are_measured_apart_and_the_last_one_counts():
+    rate = Rate()
+    note(rate, 100, 0.1)
+    note(rate, 100, 1.0, transport="object_ref", now=1.0)
+    assert rate.transport == "object_ref"
+    assert rate.peer(1.0).bytes_per_s == pytest.approx(1e8)
+    assert rate.bytes_per_s == pytest.approx(1e8), "however old it is"
