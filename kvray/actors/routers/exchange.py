@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from kvray.actors.ray_glue.calls import namespace_of
+from kvray.actors.names import namespace_of
 from kvray.routing import ReplicaLoads, Told
 
 _log = logging.getLogger("ray.serve")
