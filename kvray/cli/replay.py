@@ -24,7 +24,7 @@ _CAPACITIES = "1k,5k,10k,30k,100k"
 
 _FLEET = (
     *("router", "pool", "host", "speed", "deadline", "imbalance", "prefill_rate", "token_bytes"),
-    *("copy_rate", "link_rate", "disk_rate"),
+    *("copy_rate", "link_rate", "disk_rate", "ingresses"),
 )
 """The options for routers; docs/replay.md says where their defaults are from."""
 
@@ -76,12 +76,18 @@ def replay(
         int | None, option("N", "Compare routers instead, on N replicas with a node each.", 1, 512)
     ] = None,
     router: Annotated[
-        Names, option("NAME", "round_robin, pow2, affinity or kvray. Default: all.")
+        Names,
+        option(
+            "NAME", "round_robin, pow2, affinity, kvray; with --ingresses, alone. Default: all."
+        ),
     ] = None,
     pool: Annotated[str, option("BLOCKS", "Size of a replica's own pool.")] = "800",
     host: Annotated[str, option("BLOCKS", "The tier's memory of each node.")] = "3000",
     speed: Annotated[float, _positive("X", "Divide the trace's times by X: more load.")] = 1,
     deadline: Annotated[float, _positive("S", "First tokens after S seconds are no goodput.")] = 5,
+    ingresses: Annotated[
+        int, option("N", "Ingresses that take requests in turns, each with a router.", 1, 64)
+    ] = 1,
     imbalance: Annotated[
         int, option("N", "Queues may differ by N before affinity does as pow2.", 0, 1_000_000)
     ] = 10,
@@ -149,7 +155,8 @@ def replay(
         nvme_blocks=nvme_blocks,
         admissions=_names(admissions, simulator.ADMISSIONS, "--admission"),
     )
-    routers = _names(router, list(ROUTERS), "--router")
+    known = [name for name in ROUTERS if name != "alone" or ingresses > 1]
+    routers = _names(router, known, "--router")
     with counting_progress() as bar:
         task = bar.add_task("Reading", total=None)
 
@@ -167,6 +174,7 @@ def replay(
                 speed=speed,
                 deadline_s=deadline,
                 imbalance_max=imbalance,
+                num_ingresses=ingresses,
                 seed=seed,
                 rates=Rates(
                     prefill_tokens_per_s=prefill_rate,

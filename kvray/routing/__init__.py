@@ -18,7 +18,7 @@ from kvray.routing.cost import (
     predict,
 )
 from kvray.routing.decisions import Decisions, Outcomes
-from kvray.routing.loads import Load, Lru, Place, PoolMatch, ReplicaLoads, Told
+from kvray.routing.loads import Load, Lru, Place, PoolMatch, ReplicaLoads
 from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "ReplicaLoads",
     "Stretch",
     "Survey",
-    "Told",
     "choose",
     "predict",
     "read_profile",

@@ -10,23 +10,16 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from kvray.routing.choice import RECENT_S, Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
 from kvray.routing.survey import Survey
 
 _Block = TypeVar("_Block", bound=Hashable)
-
-Told: TypeAlias = tuple[Any, ...]
-"""What a router tells others of a request: `("routed", request, replica, seconds of work, seconds
-to the first token, words)`, `("token", request)` or `("done", request)`."""
-_HEARD_MAX = 8192
-_HEARD_S = 600.0
-"""A request of another router that is older has ended, or that router has."""
 _LATE = 0.25
 """Of the time that a request has run, what it still takes at least: predictions are often wrong,
 and a replica where one hangs must not look idle."""
@@ -194,20 +187,8 @@ class ReplicaLoads:
     top. Elsewhere it is guessed: the blocks of what was sent there, the oldest first out.
     """
 
-    def __init__(
-        self,
-        *,
-        pool_blocks: int,
-        prefill_tokens_per_s: float,
-        tell: Callable[[Told], None] = lambda _: None,
-    ) -> None:
-        """Take pools to have so many blocks, and replicas nobody has measured to be so fast.
-
-        `tell` takes what routers of other ingresses should `hear`.
-        """
-        self._tell = tell
-        self._heard: OrderedDict[str, float] = OrderedDict()
-        """Requests of other routers, and when they were heard of; the oldest first."""
+    def __init__(self, *, pool_blocks: int, prefill_tokens_per_s: float) -> None:
+        """Take pools to have so many blocks, and replicas nobody has measured to be so fast."""
         self._pool_blocks = pool_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._loads: dict[str, Load] = {}
@@ -267,66 +248,23 @@ class ReplicaLoads:
         `is_told`: somebody will say when its first token is there; else it is taken to come when it
         is due.
         """
+        self._loads[cost.replica].routed(request, cost.work_s, now)
+        self._pools[cost.replica].use(survey.words)
+        self._coming[cost.replica].add(survey.words)
+        self._under_way[request] = cost.replica, survey.words
         due_at = math.inf if is_told else now + cost.first_token_s
-        self._route(request, cost.replica, cost.work_s, survey.words, due_at=due_at, now=now)
-        about = cost.replica, cost.work_s, cost.first_token_s, tuple(survey.words)
-        self._tell(("routed", request, *about))
+        self._waiting[request] = cost.replica, due_at
 
     def first_token(self, request: str, now: float) -> None:
         """Note that a prompt is computed, and its answer goes on; twice is fine."""
-        if request in self._waiting:
-            self._answer(request, now)
-            self._tell(("token", request))
-
-    def done(self, request: str, now: float) -> None:
-        """Note a request's end, or that it went elsewhere; twice is fine."""
-        if request in self._under_way:
-            self._end(request, now)
-            self._tell(("done", request))
-
-    def hear(self, told: Told, *, now: float) -> None:
-        """Note what another router told; its first tokens are due when it said, at the latest."""
-        kind, request, *about = told
-        if kind == "token":
-            self._answer(request, now)
-        elif kind == "done":
-            self._heard.pop(request, None)
-            self._end(request, now)
-        else:
-            replica, work_s, first_token_s, words = about
-            if replica not in self._loads:
-                return
-            self._route(request, replica, work_s, words, due_at=now + first_token_s, now=now)
-            self._heard[request] = now
-        while self._heard and (
-            len(self._heard) > _HEARD_MAX or next(iter(self._heard.values())) < now - _HEARD_S
-        ):
-            self._end(self._heard.popitem(last=False)[0], now)
-
-    def _route(
-        self,
-        request: str,
-        replica: str,
-        work_s: float,
-        words: Sequence[bytes],
-        *,
-        due_at: float,
-        now: float,
-    ) -> None:
-        self._loads[replica].routed(request, work_s, now)
-        self._pools[replica].use(words)
-        self._coming[replica].add(words)
-        self._under_way[request] = replica, words
-        self._waiting[request] = replica, due_at
-
-    def _answer(self, request: str, now: float) -> None:
         replica, _ = self._waiting.pop(request, ("", 0.0))
         if replica in self._loads:
             self._loads[replica].done(request, now)
             self._answering[request] = replica
 
-    def _end(self, request: str, now: float) -> None:
-        self._answer(request, now)
+    def done(self, request: str, now: float) -> None:
+        """Note a request's end, or that it went elsewhere; twice is fine."""
+        self.first_token(request, now)
         self._answering.pop(request, None)
         replica, words = self._under_way.pop(request, ("", ()))
         if replica in self._coming:
@@ -343,7 +281,7 @@ class ReplicaLoads:
         """Take prompts of which nobody tells to be computed when they were to be."""
         due = [key for key, (_, due_at) in self._waiting.items() if due_at <= now]
         for request in due:
-            self._answer(request, now)
+            self.first_token(request, now)
 
 
 def _rates(place: Place, usual_tokens_per_s: float, token_bytes: float) -> Rates:

@@ -19,7 +19,7 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvray.actors.ray_glue.calls import ActorCalls
-from kvray.actors.routers.exchange import Sharing
+from kvray.actors.routers.exchange import SharedLoads
 from kvray.actors.routers.pools import Pools
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
@@ -36,7 +36,6 @@ from kvray.routing import (
     Outcomes,
     Place,
     PoolMatch,
-    ReplicaLoads,
     Survey,
 )
 
@@ -164,11 +163,11 @@ class KvRayRouter(RequestRouter):
         outcomes, ask = Outcomes(), ActorCalls()
         self._surveys = Surveys(ask, cluster_name, timeout_s=timeout_s, outcomes=outcomes)
         deployment = self._deployment_id
-        self._sharing = Sharing(f"{deployment.app_name}-{deployment.name}", cluster_name)
-        self._loads = ReplicaLoads(
+        self._loads = SharedLoads(
+            f"{deployment.app_name}-{deployment.name}",
+            cluster_name,
             pool_blocks=pool_blocks,
             prefill_tokens_per_s=prefill_tokens_per_s,
-            tell=self._sharing.tell,
         )
         self._decisions = Decisions(self._loads, outcomes)
         self._pools = Pools()
@@ -187,7 +186,7 @@ class KvRayRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return all replicas, each in a rank of its own; two random ones without a prompt."""
-        self._sharing.start(self._loads)
+        self._loads.start()
         if pending_request is None or not candidate_replicas:
             return _two(candidate_replicas)
         pending_request.routing_context.should_backoff = True  # else a full fleet is asked on end
@@ -222,7 +221,7 @@ class KvRayRouter(RequestRouter):
         now = time.monotonic()
         if survey is not None:
             pools = self._pools.match(tokens, **marks)
-            choice = self._choice(replicas, len(tokens), survey, pools, now)
+            choice = await self._choice(request, replicas, len(tokens), survey, pools)
         told = pending.kwargs.get(_ROUTED)
         routed = told if isinstance(told, Routed) else None
         self._decisions.begin(
@@ -236,19 +235,19 @@ class KvRayRouter(RequestRouter):
             here = [] if survey is None else self._here(replicas, survey)
             routed.follow(self._decisions, request, self._prefix, here, choice)
 
-    def _choice(
+    async def _choice(
         self,
+        request: str,
         replicas: Sequence[RunningReplica],
         num_tokens: int,
         survey: Survey,
         pools: Mapping[str, PoolMatch],
-        now: float,
     ) -> Choice | None:
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
         if not here:
             return None  # they ended while the shard was asked
         places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
-        return self._loads.choose(places, num_tokens, survey, now=now)
+        return await self._loads.choose_together(request, places, num_tokens, survey)
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
         """Return the ids of replicas whose nodes have in memory what there is of a prompt."""

@@ -1,112 +1,170 @@
-"""Routers of several ingresses tell each other what they sent, so that each knows every queue.
+"""Routers of several ingresses choose together: one small actor has the load of every replica.
 
-A small actor keeps what they told lately. Whoever needs it first makes it, and it ends with that
-process; the next router makes another. Without it each router knows its own requests alone.
+Requests come in bursts. Routers that only told each other afterwards would all take the replica
+that was idle before, so a choice is made where all the others are known. Whoever needs the actor
+first makes it; it ends with that process, and the next router makes another. A router alone, or
+without an answer in time, chooses by what it sent itself.
 """
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from kvray.actors.names import namespace_of
-from kvray.routing import ReplicaLoads, Told
+from kvray.routing import Choice, Cost, Place, ReplicaLoads, Survey
 
 _log = logging.getLogger("ray.serve")
 
-_KEPT_MAX = 8192
+_REQUESTS_MAX = 16_384
 _ROUTER_S = 10.0
-"""A router that was not heard for so long is gone."""
-_SHARED_S = 0.05
-_ALONE_S = 1.0
-"""How often a router asks; less often while it is the only one."""
-_TIMEOUT_S = 2.0
-_RETRY_S = 5.0
+"""A router that was not heard for so long is gone, and its requests with it."""
+_HELLO_S = 1.0
+_HELLO_TIMEOUT_S = 5.0
+_CHOOSE_S = 0.02
+"""How long a choice may take; then the router makes its own."""
 
 
-class Exchange:
-    """What all routers of a deployment told; the inside of the actor."""
+class AllLoads:
+    """The loads of all routers' requests; the inside of the actor."""
 
-    def __init__(self) -> None:
-        self._told: deque[tuple[int, str, Told]] = deque(maxlen=_KEPT_MAX)
-        self._numbers = itertools.count()
-        self._next = 0
+    def __init__(self, **options: Any) -> None:
+        """Take `options` as `ReplicaLoads` does."""
+        self._loads = ReplicaLoads(**options)
+        self._replicas: set[str] = set()
         self._routers: dict[str, float] = {}
+        self._requests: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """Request -> its router and its replica, the oldest first."""
 
-    def exchange(
-        self, router: str, cursor: int | None, told: Sequence[Told]
-    ) -> tuple[int, list[Told], int]:
-        """Take what a router tells; return what the others told since its last call.
-
-        The answer has the cursor for the next call (None at the first one), what was told, and how
-        many routers there are.
-        """
+    def hello(self, router: str) -> int:
+        """Note that a router lives; return how many do."""
         now = time.monotonic()
         self._routers[router] = now
-        alive = {name: at for name, at in self._routers.items() if now - at < _ROUTER_S}
-        self._routers = alive
-        # From the newest back: most of what is kept was heard before.
-        new: list[Told] = []
-        for number, origin, one in reversed(self._told):
-            if cursor is None or number < cursor:
-                break
-            if origin != router:
-                new.append(one)
-        for one in told:
-            self._next = next(self._numbers) + 1
-            self._told.append((self._next - 1, router, one))
-        return self._next, new[::-1], len(alive)
+        gone = {name for name, at in self._routers.items() if now - at > _ROUTER_S}
+        if gone:
+            self._routers = {name: at for name, at in self._routers.items() if name not in gone}
+            self._end([one for one, (name, _) in self._requests.items() if name in gone])
+        return len(self._routers)
+
+    def choose(
+        self, router: str, request: str, places: Sequence[Place], num_tokens: int, survey: Survey
+    ) -> Choice:
+        """Return the choice for a prompt, and take it to go there."""
+        now, names = time.monotonic(), {one.replica for one in places}
+        if not names <= self._replicas or len(self._replicas) > 2 * len(names):
+            # Routers hear of replicas at different times; those long gone are forgotten.
+            many = len(self._replicas) > 2 * len(names)
+            self._replicas = names if many else self._replicas | names
+            self._loads.retain(self._replicas)
+        choice = self._loads.choose(places, num_tokens, survey, now=now)
+        self.route(router, request, choice.cost, survey)
+        return choice
+
+    def route(self, router: str, request: str, cost: Cost, survey: Survey) -> None:
+        """Note that a request goes to a replica; it may have gone to another one before."""
+        self.hello(router)
+        self._end([request])
+        if cost.replica in self._replicas:
+            self._requests[request] = router, cost.replica
+            self._loads.routed(request, cost, survey, now=time.monotonic(), is_told=True)
+        while len(self._requests) > _REQUESTS_MAX:
+            self._end([next(iter(self._requests))])
+
+    def answer(self, request: str) -> None:
+        """Note a request's first token."""
+        self._loads.first_token(request, time.monotonic())
+
+    def end(self, request: str) -> None:
+        """Note a request's end; twice is fine."""
+        self._end([request])
+
+    def _end(self, requests: Iterable[str]) -> None:
+        for one in requests:
+            if self._requests.pop(one, None) is not None:
+                self._loads.done(one, time.monotonic())
 
 
-class Sharing:
-    """One router's end; used by its event loop."""
+class SharedLoads(ReplicaLoads):
+    """One router's own loads, and its end of the actor that has all; used by one event loop."""
 
-    def __init__(self, name: str, cluster_name: str) -> None:
-        """Share with the routers that give the same `name`, that of the deployment."""
-        self._options: Any = {
+    def __init__(self, name: str, cluster_name: str, **options: Any) -> None:
+        """Share with routers that give the same `name`, that of the deployment."""
+        super().__init__(**options)
+        self._made = options
+        self._actor_options: Any = {
             "name": f"kvray-routes-{name}",
-            "namespace": f"{namespace_of(cluster_name)}-routes",  # no part of the tier
+            "namespace": f"{namespace_of(cluster_name)}-routes",  # it is no part of the tier
             "get_if_exists": True,
             "num_cpus": 0,
         }
         self._router = secrets.token_hex(8)
-        self._outbox: deque[Told] = deque(maxlen=_KEPT_MAX)
+        self._actor: Any = None
+        """None: this router is alone, or the actor does not answer."""
+        self._elsewhere: dict[str, str] = {}
+        """Requests that the actor has, and their replicas."""
         self._running: asyncio.Task[None] | None = None
 
-    def tell(self, told: Told) -> None:
-        """Have the others hear something."""
-        self._outbox.append(told)
-
-    def start(self, loads: ReplicaLoads) -> None:
-        """Begin to exchange, once; ends with the loop."""
+    def start(self) -> None:
+        """Begin to look for other routers, once; ends with the loop."""
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run(loads))
+            self._running = asyncio.get_running_loop().create_task(self._look())
 
-    async def _run(self, loads: ReplicaLoads) -> None:
+    async def choose_together(
+        self, request: str, places: Sequence[Place], num_tokens: int, survey: Survey
+    ) -> Choice:
+        """Return the choice for a prompt among all routers' requests, or else this one's own."""
+        if self._actor is not None:
+            asked = self._actor.choose.remote(self._router, request, places, num_tokens, survey)
+            try:
+                choice: Choice = await asyncio.wait_for(asked, _CHOOSE_S)
+            except (RayError, asyncio.TimeoutError):
+                self._actor.end.remote(request)
+            else:
+                self._elsewhere[request] = choice.replica
+                return choice
+        return self.choose(places, num_tokens, survey, now=time.monotonic())
+
+    def routed(
+        self, request: str, cost: Cost, survey: Survey, *, now: float, is_told: bool = False
+    ) -> None:
+        """See `ReplicaLoads.routed`."""
+        super().routed(request, cost, survey, now=now, is_told=is_told)
+        if self._actor is not None and self._elsewhere.get(request) != cost.replica:
+            self._elsewhere[request] = cost.replica
+            self._actor.route.remote(self._router, request, cost, survey)
+
+    def first_token(self, request: str, now: float) -> None:
+        """See `ReplicaLoads.first_token`."""
+        if self._actor is not None and request in self._waiting and request in self._elsewhere:
+            self._actor.answer.remote(request)
+        super().first_token(request, now)
+
+    def done(self, request: str, now: float) -> None:
+        """See `ReplicaLoads.done`."""
+        if self._elsewhere.pop(request, None) is not None and self._actor is not None:
+            self._actor.end.remote(request)
+        super().done(request, now)
+
+    async def _look(self) -> None:
         actor: Any = None
-        cursor: int | None = None
         has_failed = False
         while True:
-            told, pause_s = [*self._outbox], _RETRY_S
-            self._outbox.clear()
             try:
                 if actor is None:
-                    made = ray.remote(Exchange).options(**self._options)
-                    actor, cursor = await asyncio.to_thread(made.remote), None
-                asked = actor.exchange.remote(self._router, cursor, told)
-                cursor, heard, num_routers = await asyncio.wait_for(asked, _TIMEOUT_S)
-                for one in heard:
-                    loads.hear(one, now=time.monotonic())
-                has_failed, pause_s = False, _SHARED_S if num_routers > 1 else _ALONE_S
+                    made = ray.remote(AllLoads).options(**self._actor_options)
+                    actor = await asyncio.to_thread(made.remote, **self._made)
+                asked = actor.hello.remote(self._router)
+                num_routers = await asyncio.wait_for(asked, _HELLO_TIMEOUT_S)
+                self._actor, has_failed = actor if num_routers > 1 else None, False
             except (RayError, asyncio.TimeoutError, ValueError) as error:
                 if not has_failed:  # once, however long it lasts
-                    _log.warning("This router does not hear the others: %r", error)
-                actor, has_failed = None, True
-            await asyncio.sleep(pause_s)
+                    _log.warning("This router chooses without the others: %r", error)
+                actor, self._actor, has_failed = None, None, True
+                self._elsewhere.clear()
+            await asyncio.sleep(_HELLO_S)

@@ -40,6 +40,8 @@ class FleetPlan:
     seed: int = 0
     imbalance_max: int = 10
     """Difference of queue lengths above which `affinity` falls back to `pow2`."""
+    num_ingresses: int = 1
+    """Routers that take requests in turns."""
 
     def merged(self) -> FleetPlan:
         """Return the plan of one replica with the memory and the prefill rate of all."""
@@ -213,28 +215,44 @@ class Affinity(Router):
 
 
 class Kvray(Router):
-    """Predicts the first token on each replica, from what the tier holds and how fast it comes."""
+    """Predicts the first token on each replica, from what the tier holds and how fast it comes.
 
-    def __init__(self, plan: FleetPlan, trace: Trace, memory: Memory) -> None:
+    Several ingresses choose together, and so as one.
+    """
+
+    def __init__(
+        self, plan: FleetPlan, trace: Trace, memory: Memory, *, num_ingresses: int = 1
+    ) -> None:
         self._memory = memory
         self._random = random.Random(plan.seed)
-        self._loads = [Load() for _ in range(plan.num_replicas)]
-        self._pools = [Lru[int](plan.pool_blocks) for _ in range(plan.num_replicas)]
+        self._ingresses = [
+            [(Load(), Lru[int](plan.pool_blocks)) for _ in range(plan.num_replicas)]
+            for _ in range(num_ingresses)
+        ]
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
+        known = self._ingresses[request.number % len(self._ingresses)]
         stretches = self._memory.stretches(request.ids, request.num_tokens)
         costs = [
             self._memory.cost(request, at, pool, stretches, load=load, now=now)
-            for at, (load, pool) in enumerate(zip(self._loads, self._pools, strict=True))
+            for at, (load, pool) in enumerate(known)
         ]
         choice = choose(costs, draws=[self._random.random() for _ in costs])
         replica = int(choice.replica)
-        self._loads[replica].routed(request.number, choice.cost.work_s, now)
-        self._pools[replica].use(request.ids)
+        load, pool = known[replica]
+        load.routed(request.number, choice.cost.work_s, now)
+        pool.use(request.ids)
         return replica
 
     def done(self, request: int, replica: int, now: float) -> None:
-        self._loads[replica].done(request, now)
+        self._ingresses[request % len(self._ingresses)][replica][0].done(request, now)
+
+
+class Alone(Kvray):
+    """The same where each ingress knows the requests that it sent itself, and no others."""
+
+    def __init__(self, plan: FleetPlan, trace: Trace, memory: Memory) -> None:
+        super().__init__(plan, trace, memory, num_ingresses=plan.num_ingresses)
 
 
 ROUTERS: dict[str, Callable[[FleetPlan, Trace, Memory], Router]] = {
@@ -242,6 +260,7 @@ ROUTERS: dict[str, Callable[[FleetPlan, Trace, Memory], Router]] = {
     "pow2": PowerOfTwo,
     "affinity": Affinity,
     "kvray": Kvray,
+    "alone": Alone,
 }
 
 

@@ -1,38 +1,130 @@
-"""What routers tell each other: each hears every other once, in order, and none itself."""
+"""Routers that choose together: a burst over two of them is dealt out as by one."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
-from kvray.actors.routers.exchange import Exchange
+from ray.exceptions import RayActorError
+
+from kvray.actors.routers.exchange import AllLoads, SharedLoads
+from kvray.routing import Choice, Place, Survey
+
+pytestmark = pytest.mark.anyio
+
+NAMES = ("a", "b", "c", "d")
+OPTIONS: dict[str, Any] = {"pool_blocks": 100, "prefill_tokens_per_s": 1000.0}
+PLACES = [Place(replica=name, node=name, prefill_tokens_per_s=0.0) for name in NAMES]
 
 
-def test_each_router_hears_the_others_once_and_in_order():
-    made = Exchange()
-    cursor_a, heard, num_routers = made.exchange("a", None, [("done", "1")])
-    assert (heard, num_routers) == ([], 1)
-    cursor_b, heard, num_routers = made.exchange("b", None, [("done", "2")])
-    assert (heard, num_routers) == ([], 2), "what was before a router came is nothing to it"
-    cursor_a, heard, _ = made.exchange("a", cursor_a, [("done", "3"), ("token", "4")])
-    assert heard == [("done", "2")]
-    cursor_b, heard, _ = made.exchange("b", cursor_b, [])
-    assert heard == [("done", "3"), ("token", "4")]
-    assert made.exchange("a", cursor_a, [])[1] == made.exchange("b", cursor_b, [])[1] == []
+def survey(prompt: str) -> Survey:
+    words = tuple(f"{prompt} {block}".encode() for block in range(10))
+    return Survey(tokens_per_block=32, token_bytes=1.0, words=words, stretches=())
 
 
-def test_a_router_that_is_not_heard_any_more_does_not_count(monkeypatch):
+class Actor:
+    """The actor as its handle: each method has a `remote`."""
+
+    def __init__(self) -> None:
+        self.inside = AllLoads(**OPTIONS)
+        self.is_dead = self.is_late = False
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> "asyncio.Future[Any]":
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            if self.is_dead:
+                answer.set_exception(RayActorError())
+                answer.exception()
+            elif not self.is_late:
+                answer.set_result(getattr(self.inside, name)(*args))
+            return answer
+
+        return SimpleNamespace(remote=remote)
+
+
+def routers(actor: Actor, number: int) -> list[Any]:
+    made = [SharedLoads("engines", "tier", **OPTIONS) for _ in range(number)]
+    for one in made:
+        one.retain(NAMES)
+        one._actor = actor
+        actor.inside.hello(one._router)
+    return made
+
+
+async def send(router: Any, request: str) -> Choice:
+    """Have a router choose for a request and send it there."""
+    asked = survey(request)
+    choice: Choice = await router.choose_together(request, PLACES, 320, asked)
+    router.routed(request, choice.cost, asked, now=0.0, is_told=True)
+    return choice
+
+
+async def test_a_burst_over_several_routers_takes_every_replica_once():
+    actor = Actor()
+    made = routers(actor, 4)
+    sent = await asyncio.gather(*(send(one, f"r{at}") for at, one in enumerate(made)))
+    assert {one.replica for one in sent} == set(NAMES)
+    assert {one for _, one in actor.inside._requests.values()} == set(NAMES)
+
+
+async def test_first_tokens_and_ends_are_told():
+    actor = Actor()
+    one, other = routers(actor, 2)
+    first = await send(one, "r0")
+    queue = actor.inside._loads._loads[first.replica]
+    assert len(queue) == 1
+    one.first_token("r0", 1.0)
+    assert len(queue) == 0
+    one.done("r0", 2.0)
+    one.done("r0", 2.0)
+    assert not actor.inside._requests
+    assert not one._elsewhere
+    await send(other, "r1")
+    assert len(actor.inside._requests) == 1
+
+
+async def test_a_request_that_went_elsewhere_counts_there():
+    actor = Actor()
+    (one,) = routers(actor, 1)
+    choice = await send(one, "r0")
+    second = choice.ranked[1].cost
+    one.done("r0", 0.0)
+    one.routed("r0", second, survey("r0"), now=0.0, is_told=True)
+    assert [*actor.inside._requests.values()] == [(one._router, second.replica)]
+
+
+@pytest.mark.parametrize("fault", ["is_dead", "is_late"])
+async def test_without_the_actor_a_router_chooses_by_itself(fault):
+    actor = Actor()
+    (one,) = routers(actor, 1)
+    setattr(actor, fault, True)
+    first = await send(one, "r0")
+    assert (await send(one, "r1")).replica != first.replica, "it knows its own"
+    one.first_token("r0", 1.0)
+    one.done("r0", 1.0)
+
+
+async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
-    made = Exchange()
-    made.exchange("a", None, [])
-    assert made.exchange("b", None, [])[2] == 2
+    made = AllLoads(**OPTIONS)
+    assert (made.hello("one"), made.hello("other")) == (1, 2)
+    made.choose("one", "r0", PLACES, 320, survey("r0"))
     now[0] = 60.0
-    assert made.exchange("b", 0, [])[2] == 1
+    assert made.hello("other") == 1
+    assert not made._requests
 
 
-def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvray.actors.routers.exchange._KEPT_MAX", 4)
-    made = Exchange()
-    cursor, _, _ = made.exchange("a", None, [])
-    made.exchange("b", None, [("done", str(number)) for number in range(9)])
-    assert [one for _, one in made.exchange("a", cursor, [])[1]] == ["5", "6", "7", "8"]
+def test_replicas_that_are_gone_are_forgotten_and_requests_bounded(monkeypatch):
+    monkeypatch.setattr("kvray.actors.routers.exchange._REQUESTS_MAX", 8)
+    made = AllLoads(**OPTIONS)
+    for age in range(20):
+        places = [
+            Place(replica=f"{age} {name}", node="n", prefill_tokens_per_s=0.0) for name in NAMES
+        ]
+        made.choose("one", f"r{age}", places, 320, survey("p"))
+    assert len(made._replicas) <= 2 * len(NAMES)
+    assert len(made._requests) <= 8
