@@ -53,7 +53,7 @@ class TwoNodes:
         """Return once the shards know of an engine's two ranks, and the engine of them."""
 
         def are_known() -> bool:
-            known = self.line.lookup.replica(engine.replica, time.monotonic())
+            known = self.line.lookup.replica(engine.replica)
             return len(known) == 2 and engine.may_stage
 
         wait_for(are_known, "the ranks' registration")
