@@ -5,7 +5,6 @@ import functools
 import itertools
 import os
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,7 @@ class TwoNodes:
         """See `Ask`."""
         if actor == LOOKUP_NAME:
             with self.line.followers.query() as lookup:
-                now = () if method == "shards" else (time.monotonic(),)
-                return getattr(lookup, method)(*args, *now)
+                return getattr(lookup, method)(*args)
         if actor in self.gone or actor not in self.shards:
             raise ShardUnavailable(f"{actor} is gone.")
         call = functools.partial(getattr(self.shards[actor].requests, method), *args)
