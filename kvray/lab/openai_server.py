@@ -377,8 +377,13 @@ class Server:
             one.pieces(prompts[one.index // asked.n], max_tokens, asked.cache_salt)
             for one in answers
         ]
-        for stream in streams:  # so that what the engine refuses has a status of its own
-            await anext(stream)
+        try:
+            for stream in streams:  # so that what the engine refuses has a status of its own
+                await anext(stream)
+        except Refused:
+            for stream in streams:
+                await stream.aclose()
+            raise
         writer = Writer(self._name, is_chat=is_chat)
         if asked.stream:
             wants_usage = bool((asked.stream_options or {}).get("include_usage"))

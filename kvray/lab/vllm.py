@@ -15,14 +15,10 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.reference.checkpoint import SMOLLM2, find_smollm2
 from kvray.reference.output import Call, Listener, Output, Prompt
 from kvray.reference.replica_child import serve
+from kvray.vllm import CONNECTOR
 
 MODULE = "kvray.lab.vllm"
 """What a `Replica` runs that is vLLM."""
-CONNECTOR = {
-    "kv_connector": "KvRayConnector",
-    "kv_connector_module_path": "kvray.vllm",
-    "kv_role": "kv_both",
-}
 _CLOSE_S = 20.0
 
 

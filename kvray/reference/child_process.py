@@ -203,13 +203,16 @@ class Child:
             end = f"was waited for in vain, and killed: {reason.rstrip('.')}"
         else:
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
-        tail = b""
-        if not isinstance(self._output, int):
-            log = self._output.fileno()
-            tail = os.pread(log, _TAIL_BYTES, max(os.fstat(log).st_size - _TAIL_BYTES, 0))
-        said = tail.decode(errors="replace").strip()
-        last = f"It last printed: {said}" if said else ""
+        last = "" if isinstance(self._output, int) else last_words(self._output)
         return KVRayError(" ".join(filter(None, (f"{self.name} {end}.", self._advice, last))))
+
+
+def last_words(log: IO[bytes]) -> str:
+    """Return the end of what a process has printed to `log`, as the end of an error."""
+    place = log.fileno()
+    tail = os.pread(place, _TAIL_BYTES, max(os.fstat(place).st_size - _TAIL_BYTES, 0))
+    said = tail.decode(errors="replace").strip()
+    return f"It last printed: {said}" if said else ""
 
 
 def _below(pid: int) -> list[psutil.Process]:

@@ -6,11 +6,11 @@
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvray.metrics import FIRST_TOKENS
 from kvray.routing.choice import REASONS, Choice, Ranked, Reason
-from kvray.routing.loads import ReplicaLoads
+from kvray.routing.cost import Cost
 from kvray.routing.survey import Survey
 
 SurveyOutcome = Literal["answered", "failed", "skipped"]
@@ -87,6 +87,21 @@ class _Decision:
     is_answered: bool = False
 
 
+class Loads(Protocol):
+    """What hears where requests go and how they do, as `ReplicaLoads` does."""
+
+    def routed(
+        self, request: str, cost: Cost, survey: Survey, *, now: float, is_told: bool
+    ) -> None:
+        """Note that a request goes to a replica."""
+
+    def first_token(self, request: str, now: float) -> None:
+        """Note that a prompt is computed."""
+
+    def done(self, request: str, now: float) -> None:
+        """Note a request's end; twice is fine."""
+
+
 class Decisions:
     """What was decided for each request that is under way, and what came of it.
 
@@ -95,7 +110,7 @@ class Decisions:
     tier did not answer or the prompt was not seen, has no `Choice`.
     """
 
-    def __init__(self, loads: ReplicaLoads, outcomes: Outcomes) -> None:
+    def __init__(self, loads: Loads, outcomes: Outcomes) -> None:
         """Keep `loads` and `outcomes` up to date."""
         self._loads = loads
         self._outcomes = outcomes

@@ -233,32 +233,28 @@ class Dispatcher:
         Raises:
             RequestError: no engine takes it, one broke off, or time is up.
         """
-        deadline = time.monotonic() + self._timeout_s
         began, about = time.monotonic(), current()
+        deadline = began + self._timeout_s
         taken, head = await self._begin(asked, hint, deadline)
-        is_over = False
+        is_begun = is_over = False
         try:
-            route = taken.routed.about(taken.name)["kvray.route.reason"]
+            route = str(taken.routed.about(taken.name)["kvray.route.reason"])
             about.set_attribute("kvray.replica", taken.name)
             _log.info("to %s by %s; %s tokens are near", taken.name, route, taken.cached)
             ours = {REPLICA_HEADER: taken.name, ROUTE_HEADER: route}
             if taken.cached is not None:
                 ours[CACHED_HEADER] = str(taken.cached)
-            added = [(key.encode(), str(one).encode()) for key, one in ours.items()]
+            added = [(key.encode(), one.encode()) for key, one in ours.items()]
             yield Head(head.status, [*head.headers, *added])
-            is_first = True
-            while not is_over:
-                chunk = await _next(taken, deadline)
-                is_over = not chunk
-                if chunk and is_first:
-                    is_first = False
+            while chunk := await _next(taken, deadline):
+                if not is_begun:
+                    is_begun = True
                     taken.routed.first_token()
-                    about.set_attribute(
-                        "gen_ai.response.time_to_first_chunk", time.monotonic() - began
-                    )
+                    first_s = time.monotonic() - began
+                    about.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
                     about.add_event("first token")
-                if chunk:
-                    yield chunk
+                yield chunk
+            is_over = True
         finally:
             taken.routed.over()
             if not is_over:  # nobody listens any more, or it has failed

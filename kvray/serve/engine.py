@@ -120,7 +120,8 @@ class Engine:
         try:
             self._server.wait_ready(settings.start_timeout_s)
             if settings.pool_events:
-                cache = settings.engine_options.get("kv_cache_config") or settings.engine_options
+                options = settings.options()
+                cache = options.get("kv_cache_config") or options
                 self._feed = PoolFeed(
                     HttpDrain(self._server.url),
                     block_size=int(cache.get("tokens_per_block", _DEFAULT_BLOCK)),

@@ -9,12 +9,14 @@ import json
 import logging
 import secrets
 import time
+from contextlib import aclosing
 from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.applications import Starlette
@@ -40,6 +42,8 @@ _RENDERED_BYTES_MAX = 4 << 20
 """A longer body goes by load alone."""
 _RENDER_S = 0.3
 """How long a request waits for its prompt's tokens; then it goes by load alone."""
+_RENDERS_MAX = 32
+"""Prompts that wait for one process; while it loads, too."""
 _STATE_S = 1.0
 """How long an answer of Serve's about the engines counts."""
 _ASKED_S = 0.15
@@ -85,6 +89,8 @@ class Renderers:
         first = hash(body[:1024]) % len(self._actors)
         order = [*range(first, len(self._actors)), *range(first)]
         place = min(order, key=self._num_open.__getitem__)
+        if self._num_open[place] >= _RENDERS_MAX:
+            return None
         asked = asyncio.ensure_future(self._ask(place, path, body))
         await asyncio.wait({asked}, timeout=_RENDER_S)
         return asked.result() if asked.done() else None
@@ -137,7 +143,11 @@ class Ingress:
         return self._state[1]
 
     async def _ask_serve(self) -> None:
-        status = await asyncio.to_thread(serve.status)
+        try:
+            status = await asyncio.to_thread(serve.status)
+        except (RayError, RayServeException) as error:  # what it said last counts
+            _log.warning("Serve does not say how its engines are: %r", error)
+            return
         application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
         is_well = found is not None and (
@@ -151,7 +161,7 @@ class Ingress:
 
     async def forward(self, request: Request, send: Send) -> None:
         """Answer a request by an engine's answer."""
-        path, began = _path_of(request.scope), time.monotonic()
+        path = _path_of(request.scope)
         is_begun = is_stream = False
         try:
             asked = await self._asked(request, path)
@@ -159,8 +169,11 @@ class Ingress:
             hint = await self._renderers.hint(path, asked.body)
             if hint is not None:
                 current().set_attribute("gen_ai.usage.input_tokens", len(hint.tokens))
-            async for one in self._dispatcher.forward(asked, hint):
-                if isinstance(one, Head):
+            async with aclosing(self._dispatcher.forward(asked, hint)) as answer:
+                async for one in answer:
+                    if not isinstance(one, Head):
+                        await send({"type": "http.response.body", "body": one, "more_body": True})
+                        continue
                     headers = [each for each in one.headers if each[0].lower() not in _OURS]
                     is_stream = any(b"text/event-stream" in value for _, value in headers)
                     is_begun = True
@@ -168,8 +181,6 @@ class Ingress:
                     self._first_s.observe(time.monotonic() - began)
                     start = {"type": "http.response.start", "status": one.status}
                     await send({**start, "headers": headers})
-                else:
-                    await send({"type": "http.response.body", "body": one, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except RequestError as error:
             fail(current(), error.code)
@@ -177,8 +188,8 @@ class Ingress:
             if not is_begun:
                 self._answers.labels(str(error.status)).inc()
                 later = {"retry-after": "1"} if error.status == 429 else None
-                answer = JSONResponse(told, error.status, later)
-                await answer(request.scope, request.receive, send)
+                refusal = JSONResponse(told, error.status, later)
+                await refusal(request.scope, request.receive, send)
                 return
             if not is_stream:
                 raise  # the connection ends before the body does, and clients take it for an error
@@ -194,21 +205,23 @@ class Ingress:
             ClientDisconnect: the client has gone.
         """
         if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
-            raise RequestError("Not Found", status=404, code="not_found")
+            told = f"Nothing is at {path:.80}; `paths` in the settings has what engines answer."
+            raise RequestError(told, status=404, code="not_found")
         headers = [one for one in request.headers.raw if one[0].lower() not in HOP_BY_HOP]
         if sum(len(key) + len(value) for key, value in headers) > _HEADER_BYTES_MAX:
-            raise RequestError("The headers are too long.", status=431, code="headers_too_long")
+            told = f"The headers are longer than {_HEADER_BYTES_MAX} bytes; send fewer."
+            raise RequestError(told, status=431, code="headers_too_long")
         try:
             body = await asyncio.wait_for(self._body(request), self._settings.body_timeout_s)
         except asyncio.TimeoutError:
-            raise RequestError("The body came too slowly.", status=408, code="timeout") from None
+            told = (
+                f"The body was not whole after {self._settings.body_timeout_s:g} s; send it again."
+            )
+            raise RequestError(told, status=408, code="timeout") from None
         has_length = {b"content-length", b"host", b"expect"}
         headers = [one for one in headers if one[0].lower() not in has_length]
-        headers += (
-            []
-            if body == b"" and request.method in ("GET", "HEAD")
-            else [(b"content-length", str(len(body)).encode())]
-        )
+        if body or request.method not in ("GET", "HEAD"):
+            headers.append((b"content-length", str(len(body)).encode()))
         names = {key.lower() for key, _ in headers}
         if b"x-request-id" not in names:
             headers.append((b"x-request-id", secrets.token_hex(16).encode()))
@@ -227,7 +240,7 @@ class Ingress:
         async for piece in request.stream():
             size += len(piece)
             if size > most:
-                told = f"The body is longer than {most} bytes."
+                told = f"The body is longer than {most} bytes, `body_bytes_max`; send less."
                 raise RequestError(told, status=413, code="body_too_long")
             pieces.append(piece)
         return b"".join(pieces)

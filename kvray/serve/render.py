@@ -202,7 +202,7 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     Raises:
         KVRayError: they cannot be loaded.
     """
-    options = settings.engine_options
+    options = settings.options()
     if settings.is_tiny:
         return Prompts(ByteTexts(), None, adds_special=False)
     name = str(options.get("tokenizer") or settings.model)

@@ -177,7 +177,7 @@ class KvRayRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
         super().update_replicas(replicas)
-        self._loads.retain(map(self._name, replicas))
+        self._loads.own.retain(map(self._name, replicas))
         self._pools.follow({self._name(one): one.routing_stats for one in replicas})
 
     async def choose_replicas(
@@ -218,36 +218,27 @@ class KvRayRouter(RequestRouter):
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
-        now = time.monotonic()
-        if survey is not None:
-            pools = self._pools.match(tokens, **marks)
-            choice = await self._choice(request, replicas, len(tokens), survey, pools)
         told = pending.kwargs.get(_ROUTED)
         routed = told if isinstance(told, Routed) else None
-        self._decisions.begin(
-            request,
-            choice,
-            survey,
-            now=now,
-            is_told=routed is not None,
-        )
+        if survey is not None:
+            pools = self._pools.match(tokens, **marks)
+            places = self._places(replicas, pools)
+            if places:  # else they ended while the shard was asked
+                choice = await self._loads.choose(
+                    request, places, len(tokens), survey, is_told=routed is not None
+                )
+        now, is_told = time.monotonic(), routed is not None
+        self._decisions.begin(request, choice, survey, now=now, is_told=is_told)
         if routed is not None:
             here = [] if survey is None else self._here(replicas, survey)
             routed.follow(self._decisions, request, self._prefix, here, choice)
 
-    async def _choice(
-        self,
-        request: str,
-        replicas: Sequence[RunningReplica],
-        num_tokens: int,
-        survey: Survey,
-        pools: Mapping[str, PoolMatch],
-    ) -> Choice | None:
+    def _places(
+        self, replicas: Sequence[RunningReplica], pools: Mapping[str, PoolMatch]
+    ) -> list[Place]:
+        """Return those of the replicas that have not ended."""
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
-        if not here:
-            return None  # they ended while the shard was asked
-        places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
-        return await self._loads.choose_together(request, places, num_tokens, survey)
+        return [self._place(self._name(one), one.routing_stats, pools) for one in here]
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
         """Return the ids of replicas whose nodes have in memory what there is of a prompt."""

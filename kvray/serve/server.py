@@ -18,8 +18,10 @@ from typing import IO, Any
 import yaml
 
 from kvray.errors import ConfigError, KVRayError
+from kvray.reference.child_process import last_words
 from kvray.reference.engine_options import KvConnectorConfig
 from kvray.serve.settings import Settings
+from kvray.vllm import CONNECTOR
 
 HOST = "127.0.0.1"
 _REFERENCE_MODULE = "kvray.lab.openai_server"
@@ -27,7 +29,6 @@ _EVENTS_MAX = 100_000
 """KV events of an engine's pool that wait to be published; they are taken 20 times a second."""
 _POLL_S = 0.2
 _TERM_TIMEOUT_S = 15.0
-_LOG_TAIL_BYTES = 2000
 
 
 def engine_of(settings: Settings) -> str:
@@ -71,18 +72,9 @@ def command_of(settings: Settings, port: int, directory: Path) -> list[str]:
 
 def _options(settings: Settings) -> dict[str, Any]:
     """Return the engine's options with the connector among them."""
-    engine = engine_of(settings)
-    given: dict[str, Any] = {}
-    if settings.options_file is not None:
-        given = yaml.safe_load(settings.options_file.read_text()) or {}
-    given = {**given, **settings.engine_options}
+    engine, given = engine_of(settings), settings.options()
     if engine == "vllm":
-        connector = {
-            "kv_connector": "KvRayConnector",
-            "kv_connector_module_path": "kvray.vllm",
-            "kv_role": "kv_both",
-        }
-        return {"kv_transfer_config": connector, **given}
+        return {"kv_transfer_config": CONNECTOR, **given}
     events = {"event_buffer_max_size": _EVENTS_MAX} if settings.pool_events else {}
     if engine == "reference":
         named = {"model": settings.model, "served_name": settings.served_name}
@@ -185,9 +177,7 @@ class EngineServer:
             self._directory.cleanup()
 
     def _failure(self, what: str) -> KVRayError:
-        offset = max(os.fstat(self._log.fileno()).st_size - _LOG_TAIL_BYTES, 0)
-        tail = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, offset).decode(errors="replace")
-        return KVRayError(f"The engine {self.name} {what}. It last printed: {tail.strip()}")
+        return KVRayError(f"The engine {self.name} {what}. {last_words(self._log)}".strip())
 
 
 def _open_log(path: Path | None) -> IO[bytes]:

@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
+from kvray.errors import ConfigError
+
 Options: TypeAlias = dict[str, Any] | Json[dict[str, Any]]
+Words: TypeAlias = list[str] | Json[list[str]]
 """On the command line every value is text."""
 
 
@@ -37,14 +41,14 @@ class Settings(BaseModel):
     options_file: Path | None = Field(
         default=None, description="a YAML file of further engine_options, on every node"
     )
-    server_args: list[str] = Field(
+    server_args: Words = Field(
         default_factory=list, description="further words of the command that starts the server"
     )
-    command: list[str] | None = Field(
+    command: Words | None = Field(
         default=None,
         description="in place of that command, with {model}, {host}, {port} and {options}, a file",
     )
-    paths: list[str] = Field(
+    paths: Words = Field(
         default=["/v1"], description="what is handed on to the engines, with what is below"
     )
     body_bytes_max: int = Field(default=64 << 20, ge=1, description="a longer body gets status 413")
@@ -96,6 +100,22 @@ class Settings(BaseModel):
         if self.pool_events and self.engine == "vllm":
             raise ValueError("pool_events is for the other engines; vLLM publishes by itself.")
         return self
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the engine, those of the file too.
+
+        Raises:
+            ConfigError: the file cannot be read, or has none.
+        """
+        if self.options_file is None:
+            return dict(self.engine_options)
+        try:
+            given = yaml.safe_load(self.options_file.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"options_file cannot be read ({error}).") from None
+        if not isinstance(given, dict):
+            raise ConfigError(f"{self.options_file} has no options; write `name: value` there.")
+        return {**given, **self.engine_options}
 
     @property
     def is_tiny(self) -> bool:

@@ -6,7 +6,14 @@
 
 from typing import Any
 
-__all__ = ["KvRayConnector"]
+__all__ = ["CONNECTOR", "KvRayConnector"]
+
+CONNECTOR = {
+    "kv_connector": "KvRayConnector",
+    "kv_connector_module_path": "kvray.vllm",
+    "kv_role": "kv_both",
+}
+"""vLLM's `KVTransferConfig` for it."""
 
 
 def __getattr__(name: str) -> Any:

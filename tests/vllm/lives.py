@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvray.lab.vllm import CONNECTOR, environ
+from kvray.lab.vllm import environ
+from kvray.vllm import CONNECTOR
 
 BLOCK = 32
 VOCABULARY = 512

@@ -10,6 +10,7 @@ import logging
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvray.wire import LENGTH, MOVER_SOCKET_FILE
 _log = logging.getLogger("kvray.mover")
 
 _JOIN_TIMEOUT_S = 1.0
+_PAUSE_S = 0.01
 
 
 class FetchServer:
@@ -63,8 +65,8 @@ class FetchServer:
                 connection, _ = self._listener.accept()
                 with connection:
                     self._serve(connection)
-            except OSError:  # the shard or this has hung up
-                continue
+            except OSError:  # the shard or this has hung up, or there is no descriptor left
+                time.sleep(_PAUSE_S)
             except Exception:  # noqa: BLE001 - a defect ends a connection, and not the thread
                 _log.exception("an order ended by a defect")
 

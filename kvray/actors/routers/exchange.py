@@ -53,9 +53,16 @@ class AllLoads:
         return len(self._routers)
 
     def choose(
-        self, router: str, request: str, places: Sequence[Place], num_tokens: int, survey: Survey
+        self,
+        router: str,
+        request: str,
+        places: Sequence[Place],
+        num_tokens: int,
+        survey: Survey,
+        *,
+        is_told: bool,
     ) -> Choice:
-        """Return the choice for a prompt, and take it to go there."""
+        """Return the choice for a prompt, and take it to go there; see `route`."""
         now, names = time.monotonic(), {one.replica for one in places}
         if not names <= self._replicas or len(self._replicas) > 2 * len(names):
             # Routers hear of replicas at different times; those long gone are forgotten.
@@ -63,16 +70,21 @@ class AllLoads:
             self._replicas = names if many else self._replicas | names
             self._loads.retain(self._replicas)
         choice = self._loads.choose(places, num_tokens, survey, now=now)
-        self.route(router, request, choice.cost, survey)
+        self.route(router, request, choice.cost, survey, is_told=is_told)
         return choice
 
-    def route(self, router: str, request: str, cost: Cost, survey: Survey) -> None:
-        """Note that a request goes to a replica; it may have gone to another one before."""
+    def route(
+        self, router: str, request: str, cost: Cost, survey: Survey, *, is_told: bool
+    ) -> None:
+        """Note that a request goes to a replica; it may have gone to another one before.
+
+        `is_told`: somebody will say when its first token is there.
+        """
         self.hello(router)
         self._end([request])
         if cost.replica in self._replicas:
             self._requests[request] = router, cost.replica
-            self._loads.routed(request, cost, survey, now=time.monotonic(), is_told=True)
+            self._loads.routed(request, cost, survey, now=time.monotonic(), is_told=is_told)
         while len(self._requests) > _REQUESTS_MAX:
             self._end([next(iter(self._requests))])
 
@@ -90,13 +102,13 @@ class AllLoads:
                 self._loads.done(one, time.monotonic())
 
 
-class SharedLoads(ReplicaLoads):
+class SharedLoads:
     """One router's own loads, and its end of the actor that has all; used by one event loop."""
 
     def __init__(self, name: str, cluster_name: str, **options: Any) -> None:
         """Share with routers that give the same `name`, that of the deployment."""
-        super().__init__(**options)
-        self._made = options
+        self.own = ReplicaLoads(**options)
+        self._options = options
         self._actor_options: Any = {
             "name": f"kvray-routes-{name}",
             "namespace": f"{namespace_of(cluster_name)}-routes",  # it is no part of the tier
@@ -115,56 +127,75 @@ class SharedLoads(ReplicaLoads):
         if self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._look())
 
-    async def choose_together(
-        self, request: str, places: Sequence[Place], num_tokens: int, survey: Survey
+    async def choose(
+        self,
+        request: str,
+        places: Sequence[Place],
+        num_tokens: int,
+        survey: Survey,
+        *,
+        is_told: bool,
     ) -> Choice:
         """Return the choice for a prompt among all routers' requests, or else this one's own."""
         if self._actor is not None:
-            asked = self._actor.choose.remote(self._router, request, places, num_tokens, survey)
+            asked = self._actor.choose.remote(
+                self._router, request, places, num_tokens, survey, is_told=is_told
+            )
             try:
                 choice: Choice = await asyncio.wait_for(asked, _CHOOSE_S)
             except (RayError, asyncio.TimeoutError):
-                self._actor.end.remote(request)
+                self._tell("end", request)
             else:
                 self._elsewhere[request] = choice.replica
                 return choice
-        return self.choose(places, num_tokens, survey, now=time.monotonic())
+        return self.own.choose(places, num_tokens, survey, now=time.monotonic())
 
     def routed(
-        self, request: str, cost: Cost, survey: Survey, *, now: float, is_told: bool = False
+        self, request: str, cost: Cost, survey: Survey, *, now: float, is_told: bool
     ) -> None:
-        """See `ReplicaLoads.routed`."""
-        super().routed(request, cost, survey, now=now, is_told=is_told)
-        if self._actor is not None and self._elsewhere.get(request) != cost.replica:
-            self._elsewhere[request] = cost.replica
-            self._actor.route.remote(self._router, request, cost, survey)
+        """Note that a request goes to a replica, as `ReplicaLoads.routed`."""
+        self.own.routed(request, cost, survey, now=now, is_told=is_told)
+        if self._elsewhere.get(request) != cost.replica:
+            self._tell("route", self._router, request, cost, survey, is_told=is_told)
+            if self._actor is not None:
+                self._elsewhere[request] = cost.replica
 
     def first_token(self, request: str, now: float) -> None:
-        """See `ReplicaLoads.first_token`."""
-        if self._actor is not None and request in self._waiting and request in self._elsewhere:
-            self._actor.answer.remote(request)
-        super().first_token(request, now)
+        """Note that a prompt is computed."""
+        self.own.first_token(request, now)
+        if request in self._elsewhere:
+            self._tell("answer", request)
 
     def done(self, request: str, now: float) -> None:
-        """See `ReplicaLoads.done`."""
-        if self._elsewhere.pop(request, None) is not None and self._actor is not None:
-            self._actor.end.remote(request)
-        super().done(request, now)
+        """Note a request's end; twice is fine."""
+        self.own.done(request, now)
+        if self._elsewhere.pop(request, None) is not None:
+            self._tell("end", request)
+
+    def _tell(self, method: str, *args: Any, **options: Any) -> None:
+        """Call the actor, and wait for nothing."""
+        if self._actor is not None:
+            getattr(self._actor, method).remote(*args, **options)
 
     async def _look(self) -> None:
         actor: Any = None
-        has_failed = False
+        num_routers, has_failed = 1, False
         while True:
             try:
                 if actor is None:
                     made = ray.remote(AllLoads).options(**self._actor_options)
-                    actor = await asyncio.to_thread(made.remote, **self._made)
+                    making = asyncio.to_thread(made.remote, **self._options)
+                    actor = await asyncio.wait_for(making, _HELLO_TIMEOUT_S)
                 asked = actor.hello.remote(self._router)
                 num_routers = await asyncio.wait_for(asked, _HELLO_TIMEOUT_S)
-                self._actor, has_failed = actor if num_routers > 1 else None, False
+                has_failed = False
             except (RayError, asyncio.TimeoutError, ValueError) as error:
                 if not has_failed:  # once, however long it lasts
                     _log.warning("This router chooses without the others: %r", error)
-                actor, self._actor, has_failed = None, None, True
+                actor, has_failed = None, True
+            if actor is None or num_routers == 1:
+                self._actor = None
                 self._elsewhere.clear()
+            else:
+                self._actor = actor
             await asyncio.sleep(_HELLO_S)

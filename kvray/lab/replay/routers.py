@@ -248,11 +248,9 @@ class Kvray(Router):
         self._ingresses[request % len(self._ingresses)][replica][0].done(request, now)
 
 
-class Alone(Kvray):
-    """The same where each ingress knows the requests that it sent itself, and no others."""
-
-    def __init__(self, plan: FleetPlan, trace: Trace, memory: Memory) -> None:
-        super().__init__(plan, trace, memory, num_ingresses=plan.num_ingresses)
+def _alone(plan: FleetPlan, trace: Trace, memory: Memory) -> Kvray:
+    """Return routers that each know the requests that they sent themselves, and no others."""
+    return Kvray(plan, trace, memory, num_ingresses=plan.num_ingresses)
 
 
 ROUTERS: dict[str, Callable[[FleetPlan, Trace, Memory], Router]] = {
@@ -260,7 +258,7 @@ ROUTERS: dict[str, Callable[[FleetPlan, Trace, Memory], Router]] = {
     "pow2": PowerOfTwo,
     "affinity": Affinity,
     "kvray": Kvray,
-    "alone": Alone,
+    "alone": _alone,
 }
 
 

@@ -82,3 +82,21 @@ def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
     router._deployment_id = DeploymentID(name="Engine", app_name="kvray")
     router.initialize_state(pool_block=8)  # type: ignore[call-arg]
     assert "no argument pool_block; correct request_router_kwargs" in caplog.text
+
+
+def test_options_are_those_of_a_file_and_of_the_settings(tmp_path):
+    path = tmp_path / "more.yaml"
+    path.write_text("tokenizer: /t\nnum_blocks: 7\n")
+    given = Settings(options_file=path, engine_options={"num_blocks": 9})
+    assert given.options() == {"tokenizer": "/t", "num_blocks": 9}
+    path.write_text("- nothing")
+    with pytest.raises(ConfigError, match="write `name: value`"):
+        given.options()
+    path.unlink()
+    with pytest.raises(ConfigError, match="options_file cannot be read"):
+        given.options()
+
+
+def test_lists_of_a_command_line_are_json():
+    told = Settings.model_validate({"command": '["mine", "{port}"]', "paths": '["/v1", "/score"]'})
+    assert (told.command, told.paths) == (["mine", "{port}"], ["/v1", "/score"])

@@ -33,13 +33,13 @@ class Actor:
         self.is_dead = self.is_late = False
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*args: Any) -> "asyncio.Future[Any]":
+        def remote(*args: Any, **options: Any) -> "asyncio.Future[Any]":
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             if self.is_dead:
                 answer.set_exception(RayActorError())
                 answer.exception()
             elif not self.is_late:
-                answer.set_result(getattr(self.inside, name)(*args))
+                answer.set_result(getattr(self.inside, name)(*args, **options))
             return answer
 
         return SimpleNamespace(remote=remote)
@@ -48,7 +48,7 @@ class Actor:
 def routers(actor: Actor, number: int) -> list[Any]:
     made = [SharedLoads("engines", "tier", **OPTIONS) for _ in range(number)]
     for one in made:
-        one.retain(NAMES)
+        one.own.retain(NAMES)
         one._actor = actor
         actor.inside.hello(one._router)
     return made
@@ -57,7 +57,7 @@ def routers(actor: Actor, number: int) -> list[Any]:
 async def send(router: Any, request: str) -> Choice:
     """Have a router choose for a request and send it there."""
     asked = survey(request)
-    choice: Choice = await router.choose_together(request, PLACES, 320, asked)
+    choice: Choice = await router.choose(request, PLACES, 320, asked, is_told=True)
     router.routed(request, choice.cost, asked, now=0.0, is_told=True)
     return choice
 
@@ -112,7 +112,7 @@ async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
     made = AllLoads(**OPTIONS)
     assert (made.hello("one"), made.hello("other")) == (1, 2)
-    made.choose("one", "r0", PLACES, 320, survey("r0"))
+    made.choose("one", "r0", PLACES, 320, survey("r0"), is_told=True)
     now[0] = 60.0
     assert made.hello("other") == 1
     assert not made._requests
@@ -125,6 +125,6 @@ def test_replicas_that_are_gone_are_forgotten_and_requests_bounded(monkeypatch):
         places = [
             Place(replica=f"{age} {name}", node="n", prefill_tokens_per_s=0.0) for name in NAMES
         ]
-        made.choose("one", f"r{age}", places, 320, survey("p"))
+        made.choose("one", f"r{age}", places, 320, survey("p"), is_told=True)
     assert len(made._replicas) <= 2 * len(NAMES)
     assert len(made._requests) <= 8
