@@ -118,7 +118,7 @@ def test_blocks_come_again_from_a_pusher_that_woke(pusher, target, keys):
 
 def test_dead_pusher_ends_a_fetch_at_once_and_its_leases_end_with_it(pusher, target, keys, begin):
     fetch = begin(keys, deadline_s=60)
-    assert pusher.num_leases > 0
+    wait_for(lambda: pusher.num_leases > 0)  # slots are reserved before the request is sent
     pusher.far.kill()
     here = fetch.result(HANG_S).here[0]
     assert is_right(target.arena, keys[:here], block_bytes=BLOCK)
