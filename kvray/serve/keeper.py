@@ -16,6 +16,9 @@ import psutil
 
 _GRACE_S = 10.0
 """How long a server may take to end by itself."""
+_TRACKER = "multiprocessing.resource_tracker"
+_TRACKERS_S = 5.0
+"""How long Python's resource trackers may take to remove what the others have left in /dev/shm."""
 
 
 def keep(command: Sequence[str]) -> int:
@@ -40,11 +43,21 @@ def _wait(server: int, *others: int, timeout_s: float | None = None) -> bool:
 
 
 def _end_session(session: int) -> None:
-    """End what is left of the server: ranks and workers do not all end with it."""
+    """End what is left of the server: ranks and workers do not all end with it.
+
+    A resource tracker ends by itself once nobody is left that it works for.
+    """
+    trackers = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if os.getsid(one.pid) == session:
-                one.kill()
+                if _TRACKER in " ".join(one.cmdline()):
+                    trackers.append(one)
+                else:
+                    one.kill()
+    for one in psutil.wait_procs(trackers, timeout=_TRACKERS_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -124,3 +125,28 @@ def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
         assert keeper.wait(60) == 0
         _, alive = psutil.wait_procs(below, timeout=20)
         assert alive == []
+
+
+LEAVES = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+made = SharedMemory(create=True, size=64)
+open(sys.argv[1] + "/named", "w").write(made.name)
+open(sys.argv[1] + "/up", "w").close()
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
+    command = [sys.executable, "-m", "kvray.serve.keeper"]
+    command += [sys.executable, "-c", LEAVES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+        wait_for((tmp_path / "up").exists, "the server")
+        left = Path("/dev/shm") / (tmp_path / "named").read_text()
+        assert left.exists()
+        server = psutil.Process(keeper.pid).children()[0]
+        (tracker,) = server.children()
+        server.kill()
+        assert keeper.wait(60) == 128 + signal.SIGKILL
+        assert not left.exists()
+        assert not tracker.is_running()
