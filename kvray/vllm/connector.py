@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvray.engine.engine_args import field_of
 from kvray.engine.rank import RankWorker
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
@@ -121,7 +122,9 @@ class KvRayConnector(KVConnectorBase_V1):
         shared = state_for(vllm_config, kv_cache_config)
         self._scheduling = self._rank = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduling = SchedulingHalf(shared)
+            events = field_of(vllm_config, "kv_events_config")
+            is_told = bool(field_of(events, "enable_kv_cache_events"))
+            self._scheduling = SchedulingHalf(shared, tells_events=is_told)
         else:
             self._rank = RankHalf(shared, kv_cache_config)
         shut_down_at_exit(self)
@@ -219,8 +222,8 @@ class KvRayConnector(KVConnectorBase_V1):
         return self._worker.answers()
 
     def take_events(self) -> Iterable[Any]:
-        """Return none: the shard publishes the tier's events."""
-        return ()
+        """Return what has come to the node's memory and what has left it, for vLLM's publisher."""
+        return self._scheduler.take_events()
 
     def shutdown(self) -> None:
         """Let go of the tier. Twice is fine."""

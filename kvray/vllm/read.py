@@ -172,7 +172,7 @@ def _regions(
     page_bytes = int(config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
     for placed in config.kv_cache_tensors:
         layers = [name for name in placed.layers if name in numbers]
-        if len(layers) != len(placed.layers) or placed.host_resident:
+        if len(layers) != len(placed.layers) or getattr(placed, "host_resident", False):
             raise ConfigError(
                 f"vLLM keeps other caches beside that of {placed.layers[0]}; kvray serves models"
                 " with one KV cache."

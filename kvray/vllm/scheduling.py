@@ -9,14 +9,14 @@ wrong when the request is preempted meanwhile, and on some runners always.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
 from kvray.engine.leader import Leader
-from kvray.engine.meta import LoadPlan
+from kvray.engine.meta import ConnectorMeta, LoadPlan
 from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.trace.reasons import MissReason
@@ -48,7 +48,7 @@ class _Known:
 class SchedulingHalf:
     """Used by the thread of vLLM's scheduler."""
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: SharedState, *, tells_events: bool = False) -> None:
         self._leader = Leader(shared, counts_later=True)
         self._reader = RequestReader(shared.args)
         self._known: dict[str, _Known] = {}
@@ -57,6 +57,12 @@ class SchedulingHalf:
         self._changes = 0  # of the weights, as far as they were followed
         self._planned: dict[int, str] = {}
         """The requests of the pass that is being planned: number -> vLLM's name."""
+        self._events: Any = None  # `TierEvents`, where vLLM publishes them
+        if tells_events:
+            with shared.boundary.around("vLLM's events"):
+                from kvray.vllm.tier_events import TierEvents
+
+                self._events = TierEvents(shared)
 
     def lead(self, metadata: Any) -> None:
         """Take what a rank has registered; nothing is promised before."""
@@ -113,6 +119,9 @@ class SchedulingHalf:
                 name = self._planned[plan.request_id]
                 if not self._known[name].is_saved:
                     self._known[name].is_saved, names[plan.request_id] = True, name
+        if self._events is not None:
+            with self._leader.shared.boundary.around("vLLM's events"):
+                self._note_events(meta)
         loads = tuple(map(self._held_load, meta.loads))
         holds, drops = self._holds.take()
         model = self._leader.shared.model_name
@@ -132,6 +141,13 @@ class SchedulingHalf:
         if known.is_saved:
             self._leader.pin(known.number)  # the ranks report when they have read its blocks
         return known.is_saved, known.num_hit or 0
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what vLLM is to publish of the tier since the last call."""
+        if self._events is not None:
+            with self._leader.shared.boundary.around("vLLM's events"):
+                return self._events.take()  # type: ignore[no-any-return]
+        return ()
 
     def reset(self) -> None:
         """Go without the tier until a version is named: the weights may have been replaced."""
@@ -193,6 +209,14 @@ class SchedulingHalf:
         """Whether a request has waited for room for as long as it may."""
         waited_s = time.monotonic() - known.asked_at
         return waited_s >= self._leader.shared.config.connector.stage_wait_s
+
+    def _note_events(self, meta: ConnectorMeta) -> None:
+        """Have events tell of what the pass loads and saves."""
+        loads = [(plan.request_id, plan.first, plan.pages) for plan in meta.loads]
+        saves = [(plan.request_id, plan.depth, plan.pages) for plan in meta.saves]
+        for number, first, pages in loads + saves:
+            keys = self._leader.states[number].keys[first : first + pages[0].num_blocks]
+            self._events.note(self._known[self._planned[number]].request, keys, first)
 
     def _held_load(self, load: LoadPlan) -> HeldLoad:
         """Return a load as the ranks do it: from what they hold, and no longer from the arena."""

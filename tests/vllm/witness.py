@@ -34,6 +34,7 @@ CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "uncached": (0, {"enable_prefix_caching": False}),
     "small": (0, {"num_blocks": 66}),  # one is vLLM's own
     "far": (1, {}),
+    "telling": (0, {}),  # and it publishes events, see `events_at`
 }
 """Name -> the number of its node, and how it differs from the one that says what is true."""
 _QUESTION = 24
@@ -46,6 +47,10 @@ _REPORTED_S = 2.0
 def start(name: str, tier: TwoNodes) -> Replica:
     """Begin to start an engine; `plain` has no connector."""
     number, changes = CHANGES.get(name, (0, {}))
+    if name == "telling":
+        live, replay = events_at(tier)
+        events = {"enable_kv_cache_events": True, "endpoint": live, "replay_endpoint": replay}
+        changes = {**changes, "kv_events_config": events}
     environ = {**ENVIRON, **tier.engine_environ(tier.nodes[number])}
     return Replica(
         name,
@@ -54,6 +59,11 @@ def start(name: str, tier: TwoNodes) -> Replica:
         module=MODULE,
         **{**OPTIONS, **changes, "with_kvray": name != "plain"},
     )
+
+
+def events_at(tier: TwoNodes) -> tuple[str, str]:
+    """Return where the events of `telling` are, and their replays."""
+    return f"ipc://{tier.machine.scratch}/events", f"ipc://{tier.machine.scratch}/replays"
 
 
 @contextlib.contextmanager

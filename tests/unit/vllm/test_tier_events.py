@@ -1,0 +1,247 @@
+"""Events for vLLM's own publisher, over a real arena; of vLLM there are stand-ins."""
+
+import sys
+from dataclasses import dataclass, field, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvray.config import load_config
+from kvray.engine.shared_state import shared_state_for
+from tests.kit.apart import BLOCK, Apart
+from tests.unit.vllm.test_scheduling import (
+    HIT,
+    PROMPT,
+    ROOM,
+    VLLM,
+    asked,
+    environment,
+    new,
+    nothing,
+    offered,
+    running_shard,
+    scheduling,
+    shard,
+    taken,
+)
+
+__all__ = ["environment", "running_shard", "scheduling", "shard"]
+
+
+@dataclass
+class Stored:
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[Any] = field(default_factory=list)
+    group_idx: int | None = None
+
+
+@dataclass
+class Removed:
+    block_hashes: list[Any]
+    medium: str
+    group_idx: int | None = None
+
+
+@pytest.fixture
+def vllm(scheduling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Stand-ins of what is imported for events; a hash of vLLM's is a number here."""
+    events: Any = ModuleType("vllm.distributed.kv_events")
+    events.MEDIUM_CPU, events.BlockStored, events.BlockRemoved = "CPU", Stored, Removed
+    utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
+    utils.maybe_convert_block_hash = lambda block_hash: f"told {block_hash}"
+    utils.generate_block_hash_extra_keys = lambda request, start, end, _: (
+        (("salt", request.cache_salt),) if request.cache_salt and not start else None,
+        0,
+    )
+    core: Any = ModuleType("vllm.v1.core")
+    core.kv_cache_utils = utils
+    for module in (events, ModuleType("vllm.v1"), core, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return scheduling
+
+
+@pytest.fixture
+def stored(shard):
+    """An engine beside it, which has stored the prompt."""
+    made = Apart()
+    made.serve(PROMPT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def half(stored, vllm):
+    from kvray.vllm.start import PoolMetadata
+
+    shared = shared_state_for(object(), VLLM, load_config(None))
+    made = vllm.SchedulingHalf(shared, tells_events=True)
+    made.lead(PoolMetadata(identity=stored.identity, hold_blocks=ROOM))
+    yield made
+    made.close()
+
+
+def hashed(name: str, tokens: list[int], **changes: Any) -> SimpleNamespace:
+    """Return a request whose blocks have the hashes 0, 1, ..., each times 100 with a salt."""
+    request = asked(name)
+    request.prompt_token_ids = request.all_token_ids = tokens
+    request.block_hashes = list(range(len(tokens) // BLOCK))
+    vars(request).update(changes)
+    return request
+
+
+def names(count: int, first: int = 0) -> list[str]:
+    return [f"told {place}" for place in range(first, count)]
+
+
+def told(half: Any, stored: Apart) -> list[Any]:
+    """Have the prompt noted of which no lease is left, and return what is told."""
+    half._events.note(hashed("a", PROMPT), _keys(stored), 0)
+    return half.take_events()
+
+
+def loaded(half: Any) -> None:
+    """Have the half load the prompt."""
+    request = hashed("a", PROMPT)
+    assert offered(half, request) == HIT
+    taken(half, request, HIT)
+
+
+def test_a_block_that_is_loaded_is_told_once(half):
+    assert half.take_events() == []
+    loaded(half)
+    whole = len(PROMPT) // BLOCK  # the last one is computed, but another engine has stored it
+    (event,) = half.take_events()
+    assert (event.block_hashes, event.parent_block_hash) == (names(whole), None)
+    assert (event.token_ids, event.block_size) == (PROMPT[: whole * BLOCK], BLOCK)
+    assert (event.medium, event.lora_id, event.lora_name) == ("CPU", None, None)
+    assert event.extra_keys == [None] * whole
+    assert half.take_events() == []
+    loaded(half)
+    assert half.take_events() == []
+
+
+def test_a_block_is_told_once_it_is_readable_and_not_when_it_is_planned(half, stored):
+    tokens = [7, *PROMPT]
+    request = hashed("b", tokens, cache_salt=None)
+    assert half.match(request, 0) == 0
+    half.allocated(request, 0)
+    assert half.plan(new("b", 0, num_scheduled=len(tokens))).meta.saves
+    assert half.take_events() == []
+    stored.serve(tokens)
+    (event,) = half.take_events()
+    assert event.block_hashes == names(len(tokens) // BLOCK)
+
+
+def test_a_block_that_never_gets_there_is_forgotten(half):
+    events, now = half._events, [0.0]
+    events._clock = lambda: now[0]
+    events.note(hashed("c", [9] * 8), [b"\1" * 32, b"\2" * 32], 0)
+    half.take_events()
+    assert len(events._untold) == 2
+    now[0] = 61.0
+    half.take_events()
+    assert events._untold == {}
+
+
+def test_blocks_that_leave_the_memory_are_removed(half, shard, stored):
+    told(half, stored)
+    shard.clear(10)
+    (event,) = half.take_events()
+    assert isinstance(event, Removed)
+    assert (sorted(event.block_hashes), event.medium) == (names(len(PROMPT) // BLOCK), "CPU")
+    assert half.take_events() == []
+
+
+def test_a_block_that_comes_back_is_told_again(half, shard, stored):
+    told(half, stored)
+    shard.clear(10)
+    half.take_events()
+    stored.serve(PROMPT)
+    (event,) = told(half, stored)
+    assert event.block_hashes == names(len(PROMPT) // BLOCK)
+
+
+def test_many_blocks_are_looked_for_in_pieces(half, shard, stored, monkeypatch):
+    monkeypatch.setattr("kvray.vllm.tier_events._LOOK", 4)
+    whole = len(PROMPT) // BLOCK
+    first, second, third = told(half, stored), half.take_events(), half.take_events()
+    assert [one.block_hashes for one in first + second + third] == [
+        names(4), names(8, 4), names(whole, 8)
+    ]  # fmt: skip
+    assert second[0].parent_block_hash == "told 3"
+    shard.clear(10)
+    gone = [name for _ in range(6) for event in half.take_events() for name in event.block_hashes]
+    assert sorted(gone) == sorted(names(whole))
+
+
+def test_without_an_arena_nothing_is_there(half, stored, monkeypatch):
+    told(half, stored)
+    monkeypatch.setattr(type(half._leader.shared.link), "arena", None)
+    (event,) = half.take_events()
+    assert len(event.block_hashes) == len(PROMPT) // BLOCK
+
+
+def test_blocks_of_weights_that_are_replaced_are_removed(half, stored):
+    told(half, stored)
+    shared = half._leader.shared
+    shared.name_weights("2")
+    half.plan(nothing())
+    (event,) = half.take_events()
+    assert isinstance(event, Removed)
+
+
+def test_an_adapter_and_a_salt_are_told_as_vllm_tells_them(half, stored):
+    lora = SimpleNamespace(adapter_id=3, name="poet")
+    keys = _keys(stored)
+    request = hashed("d", PROMPT, lora_request=lora, cache_salt="s")
+    half._events.note(request, keys, 0)
+    (event,) = half.take_events()
+    assert (event.lora_id, event.lora_name) == (3, "poet")
+    assert event.extra_keys == [(("salt", "s"),)] + [None] * (len(keys) - 1)
+
+
+def test_blocks_of_which_vllm_hashes_parts_are_not_told(half, stored):
+    request = hashed("e", PROMPT)
+    request.block_hashes = list(range(len(PROMPT) // 2))
+    half._events.note(request, _keys(stored), 0)
+    assert half.take_events() == []
+
+
+def test_a_defect_costs_the_events_and_no_pass(half, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(half._events, "note", fail)
+    loaded(half)
+    monkeypatch.setattr(half._events, "take", fail)
+    assert half.take_events() == ()
+    assert half._leader.shared.figures.totals["errors"] == 2
+
+
+def test_a_vllm_without_such_events_serves_without(scheduling, shard, stored):
+    """Its classes have other names: the connector starts all the same."""
+    shared = shared_state_for(object(), replace(VLLM), load_config(None))
+    made = scheduling.SchedulingHalf(shared, tells_events=True)
+    assert made.take_events() == ()
+    made.close()
+
+
+def test_nothing_is_imported_or_kept_where_vllm_publishes_nothing(scheduling, shard):
+    made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
+    assert "kvray.vllm.tier_events" not in sys.modules
+    assert made.take_events() == ()
+    made.close()
+
+
+def _keys(stored: Apart) -> list[bytes]:
+    from kvray.identity.keys import chain_keys, request_seed
+
+    seed = request_seed(stored.leader.shared.identity.digest, salt=None, lora=None)
+    return chain_keys(PROMPT, tokens_per_block=BLOCK, seed=seed)
