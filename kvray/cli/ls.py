@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from kvray.actors.names import node_of
+from kvray.actors.staging.replicas import MODEL_KEY_PREFIX
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.explain import shortened
 from kvray.cli.hits import tier_share
@@ -90,7 +91,7 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            shortened(str(fields.get("model", "no known replica"))),
+            model_text(fields) or "no known replica",
             str(fields.get("kv_dtype", "")),
             ", ".join(one["replicas"]),
             format_size(one["host_bytes"]),
@@ -100,6 +101,13 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
             tier_share(one),
         )
     return table
+
+
+def model_text(fields: Mapping[str, Any]) -> str:
+    """Return what people call the model of a namespace; empty if nobody has said."""
+    served, model = str(fields.get("served") or ""), str(fields.get("model", ""))
+    named = model.removeprefix(MODEL_KEY_PREFIX) if model.startswith(MODEL_KEY_PREFIX) else ""
+    return shortened(served or named)
 
 
 def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) -> Table:

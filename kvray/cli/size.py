@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvray.actors.tier.sizing import WORTH_SHARE, found_with
 from kvray.cli.asking import open_client, parse_option, show_answer
-from kvray.cli.explain import shortened
+from kvray.cli.ls import model_text
 from kvray.config import format_size
 from kvray.console.options import (
     AddressOption,
@@ -67,7 +67,7 @@ def size(
 
 def make_figure(found: dict[str, Any]) -> "Figure":
     """Return the share of hits by size of the memory, one picture for each namespace."""
-    entries = found["namespaces"][:_PLOTTED_MAX]
+    entries = sure_of(found)[:_PLOTTED_MAX]
     rows = max(1, len(entries))
     figure, panels = blank_figure(9, 4.5 * rows, rows=rows)
     for axes in panels[len(entries) :]:
@@ -75,14 +75,15 @@ def make_figure(found: dict[str, Any]) -> "Figure":
     for axes, entry in zip(panels, entries, strict=False):
         sizes = [one / 2**30 for one in entry["sizes"]]
         host = [100 * (entry["own"] + one) for one in entry["host"]]
-        both = [one + 100 * disk for one, disk in zip(host, entry["disk"], strict=True)]
+        rest = zip(host, entry["disk"], entry["remote"], strict=True)
+        both = [one + 100 * (disk + remote) for one, disk, remote in rest]
         band = [200 * one for one in entry["error"]]
         low = [one - width for one, width in zip(both, band, strict=True)]
         high = [one + width for one, width in zip(both, band, strict=True)]
-        if entry["disk_bytes"]:
-            axes.plot(sizes, both, marker="o", markersize=4, label="and disk")
+        if both != host:
+            axes.plot(sizes, both, marker="o", markersize=4, label="and disk and other nodes")
         axes.plot(sizes, host, marker="o", markersize=4, label="engines' pools and host memory")
-        axes.fill_between(sizes, low, high, alpha=0.2, label="two standard errors")
+        axes.fill_between(sizes, low, high, alpha=0.2, label="give or take")
         axes.axhline(100 * entry["own"], color="#8a8f98", linestyle=":", label="engines' pools")
         axes.axvline(entry["host_bytes"] / 2**30, color="#8a8f98", label="memory now")
         axes.set_title(sizing_title(entry), loc="left")
@@ -96,48 +97,39 @@ def make_figure(found: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _report(found: dict[str, Any], more: list[int]) -> Iterator[Table | str]:
+def _report(found: dict[str, Any], more: Sequence[int]) -> Iterator[Table | str]:
     yield from missing_sentences(found)
     for entry in found["namespaces"]:
         yield f"\n{sizing_title(entry)}"
-        yield sizing_table(entry)
-        yield from sizing_sentences(entry, more or [entry["host_bytes"]])
+        if entry["is_sure"]:
+            yield sizing_table(entry)
+            yield from sizing_sentences(entry, more or [entry["host_bytes"]])
+        else:
+            yield TOO_LITTLE
 
 
-_TOO_LITTLE = (
-    "Too little traffic so far to say what memory is worth: there is no namespace of which the"
-    " sample has enough blocks, or no curve is done yet."
-)
+TOO_LITTLE = "Not enough traffic yet to say what memory is worth."
 
 
-def sizing_sentences(
-    entry: Mapping[str, Any], more_bytes: Sequence[int], *, is_short: bool = False
-) -> list[str]:
-    """Return what prompts find now, and with more memory; in short only the latter, once."""
+def sure_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the namespaces whose curves say of today's memory what was counted."""
+    return [one for one in found["namespaces"] if one["is_sure"]]
+
+
+def sizing_sentences(entry: Mapping[str, Any], more_bytes: Sequence[int]) -> list[str]:
+    """Return what prompts find now, counted and predicted, and would find with more memory."""
     now = found_with(entry, entry["host_bytes"])
     assert now is not None, "the present size is a point of every curve"
-    hits, sentences = entry["own"] + now["host"] + now["disk"], []
-    for more in more_bytes:
-        then = found_with(entry, entry["host_bytes"] + more)
-        if then is None:
-            sentences.append(
-                f"The curve ends at {format_size(entry['sizes'][-1])}: what"
-                f" {format_size(more)} more would bring it does not say."
-            )
-            continue
-        would = entry["own"] + then["host"] + then["disk"]
-        sentences.append(
-            f"With +{format_size(more)} of host memory {_share(would)} of prompt tokens would hit"
-            f" instead of {_share(hits)}, each give or take {_points(2 * then['error'])}."
-        )
-    if is_short:
-        return sentences[:1]
-    sentences.insert(
-        0,
-        f"At today's {format_size(entry['host_bytes'])} of host memory {_share(hits)} of prompt"
-        f" tokens hit: {_share(entry['own'])} are in the engines' own pools, {_share(now['host'])}"
-        " in host memory" + (f", {_share(now['disk'])} on disk." if entry["disk_bytes"] else "."),
-    )
+    parts = {"the engines' own pools": entry["own"], "host memory": now["host"]}
+    parts |= {"disk": now["disk"]} if entry["disk_bytes"] else {}
+    parts |= {"other nodes": now["remote"]} if now["remote"] else {}
+    sentences = [
+        f"Of the prompt tokens of {_time(entry['seconds'])} {_share(entry['measured'])} hit;"
+        f" predicted for today's {format_size(entry['host_bytes'])} of host memory is"
+        f" {_share(entry['predicted'])}:"
+        f" {', '.join(f'{_share(share)} from {name}' for name, share in parts.items())}.",
+        *(_more(entry, more) for more in more_bytes),
+    ]
     if entry["disk_bytes"]:
         sentences.append(f"The disk gives {_points(now['disk'])}.")
     least, sizes = entry["worth_from_bytes"], entry["sizes"]
@@ -152,32 +144,44 @@ def sizing_sentences(
         sentences.append(f"Below {format_size(least)} it is not worth running.")
     if entry["distinct_bytes"] <= entry["host_bytes"]:
         sentences.append(
-            f"All blocks of the sampled prompts, of {_time(entry['seconds'])}, fit into"
-            f" {format_size(entry['distinct_bytes'])}: more memory brings them nothing."
+            f"All blocks of the sampled prompts fit into {format_size(entry['distinct_bytes'])}:"
+            " more memory brings them nothing."
         )
     return sentences
 
 
+def _more(entry: Mapping[str, Any], more: int) -> str:
+    then = found_with(entry, entry["host_bytes"] + more)
+    if then is None:
+        return (
+            f"The curve ends at {format_size(entry['sizes'][-1])}: what"
+            f" {format_size(more)} more would bring it does not say."
+        )
+    would = entry["own"] + then["host"] + then["disk"] + then["remote"]
+    return (
+        f"With +{format_size(more)} of host memory {_share(would)} of prompt tokens would hit"
+        f" instead of {_share(entry['predicted'])}, give or take {_points(2 * then['error'])}."
+    )
+
+
 def sizing_title(entry: Mapping[str, Any]) -> str:
-    """Return a namespace's name, and its model's."""
-    model = shortened(str(entry["model"]))
-    return f"{entry['namespace']} ({model})" if model else str(entry["namespace"])
+    """Return the name of a namespace's model, and its own."""
+    model = model_text(entry)
+    return f"{model} ({entry['namespace']})" if model else str(entry["namespace"])
 
 
 def sizing_line(found: Mapping[str, Any]) -> str:
     """Return the sentence of `kvray status`: twice the memory, for the busiest namespace."""
-    if not found["namespaces"]:
-        return _TOO_LITTLE
-    entry = found["namespaces"][0]
-    (line,) = sizing_sentences(entry, [entry["host_bytes"]], is_short=True)
-    others = ", and for other namespaces" if len(found["namespaces"]) > 1 else ""
-    return f"{line} `kvray size` says it for other sizes{others}."
+    if not (entries := sure_of(found)):
+        return TOO_LITTLE
+    line = _more(entries[0], entries[0]["host_bytes"])
+    return f"{line} {_share(entries[0]['measured'])} were counted. `kvray size` says more."
 
 
 def missing_sentences(found: Mapping[str, Any]) -> list[str]:
     """Return what the curves do not have."""
-    if not found["namespaces"]:
-        return [_TOO_LITTLE]
+    if not sure_of(found):
+        return [] if found["namespaces"] else [TOO_LITTLE]
     sentences = []
     if silent := found["nodes"] - found["nodes_with_curve"]:
         sentences.append(f"{silent} of {found['nodes']} nodes have no curve yet.")
@@ -192,13 +196,13 @@ def missing_sentences(found: Mapping[str, Any]) -> list[str]:
 
 def sizing_table(entry: Mapping[str, Any]) -> Table:
     """Return one row for each size of the memory."""
-    numbers = ("memory", "hit", "host", "disk", "give or take")
-    table = empty_table(numbers=numbers if entry["disk_bytes"] else numbers[:3] + numbers[4:])
-    rows = zip(entry["sizes"], entry["host"], entry["disk"], entry["error"], strict=True)
-    for size, host, disk, error in rows:
-        found = [_share(entry["own"] + host + disk), _share(host), _share(disk)]
-        cells = [format_size(size), *found[: 3 if entry["disk_bytes"] else 2], _points(2 * error)]
-        table.add_row(*cells, style="bold" if size == entry["host_bytes"] else None)
+    shown = [name for name in ("host", "disk", "remote") if any(entry[name])]
+    table = empty_table(numbers=("memory", "hit", *shown, "give or take"))
+    for at, size in enumerate(entry["sizes"]):
+        found = [entry[name][at] for name in shown]
+        cells = [format_size(size), *map(_share, (entry["own"] + sum(found), *found))]
+        style = "bold" if size == entry["host_bytes"] else None
+        table.add_row(*cells, _points(2 * entry["error"][at]), style=style)
     return table
 
 

@@ -290,6 +290,17 @@ class EngineArgs:
     """The engine is set up to have its weights replaced while it runs."""
     takes_offers_later: bool
     """The engine may come back for an offer after passes, until it cancels it."""
+    served_name: str = ""
+    """What clients call the model, if the engine says."""
+
+    @property
+    def shown_name(self) -> str:
+        """What people are to read of the model: what is served, or else the checkpoint's name."""
+        hub = re.search("models--([^/]+)/snapshots/", self.model)
+        is_path = self.model.startswith(("/", ".", "~")) or Path(self.model).exists()
+        name = PurePath(self.model).name if is_path else self.model
+        name = self.served_name or (hub[1].replace("--", "/") if hub else name)
+        return re.sub("[^ -~]", "?", name)[:100]
 
     @cached_property
     def num_parts_ranks(self) -> int:

@@ -21,7 +21,8 @@ from kvray.engine.shared_state import SharedState, registered_state
 from kvray.errors import LeaseExpired
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
-from kvray.trace.arrival import HERE, runs_between
+from kvray.node import PromptCounts
+from kvray.trace.arrival import HERE, runs_between, source_of
 from kvray.trace.reasons import DropReason, MissReason
 from kvray.trace.request_note import RequestNote, sampled
 
@@ -233,7 +234,7 @@ class Leader:
         if state is not None:
             self.promises.release(self.shared, state)
             if state.is_reported:  # else it may be asked about again
-                self.shared.figures.log.prompts.note(state.keys, *state.asked)
+                self.shared.figures.log.prompts.note(state.keys, state.counts)
             is_down = self.shared.link.arena is None
             reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
             self.shared.figures.drop(state.num_full - state.num_saved, reason)
@@ -285,7 +286,7 @@ class Leader:
         num_askable = asked.num_askable(state.tokens_per_block)
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
-        state.asked = len(asked.tokens), len(keys), first
+        state.counts = PromptCounts(len(asked.tokens), len(keys), first)
         # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
@@ -495,18 +496,20 @@ def record(shared: SharedState, answer: Answer) -> None:
         requests.note(RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed"))
         return
     first = asked.num_computed // size
-    wanted = asked.num_askable(size) if state is None else state.asked[1]
+    wanted = asked.num_askable(size) if state is None else state.counts.asked
     end, hit = min(first, wanted), 0
     step, missing = 1, tuple[BlockKey, ...]()
-    promise = None if state is None else state.promise
     arrivals = state.arrivals if state is not None and wanted else ()
-    if promise is not None:
-        end, hit = promise.end, (promise.end - promise.first) * size
+    if state is not None and (promise := state.promise) is not None:
+        end, hit, remote = promise.end, (promise.end - promise.first) * size, 0
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
         here = ((promise.first, end, HERE, ""),)  # as mostly
-        for start, stop, way, _ in runs_between(arrivals, promise.first, end) if arrivals else here:
+        runs = runs_between(arrivals, promise.first, end) if arrivals else here
+        for start, stop, way, source in runs:
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size
+            remote += (stop - start) * (source_of(way, source) == "remote")
+        state.counts = state.counts._replace(hit=hit // size, remote=remote)
     missed = wanted * size - asked.num_computed - hit
     totals["requests"] += 1
     totals["prompt_tokens"] += len(asked.tokens)

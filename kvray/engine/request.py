@@ -15,7 +15,7 @@ from kvray.engine.meta import Promise
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_packed, pack
-from kvray.node import BlockTokens
+from kvray.node import BlockTokens, PromptCounts
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
 
@@ -109,8 +109,7 @@ class RequestState:
     """Notes the tokens of its blocks; None: more than tokens enters its keys."""
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
-    asked: tuple[int, int, int] = (0, 0, 0)
-    """Of the prompt: tokens, blocks that could be promised, and blocks that the engine had."""
+    counts: PromptCounts = field(default_factory=PromptCounts)
     num_tokens: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()

@@ -294,6 +294,7 @@ class SharedState:
             namespace=named.own.namespace,
             counters=lambda: {**self.figures.counters(), **self.model_name.counters()},
             log=self.figures.log,
+            served=self.args.shown_name,
             part_requests=tuple(parts),
             num_ranks=num_ranks,
             engine_ranks=self.args.num_ranks,

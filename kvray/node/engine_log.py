@@ -69,7 +69,19 @@ def packed(notes: list[RequestNote]) -> list[bytes]:
 _WAITING_BLOCKS_MAX = 2**17
 """Keys that wait to be looked at; they are kept alive for it."""
 
-_Prompt = tuple[float, Sequence[BlockKey], int, int, int]
+
+class PromptCounts(NamedTuple):
+    """What is counted of a prompt; all but the first are blocks."""
+
+    tokens: int = 0
+    asked: int = 0
+    """Leading ones that could be promised."""
+    own: int = 0
+    """Those of them that the engine had itself."""
+    hit: int = 0
+    """Those that the tier promised it."""
+    remote: int = 0
+    """Of these, what other nodes sent."""
 
 
 class PromptNotes:
@@ -81,22 +93,18 @@ class PromptNotes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: deque[_Prompt] = deque()
+        self._waiting: deque[tuple[float, Sequence[BlockKey], PromptCounts]] = deque()
         self._num_in = self._num_out = 0
         self._num_lost = self._num_told = 0
         self._limit = -1
 
-    def note(self, keys: Sequence[BlockKey], num_tokens: int, num_asked: int, num_own: int) -> None:
-        """Note a prompt of `num_tokens`; its first `num_asked` blocks could have been promised.
-
-        Of these the engine had `num_own` itself. `keys` is not changed any more, and has the
-        answer's blocks too.
-        """
+    def note(self, keys: Sequence[BlockKey], counts: PromptCounts) -> None:
+        """Note a prompt; `keys` is not changed any more, and has the answer's blocks too."""
         if self._num_in - self._num_out > _WAITING_BLOCKS_MAX or len(self._waiting) >= PROMPTS_MAX:
             self._num_lost += 1
             return
         self._num_in += len(keys)
-        self._waiting.append((self._clock(), keys, num_tokens, num_asked, num_own))
+        self._waiting.append((self._clock(), keys, counts))
 
     def hear(self, limit: object) -> None:
         """Note the limit of what the shard wants next; another object, such as None: nothing."""
@@ -110,15 +118,16 @@ class PromptNotes:
         limit, num_lost = self._limit, self._num_lost
         if limit < 0 or not (self._waiting or num_lost > self._num_told):
             return None
-        now, sums = self._clock(), np.zeros(3, dtype=np.int64)
+        now, sums = self._clock(), np.zeros(5, dtype=np.int64)
         ages, lengths, parts = [], [], []
         num_keys = 0
         while self._waiting and num_keys <= KEYS_MAX - BLOCKS_MAX:
-            at, keys, num_tokens, num_asked, num_own = self._waiting.popleft()
+            at, keys, counted = self._waiting.popleft()
             self._num_out += len(keys)
-            asked = min(num_asked, len(keys), BLOCKS_MAX)
-            own = min(num_own, asked)
-            sums += asked, own, num_tokens
+            asked = min(counted.asked, len(keys), BLOCKS_MAX)
+            own = min(counted.own, asked)
+            hit = min(counted.hit, asked - own)
+            sums += counted.tokens, asked, own, hit, min(counted.remote, hit)
             numbers = np.frombuffer(b"".join(keys[:BLOCKS_MAX]), "<u8")[:: KEY_BYTES // 8]
             mask = numbers <= limit
             if count := int(np.count_nonzero(mask)):
@@ -128,12 +137,14 @@ class PromptNotes:
                 parts.append(numbers[mask])
                 num_keys += count
         num_told, self._num_told = self._num_told, num_lost
-        blocks, own, tokens = sums.tolist()
+        tokens, blocks, own, hit, remote = sums.tolist()
         return SampledPrompts(
             limit=limit,
             num_lost=num_lost - num_told,
             num_blocks=blocks,
             num_own=own,
+            num_hit=hit,
+            num_remote=remote,
             num_tokens=tokens,
             ages=np.array(ages, dtype="<f4"),
             lengths=np.array(lengths, dtype="<u4").reshape(-1, 3),

@@ -31,6 +31,8 @@ class Registration:
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
     log: EngineLog = field(default_factory=EngineLog)
+    served: str = ""
+    """What its engine's model is called, for people."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -113,6 +115,7 @@ class Registration:
             holder=None if place is None else [place[0], *place[1]],
             adapters=self.adapters,
             tenants=self.tenants,
+            served=self.served,
         )
         # Otherwise the shard knows a holder of an arena that this process has left meanwhile.
         self.told = namespace if place == places() else None

@@ -87,6 +87,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None
         or bool(text_of(parallel, "worker_extension_cls")),
         takes_offers_later=True,
+        served_name=str(field_of(model, "served_model_name") or ""),
     )
 
 

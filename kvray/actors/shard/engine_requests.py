@@ -80,11 +80,12 @@ class EngineRequests:
             return {"known": False}
         order = replicas.weights_order(replica, rank, weights_order)
         num_bad = self._parts.request_log.note(origin, requests)
-        block_bytes = replicas.block_bytes(replica)
+        traffic = self._parts.traffic
+        block_bytes = replicas.block_bytes(replica, traffic.slot_bytes)
         try:
-            sample = self._parts.traffic.note(origin, block_bytes, prompts)
+            sample = traffic.note(origin, block_bytes, prompts)
         except ConfigError:
-            num_bad, sample = num_bad + 1, self._parts.traffic.note(origin, block_bytes, b"")
+            num_bad, sample = num_bad + 1, traffic.note(origin, block_bytes, b"")
         if num_bad:
             self._say_bad(num_bad, replica)
         return {

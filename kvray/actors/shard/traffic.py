@@ -40,6 +40,7 @@ class Traffic:
 
     def __init__(self, settings: ShardSettings) -> None:
         self._settings = settings
+        self._geometry = settings.spec.geometry()
         usable = settings.spec.capacity * (1 - settings.arena.free_target)
         self._sample = TrafficSample(int(usable))
         self._prompts_max = _PROMPTS_FIRST
@@ -55,7 +56,8 @@ class Traffic:
     def note(self, origin: Origin, block_bytes: int, packed: object) -> int:
         """Take an engine's prompts, if it has `packed` any; return the limit for its next ones.
 
-        `block_bytes` are those of its blocks on this node. ConfigError: they are not valid.
+        `block_bytes` are those of its blocks in this node's memory, see `slot_bytes`.
+        ConfigError: they are not valid.
         """
         name = origin.namespace.digest().hex()[:8]
         if packed:
@@ -67,6 +69,11 @@ class Traffic:
                 now=time.monotonic(),
             )
         return self._sample.limit(name, block_bytes=block_bytes)
+
+    def slot_bytes(self, part_bytes: int) -> int:
+        """Return what a part of a block takes of the memory, with its share of a slab's rest."""
+        geometry = self._geometry
+        return geometry.slab_bytes // max(1, geometry.slab_bytes // geometry.stride(part_bytes))
 
     def step(self, now: float) -> None:
         """Go on with the present curve for as long as the share of a core allows since the last."""

@@ -102,6 +102,8 @@ class Reader:
     """How its engine reads LoRA adapters; None: it did not say."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret behind its salts; None: no secret."""
+    served: str = ""
+    """What its engine's model is called, for people."""
 
     def ranks(self, rank: int) -> list[int]:
         """Return the ranks that it asks for as `rank`."""
@@ -208,6 +210,11 @@ class _Rank:
     counters: dict[str, int] = field(default_factory=dict)
     weights_order: WeightsOrder | None = None
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its namespace, and what the model is called."""
+        return {**self.reader.namespace.to_wire(), "served": self.reader.served}
+
 
 class _Reads(BaseModel):
     """The fields of a registration, as on the wire."""
@@ -224,6 +231,7 @@ class _Reads(BaseModel):
     """Arena, row and generation of its membership."""
     adapters: _Text | None = None
     tenants: Name | None = None
+    served: Annotated[Name, Field(min_length=0)] = ""
 
 
 _READS = TypeAdapter(_Reads)
@@ -256,7 +264,7 @@ class Replicas:
         self._num_ended = 0
         self._ended: Counter[str] = Counter()
         # By digest; blocks of ended ranks are still there and need their namespaces.
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, dict[str, object]] = {}
 
     def register(
         self,
@@ -379,11 +387,11 @@ class Replicas:
         ranks = [rank for name, rank in self.connected() if name == replica]
         return min(self.readers(replica, ranks).items(), key=itemgetter(0), default=None)
 
-    def block_bytes(self, replica: str) -> int:
-        """Return the bytes that a block of a replica takes in this node's memory."""
+    def block_bytes(self, replica: str, slot_bytes: Callable[[int], int]) -> int:
+        """Return what a block of a replica takes of this node's memory, part by part."""
         own = [one.reader for (name, _), one in self._ranks.items() if name == replica]
-        parts = {part: one.part_bytes for one in own for part, *_ in one.part_requests}
-        return max(1, sum(parts.values()))
+        parts = {part: size or one.part_bytes for one in own for part, _, size in one.part_requests}
+        return max(1, sum(map(slot_bytes, parts.values())))
 
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""
@@ -420,7 +428,7 @@ class Replicas:
             if name != _AGE and (name in self._ended or len(self._ended) < _COUNTERS_MAX):
                 self._ended[name] += value
         self._namespaces.pop(entry.digest, None)
-        self._namespaces[entry.digest] = entry.reader.namespace
+        self._namespaces[entry.digest] = entry.fields
         if len(self._namespaces) > _NAMESPACES_MAX:
             del self._namespaces[next(iter(self._namespaces))]
 
@@ -444,10 +452,7 @@ class Replicas:
 
     def namespaces(self) -> dict[str, dict[str, object]]:
         """Return every namespace by the digest that `status` gives; from any thread."""
-        ended = {digest: one.to_wire() for digest, one in list(self._namespaces.items())}
-        return ended | {
-            one.digest: one.reader.namespace.to_wire() for one in list(self._ranks.values())
-        }
+        return self._namespaces | {one.digest: one.fields for one in list(self._ranks.values())}
 
 
 def read_reader(namespace: Namespace, **fields: Any) -> Reader:
@@ -463,6 +468,7 @@ def read_reader(namespace: Namespace, **fields: Any) -> Reader:
         member=Membership(*member) if member else None,
         adapters=reads.adapters,
         tenants=reads.tenants,
+        served=reads.served,
     )
 
 

@@ -151,10 +151,11 @@ class ShardFigures:
         curves = traffic.get("namespaces", {})
         for name in self._namespaces & curves.keys():
             one = curves[name]
-            rows = zip(traffic["sizes"], one["host"], one["disk"], one["error"], strict=True)
-            for size, host, disk, error in rows:
+            columns = (one[key] for key in ("host", "disk", "remote", "error"))
+            rows = zip(traffic["sizes"], *columns, strict=True) if one["is_sure"] else ()
+            for size, *found, error in rows:
                 labels = (self._node, name, f"{size / traffic['host_bytes']:.4g}")
-                made["expected_hit_ratio", labels] = one["own"] + host + disk
+                made["expected_hit_ratio", labels] = one["own"] + sum(found)
                 made["expected_hit_error", labels] = error
         return made
 

@@ -8,9 +8,11 @@ tokens that it sees in a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+
+from kvray.store.sizing import is_sure
 
 WORTH_SHARE = 0.01
 """Memory is worth running if it finds this share of the prompt tokens, which engines have not."""
@@ -33,7 +35,7 @@ def combined(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def found_with(entry: Mapping[str, Any], size: float) -> dict[str, float] | None:
-    """Return the shares host, disk and error of a namespace with memory of `size` bytes.
+    """Return the shares host, disk, remote and error of a namespace with memory of `size` bytes.
 
     Between two points it is a line over the logarithm of the size. None: `size` is beyond the
     largest point, or below the smallest.
@@ -47,7 +49,7 @@ def found_with(entry: Mapping[str, Any], size: float) -> dict[str, float] | None
     part = math.log(size / sizes[before]) / width if width else 0.0
     return {
         name: entry[name][before] + part * (entry[name][after] - entry[name][before])
-        for name in ("host", "disk", "error")
+        for name in ("host", "disk", "remote", "error")
     }
 
 
@@ -62,28 +64,34 @@ def _namespace(
     ]
     weights = [speed / (sum(speeds) or 1.0) for speed in speeds]
 
-    def mean(key: str, power: int = 1) -> list[float]:
-        columns = zip(*(curve[key] for curve in curves), strict=True)
-        sums = (
-            sum((weight * value) ** power for weight, value in zip(weights, column, strict=True))
-            for column in columns
-        )
-        return [round(one ** (1 / power), 5) for one in sums]
+    def mean(values: Iterable[float], power: int = 1) -> float:
+        pairs = zip(weights, values, strict=True)
+        total: float = sum((weight * value) ** power for weight, value in pairs)
+        return round(float(total ** (1 / power)), 5)
 
+    points = {
+        name: [mean(column, power) for column in zip(*(one[name] for one in curves), strict=True)]
+        for name, power in (("host", 1), ("disk", 1), ("remote", 1), ("error", 2))
+    }
+    shares = {
+        name: mean(curve[name] for curve in curves) for name in ("own", "measured", "predicted")
+    }
+    off = abs(shares["predicted"] - shares["measured"])
     entry = {
         "namespace": name,
         "model": fields.get("model", ""),
+        "served": fields.get("served", ""),
         "tokens_per_s": round(sum(speeds), 1),
         "sampled_blocks": sum(curve["sampled_blocks"] for curve in curves),
-        "own": sum(weight * curve["own"] for weight, curve in zip(weights, curves, strict=True)),
+        **shares,
+        "is_sure": is_sure(shares["predicted"], shares["measured"]),
         "host_bytes": sum(one["host_bytes"] for one in nodes),
         "disk_bytes": sum(one["disk_bytes"] for one in nodes),
         "distinct_bytes": sum(one["distinct_bytes"] for one in nodes),
         "seconds": min(one["seconds"] for one in nodes),
         "sizes": [sum(some) for some in zip(*(one["sizes"] for one in nodes), strict=True)],
-        "host": mean("host"),
-        "disk": mean("disk"),
-        "error": mean("error", power=2),
+        **points,
+        "error": [max(one, round(off / 2, 5)) for one in points["error"]],
     }
     return {**entry, "worth_from_bytes": _worth_from(entry)}
 

@@ -14,7 +14,7 @@ from kvray.cli import hits
 from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
 from kvray.cli.explain import request_report, requests_sentence
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
-from kvray.cli.size import missing_sentences, sizing_sentences, sizing_title
+from kvray.cli.size import TOO_LITTLE, sizing_sentences, sizing_title, sure_of
 from kvray.cli.status import lookup_sentence, state_text
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size
@@ -264,13 +264,14 @@ def _node(rates: hits.NodeRates, seen: Seen, now: float) -> dict[str, Any]:
 
 def _curve(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `kvray size` says, and the curve of the busiest namespace."""
-    entries = found["namespaces"][:_CURVES_MAX]
-    says = missing_sentences(found)
-    for one in entries:
-        says.append(f"{sizing_title(one)}: {' '.join(sizing_sentences(one, [one['host_bytes']]))}")
+    entries = sure_of(found)[:_CURVES_MAX]
     if not entries:
-        return {"says": says, "points": None}
-    points = {name: entries[0][name] for name in ("own", "host", "disk", "error")}
+        return {"says": [TOO_LITTLE], "points": None}
+    says = [
+        f"{sizing_title(one)}: {' '.join(sizing_sentences(one, [one['host_bytes']]))}"
+        for one in entries
+    ]
+    points = {name: entries[0][name] for name in ("own", "host", "disk", "remote", "error")}
     unit, size = ("GiB", 2**30) if entries[0]["sizes"][-1] >= 2**31 else ("MiB", 2**20)
     points |= {"unit": unit, "now": entries[0]["host_bytes"] / size}
     points["sizes"] = [one / size for one in entries[0]["sizes"]]

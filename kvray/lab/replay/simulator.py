@@ -14,7 +14,7 @@ import numpy as np
 
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, split_keys
-from kvray.node import PromptNotes
+from kvray.node import PromptCounts, PromptNotes
 from kvray.store import policy as policies
 from kvray.store.replay import Ints, Replay, Trace
 from kvray.store.sizing import SampledPrompts, TrafficSample, curve, result_of
@@ -289,7 +289,7 @@ def _sample(trace: Trace, capacity_blocks: int, seed: int) -> TrafficSample:
             report_at = at + _REPORT_S
         ids = trace.ids[trace.starts[request] : trace.starts[request + 1]].tolist()
         keys = [all_keys[one] for one in ids]
-        notes.note(keys, len(keys), len(keys), 0)
+        notes.note(keys, PromptCounts(len(keys), len(keys)))
     report()
     return sample
 
@@ -308,7 +308,7 @@ def check_curve(
     total = 2 + len(host_blocks)
     progress("the trace as traffic", 0, total)
     capacity = sorted(host_blocks)[len(host_blocks) // 2]
-    window = _sample(trace, capacity, seed).window()
+    window = _sample(trace, capacity, seed).window(counted_share=1.0)
     progress("the curve of the sample", 1, total)
     options = {"policy": policy, "admission": admission}
     found = result_of(curve(window, host_blocks, disk_bytes=nvme_blocks, **options))

@@ -1,6 +1,6 @@
 """What memory is worth to the traffic as it is: a sample of it, and a curve of small replays."""
 
-from kvray.store.sizing.curve import CPU_SHARE, Plan, Steps, curve, result_of
+from kvray.store.sizing.curve import CPU_SHARE, Plan, Steps, curve, is_sure, result_of
 from kvray.store.sizing.prompts import SampledPrompts
 from kvray.store.sizing.sample import PROMPTS_MAX, TrafficSample, Window
 
@@ -13,5 +13,6 @@ __all__ = [
     "TrafficSample",
     "Window",
     "curve",
+    "is_sure",
     "result_of",
 ]

@@ -11,7 +11,7 @@ ATC 2017; SHARDS-adj of the paper in `sample` for the denominator.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ _GROUPS = 16
 """Independent parts of a sample, whose spread gives the error."""
 _BLOCKS_MIN = 200
 """Sampled blocks below which nothing is said of a namespace."""
+_SURE_SHARE = 0.03
+"""How far what is predicted for today's memory may be from what was counted."""
 
 
 Steps = Generator[None, None, dict[str, dict[str, Any]]]
@@ -72,8 +74,40 @@ class Plan:
             "sampled_prompts": trace.num_requests,
             "distinct_bytes": trace.num_unique * self.window.quantum,
             "lost_prompts": self.window.num_lost,
-            "namespaces": namespaces,
+            "namespaces": {
+                name: one | judged(one, SIZES.index(1)) for name, one in namespaces.items()
+            },
         }
+
+
+def judged(curve: Mapping[str, Any], now: int) -> dict[str, Any]:
+    """Return what a curve says beside what was counted at its point `now`, the memory of today.
+
+    `remote`: other nodes send the same part of what is missed here. `error` is at least what the
+    prediction is off by today, and what `remote` makes of another size.
+    """
+    own, could, measured = curve["own"], curve["could"], curve["measured"]
+    missed = [
+        could - own - both for both in map(sum, zip(curve["host"], curve["disk"], strict=True))
+    ]
+    part = min(1.0, curve["from_others"] / missed[now]) if missed[now] > 0 else 0.0
+    remote = [round(max(0.0, part * one), 5) for one in missed]
+    predicted = own + curve["host"][now] + curve["disk"][now] + remote[now]
+    off = abs(predicted - measured)
+    return {
+        "remote": remote,
+        "predicted": round(predicted, 5),
+        "error": [
+            round(max(sampling, (off + abs(one - remote[now])) / 2), 5)
+            for sampling, one in zip(curve["error"], remote, strict=True)
+        ],
+        "is_sure": is_sure(predicted, measured),
+    }
+
+
+def is_sure(predicted: float, measured: float) -> bool:
+    """Return whether a curve is worth showing: it says of today's memory what was counted."""
+    return round(abs(predicted - measured), 4) <= _SURE_SHARE
 
 
 def curve(
@@ -87,10 +121,11 @@ def curve(
     """Return each namespace's hit rates with memory of each size, and a disk below all of them.
 
     It yields between two steps of less than a millisecond, mostly. By name of the namespace:
-    num_tokens of its counted prompts, sampled_blocks, rate, own, of which the engines had
-    themselves, and a list with one number for each size of host and disk, which were found there
-    and not before, and of error, the standard error of the sample. All are shares of the
-    prompts' tokens. A namespace with too few blocks in the sample is not there.
+    num_tokens of its counted prompts, sampled_blocks, rate, and shares of the prompts' tokens.
+    `could` is what could be found, `own` what the engines had themselves, `measured` what hit in
+    fact, `from_others` what other nodes sent of this. With one number for each size, `host` and
+    `disk` were found there and not before, and `error` is the standard error of the sample. A
+    namespace with too few blocks in the sample is not there.
     """
     tally = _Tally(window)
     # A small cache ranks as many blocks at a time as stand for those that a full one does.
@@ -155,7 +190,15 @@ class _Tally:
                 "num_tokens": int(space.num_tokens),
                 "sampled_blocks": int(self._num_asked[at]),
                 "rate": space.rate,
-                "own": round(space.num_own * _block_share(space), 5),
+                **{
+                    name: round(count * _block_share(space), 5)
+                    for name, count in (
+                        ("could", space.num_blocks),
+                        ("own", space.num_own),
+                        ("measured", space.num_own + space.num_hit),
+                        ("from_others", space.num_remote),
+                    )
+                },
                 "host": table[:, at, 0].tolist(),
                 "disk": table[:, at, 1].tolist(),
                 "error": table[:, at, 2].tolist(),

@@ -22,6 +22,7 @@ PROMPTS_MAX = 4096
 KEYS_MAX = 2 * BLOCKS_MAX  # of one report
 _AGE_MAX_S = 1e6
 _NUMBER_MAX = 2**48
+_SUMS = "num_lost", "num_blocks", "num_own", "num_hit", "num_remote", "num_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +36,10 @@ class SampledPrompts:
     """Blocks that could have been promised, of all prompts that were looked at."""
     num_own: int
     """Those of them that the engine had itself."""
+    num_hit: int
+    """Those that the tier promised it."""
+    num_remote: int
+    """Of these, what other nodes sent."""
     num_tokens: int
     ages: Array
     """Seconds since each prompt, f4 [num_prompts]."""
@@ -46,7 +51,7 @@ class SampledPrompts:
 
     def pack(self) -> bytes:
         """Return it as bytes."""
-        sums = self.limit, self.num_lost, self.num_blocks, self.num_own, self.num_tokens
+        sums = (getattr(self, name) for name in ("limit", *_SUMS))
         arrays = self.ages.astype("<f4"), self.lengths.astype("<u4"), self.keys.astype("<u8")
         packed: bytes = msgpack.packb((*sums, *(one.tobytes() for one in arrays)))
         return packed
@@ -58,7 +63,7 @@ class SampledPrompts:
             limit, *sums, ages, lengths, keys = msgpack.unpackb(packed, use_list=False)
             found = cls(
                 limit=limit,
-                **dict(zip(("num_lost", "num_blocks", "num_own", "num_tokens"), sums, strict=True)),
+                **dict(zip(_SUMS, sums, strict=True)),
                 ages=np.frombuffer(ages, "<f4"),
                 lengths=np.frombuffer(lengths, "<u4").reshape(-1, 3).astype(np.int64),
                 keys=np.frombuffer(keys, "<u8"),
@@ -70,7 +75,7 @@ class SampledPrompts:
         raise ConfigError("These bytes are no sample of prompts.")
 
     def _is_valid(self) -> bool:
-        sums = self.num_lost, self.num_blocks, self.num_own, self.num_tokens
+        sums = [getattr(self, name) for name in _SUMS]
         num_keys, num_asked, num_own = self.lengths.T
         return bool(
             type(self.limit) is int

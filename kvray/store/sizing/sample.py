@@ -25,35 +25,36 @@ _SLOTS_MIN = 64
 _SPACES_MAX = 64
 _SLIDE = 4  # the part of a full sample that goes at once
 
+_SUMS = "blocks", "own", "hit", "remote", "tokens"
 _ROW = np.dtype(
     [
         ("time", "f8"),
         ("space", "u2"),
         ("lengths", "i8", 3),
-        ("blocks", "f8"),
-        ("own", "f8"),
-        ("tokens", "f8"),
+        *((name, "f8") for name in _SUMS),
     ]
 )
 """One prompt: when, its namespace, its keys as in `SampledPrompts.lengths`, and the sums of its
 namespace before it."""
-_SUMS = ("blocks", "own", "tokens")
 
 
 @dataclass(slots=True)
 class _Space:
-    """A namespace, with the sums of all its prompts and of those before the sample begins."""
+    """A namespace, with the sums of all its prompts."""
 
     name: str
     block_bytes: int
     tokens_per_block: int
-    sums: Array = field(default_factory=lambda: np.zeros(3))
-    base: Array = field(default_factory=lambda: np.zeros(3))
+    sums: Array = field(default_factory=lambda: np.zeros(len(_SUMS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Space:
-    """A namespace of a window; the sums are of the counted prompts, sampled or not."""
+    """A namespace of a window; the sums are of the counted prompts, sampled or not.
+
+    Of their blocks the engines had `num_own`, the tier promised `num_hit`, and other nodes sent
+    `num_remote` of these.
+    """
 
     name: str
     rate: float
@@ -61,6 +62,8 @@ class Space:
     tokens_per_block: int
     num_blocks: float
     num_own: float
+    num_hit: float
+    num_remote: float
     num_tokens: float
 
 
@@ -126,11 +129,13 @@ class TrafficSample:
             self.num_lost += len(prompts.ages)
             return
         space, before = self._spaces[at], self._spaces[at].sums
-        space.sums = before + np.array([prompts.num_blocks, prompts.num_own, prompts.num_tokens])
+        grown = np.array([getattr(prompts, f"num_{name}") for name in _SUMS])
+        space.sums = before + grown
         rows = np.zeros(len(prompts.ages), dtype=_ROW)
         rows["time"], rows["space"], rows["lengths"] = now - prompts.ages, at, prompts.lengths
-        for column, value in zip(_SUMS, before, strict=True):
-            rows[column] = value
+        part = np.arange(len(rows)) / max(1, len(rows))
+        for column, value, more in zip(_SUMS, before, grown, strict=True):
+            rows[column] = value + part * more
         keys, rows = self._thinned(prompts.keys, rows, self._quantum)
         while self._is_full(len(keys), len(rows)) and self._make_room():
             keys, rows = self._thinned(keys, rows, self._quantum)
@@ -148,11 +153,12 @@ class TrafficSample:
         """Memory that it has, however much is in it."""
         return self._keys.nbytes + self._rows.nbytes
 
-    def window(self, prompts_max: int = PROMPTS_MAX) -> Window:
+    def window(self, prompts_max: int = PROMPTS_MAX, *, counted_share: float = 0.5) -> Window:
         """Return what is in it now, in the order of time.
 
         It has no more than `prompts_max`: it is made thinner, as far as a sample may be, and then
-        the oldest ones go.
+        the oldest ones go. Only the last `counted_share` counts, at most half if some are gone: a
+        memory that fills finds less than one that is full.
         """
         rows, keys = self._in_order()
         quantum = self._quantum
@@ -162,15 +168,16 @@ class TrafficSample:
         has_slid = self._has_slid or len(rows) > prompts_max
         rows = rows[-prompts_max:]
         keys = keys[len(keys) - int(rows["lengths"][:, 0].sum()) :]
-        counted = len(rows) // 2 if has_slid else 0
+        counted = len(rows) - round(
+            (min(0.5, counted_share) if has_slid else counted_share) * len(rows)
+        )
         trace, names = _trace_of(rows, keys)
         return Window(
             trace=trace,
             names=names,
             quantum=quantum,
             spaces=tuple(
-                self._counted(at, rows[counted:], quantum, has_slid)
-                for at in range(len(self._spaces))
+                self._counted(at, rows[counted:], quantum) for at in range(len(self._spaces))
             ),
             space_of=rows["space"],
             lengths=rows["lengths"],
@@ -186,20 +193,15 @@ class TrafficSample:
         shift = starts[order] - (np.cumsum(num[order]) - num[order])
         return rows[order], keys[np.arange(len(keys)) + np.repeat(shift, num[order])]
 
-    def _counted(self, at: int, rows: Array, quantum: int, has_slid: bool) -> Space:
-        space = self._spaces[at]
-        base = space.base
-        if has_slid:
-            mine = rows[rows["space"] == at]
-            base = np.array(mine[0][list(_SUMS)].tolist()) if len(mine) else space.sums
-        blocks, own, tokens = (space.sums - base).tolist()
+    def _counted(self, at: int, rows: Array, quantum: int) -> Space:
+        space, mine = self._spaces[at], rows[rows["space"] == at]
+        before = np.array(mine[0][list(_SUMS)].tolist()) if len(mine) else space.sums
+        counted = (space.sums - before).tolist()
         return Space(
             name=space.name,
             rate=(_limit(space.block_bytes, quantum) + 1) / 2**64,
             tokens_per_block=space.tokens_per_block,
-            num_blocks=blocks,
-            num_own=own,
-            num_tokens=tokens,
+            **{f"num_{name}": count for name, count in zip(_SUMS, counted, strict=True)},
         )
 
     def _enter(self, name: str, block_bytes: int, tokens_per_block: int) -> int | None:
@@ -208,7 +210,7 @@ class TrafficSample:
             if space.name == name:
                 if space.block_bytes < block_bytes:  # another of its ranks has registered here
                     self._keep(self._rows[: self._num_rows]["space"] != at)
-                    space.block_bytes, space.base = block_bytes, space.sums
+                    space.block_bytes = block_bytes
                     self._widen(block_bytes)
                 return at
         if len(self._spaces) == _SPACES_MAX:

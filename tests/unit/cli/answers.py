@@ -34,7 +34,10 @@ CURVE = {
     "own": 0.1,
     "host": [0.05, 0.2, 0.33, 0.41, 0.45],
     "disk": [0.1, 0.08, 0.04, 0.02, 0.0],
+    "remote": [0.0] * 5,
     "error": [0.01] * 5,
+    "measured": 0.48,
+    "predicted": 0.47,
 }
 TRAFFIC = {
     "namespaces": {"3f0a91c2": CURVE},

@@ -276,10 +276,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said):
-    text = said(node("a", disk=[0.2, 0.1, 0.04, 0.0]))
-    now = "At today's 40B of host memory 34 % of prompt tokens hit: 10 % are in the engines' own"
-    more = "With +40B of host memory 40 % of prompt tokens would hit instead of 34 %"
-    for words in (now, more, "3f0a91c2 (key:m)", "give or take 6 points"):
+    text = said(node("a", disk=[0.2, 0.1, 0.04, 0.0], measured=0.31))
+    now = "31 % hit; predicted for today's 40B of host memory is 30 %: 10 % from the engines' own"
+    more = "With +40B of host memory 40 % of prompt tokens would hit instead of 30 %"
+    for words in (now, more, "m (3f0a91c2)", "give or take 6 points"):
         assert words in text
     assert "The disk gives 4 points." in text
     assert "Below 10B it is not worth running." in text
@@ -297,15 +297,19 @@ def test_where_all_fits_it_says_so(said):
     assert "fit into" not in said(node("a"))
 
 
-def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said):
-    assert "Too little traffic" in said()
-    assert "Too little traffic" in sizing_line(combined([]))
+@pytest.mark.parametrize("nodes", [[], [node("a", measured=0.34)], [node("a", measured=0.25)]])
+def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said, nodes):
+    text, found = said(*nodes), combined(nodes)
+    assert "Not enough traffic yet" in text
+    assert not set("%+") & set(text), "no figure, no advice"
+    assert sizing_line(found).startswith("Not enough traffic yet")
+    assert make_figure(found).axes == []
 
 
 def test_status_has_one_sentence():
     line = sizing_line(combined([node("a")]))
-    assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit")
-    assert "`kvray size`" in line
+    assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit instead of 30")
+    assert "30 % were counted. `kvray size`" in line
 
 
 def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
@@ -313,5 +317,4 @@ def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
     assert json.loads(json.dumps(found)) == found
     (axes,) = make_figure(found).axes
     labels = [line.get_label() for line in axes.lines[:2]]
-    assert labels == ["and disk", "engines' pools and host memory"]
-    assert make_figure(combined([])).axes == []
+    assert labels == ["and disk and other nodes", "engines' pools and host memory"]

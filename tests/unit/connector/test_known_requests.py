@@ -109,6 +109,7 @@ def test_prompts_reach_the_shard_with_their_keys_when_they_end(running_shard, be
     )
     assert window.lengths[before].tolist() == [10, 9, 0], "the last token is always computed"
     assert second == first[:4]
+    assert sum(one.num_hit for one in window.spaces) > 0
 
 
 def test_a_request_that_is_asked_about_again_counts_once(running_shard, before, pair):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
-from kvray.node import BlockTokens, PromptNotes, engine_log
+from kvray.node import BlockTokens, PromptCounts, PromptNotes, engine_log
 from kvray.node.engine_log import RequestNotes, packed
 from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
 from kvray.trace.request_note import NOTES_MAX, RequestNote
@@ -77,7 +77,7 @@ def number(key: BlockKey) -> int:
 
 def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
     notes = PromptNotes()
-    notes.note(keys(4), 130, 4, 0)
+    notes.note(keys(4), PromptCounts(130, 4))
     assert notes.take() is None
     notes.hear(None)
     assert notes.take() is None
@@ -92,9 +92,9 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     first, second = keys(50, 1), keys(60, 2)
     limit = 2**63
     notes.hear(limit)
-    notes.note(first, 1600, 45, 10)
+    notes.note(first, PromptCounts(1600, 45, 10, 20, 5))
     now[0] += 2.5
-    notes.note(second, 1920, 60, 0)
+    notes.note(second, PromptCounts(1920, 60, hit=99, remote=70))
     taken = taken_of(notes)
     below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
     assert taken.keys.tolist() == below[0] + below[1]
@@ -102,19 +102,21 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     own = sum(number(key) <= limit for key in first[:10])
     assert taken.lengths.tolist() == [[len(below[0]), asked, own], [len(below[1])] * 2 + [0]]
     assert (taken.num_blocks, taken.num_own, taken.num_tokens) == (105, 10, 3520)
+    assert (taken.num_hit, taken.num_remote) == (20 + 60, 5 + 60), "no more than it has"
     assert taken.ages.tolist() == [2.5, 0.0]
 
 
 def test_a_prompt_without_a_sampled_key_is_in_the_sums():
     notes = heard(0)
-    notes.note(keys(10), 320, 10, 0)
+    notes.note(keys(10), PromptCounts(320, 10))
     taken = taken_of(notes)
     assert (len(taken.ages), taken.num_blocks) == (0, 10)
 
 
 def test_of_a_very_long_prompt_the_first_blocks_are_looked_at():
     notes = heard()
-    notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), 32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90, 0)
+    counts = PromptCounts(32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90)
+    notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), counts)
     taken = taken_of(notes)
     assert taken.lengths.tolist() == [[BLOCKS_MAX, BLOCKS_MAX, 0]]
     assert taken.num_blocks == BLOCKS_MAX
@@ -125,7 +127,7 @@ def test_a_report_has_a_bound_and_the_next_one_has_the_rest():
     notes = heard()
     prompt = keys(10_000)
     for _ in range(5):
-        notes.note(prompt, 320_000, len(prompt), 0)
+        notes.note(prompt, PromptCounts(320_000, len(prompt)))
     counts = []
     while (taken := notes.take()) is not None:
         assert len(taken.keys) <= KEYS_MAX
@@ -138,14 +140,14 @@ def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once():
     notes = heard()
     prompt = keys(1000)
     for _ in range(1000):
-        notes.note(prompt, 32_000, len(prompt), 0)
+        notes.note(prompt, PromptCounts(32_000, len(prompt)))
     seen, lost = 0, 0
     while (taken := notes.take()) is not None:
         seen += taken.num_blocks // 1000
         lost += taken.num_lost
     assert seen + lost == 1000
     assert 100 < seen < 200
-    notes.note(prompt, 32_000, len(prompt), 0)
+    notes.note(prompt, PromptCounts(32_000, len(prompt)))
     assert taken_of(notes).num_lost == 0
 
 

@@ -175,9 +175,9 @@ function showCurve(found) {
   $("curve").hidden = !has;
   draw("curve-says", found, () => found.says.map((text) => make("p", {}, text)));
   if (!has) return;
-  const { sizes, own, disk, error, now, unit } = found.points;
+  const { sizes, own, disk, remote, error, now, unit } = found.points;
   const pool = sizes.map(() => 100 * own), host = found.points.host.map((share) => 100 * (own + share));
-  const both = host.map((share, at) => share + 100 * disk[at]);
+  const both = host.map((share, at) => share + 100 * (disk[at] + remote[at]));
   const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 200 * sign * error[at])));
   const line = (label, color, more) => ({ label, stroke: css(color), width: 2, value: (_plot, share) => (share === null ? "" : `${share.toFixed(1)} %`), ...more });
   const mark = (chart) => {
@@ -188,7 +188,7 @@ function showCurve(found) {
     key: [now, unit],
     scales: { x: { time: false, distr: 3, log: 2 }, y: { range: [0, 100] } },
     axes: [axis({ label: `host memory, ${unit} (line: now)` }), axis(PERCENT)],
-    series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk", "--s2"),
+    series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk and other nodes", "--s2"),
       line("at most", "--s2", { width: 0, points: { show: false } }), line("at least", "--s2", { width: 0, points: { show: false } })],
     bands: [{ series: [4, 5], fill: `${css("--s2")}40` }],
     hooks: { draw: [mark] },

@@ -132,6 +132,7 @@ def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_names
     made = ShardFigures(f"kvray-shard-{NODE}", 0.0)
     made._namespaces.add("3f0a91c2")
     curve = {"own": 0.1, "host": [0.2, 0.3], "disk": [0.05, 0.0], "error": [0.01, 0.02]}
+    curve |= {"remote": [0.02, 0.01], "is_sure": True}
     traffic = {
         "host_bytes": 100,
         "sizes": [50, 100],
@@ -142,9 +143,11 @@ def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_names
         (NODE, "3f0a91c2", "0.5"),
         (NODE, "3f0a91c2", "1"),
     }
-    assert found["expected_hit_ratio", (NODE, "3f0a91c2", "0.5")] == pytest.approx(0.35)
+    assert found["expected_hit_ratio", (NODE, "3f0a91c2", "0.5")] == pytest.approx(0.37)
     assert found["expected_hit_error", (NODE, "3f0a91c2", "1")] == 0.02
     assert made._expected({"namespaces": {}}) == {}
+    curve["is_sure"] = False
+    assert made._expected(traffic) == {}, "it says nothing of what it is not sure"
 
 
 ALL = {"kvray-shard-a", "kvray-shard-b", "kvray-mover-a", "kvray-lookup"}

@@ -17,11 +17,14 @@ def node(name: str, scale: int = 1, **changes: Any) -> dict[str, Any]:
         "own": 0.1,
         "host": [0.0, 0.1, 0.2, 0.3],
         "disk": [0.2, 0.1, 0.0, 0.0],
+        "remote": [0.0, 0.0, 0.0, 0.0],
         "error": [0.03, 0.03, 0.03, 0.03],
+        "measured": 0.3,
+        "predicted": 0.3,
     }
     return {
         "shard": name,
-        "namespaces": {"3f0a91c2": {"model": "key:m"}},
+        "namespaces": {"3f0a91c2": {"model": "sha256:ab", "served": "m"}},
         "traffic": {
             "host_bytes": 40 * scale,
             "disk_bytes": 100,
@@ -40,7 +43,7 @@ def test_nodes_add_up_by_what_they_see_in_a_second():
     found = combined([node("a"), other, {"shard": "c", "state": "preparing"}])
     (entry,) = found["namespaces"]
     assert (found["nodes"], found["nodes_with_curve"], found["lost_prompts"]) == (2, 2, 2)
-    assert (entry["model"], entry["tokens_per_s"]) == ("key:m", 400.0)
+    assert (entry["served"], entry["tokens_per_s"]) == ("m", 400.0)
     assert (entry["host_bytes"], entry["disk_bytes"]) == (120, 200)
     assert entry["sizes"] == [30, 60, 120, 240]
     assert entry["own"] == pytest.approx(0.25)
@@ -55,6 +58,15 @@ def test_a_node_without_a_curve_is_named_and_not_counted():
     assert found["namespaces"][0]["sizes"] == SIZES
     assert combined([silent])["namespaces"] == []
     assert combined([])["age_s"] is None
+
+
+@pytest.mark.parametrize("measured", [0.2, 0.35, 0.37, 0.29])
+def test_the_error_is_that_of_today_and_far_off_nothing_is_sure(measured):
+    (entry,) = combined([node("a"), node("b", measured=measured)])["namespaces"]
+    assert entry["measured"] == pytest.approx((0.3 + measured) / 2)
+    off = abs(entry["predicted"] - entry["measured"])
+    assert 2 * min(entry["error"]) >= off - 1e-6
+    assert entry["is_sure"] is (off <= 0.03)
 
 
 def test_the_least_memory_worth_running_lies_where_a_point_comes_from_it():
@@ -74,7 +86,8 @@ def test_between_two_points_the_curve_is_a_line_over_the_logarithm():
     middle = found_with(entry, 40 * 2**0.5)
     assert middle is not None
     assert middle["host"] == pytest.approx(0.25)
-    assert found_with(entry, 10) == pytest.approx({"host": 0.0, "disk": 0.2, "error": 0.03})
-    assert found_with(entry, 80) == pytest.approx({"host": 0.3, "disk": 0.0, "error": 0.03})
+    first = {"host": 0.0, "disk": 0.2, "remote": 0.0, "error": 0.03}
+    assert found_with(entry, 10) == pytest.approx(first)
+    assert found_with(entry, 80) == pytest.approx({**first, "host": 0.3, "disk": 0.0})
     assert found_with(entry, 9) is None
     assert found_with(entry, 81) is None

@@ -131,7 +131,7 @@ def test_empty_tier_says_that_no_replica_has_registered():
     assert any("no engine has registered" in one["text"] for one in found["findings"])
     assert found["prefixes"]["namespaces"] is None
     assert found["curve"]["points"] is None
-    assert "Too little traffic" in found["curve"]["says"][0]
+    assert "Not enough traffic yet" in found["curve"]["says"][0]
 
 
 def test_replicas_of_a_silent_node_are_not_said_to_be_missing():
