@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold
+from kvray.config import (
+    KVRayConfig,
+    format_size,
+    load_config,
+    ray_memory_threshold,
+    read_effective,
+)
 from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import AddressOption, ConfigOption, flag, option
 from kvray.console.output import empty_table, printer
@@ -55,11 +61,12 @@ def up(
     restart one node after the other. Arenas stay, and attached engines go on. Without an address,
     this command starts a Ray on this machine that runs until `kvray down`.
     """
-    settings = load_config(config, overrides={"ray.address": address})
+    settings, origins, _ = read_effective(config, overrides={"ray.address": address})
+    source = origins.of(("ray", "address")).where or "--address"
     for name, given in (("--port", port is not None), ("--dashboard", dashboard)):
         if given and settings.ray.address is not None:
             raise ConfigError(
-                f"{name} is for a local Ray, but ray.address names the one at"
+                f"{name} is for a local Ray, but {source} names the one at"
                 f" {settings.ray.address}; leave one of the two out."
             )
     with masked():
@@ -93,7 +100,8 @@ def up(
             "--port and --dashboard apply when Ray starts, but it ran already. To change them,"
             " run `kvray down` first."
         )
-    for sentence in _outcome(settings, launch, has_changed=launch.started_tier or bool(done)):
+    has_changed = launch.started_tier or bool(done)
+    for sentence in _outcome(settings, launch, source, has_changed=has_changed):
         console.print(sentence)
 
 
@@ -153,7 +161,7 @@ def _show_memory(console: Console, settings: KVRayConfig) -> None:
         require_room(place, spec)
     except OSError as error:
         console.print(f"{error.filename} cannot be looked at ({error.strerror}).")
-    except CapacityError as error:
+    except (CapacityError, ConfigError) as error:
         console.print(str(error))
     else:
         if not is_local:
@@ -168,7 +176,9 @@ def _show_memory(console: Console, settings: KVRayConfig) -> None:
             console.print(f"It fits with Ray started so:\n  {' '.join(words)}")
 
 
-def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> Iterator[str]:
+def _outcome(
+    settings: KVRayConfig, launch: "Launch", source: str, *, has_changed: bool
+) -> Iterator[str]:
     """Yield what is up, what is doubtful about the nodes' disks, and where Ray is."""
     serving = [shard for shard in launch.shards if shard["state"] == "serving"]
     capacity = format_size(sum(shard["arena"]["capacity_bytes"] for shard in serving))
@@ -181,7 +191,7 @@ def _outcome(settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> I
     remarks = [one for disk in disks for one in (disk["message"], *disk.get("remarks", ())) if one]
     yield from dict.fromkeys(remarks)
     if launch.local is None:
-        yield f"Ray: {settings.ray.address}"
+        yield f"Ray: {settings.ray.address} ({source})"
         return
     url = launch.local.dashboard_url
     yield f"Ray: {launch.local.address} (local{f', dashboard at {url}' if url else ''})"

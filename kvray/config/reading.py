@@ -40,6 +40,8 @@ WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
 _PLAIN = ("CLUSTER_NAME", "CONFIG")
 """What is left of our variables that name no section."""
 _RAY_THRESHOLD = 0.95  # Ray's own default
+_OF_KUBERNETES = re.compile(r".+_SERVICE_(HOST|PORT(_.+)?)|.+_PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?")
+"""Variables of a service, beside NAME_PORT, whose value is a URL."""
 
 
 class Effective(NamedTuple):
@@ -66,6 +68,8 @@ def load_config(
     environ: Mapping[str, str] | None = None,
 ) -> KVRayConfig:
     """Read the configuration of the tier; later sources win: file, environment, `overrides`.
+
+    RAY_ADDRESS counts where nothing else says ray.address.
 
     Args:
         path: a YAML file; None: what `KVRAY_CONFIG` names, else the well-known path, else none.
@@ -96,6 +100,10 @@ def read_effective(
     named = path or environ.get(CONFIG_ENV)
     source = Path(named) if named else (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
     values, origins = ({}, Origins()) if source is None else _read_document(source)
+    ray = values.get("ray") or {}
+    if (address := environ.get("RAY_ADDRESS")) not in (None, "", "local") and isinstance(ray, dict):
+        values = {**values, "ray": {"address": address, **ray}}
+        origins.setdefault(("ray", "address"), Origin("environment", "RAY_ADDRESS"))
     variables = _variables(environ)
     given = {dotted: value for dotted, value in (overrides or {}).items() if value is not None}
 
@@ -373,15 +381,18 @@ def _leaves(value: Any, at: SettingPath = ()) -> Iterator[tuple[SettingPath, Any
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that name a setting, with their values.
-
-    Others are left alone: Kubernetes sets KVRAY_PORT and the like for a service named kvray.
-    """
+    """Return the variables that name a setting, with their values."""
     return {
         name: value
         for name, value in sorted(environ.items())
-        if value and re.match("KVRAY_(.+__|__|CLUSTER_NAME$)", name)
+        if re.match("KVRAY_(.+__|__|CLUSTER_NAME$)", name) and _is_of_people(name, value)
     }
+
+
+def _is_of_people(name: str, value: str) -> bool:
+    """Return whether a person wrote a variable, not Kubernetes for a service kvray-something."""
+    is_url = name.endswith("_PORT") and re.match(r"[a-z]+://", value)
+    return bool(value) and not _OF_KUBERNETES.fullmatch(name) and not is_url
 
 
 def _path_of(name: str) -> SettingPath:
@@ -398,10 +409,8 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     meant_by = {one.replace("__", "_"): one for one in ours}
     for name in sorted(environ):
         rest = name.removeprefix("KVRAY_")
-        if rest in (name, *_PLAIN) or "__" in rest or not environ[name]:
+        if rest in (name, *_PLAIN) or "__" in rest or not _is_of_people(name, environ[name]):
             continue
-        if "_SERVICE_" in rest or "_PORT_" in f"{rest}_":
-            continue  # Kubernetes sets them, for a service named kvray-something
         near = [f"KVRAY_{one}" for one in difflib.get_close_matches(rest, _PLAIN, 1, cutoff=0.85)]
         if meant := meant_by.get(name) or next(iter(near), None):
             raise ConfigError(f"The variable {name} names no setting; write {meant}, or unset it.")

@@ -34,8 +34,8 @@ AddressOption = Annotated[
     str | None,
     option(
         "HOST:PORT",
-        "A running Ray cluster. By default ray.address of the configuration, then the Ray of this"
-        " machine.",
+        "A running Ray cluster. By default ray.address of the configuration, then RAY_ADDRESS, then"
+        " the Ray of this machine.",
     ),
 ]
 

@@ -120,7 +120,7 @@ def test_failed_up_on_a_running_ray_ends_its_own_actors_only(shell, local, confi
 
 def test_tier_on_a_running_ray_goes_up_and_down(shell, local, config):
     up = shell.say("up", "--address", local.address, **local.environ())
-    assert f"Ray: {local.address}\n" in up
+    assert f"Ray: {local.address} (--address)\n" in up
     shell.say("down", "--address", local.address, **local.environ())
     assert list_actors() == []
     assert shell.leftovers() == []

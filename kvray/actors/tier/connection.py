@@ -66,8 +66,8 @@ def connect_configured(config: KVRayConfig) -> None:
                 f"No local tier named {config.cluster_name!r} is running; start it with"
                 " `kvray up`, or set ray.address to the Ray cluster that has it."
             )
-        # For this process and its children.
-        os.environ.update(local.environ())
+        # For this process and its children; the address of the next local Ray is another one.
+        os.environ.update({k: v for k, v in local.environ().items() if k != "RAY_ADDRESS"})
         read_token_again()
         address = local.address
     connect(address, config.cluster_name)
@@ -98,7 +98,8 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "://" in address:
         raise ConfigError(
-            f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379."
+            f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379, in"
+            " --address, ray.address or RAY_ADDRESS."
         )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:

@@ -86,9 +86,60 @@ def test_variables_name_the_cluster_and_give_numbers():
     assert (given.cluster_name, given.arena.holders_max) == ("blue", 16)
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_left_alone():
-    environ = {"KVRAY_PORT": "tcp://10.0.0.1:80", "KVRAY_SERVICE_HOST": "10.0.0.1"}
+SERVICES = [
+    "kvray",
+    "kvray-events",
+    "kvray-a--b",
+    "kvray-security--tenant-quotas--a",
+    "kvray-config",
+]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(service):
+    name = service.upper().replace("-", "_")
+    url = "tcp://10.0.0.1:5557"
+    environ = {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": "5557",
+        f"{name}_SERVICE_PORT_HTTP": "5557",
+        f"{name}_PORT": url,
+        f"{name}_PORT_5557_TCP": url,
+        f"{name}_PORT_5557_TCP_PROTO": "tcp",
+        f"{name}_PORT_5557_TCP_PORT": "5557",
+        f"{name}_PORT_5557_TCP_ADDR": "10.0.0.1",
+    }
     assert load(environ=environ) == KVRayConfig()
+
+
+def test_a_variable_with_one_underscore_is_no_service_s():
+    with pytest.raises(ConfigError, match="write KVRAY_EVENTS__PORT, or unset it"):
+        load(environ={"KVRAY_EVENTS_PORT": "5557"})
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "given", "address", "where"),
+    [
+        ("", {}, None, "env:1", "RAY_ADDRESS"),
+        ("ray: {timeout_s: 5}", {}, None, "env:1", "RAY_ADDRESS"),
+        ("ray: {address: 'file:1'}", {}, None, "file:1", "kvray.yaml:1"),
+        ("ray: {address: 'file:1'}", {"KVRAY_RAY__ADDRESS": "own:1"}, None, "own:1", "KVRAY_RAY__"),
+        ("ray: {address: 'file:1'}", {}, "said:1", "said:1", ""),
+        ("ray: {address: null}", {}, None, None, "kvray.yaml:1"),
+        ("", {"RAY_ADDRESS": ""}, None, None, ""),
+        ("", {"RAY_ADDRESS": "local"}, None, None, ""),
+    ],
+)
+def test_ray_is_found_by_its_own_variable_if_nothing_else_names_it(
+    write_yaml, text, environ, given, address, where
+):
+    found = config.read_effective(
+        write_yaml(text),
+        overrides={"ray.address": given},
+        environ={"RAY_ADDRESS": "env:1", **environ},
+    )
+    assert found.config.ray.address == address
+    assert where in found.origins.of(("ray", "address")).where
 
 
 def test_no_signature_shows_the_environment():
