@@ -60,6 +60,8 @@ class ArenaConfig(_Section):
     group: str | None = Field(default=None, coerce_numbers_to_str=True)
     """Unix group, by name or number, whose engines may open arena and socket; none: only those of
     this user"""
+    mount: Literal["memory", "any"] = "memory"
+    """memory: refuse a new arena on what is no tmpfs, hugetlbfs or ramfs; any: for a trial"""
     numa: Literal["interleave", "local"] = "interleave"
     """interleave: spread the arena over the NUMA nodes; local: keep it on one of them"""
     free_target: float = Field(default=0.05, ge=0, le=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ class Output:
     def __init__(self, stream: TextIO | None) -> None:
         """Write to `stream`; None: the process has a closed standard output."""
         self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # on a terminal for ASCII alone
 
     def write(self, text: str) -> int:
         """Write `text`.

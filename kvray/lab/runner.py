@@ -22,6 +22,7 @@ from kvray.console.progress import counting_progress
 from kvray.errors import CapacityError, ConfigError, KVRayError
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation
+from kvray.store.machine.access import reason
 
 if TYPE_CHECKING:
     from kvray.actors.tier.launch import Launch
@@ -204,10 +205,8 @@ class Runner:
             try:
                 path = Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
             except OSError as error:
-                raise ConfigError(
-                    f"The bench cannot make a directory in {parent} ({error.strerror}); set"
-                    " arena.dir to one that this user may write to."
-                ) from None
+                says = f"The bench cannot make a directory in {parent} {reason(error)}"
+                raise ConfigError(says) from None
             self.stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 from kvray.actors.owner.claim import Owner, owner_of
 from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, as_owner, is_own, remove_files
-from kvray.errors import ConfigError, ShardUnavailable
+from kvray.config import format_size
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
 from kvray.store.arena.holders import shown
@@ -19,6 +20,7 @@ from kvray.wire import MOVER_SOCKET_FILE, SOCKET_FILE
 _PREFIX = "kvray-"
 _SOCKETS = (SOCKET_FILE, MOVER_SOCKET_FILE)
 _OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, *_SOCKETS)
+_NAMED_MAX = 3
 _ROWS_MAX = 4096
 """Rows that a holder table may have; a look at a lock takes about a microsecond."""
 
@@ -62,6 +64,16 @@ def find_arenas(parent: Path) -> list[Finding]:
     if directories is None:
         raise ConfigError(f"{parent} is no directory that can be listed; give that of arena.dir.")
     return [look_at(one) for one in directories if is_own(one) and _is_a_shards(one)]
+
+
+def naming_unused(error: CapacityError, parent: Path) -> CapacityError:
+    """Return the error of an arena without room, with those in `parent` that nobody uses."""
+    unused = [one for one in find_arenas(parent) if one.use == "unused" and one.num_bytes]
+    if not unused:
+        return error
+    says = f"{str(error).rstrip('.')}, or run `kvray sweep`, which frees"
+    frees = ", ".join(f"{format_size(one.num_bytes)} of {one.path}" for one in unused[:_NAMED_MAX])
+    return CapacityError(f"{says} {frees}.")
 
 
 def look_at(directory: Path) -> Finding:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvray.errors import ConfigError
 from kvray.store.arena.file import ARENA_FILE, lock_path
 from kvray.store.arena.owner import retire_file
-from kvray.store.machine.access import Access
+from kvray.store.machine.access import Access, reason
 from kvray.store.machine.access import is_own as is_own_directory
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.wire import MOVER_SOCKET_FILE, SOCKET_FILE
@@ -42,8 +42,7 @@ def make_directory(directory: Path, access: Access) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
-            " to a tmpfs that this user may write to."
+            f"The arena's directory {directory} cannot be made {reason(error)}"
         ) from None
     with contextlib.suppress(FileNotFoundError):
         # In a shared directory anybody may have made a link.

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvray.actors.owner.inventory import naming_unused
 from kvray.actors.owner.ownership import remove_leftovers
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena, ArenaSpec
@@ -78,9 +79,9 @@ def _create(directory: Path, spec: ArenaSpec, progress: Progress, *, patience_s:
     while True:
         try:
             return Arena.create(directory, spec, lock_wait_s=_LOCK_WAIT_S, progress=progress)
-        except CapacityError:
+        except CapacityError as error:
             if time.monotonic() > deadline:
-                raise
+                raise naming_unused(error, directory.parent) from None
             progress(0, spec.capacity)  # raises if the shard is to stop
             time.sleep(_RETRY_S)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvray import wire
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
-from kvray.store.machine.access import OWN_USER, Access
+from kvray.store.machine.access import OWN_USER, Access, reason
 
 _log = logging.getLogger("kvray.shard")
 
@@ -107,10 +107,8 @@ class EngineServer:
             listener.close()
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(
-                f"The socket {self._path} cannot be made ({error.strerror}); set arena.dir to a"
-                " tmpfs that this user may write to."
-            ) from None
+            says = f"The socket {self._path} cannot be made {reason(error)}"
+            raise ConfigError(says) from None
         self._listener = listener
         self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
 

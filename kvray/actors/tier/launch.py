@@ -11,13 +11,14 @@ from typing import Any
 
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.claim import owner_of
+from kvray.actors.owner.inventory import naming_unused
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, look
 from kvray.config import KVRayConfig
-from kvray.errors import ConfigError, ShardUnavailable
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import ArenaSpec
 from kvray.store.arena.file import ARENA_FILE, require_room
 from kvray.store.machine.access import OWN_USER
@@ -146,8 +147,12 @@ def _require_place(config: KVRayConfig) -> None:
     if (owner := owner_of(directory)) is not None:
         raise ShardUnavailable(owner.keeps(directory))
     if not (directory / ARENA_FILE).exists():
-        with contextlib.suppress(OSError):  # of arena.dir, which the shard names
+        try:
             require_room(config.arena.dir, ArenaSpec.of(config))
+        except CapacityError as error:
+            raise naming_unused(error, config.arena.dir) from None
+        except OSError:
+            pass  # of arena.dir, which the shard names
 
 
 def _refuse_foreign(directory: Path) -> None:

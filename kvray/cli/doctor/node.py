@@ -32,7 +32,13 @@ from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine import lockers
 from kvray.store.machine.access import Access
-from kvray.store.machine.capacity import limiting_cgroups, mount_of, read_mount, remount_command
+from kvray.store.machine.capacity import (
+    MEMORY_KINDS,
+    limiting_cgroups,
+    mount_of,
+    read_mount,
+    remount_command,
+)
 from kvray.store.machine.side_file import ARENA_BYTE
 from kvray.transport.nixl import has_rdma
 
@@ -184,7 +190,6 @@ def _limit(value: int) -> str:
     return "any number of files" if value == resource.RLIM_INFINITY else f"{value} files"
 
 
-_MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
 _ANSWER_S = 15.0
 _LOCK_WAIT_S = 5.0
 """Engines wait for less. A busy node is no fault, and how long an answer took is shown."""
@@ -244,7 +249,7 @@ def _mount(config: KVRayConfig) -> Finding:
         )
     found = mount_of(where)
     kind = "unknown" if found is None else found.kind
-    if kind not in _MEMORY:
+    if kind not in MEMORY_KINDS:
         return hint(
             "mount",
             f"arena.dir {where} is on {kind}, which is no memory",

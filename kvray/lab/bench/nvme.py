@@ -33,7 +33,7 @@ from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import align
 from kvray.store.arena.tables import Array
-from kvray.store.machine.capacity import mount_of
+from kvray.store.machine.capacity import MEMORY_KINDS, mount_of
 from kvray.store.machine.pages import mapped_file
 from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.record import RECORD
@@ -41,7 +41,6 @@ from kvray.store.nvme.record import RECORD
 _PATTERN_BYTES = 2**20
 _SMALL_PAGE = 4096
 _TITLES = {"store": "store", "store_full": "    into a full tier", "retrieve": "retrieve"}
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _FIO = (
     *("fio", "--name=bare", "--thread", "--output-format=json"),
     *("--ioengine=libaio", "--iodepth=4", "--bs=16m", "--direct=1", "--end_fsync=1"),
@@ -114,7 +113,7 @@ def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
             " directory with --dir."
         ) from None
     mount = mount_of(disk)
-    if mount is not None and mount.kind in _IN_MEMORY:
+    if mount is not None and mount.kind in MEMORY_KINDS:
         raise ConfigError(
             f"{disk} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
             " give a directory on a disk with --dir."

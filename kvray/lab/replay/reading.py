@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import heapq
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvray.errors import ConfigError
 from kvray.store.replay import NO_PARENT, Ints, Trace
@@ -102,10 +103,14 @@ def _requests(
         yield {
             "time_s": time_s,
             "num_tokens": step.num_tokens,
-            # As Python's integers the ids of many sessions would not fit into memory.
-            "ids": np.array(step.hash_ids, dtype=np.int64),
+            "ids": _packed(step.hash_ids),
             "space": (scope, str(step.model)),
         }
+
+
+def _packed(ids: Sequence[int]) -> Ints:
+    """Return ids of 64 bits, signed or not, in the memory that they need."""
+    return np.array([one % 2**64 for one in ids], dtype=np.uint64).view(np.int64)
 
 
 class TraceBuilder:
@@ -157,8 +162,12 @@ class TraceBuilder:
 
 
 Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Whole = BeforeValidator(
+    lambda given: int(given) if isinstance(given, float) and given.is_integer() else given
+)
+"""Takes 1024.0 for a number, as tables of numbers write it."""
+Count = Annotated[int, _Whole, Field(ge=0, lt=2**63)]
+Id = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
 class _Record(BaseModel):
@@ -189,7 +198,7 @@ class Step(_Record):
 class SessionFile(_Record):
     """A traces/trace_NNNN.json of callanjfox/kv-cache-tester."""
 
-    block_size: Annotated[int, Field(ge=1, lt=2**63)]
+    block_size: Annotated[int, _Whole, Field(ge=1, lt=2**63)]
     hash_id_scope: Any = "local"
     requests: list[Step]
 
@@ -200,7 +209,7 @@ R = TypeVar("R", bound=_Record)
 def parse(kind: type[R], content: bytes, where: str) -> R:
     """Return the record in `content`; ConfigError: it is damaged, `where` says which one."""
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate_json(content.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
@@ -270,7 +279,7 @@ def _read_lines(lines: Iterable[bytes], path: Path, name: str, block_tokens: int
             continue
         here = f"{path}, line {number}"
         line = parse(MooncakeLine, text, here)
-        time_s, num_tokens, ids = line.timestamp / 1000, line.input_length, line.hash_ids
+        time_s, num_tokens, ids = line.timestamp / 1000, line.input_length, _packed(line.hash_ids)
         check_blocks(len(ids), num_tokens, block_tokens, here)
         builder.add(time_s=time_s, num_tokens=num_tokens, ids=ids)
     return builder.build()

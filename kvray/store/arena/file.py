@@ -34,7 +34,8 @@ from kvray.store.arena.prefault import (
     rows_of,
 )
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.machine.capacity import MemoryClaims, check_room
+from kvray.store.machine.access import reason
+from kvray.store.machine.capacity import MEMORY_KINDS, MemoryClaims, check_room, mount_of
 from kvray.store.machine.pages import spread
 from kvray.store.machine.side_file import SideFile
 
@@ -59,6 +60,8 @@ class ArenaSpec:
     """Ray's claims on the same memory; None: there is no Ray."""
     beside: int = 0
     """Bytes of other files that the same mount must have room for."""
+    in_memory: bool = False
+    """Whether it must be on a mount that is memory."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
@@ -73,6 +76,7 @@ class ArenaSpec:
             interleave=arena.numa == "interleave",
             claims=claims,
             beside=config.events_bytes,
+            in_memory=arena.mount == "memory",
         )
 
     def geometry(self) -> Geometry:
@@ -111,7 +115,16 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
-    """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`."""
+    """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`.
+
+    ConfigError: it must be in memory, and the mount is none.
+    """
+    mount = mount_of(directory)
+    if spec.in_memory and mount is not None and mount.kind not in MEMORY_KINDS:
+        raise ConfigError(
+            f"{directory} is on {mount.kind}, which is no memory; set arena.dir to a tmpfs, such as"
+            " /dev/shm, or to a hugetlbfs mount, or for a trial arena.mount to any."
+        )
     page = _page_bytes(directory)
     check_room(
         directory,
@@ -146,10 +159,7 @@ def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
         os.rename(path, directory / ARENA_FILE)
         complete = True
     except OSError as error:
-        raise ConfigError(
-            f"No arena can be made in {directory} ({error.strerror}); make it a directory that"
-            " this user may write to."
-        ) from None
+        raise ConfigError(f"No arena can be made in {directory} {reason(error)}") from None
     finally:
         if not complete:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ arena, its lock file and the socket. They cannot make or remove files: the direc
 to write to.
 """
 
+import errno
 import grp
 import os
 import stat
@@ -12,6 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.errors import ConfigError, ShardUnavailable
+
+
+def reason(error: OSError) -> str:
+    """Return why nothing can be made in arena.dir, and what to do about it."""
+    remedy = "set arena.dir to a tmpfs that this user may write to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there: `kvray sweep` removes arenas that nobody uses"
+    return f"({error.strerror}); {remedy}."
 
 
 def is_own(found: os.stat_result) -> bool:

@@ -11,9 +11,12 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from kvray.config import format_size
 from kvray.errors import CapacityError
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
+MEMORY_KINDS = ("tmpfs", "hugetlbfs", "ramfs")
+"""File systems that are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +243,11 @@ def check_room(
     if file_bytes <= room.left:
         return
     fitting = _rounded_down(largest(room.left - _SPARE))
+    # Of two figures that look equal nobody sees which is larger.
+    too_much = f" ({format_size(file_bytes - room.left)} too much)"
+    needs = _gib(file_bytes) + (too_much if _gib(file_bytes) in room.words else "")
     raise CapacityError(
-        f"The arena needs {_gib(file_bytes)}, but {room.words};"
+        f"The arena needs {needs}, but {room.words};"
         f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
     )
 

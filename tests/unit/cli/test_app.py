@@ -19,6 +19,7 @@ import yaml
 import kvray
 from kvray.actors.owner.ownership import as_owner
 from kvray.cli.app import app as cli_app
+from kvray.cli.app import main as cli_main
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
 from tests import forks
@@ -73,6 +74,23 @@ def test_every_command_explains_itself(call_kvray, command):
     assert "Exit status:" in done.stdout
     assert f"kvray {command}" in done.stdout.partition("Examples:")[2], "an example to copy"
     assert "<bool>" not in done.stdout
+
+
+HELPS = {f"{command} --help": "Exit status" for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", [*HELPS, "--help", "sweep --dry-run"])
+def test_a_terminal_for_ascii_alone_gets_every_output(command, monkeypatch, tmp_path):
+    (tmp_path / "kvray-h\u00fctte").mkdir()
+    monkeypatch.setenv("KVRAY_ARENA__DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["kvray", *command.split()])
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding="ascii", write_through=True) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit, match=r"^(0|None)$"):
+            cli_main()
+        said = written.getvalue().decode("ascii")
+    assert HELPS.get(command, "Run a tier" if "help" in command else r"kvray-h\xfctte") in said
 
 
 def test_version_is_the_package_s(call_kvray):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvray.actors.owner.inventory import naming_unused
 from kvray.cli.explain import age_text
+from kvray.errors import CapacityError
 from kvray.store import Arena
 from kvray.store.arena.payload import slot_bytes
 from tests.far import ROOT
@@ -82,6 +85,15 @@ def test_an_arena_that_nobody_uses_is_shown_and_removed(dead, sweep):
     assert arena["outcome"] == "removed"
     assert not dead.exists()
     assert sweep() == {}
+
+
+def test_an_arena_without_room_names_the_unused_ones_and_no_other(dead, attached, parent):
+    error = CapacityError("It needs 2GiB; lower arena.capacity.")
+    said = str(naming_unused(error, parent))
+    assert said.startswith("It needs 2GiB; lower arena.capacity, or run `kvray sweep`, which ")
+    assert said.endswith(f" of {dead}.")
+    shutil.rmtree(dead)
+    assert naming_unused(error, parent) is error
 
 
 def test_an_arena_with_an_owner_is_kept_also_while_that_is_frozen(parent, sweep):

@@ -53,6 +53,17 @@ def test_lines_are_the_same_trace_however_they_are_packed(tmp_path):
         assert same(read_trace(tmp_path / name), excerpt(CONVERSATION))
 
 
+def test_lines_are_read_as_other_tools_write_numbers_and_text(tmp_path):
+    """Hashes are unsigned, tables of numbers have a decimal point, and Windows marks UTF-8."""
+    line = json.dumps(LINE | {"input_length": 600.0, "hash_ids": [2**64 - 1, 2**63]})
+    (tmp_path / "made").write_text(f"{line}\n{line}\n", encoding="utf-8-sig")
+    trace = read_trace(tmp_path / "made")
+    assert trace.num_tokens.tolist() == [600, 600]
+    assert trace.ids.tolist() == [0, 1, 0, 1]
+    (tmp_path / "one.json").write_text(json.dumps(SESSION), encoding="utf-8-sig")
+    assert read_trace(tmp_path / "one.json").num_refs == 2
+
+
 def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
     path = write_lines(tmp_path / "made.jsonl", LINE | {"input_length": 32})
     assert read_trace(path, block_tokens=16).block_tokens == 16
@@ -70,7 +81,8 @@ def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
             json.dumps(LINE | {"hash_ids": [0, 1.5]}),
             r"hash_ids\[1\] must be .*int.* 1\.5",
         ),
-        (json.dumps(LINE | {"hash_ids": [0, 2**63]}), r"hash_ids\[1\] must be less than 9223"),
+        (json.dumps(LINE | {"hash_ids": [0, 2**64]}), r"hash_ids\[1\] must be less than 1844"),
+        (json.dumps(LINE | {"input_length": 600.5}), "input_length must be a valid int.* is 600"),
         (json.dumps(LINE | {"timestamp": "now"}), 'timestamp must be a valid number.*"now"'),
         (json.dumps(LINE | {"timestamp": float("nan")}), "timestamp must be a finite number"),
         (json.dumps({**LINE, "input_length": -1}), "input_length must be greater.*, and is -1"),

@@ -13,18 +13,22 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 
+from kvray.config import load_config
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import Arena, ArenaOwner
+from kvray.store import Arena, ArenaOwner, ArenaSpec
+from kvray.store.arena import file as arena_file
 from kvray.store.arena import prefault
-from kvray.store.arena.file import ARENA_FILE
+from kvray.store.arena.file import ARENA_FILE, require_room
 from kvray.store.arena.layout import FORMAT_VERSION, HEADER, RETIRED
 from kvray.store.arena.owner import retire_file
 from kvray.store.arena.prefault import Populator, mapping_of, populate
 from kvray.store.arena.tables import Array
+from kvray.store.machine.capacity import Mount
 from tests.unit.store.mounted import huge_pages, run_mounted
 from tests.unit.store.small_arena import chain, make_arena, spec, store
 from tests.waiting import HANG_S, wait_for
 
+MOUNTS = {None: True, "memory": True, "any": False}
 UNKNOWN_ADVICE = 4242
 """What `madvise` answers with EINVAL, as an older kernel does where this one populates."""
 
@@ -107,6 +111,31 @@ def test_retiring_spares_the_successor(directory):
     store(opened, chain(3))
     for arena in (old, new, opened):
         arena.close()
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "hugetlbfs", "ramfs", "ext4", None])
+def test_an_arena_that_is_to_be_in_memory_is_refused_on_anything_else(directory, monkeypatch, kind):
+    found = (
+        None if kind is None else Mount(point=directory, kind=kind, device="", root="", options=())
+    )
+    monkeypatch.setattr(arena_file, "mount_of", lambda path: found)
+    if kind != "ext4":
+        require_room(directory, replace(spec(), in_memory=True))
+        return
+    require_room(directory, spec())
+    with pytest.raises(ConfigError, match=r"is on ext4, which is no memory; set arena\.dir"):
+        require_room(directory, replace(spec(), in_memory=True))
+
+
+def test_only_a_setting_lets_an_arena_be_on_a_disk():
+    found = {mount: load_config(environ={}, overrides={"arena.mount": mount}) for mount in MOUNTS}
+    assert {mount: ArenaSpec.of(one).in_memory for mount, one in found.items()} == MOUNTS
+
+
+def test_a_full_mount_has_no_hint_at_permissions(directory, monkeypatch):
+    monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(ConfigError, match=r"\(No space left\); free space there: `kvray sweep` re"):
+        make_arena(directory)
 
 
 @pytest.mark.root

@@ -62,6 +62,12 @@ def test_what_is_available_bounds(tmp_path):
     )
 
 
+def test_figures_that_look_equal_have_their_difference_beside_them(tmp_path, monkeypatch):
+    has(monkeypatch, total=GIB, available=60 << 20)
+    said = refusal(tmp_path, (60 << 20) + 12288)
+    assert said.startswith("The arena needs 0.06GiB (12KiB too much), but 0.06GiB of the machine's")
+
+
 def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path):
     check(tmp_path, 68 * GIB, RAY)
     assert refusal(tmp_path, 69 * GIB, RAY) == (
