@@ -162,10 +162,9 @@ class RankWorker:
         with self.shared.boundary.around("a save"):
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))
-        if self._jobs and pool.is_host:
+        if self._jobs and (pool.is_host or self.shared.args.partial_reuse):
             saver.fence()  # a copy on the host is made when it is begun
-        elif self._jobs and self.shared.args.partial_reuse:
-            saver.drain()
+            pool.settle()
 
     def read_ended(self, finished: list[int]) -> list[int]:
         """Return the requests, of these and of earlier ones, whose blocks are read no more.

@@ -108,14 +108,6 @@ class Saver:
                     self._drop_waiting(DropReason.TOO_SLOW)
                     return
 
-    def drain(self) -> None:
-        """Return when nothing that was submitted is read any more; waits as `fence`."""
-        self.fence()
-        with self._guard:
-            # The last piece of a job has begun a moment before what ends it is in the list.
-            while (self._unfinished or self._is_working) and self._wait_for_progress():
-                pass
-
     def close(self, timeout_s: float) -> None:
         """Save what waits, for at most `timeout_s`, log what is lost, and end the thread."""
         if self._forked:

@@ -16,7 +16,9 @@ import pytest
 from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
+from tests.trtllm.memory import BLOCK
 from tests.trtllm.version import Version, copy_of
+from tests.waiting import wait_for
 
 FUZZ_S = float(os.environ.get("REQUEST_FUZZ_S", "1"))
 HARMLESS = {"py_num_connector_matched_tokens"}
@@ -90,7 +92,7 @@ def scheduler(make_engine: MakeEngine) -> Any:
 def serving(make_engine: MakeEngine, *, is_flat: bool) -> Engine:
     engine = make_engine(is_flat=is_flat)
     assert engine.serve(PROMPT).num_hit == 0
-    engine.workers[0]._rank.saver.drain()
+    wait_for(lambda: engine.totals["stored_blocks"] == len(PROMPT) // BLOCK)
     return engine
 
 

@@ -117,7 +117,7 @@ class DevicePool:
             self._leaving = [pinned for pinned in self._leaving if not pinned.has_left]
             address = arena.tables.data.ctypes.data
             if address not in self._pins:
-                self._pins[address] = PinnedArena(arena, self._device, self._settle, self.totals)
+                self._pins[address] = PinnedArena(arena, self._device, self.settle, self.totals)
 
     def registered_bytes(self, arena: Arena) -> int:
         """Return how many bytes of the arena's data are registered."""
@@ -301,7 +301,7 @@ class DevicePool:
             self._streams[name] = self._device.make_stream()
         return self._streams[name]
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Return when the copies asked for so far have ended."""
         with self._lock:
             outstanding = (self._saved, self._landed)

@@ -107,6 +107,9 @@ class HostPool:
     def fence(self, stream: Any) -> None:
         """Return at once: no copies are under way."""
 
+    def settle(self) -> None:
+        """Return at once: no copies are under way."""
+
     def close(self) -> None:
         """Do nothing: the pages belong to the engine."""
 

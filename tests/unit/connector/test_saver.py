@@ -325,8 +325,7 @@ def test_copies_on_a_device_are_committed_when_they_have_ended(link, saver, monk
     assert 9 in saver._reads
     assert len(stored(link, keys)) == 0
     pool.may_end.set()
-    saver.drain()
-    assert 9 not in saver._reads
+    wait_for(lambda: 9 not in saver._reads)
     assert (stored(link, keys) == 3).all()
     assert len(stored(link, keys)) == 5
 
@@ -387,23 +386,6 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
     assert totals(saver)["dropped_blocks_error"] == 2
     assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
     assert other.say("small.acquire(arena._lock, 0)") == "True"
-
-
-def test_a_drain_waits_for_what_ends_a_job_whose_last_piece_has_begun(link, saver, monkeypatch):
-    gate = Gate(monkeypatch, Arena, "commit")
-    monkeypatch.setattr(saver_module, "_STALL_S", 10.0)
-    keys = keys_of(5, 3)
-    saver.submit(job_of(rows_of(3), keys))
-    assert gate.reached.wait(HANG_S)
-    saver.fence()  # it has begun
-    drained = threading.Thread(target=saver.drain)
-    drained.start()
-    drained.join(0.05)
-    assert drained.is_alive()
-    gate.open.set()
-    drained.join(10)
-    assert not drained.is_alive()
-    assert len(stored(link, keys)) == 3
 
 
 NUM_BLOCKS = 180
