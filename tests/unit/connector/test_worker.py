@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from kvray.engine.meta import ConnectorMeta, PageIds, Release, SavePlan
 from kvray.errors import CorruptBlock, KVRayError, LayoutMismatch, LeaseExpired
 from kvray.store import Lease
 from tests.examples import examples
-from tests.kit.connector import BLOCK, HIT, NUM_BLOCKS, PROMPT, Request, flip_a_byte
+from tests.kit.connector import BLOCK, HIT, NUM_BLOCKS, PROMPT, Request, args_for, flip_a_byte
 
 
 def test_loads_are_done_once_a_metadata_and_leases_released_once(warm):
@@ -35,6 +36,19 @@ def test_metadata_that_stays_bound_saves_nothing_again(warm):
     warm.flush()
     assert {**warm.totals, "stored_blocks": 0} == {**before, "stored_blocks": 0}
     assert warm.totals["stored_blocks"] == 10 + 7
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_pass_waits_for_what_it_saves_where_the_engine_copies_over_pages(make_pair, is_partial):
+    pair = make_pair(args_for(cache={"enable_partial_reuse": is_partial}))
+    calls = mock.Mock()
+    pair.worker._rank.saver.fence = calls.fence
+    pair.worker._rank.pool.settle = calls.settle
+    request = Request(2, PROMPT)
+    pair.begin(request)
+    pair.compute(request)
+    assert calls.mock_calls == ([mock.call.fence(), mock.call.settle()] if is_partial else [])
 
 
 @pytest.mark.parametrize("make_pair", ["host"], indirect=True)
