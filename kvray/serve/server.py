@@ -79,8 +79,8 @@ def _options(settings: Settings) -> dict[str, Any]:
     if engine == "reference":
         named = {"model": settings.model, "served_name": settings.served_name}
         return {**events, **given, **named, "connector": True}
-    cache = {"enable_block_reuse": True, "enable_partial_reuse": False}
-    pool = {**events, **(given.get("kv_cache_config") or {}), **cache}
+    cache = {"enable_partial_reuse": False, **(given.get("kv_cache_config") or {})}
+    pool = {**events, **cache, "enable_block_reuse": True}
     return {**given, "kv_cache_config": pool, "kv_connector_config": asdict(KvConnectorConfig())}
 
 

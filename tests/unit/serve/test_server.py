@@ -17,8 +17,6 @@ from kvray.serve import Settings
 from kvray.serve.server import EngineServer, command_of
 from tests.waiting import wait_for
 
-FIXED = {"enable_block_reuse": True, "enable_partial_reuse": False}
-
 
 def test_trtllm_serve_reads_the_connector_beside_the_users_options(tmp_path):
     more = tmp_path / "more.yaml"
@@ -41,7 +39,8 @@ def test_trtllm_serve_reads_the_connector_beside_the_users_options(tmp_path):
         "kv_cache_config": {
             "event_buffer_max_size": 100_000,
             "free_gpu_memory_fraction": 0.5,
-            **FIXED,
+            "enable_block_reuse": True,
+            "enable_partial_reuse": False,
         },
         "kv_connector_config": {
             "connector_module": "kvray.connector",
@@ -49,6 +48,14 @@ def test_trtllm_serve_reads_the_connector_beside_the_users_options(tmp_path):
             "connector_worker_class": "KvRayWorker",
         },
     }
+
+
+def test_partial_reuse_is_as_the_user_has_it(tmp_path):
+    cache = {"enable_block_reuse": False, "enable_partial_reuse": True}
+    settings = Settings(engine="tensorrt_llm", model="m", engine_options={"kv_cache_config": cache})
+    command_of(settings, 1, tmp_path)
+    written = yaml.safe_load((tmp_path / "options.yaml").read_text())["kv_cache_config"]
+    assert written == {"enable_block_reuse": True, "enable_partial_reuse": True}
 
 
 def test_vllm_serve_gets_options_as_flags(tmp_path):
