@@ -53,7 +53,7 @@ def answer(model: str, config: Path | None) -> str:
         "model": model,
         "backend": "pytorch",
         "cuda_graph_config": None,  # the first versions with connectors refuse graphs beside them
-        # Without partial reuse: kvray holds whole blocks.
+        # With partial reuse each pass would wait until its blocks were read.
         "kv_cache_config": KvCacheConfig(enable_block_reuse=True, enable_partial_reuse=False),
         "kv_connector_config": KvCacheConnectorConfig(
             connector_module="kvray.connector",

@@ -98,8 +98,8 @@ kv_connector_config:
 kv_cache_config:
   # The engine reuses its own blocks first, and asks the connector for the tokens after them.
   enable_block_reuse: true
-  # With partial reuse the engine asks from the middle of a block on. kvray has whole blocks and
-  # must decline such a request.
+  # With partial reuse kvray finds as much, but the engine waits after each pass until the blocks
+  # that it filled were read.
   enable_partial_reuse: false
 """
 

@@ -156,7 +156,7 @@ REASONS: dict[str, Reason] = {
         "See `kvray status`, and `kvray doctor` on the engine's node.",
     ),
     "unaligned": Reason(
-        "the engine had part of a block itself, and kvray has only whole blocks",
+        "the engine had part of a block itself, whose page kvray may not write",
         "Set kv_cache_config.enable_partial_reuse: false.",
     ),
     "fingerprinting": Reason(

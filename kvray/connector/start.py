@@ -64,6 +64,11 @@ REPLACING = (
     ("tensorrt_llm._torch.pyexecutor.py_executor", "PyExecutor", "reset_prefix_cache"),
 )
 _ENGINES = "kvray_engines"
+_COPIES_ASIDE = ("tensorrt_llm 1.0", "tensorrt_llm 1.1")
+"""Versions whose cache manager copies partly reused pages on a stream that layers do not wait for.
+
+Source: `KVCacheManager._stream` in `resource_manager.py`, the executor's own from 1.2 on.
+"""
 
 
 def state_for(llm_args: Any, config_path: str | None) -> SharedState:
@@ -127,20 +132,23 @@ def read_engine_args(
     checkpoint = read_checkpoint(found, changes if isinstance(changes, Mapping) else None)
     refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
+    partial_reuse = field_of(cache, "enable_partial_reuse") is not False
+    is_compiled, engine = _is_compiled(llm_args), _engine_version()
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
-        partial_reuse=field_of(cache, "enable_partial_reuse") is not False,
+        partial_reuse=partial_reuse,
+        owns_partial_blocks=partial_reuse and not is_compiled and engine not in _COPIES_ASIDE,
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
         attention_backend=text_of(llm_args, "attn_backend").upper() or "default",
-        engine=_engine_version(),
+        engine=engine,
         ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
         attention_dp=field_of(llm_args, "enable_attention_dp") is True,
-        is_compiled=_is_compiled(llm_args),
+        is_compiled=is_compiled,
         windows=_windows(cache),
         adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
         checkpoint=checkpoint,

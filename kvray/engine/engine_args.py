@@ -262,6 +262,9 @@ class EngineArgs:
     rank: int
     block_reuse: bool
     partial_reuse: bool
+    owns_partial_blocks: bool
+    """A page of which a request reuses the first tokens is its own, and was filled on the stream
+    that its layers run on: a block may be loaded over it."""
     quantization: str  # weight and KV quantisation as the engine names them, as one text
     overrides: str
     """What changes the checkpoint's own configuration or weights, as one text."""

@@ -127,7 +127,7 @@ class Leader:
         for report, is_new in reports:
             state = self.states.get(report.request_id)
             if is_new or state is None or not state.is_reported:
-                self.promises.check(shared, report.request_id, report.computed_position)
+                self.promises.check(report.request_id, report.computed_position)
             if state is None:
                 continue
             self.states.move_to_end(report.request_id)  # `_drop_oldest` takes from the front
@@ -190,7 +190,7 @@ class Leader:
         state = self.states.get(request_id)
         if state is None or state.promise is None:
             return
-        state.promise.cancel(start, end, state.tokens_per_block)
+        state.promise.cancel(start, end)
         if not state.promise.num_blocks:
             self.promises.release(self.shared, state)
 
@@ -215,17 +215,17 @@ class Leader:
         state, answer = self.states.get(request_id), self._uncounted.get(request_id)
         if state is None or state.promise is None:
             return 0
-        promise, size = state.promise, state.tokens_per_block
+        promise = state.promise
         is_shorter = end < promise.end
         if is_shorter:
             promise.end = end
             state.num_found, state.num_saved = min(state.num_found, end), min(state.num_saved, end)
-        promise.first = min(num_computed // size, promise.end)
+        promise.num_computed = min(num_computed, promise.end * state.tokens_per_block)
         if answer is not None and answer.asked is not None:
             found = answer.found._replace(reason="corrupt") if is_shorter else answer.found
             asked = answer.asked._replace(num_computed=num_computed)
             self._uncounted[request_id] = answer._replace(asked=asked, found=found)
-        return promise.num_blocks * size
+        return promise.num_tokens
 
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request, and its promise; what it has not saved is lost."""
@@ -290,7 +290,7 @@ class Leader:
         # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
-        elif asked.num_computed % state.tokens_per_block:
+        elif asked.num_computed % state.tokens_per_block and not shared.args.owns_partial_blocks:
             self._warn_unaligned(asked.num_computed)
             found = Found(reason="unaligned")
         else:
@@ -303,15 +303,22 @@ class Leader:
         # A corrupt block, and what follows it, is saved again once it is computed. So is what is
         # loaded from an engine with another number of ranks.
         state.num_found = state.num_saved = found.num_stored
-        num_blocks = 0
+        hit = 0
         if lease is not None:
-            state.arrivals, num_blocks = lease.arrivals, max(0, lease.end - first)
-            if num_blocks:
-                promise = Promise(lease=lease, first=first, end=lease.end, honoured=honoured)
+            state.arrivals = lease.arrivals
+            promise = Promise(
+                lease=lease,
+                tokens_per_block=state.tokens_per_block,
+                num_computed=asked.num_computed,
+                end=lease.end,
+                honoured=honoured,
+            )
+            hit = promise.num_tokens
+            if hit:
                 self.promises.keep(state, promise)
             else:
                 shared.release_prefix(lease)
-        return num_blocks * state.tokens_per_block, Answer(request_id, asked, found, state)
+        return hit, Answer(request_id, asked, found, state)
 
     def _remember(self, asked: Prompt) -> RequestState:
         shared, identity = self.shared, asked.identity
@@ -346,9 +353,7 @@ class Leader:
         promise = self.promises.take(state)
         try:
             _extend(state, report, is_new=is_new)
-            taken, is_sure = promise.taken(
-                start, state.tokens_per_block, is_exact=shared.identity.is_flat
-            )
+            taken, is_sure = promise.taken(start, is_exact=shared.identity.is_flat)
             if taken:
                 self._narrow(state, promise, taken)
                 pages = state.load_pages(promise.first, promise.first + taken)
@@ -367,7 +372,8 @@ class Leader:
             raise
         if not taken:
             shared.release_prefix(promise.lease)
-        return start + taken * state.tokens_per_block if is_sure else start, plans
+        end = (promise.first + taken) * state.tokens_per_block
+        return end if taken and is_sure else start, plans
 
     def _narrow(self, state: RequestState, promise: Promise, taken: int) -> None:
         """Have the leases of a promise name what the first `taken` blocks of the offer need."""
@@ -438,7 +444,7 @@ class Promises:
     def __init__(self) -> None:
         self._states: dict[int, RequestState] = {}
         self._lost: OrderedDict[int, int] = OrderedDict()
-        """Requests whose promise was given up -> their own blocks, as far as they may still go."""
+        """Requests whose promise was given up -> their own tokens, as far as they may still go."""
 
     def keep(self, state: RequestState, promise: Promise) -> None:
         """Take a promise in; from now on it is taken or released."""
@@ -461,10 +467,10 @@ class Promises:
         """The request has ended, or starts over: nothing of it is lost any more."""
         self._lost.pop(request_id, None)
 
-    def check(self, shared: SharedState, request_id: int, position: int) -> None:
+    def check(self, request_id: int, position: int) -> None:
         """Raise LeaseExpired if a first report's position counts on what was given up."""
-        first = self._lost.pop(request_id, None)
-        if first is not None and position > first * shared.args.tokens_per_block:
+        num_computed = self._lost.pop(request_id, None)
+        if num_computed is not None and position > num_computed:
             raise LeaseExpired(
                 f"Request {request_id} comes back for tokens that were promised to it for an"
                 " earlier pass, and whose lease has ended; report this with TensorRT-LLM's version."
@@ -480,7 +486,7 @@ class Promises:
 
     def _lose(self, shared: SharedState, state: RequestState) -> None:
         assert state.promise is not None, "the caller has looked"
-        self._lost[state.request_id] = state.promise.first
+        self._lost[state.request_id] = state.promise.num_computed
         if len(self._lost) > _LOST_MAX:
             self._lost.popitem(last=False)
         self.release(shared, state)
@@ -501,15 +507,16 @@ def record(shared: SharedState, answer: Answer) -> None:
     step, missing = 1, tuple[BlockKey, ...]()
     arrivals = state.arrivals if state is not None and wanted else ()
     if state is not None and (promise := state.promise) is not None:
-        end, hit, remote = promise.end, (promise.end - promise.first) * size, 0
+        end, hit, remote = promise.end, promise.num_tokens, 0
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
         here = ((promise.first, end, HERE, ""),)  # as mostly
         runs = runs_between(arrivals, promise.first, end) if arrivals else here
         for start, stop, way, source in runs:
-            totals[f"hit_tokens_from_{way}"] += (stop - start) * size
+            own = max(0, promise.num_computed - start * size)  # in the first block
+            totals[f"hit_tokens_from_{way}"] += (stop - start) * size - own
             remote += (stop - start) * (source_of(way, source) == "remote")
-        state.counts = state.counts._replace(hit=hit // size, remote=remote)
+        state.counts = state.counts._replace(hit=end - promise.first, remote=remote)
     missed = wanted * size - asked.num_computed - hit
     totals["requests"] += 1
     totals["prompt_tokens"] += len(asked.tokens)

@@ -123,50 +123,54 @@ class Promise:
     """Matched tokens that the leader has offered to the engine and holds in leases."""
 
     lease: PrefixLease  # the whole of it, from its root
-    first: int  # blocks that the engine had itself
+    tokens_per_block: int
+    num_computed: int
+    """Tokens that the engine had itself. A block that has only some of them is loaded whole."""
     end: int  # where the promised blocks end; leased blocks after it failed their checksum
     honoured: Honoured | None = None  # None: the engine takes all of an offer or nothing
 
     @property
+    def first(self) -> int:
+        """The first block to load."""
+        return self.num_computed // self.tokens_per_block
+
+    @property
     def num_blocks(self) -> int:
-        """How many blocks were offered."""
+        """How many blocks were offered, the first perhaps in part."""
         return self.end - self.first
 
-    def cancel(self, start: int, end: int, tokens_per_block: int) -> None:
-        """Keep less: the engine will not use the tokens from `start` to `end`."""
-        if end >= self.end * tokens_per_block:
-            self.end = min(self.end, max(self.first, -(-start // tokens_per_block)))
-        elif start <= self.first * tokens_per_block:
-            # If only part of a block is given back, the block is loaded whole.
-            self.first = max(self.first, end // tokens_per_block)
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were offered."""
+        return max(0, self.end * self.tokens_per_block - self.num_computed)
 
-    def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
+    def cancel(self, start: int, end: int) -> None:
+        """Keep less: the engine will not use the tokens from `start` to `end`."""
+        if end >= self.end * self.tokens_per_block:
+            kept = -(-start // self.tokens_per_block) if start > self.num_computed else self.first
+            self.end = min(self.end, max(self.first, kept))
+        elif start <= self.num_computed:
+            self.num_computed = max(self.num_computed, end)
+
+    def taken(self, position: int, *, is_exact: bool) -> tuple[int, bool]:
         """Return how many blocks of the offer the engine counts on, and whether that is sure.
 
         If not, it may be less. `position` is that of the first report, without what the request
         took of the offer. `is_exact`: this engine takes all of an offer or nothing. LeaseExpired:
         the offer does not explain the position.
         """
-        blocks = position // tokens_per_block - self.first
-        if blocks < 0:
+        if position < self.num_computed:
             return 0, True  # it did not take the offer, and subtracts it all the same
-        if blocks == 0:
-            before = position % tokens_per_block
-            return (self.num_blocks, True) if is_exact else self._honoured(before, tokens_per_block)
-        raise LeaseExpired(
-            f"The engine counts on {blocks} blocks after its own {self.first} that were never"
-            " promised to it; it must not go on with them."
-        )
-
-    def _honoured(self, before: int, tokens_per_block: int) -> tuple[int, bool]:
-        """Return what a cache manager that may take less says that it took.
-
-        The first block may be one of which the engine has `before` tokens itself.
-        """
-        noted = None if self.honoured is None else self.honoured()
+        size, before = self.tokens_per_block, position - self.first * self.tokens_per_block
+        if before >= size:
+            raise LeaseExpired(
+                f"The engine counts on {position} tokens of which it had {self.num_computed}"
+                " itself, and the others were never promised to it; it must not go on with them."
+            )
+        noted = self.honoured() if self.honoured is not None and not is_exact else None
         if not isinstance(noted, int) or isinstance(noted, bool):
-            return self.num_blocks, False
+            return self.num_blocks, is_exact
         if noted <= 0:
             return 0, True
-        blocks = min(-(-(before + noted) // tokens_per_block), self.num_blocks)
-        return blocks, before == 0 and noted == blocks * tokens_per_block
+        blocks = min(-(-(before + noted) // size), self.num_blocks)
+        return blocks, before + noted == blocks * size

@@ -60,6 +60,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         rank=int(parallel.rank) % int(parallel.tensor_parallel_size),
         block_reuse=True,
         partial_reuse=False,
+        owns_partial_blocks=False,
         quantization=canonical_text(model, _QUANTIZATION),
         overrides=to_text(
             {

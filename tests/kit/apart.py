@@ -29,6 +29,7 @@ ARGS = EngineArgs(
     rank=0,
     block_reuse=True,
     partial_reuse=False,
+    owns_partial_blocks=False,
     quantization="",
     overrides="",
     attention_backend="any",

@@ -3,6 +3,10 @@
 With one pool the connector is asked when a request gets its pages, and all of its offer is taken.
 With layer groups it is asked apart from that, some of the offer may be taken, and pages come with
 each chunk; one version asks ahead, for requests that are then left out of the batch.
+
+With partial reuse, prompts are found as soon as they are computed, also by a block of which only
+the first tokens are alike. Its page is copied whole, with the other request's rows behind them,
+and that request goes on. The first manager takes over a page that nobody uses and nothing follows.
 """
 
 import random
@@ -33,7 +37,7 @@ class Cache:
         has_groups: bool,
         resolves_late: bool,
         is_reused: bool = True,
-        partial_tokens: int = 0,
+        is_partial: bool = False,
         draft_len: int = 0,
     ) -> None:
         """`draft_len`: tokens that are drafted after each one that is computed for an answer."""
@@ -53,7 +57,7 @@ class Cache:
         self._memories = memories
         self._has_groups = has_groups
         self._resolves_late = resolves_late
-        self._partial_tokens = partial_tokens
+        self._is_partial = is_partial
         self._draft_len = draft_len
         self._luck = random.Random(draft_len)
         self._pools = [BlockPool(num_pages, tokens_per_block=BLOCK) for _ in windows]
@@ -120,7 +124,10 @@ class Cache:
             self.connector.build_scheduler_output(batch, self.get_cache_indices)
 
     def update_resources(self, batch: ScheduledRequests) -> None:
-        """Give back the pages that only rejected drafts have used."""
+        """Let others find computed prompts, and give back what only rejected drafts have used."""
+        for request in batch.context_requests if self._is_partial else ():
+            if request in self._held and (self._has_groups or not request.is_in_context):
+                self._remember(request, self._held[request], keep_tail=False)
         for request in batch.generation_requests:
             if self._draft_len and request in self._held:
                 kept = -(-request.num_computed_tokens // BLOCK)
@@ -148,7 +155,7 @@ class Cache:
         if held is None:
             return
         if self.is_reused and request.request_id != DUMMY_ID:
-            self._remember(request, held)
+            self._remember(request, held, keep_tail=self._is_partial)
         for group, pages in enumerate(held):
             self._release(group, pages)
 
@@ -212,44 +219,60 @@ class Cache:
         self._held[request] = held
         if not self.is_reused:
             return 0
-        matches = self._match(request, request.prompt_len - 1)
-        num_blocks = min(map(len, matches))
-        for group, pages in enumerate(matches):
+        matches = self._matches(request, request.prompt_len - 1, allow_partial=False)
+        found = [list(match.block_ids) for match in matches]
+        num_blocks = min(map(len, found))
+        for group, pages in enumerate(found):
             first = self.first_live(group, num_blocks * BLOCK)
             held[group] += [NO_PAGE] * min(first, num_blocks) + pages[first:num_blocks]
             self._pools[group].reference(_live(held[group]))
         return num_blocks * BLOCK + self._reuse_partly(request, num_blocks)
 
     def _reuse_partly(self, request: LlmRequest, num_blocks: int) -> int:
-        """Have a copy of some tokens of the next block; return how many."""
-        start = num_blocks * BLOCK
-        if not 0 < self._partial_tokens < request.prompt_len - start:
+        """Have the first tokens of the next block, if some are there; return how many."""
+        end = min((num_blocks + 1) * BLOCK, request.prompt_len) - 1
+        matches = self._matches(request, end, allow_partial=self._is_partial)
+        sources = [match.partial_block_id for match in matches if match.num_partial_tokens]
+        if len(sources) < len(matches) or self.get_num_free_blocks() < 2:
             return 0
-        end = start + self._partial_tokens
-        self.extend(request, end, history=start)
-        for group, pages in enumerate(self._held[request]):
-            for memory in self._memories:
-                memory.compute(request, group, num_blocks, pages[num_blocks], start, end)
-        return self._partial_tokens
+        for group, source in enumerate(sources):
+            self._held[request][group].append(self._own(group, source))
+        return min(match.num_partial_tokens for match in matches)
 
-    def _match(self, request: LlmRequest, num_tokens: int) -> list[list[int]]:
-        """Return the pages of each group's pool that hold the first tokens."""
+    def _own(self, group: int, source: int) -> int:
+        """Return a page of a request's own that holds what `source` does."""
+        pool = self._pools[group]
+        node = pool._nodes[source]
+        pool.reference([source])
+        if not self._has_groups and pool._references[source] == 1 and not node.children:
+            pool._forget(node)
+            return source
+        page = self._take(group)
+        for memory in self._memories:
+            memory.copy(group, source, page)
+        self._release(group, [source])
+        return page
+
+    def _matches(self, request: LlmRequest, num_tokens: int, *, allow_partial: bool) -> list[Any]:
+        """Return what each group's pool has of the first tokens."""
         digests: Any = [request.digest(position) for position in range(num_tokens)]
-        matches = [pool.match(digests, namespace=None, allow_partial=False) for pool in self._pools]
-        return [list(match.block_ids) for match in matches]
+        return [
+            pool.match(digests, namespace=None, allow_partial=allow_partial) for pool in self._pools
+        ]
 
-    def _remember(self, request: LlmRequest, held: list[list[int]]) -> None:
+    def _remember(self, request: LlmRequest, held: list[list[int]], *, keep_tail: bool) -> None:
         """Let others find what is computed, as far as every block of it has a page somewhere."""
         computed = min(request.num_computed_tokens, len(request.get_tokens(0)) - 1)
         if request.num_hit and request.is_in_context:
             computed = 0  # nothing of it is sure to be there
-        matches = self._match(request, computed)
+        matches = self._matches(request, computed, allow_partial=False)
         for pool, pages, match in zip(self._pools, held, matches, strict=True):
-            count = len(match)
-            while count < min(computed // BLOCK, len(pages)) and pages[count] != NO_PAGE:
+            count, end = len(match.block_ids), computed // BLOCK
+            while count < min(end, len(pages)) and pages[count] != NO_PAGE:
                 count += 1
-            digests: Any = [request.digest(position) for position in range(count * BLOCK)]
-            pool.remember(digests, pages, namespace=None, keep_tail=False)
+            is_whole = keep_tail and count == end < len(pages) and pages[end] != NO_PAGE
+            digests = map(request.digest, range(computed if is_whole else count * BLOCK))
+            pool.remember([*digests], pages, namespace=None, keep_tail=keep_tail)
 
     def _take(self, group: int) -> int:
         (page,) = self._pools[group].allocate(1)

@@ -90,7 +90,6 @@ class Engine:
         is_overlapped: bool = False,
         has_hooks: bool = True,
         max_batch: int = 4,
-        partial_tokens: int = 0,
         draft_len: int = 0,
         cache: dict[str, Any] | None = None,
         **args: Any,
@@ -140,7 +139,7 @@ class Engine:
             has_groups=has_groups,
             resolves_late=version.resolves_late and has_groups,
             is_reused=(cache or {}).get("enable_block_reuse", True),
-            partial_tokens=partial_tokens,
+            is_partial=(cache or {}).get("enable_partial_reuse", False),
             draft_len=draft_len,
         )
         self.cache.connector, self.cache.asked = self.manager, self._begin

@@ -161,6 +161,12 @@ class Memory:
             for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, first:last] = content
 
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Have a page hold all that another does."""
+        for region in self.groups[group]:
+            for pages in (region.pages, region.expected):
+                pages[target] = pages[source]
+
     def scribble(self, group: int, page: int, row: int) -> None:
         """Write what a rejected token leaves behind."""
         for region in self.groups[group]:

@@ -113,10 +113,45 @@ def test_salts_keep_requests_apart(make_engine, version):
         engine.close()
 
 
-def test_an_unaligned_start_loads_nothing(make_engine, stored):
-    stored()
-    warm = make_engine(partial_tokens=2, cache={"enable_partial_reuse": True})
-    assert warm.serve(PROMPT).num_hit == 0
+FAMILY = [
+    [*range(start, start + end), *range(700 + end, 700 + end + 12)]
+    for end in (35, 22, 31, 6, 26, 11, 21, 14)
+    for start in (0, 100)
+]
+"""Prompts that share tokens up to the middle of some block, and go on each in its own way."""
+PARTIAL = {"enable_partial_reuse": True}
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("chunk", [None, 2 * BLOCK], ids=["whole", "chunked"])
+@pytest.mark.parametrize("is_flat", [False, True], ids=["any_manager", "first_manager"])
+def test_blocks_of_which_the_engine_has_a_part_are_loaded_whole(
+    on_device, make_engine, at_once, chunk, is_flat
+):
+    """Others whose pages were copied go on reading them, and answer."""
+    options = {"chunk": chunk, "is_flat": is_flat, "max_batch": at_once}
+    serve_all(make_engine(**options), FAMILY, max_new=3)
+    reused = []
+    for cache in ({}, PARTIAL):
+        warm = make_engine(cache=cache, **options)
+        requests = [warm.submit(prompt, max_new=2 + len(prompt)) for prompt in map(list, FAMILY)]
+        warm.run()
+        hits, totals = [request.num_hit for request in requests], warm.totals
+        reused.append([hits, totals["local_tokens"]])
+        assert totals["hit_tokens"] == totals["hit_tokens_from_host"] == sum(hits)
+        assert totals["miss_tokens_unaligned"] == 0
+    (plain, local), (partial, local_in_part) = reused
+    assert sum(partial) + local_in_part >= sum(plain) + local
+    if at_once == 1:
+        assert local_in_part > local
+        assert {a - b for a, b in zip(plain, partial, strict=True)} == {0, 1, 2, 3}
+
+
+def test_what_it_has_a_part_of_is_not_loaded_if_the_model_is_compiled(make_engine):
+    """The hooks may not run then, and nothing else names the stream that pages are copied on."""
+    serve_all(make_engine(), FAMILY)
+    warm = make_engine(cache=PARTIAL, torch_compile_config=SimpleNamespace())
+    prefill_all(warm, FAMILY)
     assert warm.totals["miss_tokens_unaligned"] > 0
 
 

@@ -25,6 +25,7 @@ ENGINES = st.fixed_dictionaries(
         "chunk": st.sampled_from([None, BLOCK, 3 * BLOCK]),
         "is_overlapped": st.booleans(),
         "has_hooks": st.booleans(),
+        "cache": st.sampled_from([{}, {"enable_partial_reuse": True}]),
         "size": st.sampled_from([1, 2, 4]),
     }
 )

@@ -4,11 +4,13 @@ A page belongs to one request after the other, and the engine tells nobody. What
 meeting a page of another owner is the order of the streams:
 
 - *The engine's stream* runs the passes. Who owns a page changes between two passes only, and the
-  new owner's bytes are written by a later pass, or by a load for it.
-- *A load* runs after all that the engine's stream had been given when it was asked for, so no
-  earlier pass reads what it writes. It lands before the end of its pass, every layer of which waits
-  for its own bytes. If the pass is dropped, `fence` makes the next one wait. So no write of ours is
-  outstanding when a page changes hands.
+  new owner's bytes are written by a later pass, or by a load for it. Layers may run on another
+  stream than loads are asked for on; the hooks name it. On that one the engine copies a page of
+  which a request reuses the first tokens, before it asks for the loads of the request's pass.
+- *A load* runs after all that both streams had been given when it was asked for, so no earlier pass
+  reads what it writes, and no copy of the engine's comes after it. It lands before the end of its
+  pass, every layer of which waits for its own bytes. If the pass is dropped, `fence` makes the next
+  one wait. So no write of ours is outstanding when a page changes hands.
 - *A save* runs after its mark, the end of a pass after which its pages were complete. Before pages
   that are being saved change hands, `fence` makes the pass, and with it its loads, wait for the
   saves that were asked for. One that is asked for after that reads whatever its pages hold then:
@@ -88,6 +90,7 @@ class DevicePool:
         self._pages = {(part.num_ranks, part.index): PartPages(part) for part in parts}
         self._has_hooks = has_hooks
         self._streams: dict[str, Any] = {}
+        self._runs_on: Any = None  # the stream that a hook named last
         self._lock = threading.Lock()
         """Held while copies are asked for, never while they run."""
         self._pins: dict[int, PinnedArena] = {}  # by the address of the arena's data
@@ -197,6 +200,8 @@ class DevicePool:
         with device.current(), self._lock:
             side = self._stream("load")
             device.wait(side, device.record(stream))
+            if self._runs_on not in (None, stream):
+                device.wait(side, device.record(self._runs_on))
             self._landed = device.record(side)
             stages = self._stages[blocks[0][0].num_ranks].of(num_bytes) if blocks else ()
             for stage in stages:
@@ -214,6 +219,7 @@ class DevicePool:
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Have `stream` run this layer of the pass after its bytes have landed."""
+        self._runs_on = stream
         event = self._landing.get(layer)
         if event is not None:
             with self._device.current():

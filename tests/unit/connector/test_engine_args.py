@@ -77,6 +77,18 @@ def test_reuse_is_on_unless_it_is_switched_off():
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
+@pytest.mark.parametrize(("version", "is_own"), [("1.1.0", False), ("1.2.0", True), ("1.10", True)])
+def test_a_partly_reused_page_is_a_request_s_own_where_its_copy_is_waited_for(
+    monkeypatch, version, is_own
+):
+    package = ModuleType("tensorrt_llm")
+    vars(package)["__version__"] = version
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    assert read_args(args_for()).owns_partial_blocks == is_own
+    assert not read_args(args_for(torch_compile_enabled=True)).owns_partial_blocks
+    assert not read_args(args_for(cache={"enable_partial_reuse": False})).owns_partial_blocks
+
+
 def test_a_compiled_model_is_noted():
     assert read_args(args_for(torch_compile_config=SimpleNamespace())).is_compiled
     assert read_args(args_for(torch_compile_enabled=True)).is_compiled

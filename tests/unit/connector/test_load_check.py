@@ -124,19 +124,22 @@ def run_pass(pair: Pair, fault: Fault) -> None:
     pair.end_pass()
 
 
-def load(pair: Pair, tokens: list[int] = PROMPT, *, begun: bool = False) -> Request:
+def load(
+    pair: Pair, tokens: list[int] = PROMPT, *, begun: bool = False, computed: int = 0
+) -> Request:
     """Return a request for which the next pass loads the prompt, or the one that has begun."""
     request = Request(2, tokens)
-    assert pair.query(request) >= HIT
-    pair.plan(request)
+    assert pair.query(request, computed) >= HIT - computed
+    pair.plan(request, computed)
     if begun:
         pair.worker.start_load_kv(None)
     return request
 
 
+@pytest.mark.parametrize("computed", [0, HIT - 1], ids=["of all", "over a part"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fault):
-    load(warm, [*PROMPT, *range(20)])
+def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fault, computed):
+    load(warm, [*PROMPT, *range(20)], computed=computed)
     before = warm.totals["stored_blocks"]
     with pytest.raises(LeaseExpired):
         run_pass(warm, fault)

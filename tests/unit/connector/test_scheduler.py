@@ -11,13 +11,51 @@ from kvray.store import Arena
 from tests.kit.connector import BLOCK, HIT, PROMPT, Request, args_for, flip_a_byte
 
 
-def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(warm, caplog):
+def test_a_block_of_which_the_engine_has_a_part_is_loaded_from_its_start(warm):
+    for request_id, computed in ((2, BLOCK + 1), (3, HIT - 1)):
+        request = Request(request_id, PROMPT)
+        warm.begin(request, computed)
+        assert request.matched == HIT - computed
+        warm.check(request, request.matched, computed)
+        warm.compute(request)
+        warm.finish(request)
+    assert warm.query(Request(4, PROMPT), HIT) == 0
+    totals = warm.totals
+    assert totals["hit_tokens"] == totals["hit_tokens_from_host"] == HIT - BLOCK - 1 + 1
+    assert totals["local_tokens"] == BLOCK + 1 + HIT - 1 + HIT
+    assert totals["miss_tokens_unaligned"] == 0
+
+
+def test_an_offer_in_mid_block_that_is_not_taken_loads_nothing(warm):
+    """It is one token, by which the engine steps back inside the block that it has a part of."""
+    request = Request(2, PROMPT)
+    assert warm.query(request, HIT - 1) == 1
+    assert warm.plan(request, HIT - 1, accepted=False).loads == ()
+    assert warm.leased == 0
+
+
+def test_one_in_mid_block_that_comes_back_later_without_its_offer_goes_on(warm):
+    request = Request(2, PROMPT)
+    assert warm.query(request, BLOCK + 1) > 0
+    warm.scheduler.build_connector_meta(SchedulerOutput())
+    request.matched = 0
+    assert warm.plan(request, BLOCK + 1).loads == ()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"torch_compile_enabled": True}, {"cache": {"enable_partial_reuse": False}}]
+)
+def test_where_its_page_may_not_be_written_it_gets_nothing_and_one_warning(
+    make_pair, caplog, changes
+):
+    pair = make_pair(args_for(**changes))
+    pair.store(PROMPT)
     for request_id in (2, 3):
         request = Request(request_id, PROMPT)
-        assert warm.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
+        assert pair.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
     said = [one for one in caplog.messages if "enable_partial_reuse: false" in one]
     assert len(said) == 1
-    assert warm.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
+    assert pair.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
 
 
 def test_unused_promises_are_released_by_the_next_metadata(warm):

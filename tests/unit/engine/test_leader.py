@@ -212,12 +212,12 @@ def test_the_speed_of_prefill_is_measured(passes, tokens_per_s):
 
 # -- promises, and what calls took
 
-ARGS = SimpleNamespace(tokens_per_block=BLOCK, takes_offers_later=False)
-SHARED = SimpleNamespace(args=ARGS)
+ARGS = SimpleNamespace(takes_offers_later=False)
 
 
 def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
-    return Promise(lease=None, first=first, end=first + blocks, **fields)
+    own = {"tokens_per_block": BLOCK, "num_computed": first * BLOCK}
+    return Promise(lease=None, end=first + blocks, **own | fields)
 
 
 TAKEN = {
@@ -229,31 +229,32 @@ TAKEN = {
     "of a part of a block": (13, 2 * BLOCK, False, (4, False)),
     "of more than was promised": (99, 2 * BLOCK, False, (5, False)),
     "a block that the engine has in part": (2, 2 * BLOCK + 3, False, (2, False)),
+    "the rest of a block": (5, 2 * BLOCK + 3, False, (2, True)),
 }
 
 
 @pytest.mark.parametrize(("noted", "position", "is_exact", "taken"), TAKEN.values(), ids=TAKEN)
 def test_an_engine_that_may_take_less_notes_it_at_the_request(noted, position, is_exact, taken):
     promise = promise_of() if noted is None else promise_of(honoured=lambda: noted)
-    assert promise.taken(position, BLOCK, is_exact=is_exact) == taken
+    assert promise.taken(position, is_exact=is_exact) == taken
 
 
 def test_an_engine_that_counts_on_more_is_stopped():
     with pytest.raises(LeaseExpired, match="never promised"):
-        promise_of().taken(12, BLOCK, is_exact=True)
+        promise_of().taken(12, is_exact=True)
 
 
 def test_a_lost_promise_stops_only_the_engine_that_counts_on_it():
     promises = Promises()
-    promises._lost[7] = 2
-    promises.check(SHARED, 8, 40)
-    promises.check(SHARED, 7, 2 * BLOCK)
-    promises._lost[7] = 2
+    promises._lost[7] = 2 * BLOCK + 1
+    promises.check(8, 40)
+    promises.check(7, 2 * BLOCK + 1)
+    promises._lost[7] = 2 * BLOCK + 1
     with pytest.raises(LeaseExpired, match="earlier pass"):
-        promises.check(SHARED, 7, 3 * BLOCK)
-    promises._lost[7] = 2
+        promises.check(7, 3 * BLOCK)
+    promises._lost[7] = 2 * BLOCK + 1
     promises.forget(7)
-    promises.check(SHARED, 7, 3 * BLOCK)
+    promises.check(7, 3 * BLOCK)
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
@@ -264,9 +265,9 @@ def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch):
         state = SimpleNamespace(request_id=request_id, promise=None)
         promises.keep(state, promise_of(first=0))
     promises.settle(shared)
-    promises.check(shared, 1, 40)
+    promises.check(1, 40)
     with pytest.raises(LeaseExpired):
-        promises.check(shared, 2, 40)
+        promises.check(2, 40)
 
 
 def test_a_call_is_in_the_bucket_that_ends_above_it():
