@@ -195,12 +195,13 @@ class Client:
             )
 
     def explain(
-        self, request_id: int | None = None, *, replica: str | None = None, last: int = 1
+        self, request_id: int | str | None = None, *, replica: str | None = None, last: int = 1
     ) -> dict[str, Any]:
         """Return what came of requests, and why they hit or missed, as docs/explain.md says.
 
         Args:
-            request_id: the engine's number of the request; None: the latest.
+            request_id: the engine's number of the request, or its `x-request-id` where the engine's
+                server keeps that; None: the latest.
             replica: whose; None: of any.
             last: how many requests at most, the latest first.
 
@@ -210,7 +211,7 @@ class Client:
         """
         with tier_named(self.cluster_name):
             return explain.explain_requests(
-                replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
+                replica=replica, request=request_id, last=last, timeout_s=self._timeout_s
             )
 
     def explain_tokens(

@@ -95,23 +95,23 @@ _NAMESPACES_MAX = 8
 
 
 def explain_requests(
-    *, replica: str | None, request_id: int | None, last: int, timeout_s: float
+    *, replica: str | None, request: int | str | None, last: int, timeout_s: float
 ) -> dict[str, Any]:
     """Return the outcomes of the `last` requests and their reasons, the latest first.
 
-    Without `replica` or `request_id` all requests count. The result has "requests", and "silent":
+    Without `replica` or `request` all requests count. The result has "requests", and "silent":
     the shards that did not answer.
     """
     deadline = time.monotonic() + _ARRIVES_S
     while True:
-        found, silent = _ask("asked", timeout_s, replica, request_id, last)
+        found, silent = _ask("asked", timeout_s, replica, request, last)
         if any(found.values()) or time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
     asked = [(shard, one) for shard, some in found.items() for one in some]
     asked.sort(key=lambda pair: -pair[1].note.at)
     if not asked:
-        raise ConfigError(_not_known(replica, request_id, silent))
+        raise ConfigError(_not_known(replica, request, silent))
     return {
         "requests": [_explained(shard, one, timeout_s) for shard, one in asked[:last]],
         "silent": silent,
@@ -170,6 +170,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
     ours = asked.namespace
     return {
         "request_id": note.request_id,
+        "name": note.name,
         "replica": asked.replica,
         "rank": asked.rank,
         "node": shard,
@@ -198,8 +199,8 @@ def _reason(asked: Asked, block: BlockState) -> str:
     return block.state if block.state in (EVICTED, PARTIAL) else NEVER_STORED
 
 
-def _not_known(replica: str | None, request_id: int | None, silent: Sequence[str]) -> str:
-    what = "No request" if request_id is None else f"No request {request_id}"
+def _not_known(replica: str | None, request: int | str | None, silent: Sequence[str]) -> str:
+    what = "No request" if request is None else f"No request {request!s:.80}"
     whose = "" if replica is None else f" of replica {replica!r:.80}"
     missing = f" {', '.join(silent)} did not answer." if silent else ""
     return (

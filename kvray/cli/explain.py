@@ -26,13 +26,12 @@ _LAST_MAX = 200
 
 
 def explain(
-    request_id: Annotated[
-        int | None,
+    request: Annotated[
+        str | None,
         typer.Argument(
-            min=0,
-            max=2**64 - 1,
             metavar="REQUEST_ID|N",
-            help="The engine's number of the request; with --last, how many requests.",
+            help="The engine's number of the request, or its x-request-id where the engine's"
+            " server keeps that; with --last, how many requests.",
         ),
     ] = None,
     last: Annotated[bool, flag("--last", "Explain the latest request, or the latest N.")] = False,
@@ -58,21 +57,23 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
-    if tokens is not None and (last or request_id is not None):
+    if tokens is not None and (last or request is not None):
         raise ConfigError("Give either --tokens or a request, not both.")
     if tokens is None and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora need --tokens; a request has its own.")
-    if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
-        raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
+    asked = request if request is None or not request.isdecimal() else int(request)
+    num_last = asked if last and asked is not None else 1
+    if not isinstance(num_last, int) or not 1 <= num_last <= _LAST_MAX:
+        raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request:.80}.")
     token_ids = None if tokens is None else read_tokens(tokens)
     with open_client(config, address) as client:
         if token_ids is not None:
             found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
-        elif last or request_id is None:
-            found = client.explain(replica=replica, last=request_id or 1)
+        elif last or asked is None:
+            found = client.explain(replica=replica, last=num_last)
         else:
-            found = client.explain(request_id, replica=replica, last=_LAST_MAX)
-    as_list = last and (request_id or 1) > 1
+            found = client.explain(asked, replica=replica, last=_LAST_MAX)
+    as_list = last and num_last > 1
     show_answer(found, lambda found: _report(found, as_list=as_list), as_json=as_json)
 
 
@@ -213,8 +214,9 @@ def reason(name: str, cause: str = "") -> Reason:
 def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[RenderableType]:
     """Yield the lines on one request; the last one is a sentence that sums it up."""
     rank = f", rank {request['rank']}" if request["rank"] else ""
+    name = f" ({request['name']})" if request["name"] else ""
     yield (
-        f"Request {request['request_id']} of replica"
+        f"Request {request['request_id']}{name} of replica"
         f" {request['replica']}{rank}, {clock(request['at'], now)}:"
         f" {request['num_tokens']:,} prompt tokens, namespace {request['namespace'] or 'not known'}"
     )

@@ -24,7 +24,7 @@ from kvray.identity.keys import request_seed
 from kvray.node import PromptCounts
 from kvray.trace.arrival import HERE, runs_between, source_of
 from kvray.trace.reasons import DropReason, MissReason
-from kvray.trace.request_note import RequestNote, sampled
+from kvray.trace.request_note import NAME_MAX, RequestNote, sampled
 
 _log = logging.getLogger("kvray.connector")
 
@@ -540,6 +540,7 @@ def record(shared: SharedState, answer: Answer) -> None:
             stage_s=found.stage_s,
             lease_s=found.lease_s,
             step=step,
+            name=asked.name[:NAME_MAX],
             keys=missing,
         )
     )

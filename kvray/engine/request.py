@@ -42,6 +42,8 @@ class Prompt(NamedTuple):
     identity: Identity
     is_unread: bool = False
     """Whether it reads no cache: it is saved, and promised nothing."""
+    name: str = ""
+    """What the engine's server calls it, if it has a name."""
 
     def num_askable(self, tokens_per_block: int) -> int:
         """Return how many leading blocks may be promised: the engine computes the last token."""

@@ -17,6 +17,7 @@ KEYS_MAX = 64
 NOTES_MAX = 128  # notes in one report of an engine
 _PACKED_MAX = 16 * 2**10
 _REASON_MAX = 64
+NAME_MAX = 256
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -48,6 +49,8 @@ class RequestNote(NamedTuple):
     """How long the rest of its answer took."""
     step: _Positive = 1
     """Blocks from one of `keys` to the next."""
+    name: Annotated[str, Field(max_length=NAME_MAX)] = ""
+    """What the engine's server calls it, which may have the client's `x-request-id` in it."""
     keys: tuple[BlockKey, ...] = ()
     """Keys of missing blocks, in prefix order."""
 

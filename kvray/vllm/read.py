@@ -46,6 +46,7 @@ class RequestReader:
             num_computed=num_computed,
             identity=identity,
             is_unread=bool(request.skip_reading_prefix_cache),  # such as for prompt logprobs
+            name=request.request_id,
         )
 
     def _identify(self, request: Any) -> Identity | None:

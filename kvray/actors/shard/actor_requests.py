@@ -155,9 +155,9 @@ class Queries:
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
 
-    def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+    def asked(self, replica: str | None, request: int | str | None, last: int) -> list[Asked]:
         """Return the requests that `RequestLog.find` finds for these arguments."""
-        find = partial(self._parts.request_log.find, replica, request_id, last)
+        find = partial(self._parts.request_log.find, replica, request, last)
         return [
             Asked(
                 replica=name,

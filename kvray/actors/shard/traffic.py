@@ -163,15 +163,17 @@ class RequestLog:
         return len(notes) - len(found)
 
     def find(
-        self, replica: str | None, request_id: int | None, last: int
+        self, replica: str | None, request: int | str | None, last: int
     ) -> list[tuple[str, int, bytes]]:
         """Return (replica, rank, packed note) of up to `last` requests, the latest first.
 
-        Without `replica` or `request_id` all count.
+        Without `replica` or `request` all count; a text is part of what a server calls it.
         """
+        part = request.encode(errors="replace") if isinstance(request, str) else b""
         found = (
             (name, rank, self._packed[name, rank, number])
             for name, rank, number in reversed(self._packed)
-            if replica in (None, name) and request_id in (None, number)
+            if replica in (None, name)
+            and (part in self._packed[name, rank, number] if part else request in (None, number))
         )
         return list(islice(found, max(0, min(last, FOUND_MAX))))

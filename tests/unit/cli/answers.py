@@ -117,6 +117,7 @@ def request(at: float = NOW, **changes: Any) -> dict[str, Any]:
     """Return what is known of a request that came 3 s before `at`."""
     return {
         "request_id": 7,
+        "name": "",
         "replica": "one",
         "rank": 0,
         "at": at - 3,

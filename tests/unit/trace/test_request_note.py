@@ -31,6 +31,7 @@ NOTE = RequestNote(
     stage_s=0.01,
     lease_s=0.001,
     step=2,
+    name="chatcmpl-7",
     keys=tuple(chain(5)),
 )
 
@@ -53,6 +54,7 @@ def test_a_note_comes_out_as_it_went_in():
         {"stage_s": float("inf")},
         {"lease_s": float("nan")},
         {"step": 2**31},
+        {"name": 7},
         {"keys": (b"x" * 31,)},
     ],
 )

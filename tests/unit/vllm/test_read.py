@@ -15,6 +15,7 @@ TOKENS = [1, 2, 3, 4, 5]
 
 def request(**changes: Any) -> SimpleNamespace:
     fields: dict[str, Any] = {
+        "request_id": "cmpl-1-0",
         "prompt_token_ids": TOKENS[:3],
         "all_token_ids": TOKENS,
         "prompt_embeds": None,
@@ -51,7 +52,8 @@ def read(reader: RequestReader, **changes: Any) -> Prompt:
 
 def test_a_text_is_its_tokens_with_what_it_has_generated(reader):
     found = read(reader)
-    assert (found.request_id, found.tokens, found.prompt_len) == (7, TOKENS, 5)
+    assert (found.request_id, found.name) == (7, "cmpl-1-0")
+    assert (found.tokens, found.prompt_len) == (TOKENS, 5)
     assert found.identity == Identity()
 
 

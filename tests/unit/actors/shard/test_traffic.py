@@ -101,12 +101,12 @@ def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_ot
 ONE, TWO = (Origin(replica=name, rank=0, namespace=MINE) for name in ("one", "two"))
 
 
-def note(request_id: int, *, end: int = 0) -> bytes:
-    return pack(RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored"))
+def note(request_id: int, *, end: int = 0, name: str = "") -> bytes:
+    return pack(RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored", name=name))
 
 
 def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
-    asked = {"replica": None, "request_id": None, "last": 100, **which}
+    asked = {"replica": None, "request": None, "last": 100, **which}
     notes = [(name, unpack(packed)) for name, _, packed in log.find(**asked)]
     return [(name, one.request_id, one.end) for name, one in notes]
 
@@ -118,8 +118,17 @@ def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first():
     log.note(ONE, [note(1, end=4)])
     assert found(log) == [("one", 1, 4), ("two", 1, 0), ("one", 2, 0)]
     assert found(log, replica="one", last=1) == [("one", 1, 4)]
-    assert found(log, request_id=1) == [("one", 1, 4), ("two", 1, 0)]
-    assert found(log, request_id=9) == []
+    assert found(log, request=1) == [("one", 1, 4), ("two", 1, 0)]
+    assert found(log, request=9) == []
+
+
+def test_a_request_is_found_by_a_part_of_what_its_server_calls_it():
+    log = RequestLog()
+    log.note(ONE, [note(1, name="chatcmpl-7f3a"), note(2, name="cmpl-9c1d-0")])
+    log.note(TWO, [note(3, name="cmpl-7f3a-0")])
+    assert found(log, request="7f3a") == [("two", 3, 0), ("one", 1, 0)]
+    assert found(log, request="7f3a", replica="one") == [("one", 1, 0)]
+    assert found(log, request="7f3b") == []
 
 
 def test_of_too_many_the_oldest_go():
