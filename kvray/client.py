@@ -69,6 +69,15 @@ class Client:
         with tier_named(self.cluster_name):
             return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
+    def hosts(self) -> dict[str, dict[str, str]]:
+        """Return node -> name and ip of its host, of the nodes with shards, as far as Ray says.
+
+        Raises:
+            ShardUnavailable: no tier runs there.
+        """
+        with tier_named(self.cluster_name):
+            return tier.hosts(timeout_s=self._timeout_s)
+
     def sizing(self, *, now: bool = False) -> dict[str, Any]:
         """Return what more or less memory would be worth to the prompts that come.
 
@@ -271,7 +280,7 @@ class Client:
         `status` has a shard's progress in `drain`.
 
         Args:
-            node: the beginning of its id, or the name of its shard.
+            node: its host's name or IP, the beginning of its id, or the name of its shard.
             seconds: how long blocks may go; None: as long as it takes.
 
         Raises:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
+from kvray.actors.hosts import named
 from kvray.config import load_config, parse_size
 from kvray.console.interrupts import masked
 from kvray.console.options import VerboseOption
@@ -77,13 +78,23 @@ def parse_option(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {error}.") from None
 
 
+def for_people(found: Any, *, with_ids: bool = False) -> Any:
+    """Return what the tier told with nothing that a terminal obeys, and hosts for ids of nodes."""
+    hosts = found.get("hosts", {}) if isinstance(found, dict) else {}
+    return named(visible(found), visible(hosts), with_ids=with_ids)
+
+
 def show_answer(
-    found: Any, report: Callable[[Any], Iterable[RenderableType]], *, as_json: bool
+    found: Any,
+    report: Callable[[Any], Iterable[RenderableType]],
+    *,
+    as_json: bool,
+    with_ids: bool = False,
 ) -> None:
     """Print `found` as one JSON object, or for people the texts and tables of its `report`."""
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return
     console = printer()
-    for part in report(visible(found)):
+    for part in report(for_people(found, with_ids=with_ids)):
         console.print(part, soft_wrap=isinstance(part, str))

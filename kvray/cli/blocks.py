@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvray.actors.hosts import named
 from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.cli.status import drain_sentence
 from kvray.config import load_config
@@ -31,7 +32,8 @@ _STALL_S = 60.0
 def drain(
     interrupts: Interrupts,
     node: Annotated[
-        str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
+        str,
+        typer.Argument(metavar="NODE", help="Its host's name or IP, or the beginning of its id."),
     ],
     deadline: Annotated[float | None, option("SECONDS", "How long there is.", 0, 86_400)] = None,
     cancel: Annotated[bool, flag("--cancel", "The node stays after all.")] = False,
@@ -45,8 +47,9 @@ def drain(
     for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
     """
     with open_client(config, address) as client:
+        hosts = client.hosts()
         if cancel:
-            print(f"{client.call_off_drain(node)} stays.")
+            print(named(f"{client.call_off_drain(node)} stays.", hosts))
             return
         shard = client.drain(node, seconds=deadline)
         found = _look(client.status, shard)
@@ -57,13 +60,13 @@ def drain(
                     moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S
                 elif time.monotonic() > stalls_at:
                     raise ShardUnavailable(
-                        f"{drain_sentence(shard, found)} Nothing has moved for {_STALL_S:.0f}"
-                        " s; it goes on, see `kvray status`."
+                        f"{named(drain_sentence(shard, found), hosts)} Nothing has moved for"
+                        f" {_STALL_S:.0f} s; it goes on, see `kvray status`."
                     )
                 progress.draining(moved, found["left_bytes"], found.get("message", ""))
                 time.sleep(_POLL_S)
                 found = _look(client.status, shard)
-    print(drain_sentence(shard, found))
+    print(named(drain_sentence(shard, found), hosts))
 
 
 def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
+from kvray.actors.hosts import node_meant
 from kvray.actors.names import node_of
 from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.console.options import (
@@ -38,6 +39,9 @@ def explain(
     replica: Annotated[
         str | None, typer.Option(help="Only this replica, named as in `kvray status`.")
     ] = None,
+    node: Annotated[
+        str | None, typer.Option(help="Only requests of this node: a host name, an IP or an id.")
+    ] = None,
     tokens: Annotated[
         Path | None,
         option(
@@ -57,8 +61,8 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
-    if tokens is not None and (last or request is not None):
-        raise ConfigError("Give either --tokens or a request, not both.")
+    if tokens is not None and (last or request is not None or node is not None):
+        raise ConfigError("Give either --tokens or a request, with or without --node, not both.")
     if tokens is None and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora need --tokens; a request has its own.")
     asked = request if request is None or not request.isdecimal() else int(request)
@@ -67,12 +71,19 @@ def explain(
         raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request:.80}.")
     token_ids = None if tokens is None else read_tokens(tokens)
     with open_client(config, address) as client:
+        hosts = client.hosts()
+        home = None if node is None else node_meant(node, hosts)
         if token_ids is not None:
             found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
-        elif last or asked is None:
-            found = client.explain(replica=replica, last=num_last)
         else:
-            found = client.explain(asked, replica=replica, last=_LAST_MAX)
+            which = None if last else asked
+            count = num_last if which is None else _LAST_MAX
+            found = client.explain(which, replica=replica, last=_LAST_MAX if home else count)
+            those = [one for one in found["requests"] if home in (None, node_of(one["node"]))]
+            if home is not None and not those:
+                raise ConfigError(f"No such request of node {node!r:.80} is known.")
+            found["requests"] = those[:count]
+    found["hosts"] = hosts
     as_list = last and num_last > 1
     show_answer(found, lambda found: _report(found, as_list=as_list), as_json=as_json)
 

@@ -7,7 +7,6 @@ import typer
 from rich.table import Table
 
 from kvray.actors.names import node_of
-from kvray.actors.staging.replicas import MODEL_KEY_PREFIX
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.explain import shortened
 from kvray.cli.hits import tier_share
@@ -33,9 +32,11 @@ def ls(
 ) -> None:
     """List the namespaces that have blocks or replicas, or the prefixes of one of them."""
     with open_client(config, address) as client:
-        shards = client.status()["shards"]
+        status = client.status()
         contents = client.contents(namespace, hottest=hottest)
+    shards = status["shards"]
     found: dict[str, Any] = {
+        "hosts": status["hosts"],
         "namespaces": namespaces(shards, contents),
         "silent": [one["shard"] for one in shards if one["shard"] not in contents],
     }
@@ -105,9 +106,8 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def model_text(fields: Mapping[str, Any]) -> str:
     """Return what people call the model of a namespace; empty if nobody has said."""
-    served, model = str(fields.get("served") or ""), str(fields.get("model", ""))
-    named = model.removeprefix(MODEL_KEY_PREFIX) if model.startswith(MODEL_KEY_PREFIX) else ""
-    return shortened(served or named)
+    kind, _, name = str(fields.get("model", "")).partition(":")
+    return shortened(str(fields.get("served") or (name if kind == "key" else "")))
 
 
 def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) -> Table:

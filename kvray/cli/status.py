@@ -4,8 +4,8 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -13,52 +13,26 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from kvray.actors.hosts import node_meant
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
 from kvray.cli import hits
-from kvray.cli.asking import open_client, show_answer
+from kvray.cli.asking import for_people, open_client, show_answer
+from kvray.cli.explain import age_text
 from kvray.cli.size import sizing_line
-from kvray.cli.transports import node_links, node_links_table
+from kvray.cli.transports import NodeLink, node_links, node_links_table
 from kvray.config import format_size, load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
 from kvray.console.output import empty_table, printer, visible
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
-from kvray.metrics import figure
+from kvray.metrics import METRICS, PREFIX, figure
 from kvray.trace.reasons import MISS_PREFIX
-
-if TYPE_CHECKING:
-    from kvray.client import Client
 
 _WATCH_S = 2.0
 _ANSWER_S = 5.0
 """Time that a watched tier has for its answer."""
-_COLUMNS = {
-    "host": {
-        "blocks": "resident_blocks",
-        "leased": "leased_blocks",
-        "evicted": "evicted_blocks_total",
-        "dropped": "dropped_blocks_total",
-        "corrupt": "corrupt_blocks_total",
-    },
-    "nvme": {
-        "blocks": "resident_blocks",
-        "demoted": "demoted_blocks_total",
-        "refused": "refused_blocks_total",
-        "promoted": "promoted_blocks_total",
-        "evicted": "evicted_blocks_total",
-        "corrupt": "corrupt_blocks_total",
-        "written": "nvme_written_bytes_total",
-        "read": "nvme_read_bytes_total",
-    },
-    "lookup": {
-        "keys": "lookup_keys",
-        "entries": "lookup_entries",
-        "memory": "lookup_bytes",
-        "queries": "lookup_queries_total",
-        "resyncs": "lookup_resyncs_total",
-    },
-}
-"""Columns of tables, by tier or part, with the metrics that they show."""
+_PARTS_MAX = 8
+"""Columns of one table of counters."""
 _SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
 _COUNTED = {"requests": "requests", "prompt_tokens": "prompt\ntokens"}
 _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_tokens$|^fingerprint_")
@@ -67,25 +41,48 @@ EXIT_NOT_SERVING = 1
 
 
 def status(
-    config: ConfigOption = None,
-    address: AddressOption = None,
+    node: Annotated[
+        str | None,
+        typer.Argument(metavar="NODE", help="Only this one: its host's name or IP, or its id."),
+    ] = None,
     watch: Annotated[
         bool, flag("--watch", f"Show it every {_WATCH_S:.0f} s, until Ctrl-C.")
     ] = False,
+    wide: Annotated[
+        bool, flag("--wide", "Ids of nodes too, every counter, and a row for each replica.")
+    ] = False,
+    config: ConfigOption = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the shards with their memory, the lookup, and the replicas with their hits."""
+    """Show how full the nodes are, where prompt tokens come from, and what is wrong."""
     if watch and as_json:
         raise ConfigError("--watch shows a text; take --json without it, in a loop.")
+
     with open_client(config, address) as client:
+
+        def ask(timeout_s: float | None = None) -> dict[str, Any]:
+            found = client.status(timeout_s=timeout_s)
+            return found if node is None else _of_node(found, node)
+
         if watch:
-            _watch(client, printer())
+            _watch(ask, printer(), wide=wide)
             return
-        found = client.status()
-    show_answer(found, _report, as_json=as_json)
+        found = ask()
+    show_answer(found, lambda told: _report(told, wide=wide), as_json=as_json, with_ids=wide)
 
 
-def _watch(client: "Client", console: Console) -> None:
+def _of_node(found: dict[str, Any], node: str) -> dict[str, Any]:
+    """Return what a status has of one node."""
+    meant = node_meant(node, found["hosts"])
+    parts = {
+        kind: [one for one in found[kind] if node_of(one[kind[:-1]]) == meant]
+        for kind in ("shards", "movers")
+    }
+    return {**found, **parts}
+
+
+def _watch(ask: Callable[[float], dict[str, Any]], console: Console, *, wide: bool) -> None:
     """Show the status until Ctrl-C, also while no tier answers."""
     said: list[Table | str] = []
     with (
@@ -94,7 +91,7 @@ def _watch(client: "Client", console: Console) -> None:
     ):
         while True:
             try:
-                said = list(_report(visible(client.status(timeout_s=_ANSWER_S))))
+                said = list(_report(for_people(ask(_ANSWER_S), with_ids=wide), wide=wide))
                 trouble = []
             except KVRayError as error:
                 trouble = [f"No answer: {visible(' '.join(str(error).split()))} Trying again."]
@@ -102,61 +99,152 @@ def _watch(client: "Client", console: Console) -> None:
             time.sleep(_WATCH_S)
 
 
-def _report(found: dict[str, Any]) -> Iterator[Table | str]:
-    shards, lookup = found["shards"], found["lookup"]
-    count = f"{len(shards)} shard{'' if len(shards) == 1 else 's'}"
-    yield f"Tier {found['cluster_name']}: {count}, {lookup_sentence(lookup)}"
-    if "partitions" in lookup:
-        yield lookups_table(lookup["partitions"])
-    yield shards_table(shards)
-    if any(_slabs_of(shard) for shard in shards):
-        yield memory_table(shards)
-    yield from shares_report(shards)
-    if any("nvme" in shard for shard in shards):
-        yield nvme_table(shards)
+def _report(found: dict[str, Any], *, wide: bool = False) -> Iterator[Table | str]:
+    shards = found["shards"]
+    yield headline(found)
+    ranks, ended = hits.ranks_of(shards), hits.ended_of(shards)
+    totals = hits.total_counters([*ranks, *ended])
+    if totals["prompt_tokens"]:
+        yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
+        yield sizing_line(combined(shards))
+    yield nodes_table(shards)
     for shard in shards:
-        name = shard["shard"]
-        if shard.get("message"):
-            yield f"{name}: {shard['message']}"
-        if stopped := shard.get("stopped_with_lock"):
-            pid = stopped["pid"]
-            yield (
-                f"{name}: process {pid} ({stopped['name']}) is stopped while it has the arena's"
-                f" lock; continue it with `kill -CONT {pid}`, or the shard ends it."
-            )
+        name = node_of(shard["shard"])
+        yield from (f"{name}: {one}" for one in faults_of(shard))
         if (drain := shard.get("drain")) is not None:
             yield drain_sentence(name, drain)
         yield from (f"{name}: {one}" for one in shard.get("nvme", {}).get("remarks", ()))
-    if between := node_links(found):
-        yield node_links_table(between)
-    yield from _replicas_report(shards)
-    yield "Watch it in a browser: `kvray dashboard serve`."
-
-
-def _replicas_report(shards: list[dict[str, Any]]) -> Iterator[Table | str]:
-    replicas, ended = hits.ranks_of(shards), hits.ended_of(shards)
-    if not replicas and not ended:
-        yield "No replica has registered yet."
-        return
-    totals = hits.total_counters([*replicas, *ended])
-    if totals["prompt_tokens"]:
-        yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
-    if replicas:
-        yield replicas_table(replicas)
-        yield sizing_line(combined(shards))
-    if ended:
-        yield ended_line(ended)
-    for says, fix in unnamed_sentences(replicas):
+    links = node_links(found)
+    for link in links:
+        if link.transport is None or link.breaker != "closed":
+            yield f"No block comes from {link.source} to {link.target}: {link.error or link.why}"
+    yield replicas_sentence(ranks)
+    for says, fix in unnamed_sentences(ranks):
         yield f"{says}; {fix}."
+    if wide:
+        yield from _tables(found, ranks, links)
+        yield from [ended_line(ended)] if ended else []
+    else:
+        yield "More: `kvray status --wide`; in a browser: `kvray dashboard serve`."
+
+
+def _tables(
+    found: dict[str, Any], ranks: Sequence[Mapping[str, Any]], links: list[NodeLink]
+) -> Iterator[Table | str]:
+    """Yield every counter that there is."""
+    shards, lookup = found["shards"], found["lookup"]
+    parts = {one["lookup"]: one for one in lookup.get("partitions", [{**lookup, "lookup": "all"}])}
+    yield from counter_tables("Lookup", parts, "lookup")
+    yield from counter_tables("Nodes", {node_of(one["shard"]): one for one in shards}, "shard")
+    if any(_slabs_of(shard) for shard in shards):
+        yield memory_table(shards)
+    yield from shares_report(shards)
+    if links:
+        yield node_links_table(links)
+    if ranks:
+        yield replicas_table(ranks)
     yield from namespaces_report(shards) or ()
-    published = [(shard["shard"], shard["events"]) for shard in shards if "events" in shard]
-    if published:
+    replays = [one["events"]["replicas"] for one in shards if "events" in one]
+    if replays:
         table = empty_table("replica", "events", "replays", title="KV events")
-        for _, events in published:
-            for replica, (live, replay) in events["replicas"].items():
-                table.add_row(replica, live, replay)
+        for replica, addresses in (pair for one in replays for pair in one.items()):
+            table.add_row(replica, *addresses)
         yield table
-    yield from (f"{name}: {one['problem']}" for name, one in published if one["problem"])
+
+
+def headline(found: Mapping[str, Any]) -> str:
+    """Return which tier it is, since when and where it runs, and what its lookup knows."""
+    shards = found["shards"]
+    nodes = f"{len(shards)} node{'' if len(shards) == 1 else 's'}"
+    version = (
+        f" (kvray {found['version']}, Ray at {found['address']})" if "version" in found else ""
+    )
+    up_s = max((one.get("uptime_s", 0.0) for one in shards), default=0.0)
+    up = f" up {age_text(up_s)}" if up_s else ""
+    return (
+        f"Tier {found['cluster_name']}{version}: {nodes}{up}; {lookup_sentence(found['lookup'])}."
+    )
+
+
+def nodes_table(shards: list[dict[str, Any]]) -> Table:
+    """Return one row for each node: how full it is, where its prompt tokens come from, faults."""
+    sources = [name.replace(" ", "\n") for name in hits.SOURCES]
+    has_disk = any("nvme" in shard for shard in shards)
+    room = ("memory\nfull of", "disk\nfull of") if has_disk else ("memory\nfull of",)
+    numbers = ("up", *room, *sources, "evicted\nblocks", "faults")
+    table = empty_table("node", "state", numbers=numbers, folds=True)
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for shard in shards:
+        full = [_full(*one) for one in (memory_used(shard), disk_used(shard))[: len(room)]]
+        shares = hits.source_shares(hits.total_counters(shard.get("replicas", ())))
+        table.add_row(
+            node_of(shard["shard"]),
+            state_text(shard),
+            age_text(shard["uptime_s"]) if "uptime_s" in shard else "",
+            *full,
+            *(shares[name] for name in hits.SOURCES),
+            f"{figure(shard, 'evicted_blocks_total', tier='host'):,}" if "arena" in shard else "",
+            str(len(list(faults_of(shard))) or ""),
+        )
+    return table
+
+
+def memory_used(shard: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of a node's memory that slots with blocks take, and all; 0: not known."""
+    arena = shard.get("arena")
+    if arena is None:
+        return 0, 0
+    slabs, size = arena.get("slabs", ()), arena["capacity_bytes"]
+    num_slabs = sum(one["slabs"] for one in slabs) + arena.get("spare_slabs", 0)
+    if not num_slabs:
+        return arena["resident_bytes"], size
+    taken = sum(one["slabs"] * (1 - one["free_slots"] / max(1, one["slots"])) for one in slabs)
+    return round(size * taken / num_slabs), size
+
+
+def disk_used(shard: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of a node's files on disk, and the most that they may have."""
+    nvme = shard.get("nvme")
+    return (0, 0) if nvme is None else (nvme["file_bytes"], nvme["capacity_bytes"])
+
+
+def _full(used: int, size: int) -> str:
+    return f"{used / size:.0%} {format_size(size)}" if size else ""
+
+
+def faults_of(shard: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what does not work on a node, each with what to do where that is known."""
+    if shard.get("message"):
+        yield str(shard["message"])
+    if stopped := shard.get("stopped_with_lock"):
+        pid = stopped["pid"]
+        yield (
+            f"process {pid} ({stopped['name']}) is stopped while it has the arena's lock; continue"
+            f" it with `kill -CONT {pid}`, or the shard ends it."
+        )
+    corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
+    if corrupt:
+        yield f"{corrupt:,} blocks did not have their checksum and were not used; `kvray verify`."
+    if shard.get("nvme", {}).get("message"):
+        yield f"the disk {'; '.join(disk_remark(shard['nvme']))}."
+    if problem := shard.get("events", {}).get("problem"):
+        yield str(problem)
+
+
+def replicas_sentence(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many replicas use the tier, and whether they can share."""
+    if not ranks:
+        return "No replica has registered yet."
+    there = [one for one in ranks if one["connected"]]
+    gone = f", {len(ranks) - len(there)} gone" if len(there) < len(ranks) else ""
+    line = f"{len({one['replica'] for one in there})} replicas, {len(there)} ranks{gone}."
+    if (spaces := len({one["namespace"] for one in there})) > 1:
+        line += (
+            f" They are in {spaces} namespaces, which share no blocks; `kvray status --wide` shows"
+            " in what they differ."
+        )
+    return line
 
 
 def state_text(shard: Mapping[str, Any]) -> str:
@@ -174,33 +262,21 @@ def lookup_sentence(lookup: Mapping[str, Any]) -> str:
     return f"the lookup knows {figure(lookup, 'lookup_keys'):,} keys"
 
 
-def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
-    """Return one row for each partition of the lookup."""
-    numbers = (*_COLUMNS["lookup"],)
-    table = empty_table("lookup", "state", numbers=numbers, title="Partitions of the lookup")
-    for one in partitions:
-        found = (one["state"],) if "state" in one else ("answers", *_cells(one, "lookup"))
-        table.add_row(one["lookup"], *found)
-    return table
-
-
-def shards_table(shards: list[dict[str, Any]]) -> Table:
-    """Return one row for each shard."""
-    numbers = (*_COLUMNS["host"],)
-    table = empty_table("node", "state", "memory", numbers=numbers, title="Shards")
-    for shard in shards:
-        found: list[str] = []
-        if (arena := shard.get("arena")) is not None:
-            used, size = arena["resident_bytes"], arena["capacity_bytes"]
-            found = [f"{format_size(used)}/{format_size(size)}", *_cells(shard, "host")]
-        table.add_row(node_of(shard["shard"]), state_text(shard), *found)
-    return table
-
-
-def _cells(status: Mapping[str, Any], part: str) -> list[str]:
-    """Return the figures of a status in the columns of a tier or part."""
-    found = {name: figure(status, name, tier=part) for name in _COLUMNS[part].values()}
-    return [format_size(one) if "_bytes" in name else str(one) for name, one in found.items()]
+def counter_tables(
+    title: str, parts: Mapping[str, Mapping[str, Any]], part: str
+) -> Iterator[Table]:
+    """Yield a row for each metric of a kind of part, and a column for each part by its name."""
+    names = [*parts]
+    for first in range(0, len(names), _PARTS_MAX):
+        shown = names[first : first + _PARTS_MAX]
+        table = empty_table(title, numbers=shown, folds=True)
+        for metric in METRICS.values():
+            read = [metric.read(parts[name]) if metric.part == part else {} for name in shown]
+            for own in {own: None for one in read for own in one}:
+                name = metric.name.removeprefix(PREFIX).removesuffix("_total")
+                values = [_counted(name, one[own])[0] if own in one else "" for one in read]
+                table.add_row(" ".join((_counted(name, 0)[1], *own)), *values)
+        yield table
 
 
 def memory_table(shards: list[dict[str, Any]]) -> Table:
@@ -218,21 +294,6 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
             )
         if _slabs_of(shard):
             table.add_row(node_of(shard["shard"]), "spare", str(shard["arena"]["spare_slabs"]))
-    return table
-
-
-def nvme_table(shards: list[dict[str, Any]]) -> Table:
-    """Return one row for each shard that keeps blocks on disk."""
-    numbers = (*_COLUMNS["nvme"],)
-    table = empty_table("node", "files", numbers=numbers, rest=[""], title="On disk")
-    for shard in shards:
-        if (nvme := shard.get("nvme")) is not None:
-            table.add_row(
-                node_of(shard["shard"]),
-                f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
-                *_cells(shard, "nvme"),
-                disk_remark(nvme)[0],
-            )
     return table
 
 
@@ -274,9 +335,20 @@ def ended_line(ended: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _named(counters: Mapping[str, int]) -> list[str]:
-    """Return "320 not stored" and the like, the largest first."""
+    """Return "320 not stored" and the like with units, the largest first."""
     found = sorted((-value, name) for name, value in counters.items() if value)
-    return [f"{-value} {name.removeprefix(MISS_PREFIX).replace('_', ' ')}" for value, name in found]
+    return [" ".join(_counted(name.removeprefix(MISS_PREFIX), -value)) for value, name in found]
+
+
+def _counted(name: str, value: float) -> tuple[str, str]:
+    """Return a counter's value with its unit, and its name without it."""
+    words, _, unit = name.rpartition("_")
+    scale = {"us": 1e6, "seconds": 1.0, "s": 1.0}.get(unit)
+    if scale is not None:
+        return f"{value / scale:,.1f} s", words.replace("_", " ")
+    if unit == "bytes":
+        return format_size(int(value)), words.replace("_", " ")
+    return f"{value:,}", name.replace("_", " ")
 
 
 def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:

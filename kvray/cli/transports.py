@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from kvray.actors.names import MOVER_PREFIX, node_of
+from kvray.actors.names import node_of
 from kvray.config import format_size
 from kvray.console.output import empty_table
 
@@ -30,7 +30,6 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
         (node_of(peer["peer"]), node_of(shard["shard"])): peer
         for shard in found["shards"]
         for peer in shard.get("staging", {}).get("peers", [])
-        if peer["peer"].startswith(MOVER_PREFIX)
     }
     made = []
     for target, receiver in movers.items():

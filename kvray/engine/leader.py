@@ -10,7 +10,7 @@ engine counts on it after all, it must be stopped.
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -507,7 +507,8 @@ def record(shared: SharedState, answer: Answer) -> None:
     step, missing = 1, tuple[BlockKey, ...]()
     arrivals = state.arrivals if state is not None and wanted else ()
     if state is not None and (promise := state.promise) is not None:
-        end, hit, remote = promise.end, promise.num_tokens, 0
+        end, hit = promise.end, promise.num_tokens
+        came = Counter[str]()
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
         here = ((promise.first, end, HERE, ""),)  # as mostly
@@ -515,8 +516,10 @@ def record(shared: SharedState, answer: Answer) -> None:
         for start, stop, way, source in runs:
             own = max(0, promise.num_computed - start * size)  # in the first block
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size - own
-            remote += (stop - start) * (source_of(way, source) == "remote")
-        state.counts = state.counts._replace(hit=end - promise.first, remote=remote)
+            came[source_of(way, source)] += stop - start
+        state.counts = state.counts._replace(
+            hit=end - promise.first, disk=came["disk"], remote=came["remote"]
+        )
     missed = wanted * size - asked.num_computed - hit
     totals["requests"] += 1
     totals["prompt_tokens"] += len(asked.tokens)

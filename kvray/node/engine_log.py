@@ -80,8 +80,10 @@ class PromptCounts(NamedTuple):
     """Those of them that the engine had itself."""
     hit: int = 0
     """Those that the tier promised it."""
+    disk: int = 0
+    """Of these, what came from the node's disk."""
     remote: int = 0
-    """Of these, what other nodes sent."""
+    """And what other nodes sent."""
 
 
 class PromptNotes:
@@ -118,7 +120,7 @@ class PromptNotes:
         limit, num_lost = self._limit, self._num_lost
         if limit < 0 or not (self._waiting or num_lost > self._num_told):
             return None
-        now, sums = self._clock(), np.zeros(5, dtype=np.int64)
+        now, sums = self._clock(), np.zeros(6, dtype=np.int64)
         ages, lengths, parts = [], [], []
         num_keys = 0
         while self._waiting and num_keys <= KEYS_MAX - BLOCKS_MAX:
@@ -127,7 +129,8 @@ class PromptNotes:
             asked = min(counted.asked, len(keys), BLOCKS_MAX)
             own = min(counted.own, asked)
             hit = min(counted.hit, asked - own)
-            sums += counted.tokens, asked, own, hit, min(counted.remote, hit)
+            disk = min(counted.disk, hit)
+            sums += counted.tokens, asked, own, hit, disk, min(counted.remote, hit - disk)
             numbers = np.frombuffer(b"".join(keys[:BLOCKS_MAX]), "<u8")[:: KEY_BYTES // 8]
             mask = numbers <= limit
             if count := int(np.count_nonzero(mask)):
@@ -137,13 +140,14 @@ class PromptNotes:
                 parts.append(numbers[mask])
                 num_keys += count
         num_told, self._num_told = self._num_told, num_lost
-        tokens, blocks, own, hit, remote = sums.tolist()
+        tokens, blocks, own, hit, disk, remote = sums.tolist()
         return SampledPrompts(
             limit=limit,
             num_lost=num_lost - num_told,
             num_blocks=blocks,
             num_own=own,
             num_hit=hit,
+            num_disk=disk,
             num_remote=remote,
             num_tokens=tokens,
             ages=np.array(ages, dtype="<f4"),

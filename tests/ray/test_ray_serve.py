@@ -101,7 +101,7 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served):
     wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
     assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])
-    shown = served.shell.run("status", **served.environ)
+    shown = served.shell.run("status", "--wide", **served.environ)
     assert other in shown.stdout
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     raw = ask(served.client.with_raw_response, max_tokens=1)

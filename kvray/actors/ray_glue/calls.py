@@ -256,6 +256,20 @@ def node_labels() -> dict[str, str]:
     return next((node.get("Labels", {}) for node in nodes if node["NodeID"] == node_id), {})
 
 
+def hosts_of(node_ids: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return name and ip of the host of each of these nodes that Ray knows; never raises."""
+    try:
+        nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    except Exception:  # noqa: BLE001 - people can do without names, whatever is wrong with Ray
+        return {}
+    return {one[:12]: host_of(node) for one in node_ids if (node := nodes.get(one)) is not None}
+
+
+def host_of(node: Mapping[str, Any]) -> dict[str, str]:
+    """Return name and ip of the host of one of `ray.nodes()`."""
+    return {"name": node.get("NodeManagerHostname", ""), "ip": node.get("NodeManagerAddress", "")}
+
+
 def log_to_stderr() -> None:
     """Have an actor's process write kvray's events, and no others, to its log file."""
     log = logging.getLogger("kvray")

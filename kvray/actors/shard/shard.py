@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Shard:
         here before; then it also serves without the directory of its NVMe tier.
         """
         self.name = name
+        self._began_at = time.monotonic()
         self._is_restart = is_restart
         self._lost = ""  # why its last arena was lost; empty if it was not
         self._crashed = crashed
@@ -109,7 +111,9 @@ class Shard:
 
     def status(self) -> dict[str, Any]:
         """Return state, and while it serves the figures of its parts."""
-        status = {"shard": self.name, "directory": str(self._settings.directory)}
+        uptime_s = round(time.monotonic() - self._began_at, 1)
+        directory = str(self._settings.directory)
+        status = {"shard": self.name, "directory": directory, "uptime_s": uptime_s}
         serving, state = self._serving, self._state
         if serving is not None and state["state"] == "serving":
             with contextlib.suppress(ShardUnavailable):  # its arena was closed meanwhile

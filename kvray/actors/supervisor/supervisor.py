@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
+from kvray.actors.hosts import labels
 from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.mover.actor import create_mover
 from kvray.actors.names import (
@@ -186,6 +187,7 @@ class SupervisorActor:
         named = set(calls.list_actors())
         self._leave_idle(named)
         self._see_to_lookups({name for name in named if is_lookup(name)})
+        self._nodes = {node["NodeID"]: node for node in nodes}
         chosen = chosen_nodes(nodes, self._config.shard)
         left = {node_id for node_id in self._idle.left if shard_name(node_id) not in named}
         self._drop_left(left)
@@ -194,15 +196,19 @@ class SupervisorActor:
             # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
             if node_id not in self._shards or shard_name(node_id) not in named:
                 self._shards[node_id] = create_shard(node_id, self._config)
-                _log.info("node %s has a shard", node_id[:12])
+                _log.info("node %s has a shard", self._name(node_id))
         for node_id in self._shards.keys() - chosen:
-            _log.warning("node %s is gone, and its blocks with it", node_id[:12])
+            _log.warning("node %s is gone, and its blocks with it", self._name(node_id))
             del self._shards[node_id]
             self._movers.pop(node_id, None)
         if len(self._shards) > 1:
             self._start_movers(named)
-        self._nodes = {node["NodeID"]: node for node in nodes}
         self._take_parts()
+
+    def _name(self, node_id: str) -> str:
+        """Return what the log calls a node: its host and its id."""
+        node, known = node_id[:12], self._nodes.get(node_id)
+        return node if known is None else labels({node: calls.host_of(known)}, with_ids=True)[node]
 
     def _leave_idle(self, named: Set[str]) -> None:
         """Have shards end where nothing but kvray is: to Ray a node with an actor is never idle.
@@ -225,7 +231,7 @@ class SupervisorActor:
     def _drop_left(self, left: Set[str]) -> None:
         """End what belongs to shards that have left their nodes."""
         for node_id in self._shards.keys() & left:
-            _log.info("node %s is not used and has no shard now", node_id[:12])
+            _log.info("node %s is not used and has no shard now", self._name(node_id))
             del self._shards[node_id]
             self._movers.pop(node_id, None)
             calls.kill_actor(mover_name(node_id))
@@ -244,7 +250,7 @@ class SupervisorActor:
         for node_id in sorted(self._shards):
             if node_id not in self._movers or mover_name(node_id) not in named:
                 self._movers[node_id] = create_mover(node_id, self._config)
-                _log.info("node %s has a mover", node_id[:12])
+                _log.info("node %s has a mover", self._name(node_id))
 
     def _take_parts(self) -> None:
         """Ask the parts that there are now, and forget the others."""
@@ -281,7 +287,9 @@ class SupervisorActor:
         figures = self._counts.note(asked, found.alive | (heard - asked), frozen)
         self._metrics.attempt(lambda _: figures, now)
         for name in frozen:
-            _log.warning("%s is frozen and restarts", name)
+            home = self._homes.get(name)
+            where = f" on {self._name(home)}" if home else ""
+            _log.warning("%s%s is frozen and restarts", name, where)
             ray.kill(self._parts[name], no_restart=False)
 
     def _ask_lookup(self) -> tuple[Set[str], Set[str]]:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvray.store.sizing import is_sure
-
 WORTH_SHARE = 0.01
 """Memory is worth running if it finds this share of the prompt tokens, which engines have not."""
 
@@ -76,6 +74,8 @@ def _namespace(
     shares = {
         name: mean(curve[name] for curve in curves) for name in ("own", "measured", "predicted")
     }
+    from kvray.store.sizing import is_sure  # numpy would make every command's start slower
+
     off = abs(shares["predicted"] - shares["measured"])
     entry = {
         "namespace": name,

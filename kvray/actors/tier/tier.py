@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from kvray import wire
+from kvray.actors.hosts import node_meant
 from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.names import (
     LOOKUP_NAME,
@@ -106,17 +107,26 @@ def _shards_now() -> list[dict[str, Any]] | None:
 def status(*, timeout_s: float) -> dict[str, Any]:
     """Return the statuses of all parts; one that did not answer has a status that says so.
 
-    ShardUnavailable: no tier runs in this Ray cluster, or its supervisor did not answer.
+    `hosts` are those of the nodes with shards. ShardUnavailable: no tier runs in this Ray cluster,
+    or its supervisor did not answer.
     """
     supervisor = calls.get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
     return {
         "cluster_name": config.cluster_name,
+        "version": calls.call(supervisor.build_info, timeout_s=timeout_s)["version"],
+        "address": ray.get_runtime_context().gcs_address,
         "lookup": _lookup_status(config.lookup.partitions, timeout_s),
         "shards": _statuses("shard", calls.ask_shards("status", timeout_s)),
         "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
+        "hosts": hosts(timeout_s=timeout_s),
     }
+
+
+def hosts(*, timeout_s: float) -> dict[str, dict[str, str]]:
+    """Return node -> name and ip of its host, of the nodes with shards, as far as Ray says."""
+    return calls.hosts_of(calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s))
 
 
 def _lookup_status(num_partitions: int, timeout_s: float) -> dict[str, Any]:
@@ -200,7 +210,7 @@ def set_weights_version(
 def drain(node: str, seconds: float | None, *, config: KVRayConfig, timeout_s: float) -> str:
     """Have a node drained; return the name of its shard.
 
-    `node` is the beginning of its id, or the name of its shard.
+    `node` is a host name, an IP, the beginning of an id, or the name of its shard.
 
     Raises:
         ConfigError: no node, or several, are named so; or the token is missing or wrong.
@@ -282,14 +292,9 @@ def _checked_version(version: object) -> str:
 def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
     """Call a method of the shard of one node; return the shard's name."""
     ask_to_be_admitted(config, timeout_s=timeout_s)
-    nodes = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    meant = node.removeprefix(SHARD_PREFIX)
-    found = [one for one in sorted(nodes) if meant and one.startswith(meant)]
-    if len(found) != 1:
-        known = ", ".join(one[:12] for one in (found or sorted(nodes))) or "none"
-        fault = "several nodes are" if found else "no node is"
-        raise ConfigError(f"{node!r:.40}: {fault} named so; the nodes with shards are {known}.")
-    name = shard_name(found[0])
+    ids = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    unknown = {one[:12]: {"name": "unknown host", "ip": ""} for one in ids}
+    name = shard_name(node_meant(node, unknown | calls.hosts_of(ids)))
     calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
     return name
 

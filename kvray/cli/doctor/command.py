@@ -8,13 +8,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvray.cli.asking import show_answer
+from kvray.cli.asking import for_people, show_answer
 from kvray.cli.doctor.tier import Finding, fault, hit_findings, ok, tier_findings
 from kvray.cli.transports import NodeLink, node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.interrupts import masked
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
-from kvray.console.output import EXIT_ERROR, printer, stdout_kept, visible
+from kvray.console.output import EXIT_ERROR, printer, stdout_kept
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
@@ -48,10 +48,12 @@ def doctor(
     findings += arena_findings(settings) if elsewhere is None else [elsewhere]
     links = [] if found is None else node_links(found)
     told = {
+        "hosts": {} if found is None else found["hosts"],
         "findings": [one._asdict() for one in findings],
         "transports": [one._asdict() for one in links],
     }
-    show_answer(told, lambda _: _report(findings, links), as_json=as_json)
+    shown = [] if found is None else node_links(for_people(found))
+    show_answer(told, lambda _: _report(findings, shown), as_json=as_json)
     if any(finding.verdict == "fault" for finding in findings):
         raise typer.Exit(EXIT_ERROR)
 
@@ -65,11 +67,12 @@ def _ask_tier(settings: KVRayConfig) -> tuple[dict[str, Any] | None, str, list[F
     try:
         with stdout_kept(), Client(settings) as client:
             node_id = ray.get_runtime_context().get_node_id()
-            found = visible(client.status())
+            found = client.status()
     except KVRayError as error:
         what, _, fix = str(error).rstrip(".").partition("; ")
         return None, "", [fault("Ray", what, fix or "start the tier with `kvray up`")]
-    return found, node_id, [ok("Ray", "answers"), *tier_findings(found), *hit_findings(found)]
+    told = for_people(found)
+    return found, node_id, [ok("Ray", "answers"), *tier_findings(told), *hit_findings(told)]
 
 
 def _report(findings: list[Finding], links: list[NodeLink]) -> Iterator[Table | str]:

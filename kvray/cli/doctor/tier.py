@@ -125,7 +125,7 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _link(link: NodeLink) -> Finding:
-    check = f"link {link.source[:12]} > {link.target[:12]}"
+    check = f"link {link.source} > {link.target}"
     if link.transport is None:
         return fault(
             check,

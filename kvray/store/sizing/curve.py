@@ -83,25 +83,27 @@ class Plan:
 def judged(curve: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return what a curve says beside what was counted at its point `now`, the memory of today.
 
-    `remote`: other nodes send the same part of what is missed here. `error` is at least what the
-    prediction is off by today, and what `remote` makes of another size.
+    Disk and other nodes are as counted: a disk is slow, and other nodes are not replayed. At other
+    sizes the disk gives as much more or less as in the replay. Of what is missed here, other nodes
+    have a part that is larger or smaller as what is found in memory is. `error` is at least what
+    the prediction is off by today, and what these two differ from today's by.
     """
-    own, could, measured = curve["own"], curve["could"], curve["measured"]
-    missed = [
-        could - own - both for both in map(sum, zip(curve["host"], curve["disk"], strict=True))
-    ]
-    part = min(1.0, curve["from_others"] / missed[now]) if missed[now] > 0 else 0.0
-    remote = [round(max(0.0, part * one), 5) for one in missed]
-    predicted = own + curve["host"][now] + curve["disk"][now] + remote[now]
-    off = abs(predicted - measured)
+    own, host = curve["own"], np.array(curve["host"])
+    missed = np.maximum(0.0, curve["could"] - own - host)
+    disk = np.array(curve["disk"])
+    disk = np.clip(disk - disk[now] + curve["from_disk"], 0.0, missed)
+    missed -= disk
+    part = curve["from_others"] / max(missed[now], 1e-9)
+    remote = missed * np.minimum(1.0, part * (host / host[now] if host[now] > 0 else 1.0))
+    predicted = own + float(host[now] + disk[now] + remote[now])
+    off = abs(predicted - curve["measured"])
+    unlike = abs(disk - disk[now]) + abs(remote - remote[now])
     return {
-        "remote": remote,
+        "disk": disk.round(5).tolist(),
+        "remote": remote.round(5).tolist(),
         "predicted": round(predicted, 5),
-        "error": [
-            round(max(sampling, (off + abs(one - remote[now])) / 2), 5)
-            for sampling, one in zip(curve["error"], remote, strict=True)
-        ],
-        "is_sure": is_sure(predicted, measured),
+        "error": np.maximum(curve["error"], (off + unlike) / 2).round(5).tolist(),
+        "is_sure": is_sure(predicted, curve["measured"]),
     }
 
 
@@ -123,9 +125,9 @@ def curve(
     It yields between two steps of less than a millisecond, mostly. By name of the namespace:
     num_tokens of its counted prompts, sampled_blocks, rate, and shares of the prompts' tokens.
     `could` is what could be found, `own` what the engines had themselves, `measured` what hit in
-    fact, `from_others` what other nodes sent of this. With one number for each size, `host` and
-    `disk` were found there and not before, and `error` is the standard error of the sample. A
-    namespace with too few blocks in the sample is not there.
+    fact, and `from_disk` and `from_others` what disk and other nodes gave of this. With one number
+    for each size, `host` and `disk` were found there and not before, and `error` is the standard
+    error of the sample. A namespace with too few blocks in the sample is not there.
     """
     tally = _Tally(window)
     # A small cache ranks as many blocks at a time as stand for those that a full one does.
@@ -196,6 +198,7 @@ class _Tally:
                         ("could", space.num_blocks),
                         ("own", space.num_own),
                         ("measured", space.num_own + space.num_hit),
+                        ("from_disk", space.num_disk),
                         ("from_others", space.num_remote),
                     )
                 },

@@ -22,7 +22,7 @@ PROMPTS_MAX = 4096
 KEYS_MAX = 2 * BLOCKS_MAX  # of one report
 _AGE_MAX_S = 1e6
 _NUMBER_MAX = 2**48
-_SUMS = "num_lost", "num_blocks", "num_own", "num_hit", "num_remote", "num_tokens"
+_SUMS = "num_lost", "num_blocks", "num_own", "num_hit", "num_disk", "num_remote", "num_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,8 +38,10 @@ class SampledPrompts:
     """Those of them that the engine had itself."""
     num_hit: int
     """Those that the tier promised it."""
+    num_disk: int
+    """Of these, what came from the node's disk."""
     num_remote: int
-    """Of these, what other nodes sent."""
+    """And what other nodes sent."""
     num_tokens: int
     ages: Array
     """Seconds since each prompt, f4 [num_prompts]."""

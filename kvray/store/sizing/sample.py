@@ -25,7 +25,7 @@ _SLOTS_MIN = 64
 _SPACES_MAX = 64
 _SLIDE = 4  # the part of a full sample that goes at once
 
-_SUMS = "blocks", "own", "hit", "remote", "tokens"
+_SUMS = "blocks", "own", "hit", "disk", "remote", "tokens"
 _ROW = np.dtype(
     [
         ("time", "f8"),
@@ -52,8 +52,8 @@ class _Space:
 class Space:
     """A namespace of a window; the sums are of the counted prompts, sampled or not.
 
-    Of their blocks the engines had `num_own`, the tier promised `num_hit`, and other nodes sent
-    `num_remote` of these.
+    Of their blocks the engines had `num_own`, and the tier promised `num_hit`; of these `num_disk`
+    came from the node's disk, and `num_remote` from other nodes.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Space:
     num_blocks: float
     num_own: float
     num_hit: float
+    num_disk: float
     num_remote: float
     num_tokens: float
 

@@ -9,44 +9,90 @@ from rich.console import Console
 from kvray.actors.staging.replicas import Replicas
 from kvray.actors.tier.tier import summed
 from kvray.cli import status
-from kvray.cli.asking import show_answer
+from kvray.cli.asking import for_people, show_answer
 from kvray.cli.doctor.tier import hit_findings
 from kvray.cli.hits import total_counters
 from kvray.cli.status import (
     _report,
     _watch,
+    counter_tables,
     ended_line,
-    lookups_table,
     memory_table,
     namespaces_report,
+    nodes_table,
     replicas_table,
-    shards_table,
     shares_report,
     unnamed_sentences,
 )
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
-from tests.unit.cli.answers import ARENA, SERVING, replica
+from tests.unit.cli.answers import ARENA, SERVING, replica, shard, silent
+from tests.unit.cli.answers import status as tier_status
 from tests.unit.cli.conftest import rows, shown
 
 
 def _print(found: dict[str, Any]) -> None:
-    show_answer(found, _report, as_json=False)
+    show_answer(found, lambda told: _report(told, wide=True), as_json=False)
+
+
+NODE = {"resident_bytes": 2**20, "capacity_bytes": 2**30, "spare_slabs": 1}
+FULL = {"slabs": 3, "slots": 100, "free_slots": 20, "blocks": 80}
 
 
 @pytest.mark.parametrize(
     ("shard", "row"),
     [
-        ({"state": "serving", "arena": ARENA}, "serving 3MiB/1GiB 12 2 5 1 0"),
+        ({"state": "serving", "uptime_s": 7300, "arena": ARENA}, "serving 2 h 0% 1GiB 5"),
+        (
+            {"state": "serving", "arena": {**ARENA, **NODE, "slabs": [FULL]}},
+            "serving 60% 1GiB 5",
+        ),
         ({"state": "preparing", "done": 1, "total": 4}, "preparing 25 %"),
-        ({"state": "unreachable", "message": "no answer"}, "unreachable"),
+        ({"state": "unreachable", "message": "no answer"}, "unreachable 1"),
     ],
-    ids=["it serves", "it gets ready", "it does not answer"],
+    ids=["it serves", "its slots are taken", "it gets ready", "it does not answer"],
 )
-def test_a_shard_shows_its_memory_or_its_state(shard, row):
-    table = shards_table([{"shard": "kvray-shard-0123456789ab", **shard}])
+def test_a_node_shows_how_full_it_is_or_its_state(shard, row):
+    table = nodes_table([{"shard": "kvray-shard-0123456789ab", **shard}])
     assert f"0123456789ab {row}" in rows(shown(table))
+
+
+def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
+    names = [f"{number:012x}" for number in range(10)]
+    found = tier_status(seconds=4, shards=[shard(name, 4, uptime_s=9e5) for name in names])
+    found["movers"] = []
+    found["hosts"] = {
+        name: {"name": f"gpu-{name[-1]}", "ip": f"10.0.0.{name[-1]}"} for name in names
+    }
+    found["shards"][3] |= silent(names[3])
+    found |= {"version": "9.9", "address": "10.0.0.1:6379"}
+    text = shown(*_report(for_people(found)), width=100)
+    lines = rows(text)
+    assert len(lines) < 36
+    assert max(map(len, text.splitlines()[3:-4])) <= 100
+    head, sources = lines[:2]
+    assert "kvray 9.9, Ray at 10.0.0.1:6379): 10 nodes up 10 d; the lookup knows 1,234 keys" in head
+    assert "own pool 0.0%, host 60.0%" in sources
+    assert "gpu-0 serving 10 d 25% 4MiB 25% 4GiB 0% 60% 0% 0% 12" in lines
+    assert "gpu-3 (10.0.0.3): No answer in 2 s." in lines
+    assert not any(name in text for name in names)
+    assert "stage wait" not in text
+    wide = shown(*_report(for_people(found, with_ids=True), wide=True), width=300)
+    assert f"gpu-0 (10.0.0.0, {names[0]})" in wide
+
+
+def test_a_status_may_be_of_one_node():
+    found = tier_status(hosts={"aa": {"name": "gpu-1", "ip": "10.0.0.1"}, "bb": OTHER_HOST})
+    for meant in ("gpu-2", "10.0.0.2", "bb"):
+        of_one = status._of_node(found, meant)
+        assert [one["shard"] for one in of_one["shards"]] == ["kvray-shard-bb"]
+        assert [one["mover"] for one in of_one["movers"]] == ["kvray-mover-bb"]
+    with pytest.raises(ConfigError, match="gpu-1"):
+        status._of_node(found, "gpu-3")
+
+
+OTHER_HOST = {"name": "gpu-2", "ip": "10.0.0.2"}
 
 
 def test_process_that_is_stopped_with_the_lock_is_named(capsys):
@@ -56,7 +102,7 @@ def test_process_that_is_stopped_with_the_lock_is_named(capsys):
     assert "stopped" not in capsys.readouterr().out
     _print({**found, "shards": [{**SERVING, "stopped_with_lock": stopped}]})
     said = capsys.readouterr().out
-    who = f"{SERVING['shard']}: process 4242 ([bold]engine)"
+    who = "aa: process 4242 ([bold]engine)"
     assert f"{who} is stopped while it has the arena's lock" in said
     assert "kill -CONT 4242" in said
 
@@ -65,8 +111,8 @@ def test_lookup_that_does_not_answer_is_said_beside_the_shards(capsys):
     silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
     _print({"cluster_name": "c", "lookup": silent, "shards": [SERVING]})
     said = capsys.readouterr().out
-    assert "1 shard, the lookup does not answer: No answer in time." in said
-    assert "3MiB/1GiB" in said
+    assert "1 node; the lookup does not answer: No answer in time." in said
+    assert "0% 1GiB" in said
 
 
 class WatchedClient:
@@ -74,7 +120,7 @@ class WatchedClient:
 
     num_answers = 0
 
-    def status(self, *, timeout_s: float) -> dict[str, Any]:
+    def status(self, timeout_s: float) -> dict[str, Any]:
         self.num_answers += 1
         if self.num_answers > 1:
             raise ShardUnavailable("No tier runs.")
@@ -89,10 +135,10 @@ def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(monkeypatc
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status.time, "sleep", sleep)
-    _watch(client, console)  # type: ignore[arg-type]
+    _watch(client.status, console, wide=False)
     text = console.export_text()
     assert "No answer: No tier runs. Trying again." in text
-    assert "3MiB/1GiB" in text
+    assert "0% 1GiB" in text
 
 
 def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
@@ -102,11 +148,11 @@ def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
     found = summed(one, [one, two, silent])
     assert (found["keys"], found["entries"], found["shards"]) == (8, 16, {"a": 1})
     assert found["bytes_per_key"] == round((600 + 2**20) / 8, 1)
-    lines = rows(shown(lookups_table(found["partitions"])))
-    first, second, third = (line for line in lines if "kvray-lookup" in line)
-    assert first == "kvray-lookup answers 3 6 600B 2 1"
-    assert second.startswith("kvray-lookup-1 answers 5 10 1MiB")
-    assert third == "kvray-lookup-2 unreachable"
+    parts = {one["lookup"]: one for one in found["partitions"]}
+    lines = rows(shown(*counter_tables("Lookup", parts, "lookup")))
+    assert "lookup keys 3 5" in lines
+    assert "lookup 600B 1MiB" in lines
+    assert "lookup queries 2 2" in lines
 
 
 SLABS = {"block_bytes": 128 * 2**10, "slabs": 3, "slots": 1536, "blocks": 1500, "free_slots": 36}
@@ -126,10 +172,11 @@ def test_memory_is_shown_for_each_block_size_and_what_is_spare():
 def test_replica_shows_hits_and_misses_by_reason():
     counters = {"requests": 7, "prompt_tokens": 900, "local_tokens": 32, "hit_tokens": 512}
     counters |= {"miss_tokens_not_stored": 320, "miss_tokens_arena_busy": 0, "stored_blocks": 10}
+    counters |= {"stage_wait_us": 2_455_000}
     hits = {"host": 450, "nvme": 22, "nixl": 30, "object_ref": 10}
     counters |= {f"hit_tokens_from_{name}": count for name, count in hits.items()}
     words = " ".join(shown(replicas_table([replica(**counters)]), width=120).split())
-    assert "r-1 0 7 900 4% 50% 2% 4% 40% 320 not stored 10 stored blocks" in words
+    assert "r-1 0 7 900 4% 50% 2% 4% 40% 320 not stored 2.5 s stage wait, 10 stored blocks" in words
     assert "busy" not in words
 
 

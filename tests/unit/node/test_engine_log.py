@@ -92,9 +92,9 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     first, second = keys(50, 1), keys(60, 2)
     limit = 2**63
     notes.hear(limit)
-    notes.note(first, PromptCounts(1600, 45, 10, 20, 5))
+    notes.note(first, PromptCounts(1600, 45, 10, 20, 2, 5))
     now[0] += 2.5
-    notes.note(second, PromptCounts(1920, 60, hit=99, remote=70))
+    notes.note(second, PromptCounts(1920, 60, hit=99, disk=50, remote=70))
     taken = taken_of(notes)
     below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
     assert taken.keys.tolist() == below[0] + below[1]
@@ -102,7 +102,8 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     own = sum(number(key) <= limit for key in first[:10])
     assert taken.lengths.tolist() == [[len(below[0]), asked, own], [len(below[1])] * 2 + [0]]
     assert (taken.num_blocks, taken.num_own, taken.num_tokens) == (105, 10, 3520)
-    assert (taken.num_hit, taken.num_remote) == (20 + 60, 5 + 60), "no more than it has"
+    assert (taken.num_hit, taken.num_disk) == (20 + 60, 2 + 50), "no more than it has"
+    assert taken.num_remote == 5 + 10
     assert taken.ages.tolist() == [2.5, 0.0]
 
 

@@ -25,6 +25,7 @@ def sampled(paths: list[Array], *, limit: int = LIMIT_MAX, answers: int = 0) -> 
         num_blocks=sum(map(len, asked)),
         num_own=0,
         num_hit=0,
+        num_disk=0,
         num_remote=0,
         num_tokens=sum(map(len, asked)),
         ages=np.zeros(len(lengths), dtype="f4"),

@@ -87,9 +87,15 @@ def test_what_engines_had_themselves_is_not_found_in_memory():
     prompts = sampled(random_paths(20, 20))
     sample.add("one", prompts, **SIZES, now=1.0)
     prompts.lengths[:, 2] = 5
-    sample.add("one", replace(prompts, num_own=100, num_hit=200, num_remote=40), **SIZES, now=2.0)
+    sample.add(
+        "one",
+        replace(prompts, num_own=100, num_hit=200, num_disk=20, num_remote=40),
+        **SIZES,
+        now=2.0,
+    )
     found = found_by(sample, [1000])["one"]
-    shares = {"own": 1 / 4, "measured": 3 / 4, "from_others": 1 / 10, "could": 1.0}
+    shares = {"own": 1 / 4, "measured": 3 / 4, "could": 1.0}
+    shares |= {"from_disk": 1 / 20, "from_others": 1 / 10}
     assert {name: found[name] for name in shares} == pytest.approx(shares, abs=1e-4)
     assert found["host"] == [pytest.approx(3 / 4, abs=1e-4)]
 
@@ -106,23 +112,34 @@ CURVE = {"own": 0.1, "could": 0.9, "host": [0.1, 0.3, 0.4], "disk": [0.2, 0.1, 0
 
 
 @pytest.mark.parametrize(
-    ("measured", "others", "remote", "error", "sure"),
+    ("measured", "disk", "others", "error", "sure"),
     [
-        (0.50, 0.0, [0.0, 0.0, 0.0], [0.01, 0.01, 0.01], True),
-        (0.53, 0.0, [0.0, 0.0, 0.0], [0.015, 0.015, 0.015], True),
-        (0.46, 0.0, [0.0, 0.0, 0.0], [0.02, 0.02, 0.02], False),
-        (0.61, 0.1, [0.125, 0.1, 0.075], [0.0175, 0.01, 0.0175], True),
+        (0.50, 0.1, 0.0, [0.05, 0.01, 0.01], True),
+        (0.53, 0.1, 0.0, [0.065, 0.015, 0.015], True),
+        (0.46, 0.1, 0.0, [0.07, 0.02, 0.02], False),
+        (0.53, 0.1, 0.04, [0.0667, 0.01, 0.01], True),
+        (0.40, 0.0, 0.0, [0.05, 0.01, 0.01], True),
     ],
-    ids=["as counted", "a little off", "too far off", "with other nodes"],
+    ids=["as counted", "a little off", "too far off", "other nodes", "a disk that gave nothing"],
 )
-def test_a_curve_is_held_against_what_was_counted(measured, others, remote, error, sure):
-    told = {**CURVE, "measured": measured, "from_others": others, "error": [0.01] * 3}
-    found = judged(told, 1)
-    assert found["remote"] == pytest.approx(remote)
-    assert found["predicted"] == pytest.approx(0.5 + remote[1])
-    assert found["error"] == pytest.approx(error)
+def test_a_curve_is_held_against_what_was_counted(measured, disk, others, error, sure):
+    told = {**CURVE, "measured": measured, "from_disk": disk, "from_others": others}
+    found = judged({**told, "error": [0.01] * 3}, 1)
+    assert (found["disk"][1], found["remote"][1]) == (disk, others), "as counted"
+    assert found["predicted"] == pytest.approx(0.4 + disk + others)
+    assert found["error"] == pytest.approx(error, abs=1e-4)
     assert 2 * found["error"][1] >= abs(found["predicted"] - measured) - 1e-6
     assert found["is_sure"] is sure
+
+
+def test_disk_and_other_nodes_change_with_the_memory():
+    told = {**CURVE, "measured": 0.54, "from_disk": 0.1, "from_others": 0.04, "error": [0.0] * 3}
+    found = judged(told, 1)
+    assert found["disk"] == pytest.approx([0.2, 0.1, 0.1])
+    # They have a tenth of what is missed, a third of that with a third of the hits, and so on.
+    assert found["remote"] == pytest.approx([0.5 / 30, 0.04, 0.3 * 0.4 / 3], abs=1e-4)
+    beyond = judged({**told, "disk": [0.9, 0.1, 0.0], "from_disk": 0.05}, 1)
+    assert beyond["disk"] == pytest.approx([0.7, 0.05, 0.0]), "what is missed, and no less than 0"
 
 
 def test_namespaces_share_the_memory_by_bytes():
@@ -264,11 +281,11 @@ def test_bytes_that_are_no_sample_are_refused(packed):
         (0, 5),  # keys above the limit
         (1, -1),
         (2, "many"),
-        (7, np.array([np.nan] * 9, "<f4").tobytes()),
-        (8, b"123"),
-        (8, np.array([[2, 3, 0]] * 9, "<u4").tobytes()),
-        (9, b""),
-        (9, None),
+        (8, np.array([np.nan] * 9, "<f4").tobytes()),
+        (9, b"123"),
+        (9, np.array([[2, 3, 0]] * 9, "<u4").tobytes()),
+        (10, b""),
+        (10, None),
     ],
 )
 def test_a_sample_that_contradicts_itself_is_refused(at, value):
