@@ -187,7 +187,7 @@ def replay(
             routed = compare_routers(read, fleet_plan, routers, progress=show)
             report = report_routers(routed, concurrent=concurrent)
         else:
-            found = simulator.compare(read, plan, simulator.simulate, progress=show)
+            found = simulator.compare(read, plan, progress=show)
             report = report_policies(found, concurrent=concurrent, seed=seed)
     report.show(as_json=as_json, plot=plot)
 

@@ -208,11 +208,10 @@ class Comparison:
 def compare(
     trace: Trace,
     plan: Plan,
-    simulate: Callable[..., Outcome],
     *,
     progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> Comparison:
-    """Replay as planned, by `simulate`; `progress` takes the next run, and how many are done."""
+    """Replay as planned; `progress` takes the next run, and how many are done."""
     runs = list(plan.runs())
     total = len(plan.host_blocks) + len(runs)
     bounds: dict[int, Outcome] = {}

@@ -1,33 +1,16 @@
 """A tier and its replay: what is there, and that the policies hear of every request in turn."""
 
-import random
-
 import numpy as np
 import pytest
 
 from kvray.lab.replay import Trace
-from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
 from kvray.store import policy as policies
 from kvray.store.policy import LRU, Use
 from kvray.store.replay import NO_PARENT, NOWHERE, Replay, Tier
+from tests.unit.lab.replay.excerpts import made, random_trace
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
-
-
-def tree_trace(seed: int, *, num_requests: int = 300) -> Trace:
-    """Return requests for paths of a tree, of which many end or fork halfway."""
-    rng = random.Random(seed)
-    builder = TraceBuilder(name="random", block_tokens=4)
-    paths: list[list[int]] = [[0]]
-    for at in range(num_requests):
-        before = rng.choice(paths[-20:])
-        path = before[: rng.randrange(1, len(before) + 1)]
-        while len(path) < 12 and rng.random() < 0.8:
-            path = [*path, path[-1] * 4 + rng.randrange(1, 5)]
-        paths.append(path)
-        builder.add(time_s=float(at), num_tokens=4 * len(path), ids=path)
-    return builder.build()
 
 
 class Checked:
@@ -83,7 +66,9 @@ class Checked:
 @each_policy
 @pytest.mark.parametrize(("disk", "admission"), [(0, "all"), *((60, one) for one in ADMISSIONS)])
 def test_tiers_have_what_they_say(policy, disk, admission):
-    checked = Checked(tree_trace(1), policy, nvme_blocks=disk, admission=admission)
+    checked = Checked(
+        random_trace(1, num_requests=500), policy, nvme_blocks=disk, admission=admission
+    )
     checked.run()
     assert not disk or checked.replay.num_written > 90, "it was full once"
     assert bool(disk) == checked.replay.disk_hits.any()
@@ -101,7 +86,7 @@ def test_the_policy_is_told_of_every_request_in_turn(monkeypatch):
             self.used(use)
 
     monkeypatch.setitem(policies.POLICIES, "listening", Listening)
-    trace = tree_trace(3)
+    trace = random_trace(3, num_requests=300)
     replay = Replay(trace, "listening", 40)
     list(replay.run())
     lengths = np.diff(trace.starts)
@@ -115,9 +100,6 @@ def test_the_policy_is_told_of_every_request_in_turn(monkeypatch):
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_head():
-    builder = TraceBuilder(name="made", block_tokens=4)
-    for at in range(4):
-        builder.add(time_s=at, num_tokens=400, ids=range(100))
-    replay = Replay(builder.build(), "lru", 30)
+    replay = Replay(made(*((at, range(100)) for at in range(4))), "lru", 30)
     list(replay.run())
     assert replay.host_hits.tolist() == [0, 30, 30, 30]

@@ -1,10 +1,13 @@
-"""The excerpts beside the tests, read once, and LRU in plain Python to compare replays with."""
+"""Traces: excerpts beside the tests, made ones; and LRU in plain Python to compare with."""
 
+import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from kvray.lab.replay import Trace, read_trace
+from kvray.lab.replay.reading import TraceBuilder
 
 DATA = Path(__file__).parent / "data"
 CONVERSATION, SYNTHETIC = DATA / "conversation.jsonl.gz", DATA / "synthetic.jsonl.gz"
@@ -15,6 +18,28 @@ SESSIONS = DATA / "sessions.tar.xz"
 def excerpt(path: Path) -> Trace:
     """Return the trace in one of the files."""
     return read_trace(path)
+
+
+def made(*requests: tuple[float, Sequence[int]], block_tokens: int = 4) -> Trace:
+    """Return requests of a time and of full blocks."""
+    builder = TraceBuilder(name="made", block_tokens=block_tokens)
+    for time_s, ids in requests:
+        builder.add(time_s=time_s, num_tokens=block_tokens * len(ids), ids=list(ids))
+    return builder.build()
+
+
+def random_trace(seed: int, *, num_requests: int = 60) -> Trace:
+    """Return requests that go down a tree, each node of which has up to three children."""
+    rng = random.Random(seed)
+    builder = TraceBuilder(name="random", block_tokens=4)
+    for at in range(num_requests):
+        path, node = [], 0
+        for _ in range(rng.randrange(8)):
+            node = 3 * node + rng.choice((1, 1, 1, 2, 3))
+            path.append(node)
+        cut = rng.randrange(4) if path else 0
+        builder.add(time_s=at, num_tokens=4 * len(path) - cut, ids=path)
+    return builder.build()
 
 
 def lru_hits(trace: Trace, num_blocks: int) -> list[int]:

@@ -2,12 +2,12 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvray.lab.replay import Trace, infinite
-from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.report import report_routers
 from kvray.lab.replay.routers import (
     ROUTERS,
@@ -19,7 +19,7 @@ from kvray.lab.replay.routers import (
     simulate,
 )
 from kvray.routing import Link, Rates, Stretch
-from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt
+from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt, made
 
 RATES = Rates(
     prefill_tokens_per_s=1000.0,
@@ -35,33 +35,27 @@ def plan(num_replicas: int = 8, **fields: Any) -> FleetPlan:
     return FleetPlan(num_replicas=num_replicas, **known | fields)
 
 
-def trace_of(*prompts: tuple[float, str]) -> Trace:
-    """Return requests of a time and a letter for each block."""
-    builder = TraceBuilder(name="letters", block_tokens=100)
-    for time_s, letters in prompts:
-        builder.add(time_s=time_s, num_tokens=100 * len(letters), ids=[*map(ord, letters)])
-    return builder.build()
+trace_of = partial(made, block_tokens=100)
 
 
 def random_trace(
     num_requests: int, *, shared_blocks: int, own_blocks: int, load: float, replicas: int = 8
 ) -> Trace:
     """Return requests with a prefix that all of them share, at a load of what is their own."""
-    numbers, builder = random.Random(7), TraceBuilder(name="random", block_tokens=100)
+    numbers, requests = random.Random(7), []
     rate = load * replicas / (0.1 * own_blocks)
     now, block = 0.0, shared_blocks
     for _ in range(num_requests):
         now += numbers.expovariate(rate)
         count = numbers.randint(1, 2 * own_blocks - 1)
-        ids = [*range(shared_blocks), *range(block, block + count)]
+        requests.append((now, [*range(shared_blocks), *range(block, block + count)]))
         block += count
-        builder.add(time_s=now, num_tokens=100 * len(ids), ids=ids)
-    return builder.build()
+    return trace_of(*requests)
 
 
 def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> Trace:
     """Return users who each say a few blocks more in every turn, at a load with all that reuse."""
-    numbers, builder = random.Random(7), TraceBuilder(name="conversations", block_tokens=100)
+    numbers, requests = random.Random(7), []
     rate, now, block = load * replicas / (0.1 * 3), 0.0, 1
     said: dict[int, list[int]] = {user: [0] for user in range(num_users)}
     for _ in range(num_users * turns):
@@ -70,24 +64,24 @@ def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> 
         count = numbers.randint(1, 5)
         ids += range(block, block + count)
         block += count
-        builder.add(time_s=now, num_tokens=100 * len(ids), ids=ids.copy())
-    return builder.build()
+        requests.append((now, ids.copy()))
+    return trace_of(*requests)
 
 
 def test_a_request_waits_for_the_one_before_it():
-    found = simulate(trace_of((0, "ab"), (0.1, "xy")), plan(1), router="round_robin")
+    found = simulate(trace_of((0, b"ab"), (0.1, b"xy")), plan(1), router="round_robin")
     assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
     assert found.throughput_per_s == pytest.approx(2 / 0.4)
     assert found.utilization == pytest.approx(1)
 
 
 def test_speed_divides_the_times_of_the_trace():
-    found = simulate(trace_of((0, "ab"), (0.4, "xy")), plan(1, speed=4), router="round_robin")
+    found = simulate(trace_of((0, b"ab"), (0.4, b"xy")), plan(1, speed=4), router="round_robin")
     assert found.first_token_p90_s == pytest.approx(0.2 + 0.9 * 0.1)
 
 
 def test_reuse_comes_from_the_pool_then_the_node_then_another_node():
-    trace = trace_of((0, "abc"), (1, "abd"), (2, "ab"))
+    trace = trace_of((0, b"abc"), (1, b"abd"), (2, b"ab"))
     found = simulate(trace, plan(1), router="round_robin")
     assert found.pool_reuse == pytest.approx((200 + 199) / 800)
     small = simulate(trace, plan(1, pool_blocks=1), router="round_robin")
@@ -98,7 +92,7 @@ def test_reuse_comes_from_the_pool_then_the_node_then_another_node():
 
 
 def test_a_disk_below_finds_what_memory_lost():
-    trace = trace_of((0, "ab"), (1, "wxyz"), (2, "abc"))
+    trace = trace_of((0, b"ab"), (1, b"wxyz"), (2, b"abc"))
     rates = replace(RATES, disk=Link(bytes_per_s=1e5))
     small = {"pool_blocks": 4, "host_blocks": 4, "rates": rates}
     assert simulate(trace, plan(1, **small), router="round_robin").reuse == 0
@@ -107,7 +101,7 @@ def test_a_disk_below_finds_what_memory_lost():
 
 
 def test_what_is_late_is_no_goodput():
-    trace = trace_of((0, "abcde"), (0, "vwxyz"))
+    trace = trace_of((0, b"abcde"), (0, b"vwxyz"))
     found = simulate(trace, plan(1, deadline_s=0.6), router="round_robin")
     assert (found.in_time, found.goodput_per_s) == (0.5, pytest.approx(1.0))
 
@@ -199,7 +193,7 @@ def on_node(num_tokens: int, tier: str = "host") -> Stretch:
     ids=["with their nodes", "to the first gap", "not behind a gap", "on disk", "a partial block"],
 )
 def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
-    memory = Memory(trace_of((0, "abcd")), fleet)
+    memory = Memory(trace_of((0, b"abcd")), fleet)
     for replica, blocks in used:
         memory.use(replica, blocks)
     assert memory.stretches(*asked) == found

@@ -4,10 +4,11 @@ A shard's curve is drawn beside full replays.
 """
 
 import json
-import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,21 @@ from numpy.random import default_rng
 from kvray.errors import ConfigError
 from kvray.index import Index
 from kvray.lab.replay import Comparison, Outcome, Plan, Trace, belady, compare, infinite
-from kvray.lab.replay.reading import TraceBuilder
 from kvray.lab.replay.report import report_curves, report_policies
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, check_curve, check_curves, simulate
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
 from kvray.store.replay import NOWHERE, Replay
-from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt, lru_hits
+from tests.unit.lab.replay.excerpts import (
+    CONVERSATION,
+    SESSIONS,
+    SYNTHETIC,
+    excerpt,
+    lru_hits,
+    made,
+    random_trace,
+)
 
 ROOT = Path(__file__).parents[4]
 EXCERPTS = (CONVERSATION, SYNTHETIC, SESSIONS)
@@ -34,37 +42,9 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_admission = pytest.mark.parametrize("admission", ADMISSIONS)
 
 
-def stand_in(
-    trace: Trace,
-    *,
-    policy: str,
-    host_blocks: int,
-    nvme_blocks: int = 0,
-    admission: str | None = None,
-) -> Outcome:
-    """Replay LRU, or LRU with twice the blocks; `half` writes half of what is missed."""
-    host_blocks_used = host_blocks * (2 if policy == "double" else 1)
-    host_hits = sum(lru_hits(trace, host_blocks_used))
-    hits = sum(lru_hits(trace, host_blocks_used + nvme_blocks))
-    missed = trace.num_refs - host_hits
-    return Outcome(
-        policy=policy,
-        admission=admission,
-        host_blocks=host_blocks,
-        nvme_blocks=nvme_blocks,
-        refs=trace.num_refs,
-        prompt_tokens=trace.prompt_tokens,
-        hit_blocks=hits,
-        hit_tokens=hits * trace.block_tokens,
-        host_hit_blocks=host_hits,
-        nvme_hit_blocks=hits - host_hits,
-        nvme_written_blocks=(missed // 2 if admission == "half" else missed) if nvme_blocks else 0,
-        seconds=0.5,
-    )
-
-
-def compared(plan: Plan) -> Comparison:
-    return compare(excerpt(SYNTHETIC), plan, stand_in)
+def compared(policies: Sequence[str], host_blocks: Sequence[int], **disk: Any) -> Comparison:
+    plan = Plan(policies=policies, host_blocks=host_blocks, **disk)
+    return compare(excerpt(SYNTHETIC), plan)
 
 
 def names(found: Comparison) -> list[tuple[int, str, str | None]]:
@@ -72,58 +52,51 @@ def names(found: Comparison) -> list[tuple[int, str, str | None]]:
 
 
 def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not():
-    found = compared(Plan(policies=["double"], host_blocks=[300, 1000]))
-    runs = [(size, name, None) for size in (300, 1000) for name in ("lru", "double")]
-    assert names(found) == runs
+    runs = [(size, name, None) for size in (300, 1000) for name in ("lru", "gittins")]
+    assert names(compared(["gittins"], [300, 1000])) == runs
 
 
 def test_with_a_disk_lru_that_writes_everything_is_the_baseline():
-    plan = Plan(policies=["lru"], host_blocks=[300], nvme_blocks=1000, admissions=["half"])
-    found = compared(plan)
-    assert names(found) == [(300, "lru", "all"), (300, "lru", "half")]
-    everything, half = found.outcomes
+    found = compared(["lru"], [300], nvme_blocks=1000, admissions=["twice"])
+    assert names(found) == [(300, "lru", "all"), (300, "lru", "twice")]
+    everything, twice = found.outcomes
     assert everything.write_share == 1
-    assert half.write_share == pytest.approx(0.5, abs=0.001)
+    assert twice.write_share == twice.nvme_written_blocks / everything.nvme_written_blocks < 1
 
 
 def test_gain_is_0_for_lru_and_1_for_belady():
-    found = compared(Plan(policies=["double"], host_blocks=[300]))
-    trace = excerpt(SYNTHETIC)
-    lru, double = found.outcomes
-    most, least = belady(trace, 300).hit_blocks, sum(lru_hits(trace, 300))
+    found = compared(["gittins"], [300])
+    lru, ours = found.outcomes
+    most, least = belady(excerpt(SYNTHETIC), 300).hit_blocks, sum(lru_hits(excerpt(SYNTHETIC), 300))
     assert lru.gain == 0
-    assert double.gain == (sum(lru_hits(trace, 600)) - least) / (most - least)
+    assert ours.gain == (ours.hit_blocks - least) / (most - least) > 0
 
 
 def test_there_is_no_gain_where_belady_finds_no_more_than_lru():
-    found = compared(Plan(policies=["double"], host_blocks=[300, 1_000_000]))
+    found = compared(["gittins"], [300, 1_000_000])
     assert found.outcomes[-1].gain is None
-    assert found.mean_gains()["double", None] == found.outcomes[1].gain
+    assert found.mean_gains()["gittins", None] == found.outcomes[1].gain
 
 
 def test_the_mean_gain_is_that_of_one_policy_and_admission():
-    tiers = {"host_blocks": [100, 300], "nvme_blocks": 300, "admissions": ["all", "half"]}
-    found = compared(Plan(policies=["lru", "double"], **tiers))
-    gains = [one.gain for one in found.outcomes if one.policy == "double"]
-    assert found.mean_gains()["double", "half"] == pytest.approx(sum(gains) / len(gains))
+    disk = {"nvme_blocks": 300, "admissions": ["all", "twice"]}
+    found = compared(["lru", "gittins"], [100, 300], **disk)
+    gains = [one.gain for one in found.outcomes if one.title == "gittins + twice"]
+    assert found.mean_gains()["gittins", "twice"] == pytest.approx(sum(gains) / len(gains))
     assert found.mean_gains()["lru", "all"] == 0
 
 
 def test_with_a_disk_belady_has_one_tier_as_large_as_both():
-    found = compared(Plan(policies=[], host_blocks=[300], nvme_blocks=700, admissions=["all"]))
+    found = compared([], [300], nvme_blocks=700, admissions=["all"])
     assert found.belady[300] == belady(excerpt(SYNTHETIC), 1000)
 
 
 def test_progress_counts_all_runs():
     seen: list[tuple[str, int, int]] = []
-    compare(
-        excerpt(CONVERSATION),
-        Plan(policies=["double"], host_blocks=[100, 300]),
-        stand_in,
-        progress=lambda *step: seen.append(step),
-    )
+    plan = Plan(policies=["gittins"], host_blocks=[100, 300])
+    compare(excerpt(CONVERSATION), plan, progress=lambda *step: seen.append(step))
     assert [step[1:] for step in seen] == [(done, 6) for done in range(6)]
-    assert (seen[0][0], seen[-1][0]) == ("Belady, 100 blocks", "double, 300 blocks")
+    assert (seen[0][0], seen[-1][0]) == ("Belady, 100 blocks", "gittins, 300 blocks")
 
 
 NOTHING = Outcome(policy="lru", host_blocks=0, refs=0, prompt_tokens=0, hit_blocks=0, hit_tokens=0)
@@ -136,20 +109,6 @@ def test_an_outcome_has_its_ratios_also_where_there_is_nothing():
     assert (found.written_per_hit, found.refs_per_s) == (3.0, 200.0)
     assert (NOTHING.hit_ratio, NOTHING.token_hit_ratio, NOTHING.refs_per_s) == (0, 0, 0)
     assert NOTHING.written_per_hit is None
-
-
-def random_trace(seed: int, *, num_requests: int = 60) -> Trace:
-    """Return requests that go down a tree, each node of which has up to three children."""
-    rng = random.Random(seed)
-    builder = TraceBuilder(name="random", block_tokens=4)
-    for at in range(num_requests):
-        path, node = [], 0
-        for _ in range(rng.randrange(8)):
-            node = 3 * node + rng.choice((1, 1, 1, 2, 3))
-            path.append(node)
-        cut = rng.randrange(4) if path else 0
-        builder.add(time_s=at, num_tokens=4 * len(path) - cut, ids=path)
-    return builder.build()
 
 
 def belady_by_block(trace: Trace, num_blocks: int) -> int:
@@ -207,36 +166,16 @@ def test_no_choice_of_what_to_keep_has_more_hits_than_belady(seed):
         assert belady(trace, num_blocks).hit_blocks == optimum(trace, num_blocks)
 
 
-@each_excerpt
-def test_lru_is_never_above_belady_nor_belady_above_the_infinite_cache(path):
-    trace = excerpt(path)
-    sizes = (100, 300, 1000, 3000)
-    most = [belady(trace, num_blocks).hit_blocks for num_blocks in sizes]
-    lru = [sum(lru_hits(trace, num_blocks)) for num_blocks in sizes]
-    assert most == sorted(most)
-    assert all(ours < best for ours, best in zip(lru, most, strict=True))
-    assert most[-1] <= infinite(trace).hit_blocks
-
-
-@each_excerpt
-def test_a_cache_that_holds_everything_is_as_good_as_an_infinite_one(path):
-    trace = excerpt(path)
-    never_full, bound = belady(trace, trace.num_unique), infinite(trace)
-    assert (never_full.hit_blocks, never_full.hit_tokens) == (bound.hit_blocks, bound.hit_tokens)
-    assert bound.hit_blocks == trace.num_refs - trace.num_unique
-    assert sum(lru_hits(trace, trace.num_unique)) == bound.hit_blocks
-
-
 def test_json_has_every_policy_and_size_beside_the_bounds():
-    plan = Plan(policies=["double"], host_blocks=[100, 300])
-    found, trace = report_policies(compared(plan), concurrent=1, seed=0).facts, excerpt(SYNTHETIC)
+    runs, trace = compared(["gittins"], [100, 300]), excerpt(SYNTHETIC)
+    found = report_policies(runs, concurrent=1, seed=0).facts
     assert (found["trace"], found["requests"], found["refs"]) == ("synthetic", 400, 10346)
     assert found["nvme_blocks"] == 0
     by_run = {(one["host_blocks"], one["policy"]): one for one in found["results"]}
-    assert set(by_run) == {(size, name) for size in (100, 300) for name in ("lru", "double")}
+    assert set(by_run) == {(size, name) for size in (100, 300) for name in ("lru", "gittins")}
     assert by_run[300, "lru"]["hit_blocks"] == sum(lru_hits(trace, 300))
-    assert by_run[300, "lru"]["refs_per_s"] == 2 * 10346
-    assert by_run[300, "lru"]["gain"] == 0 < by_run[300, "double"]["gain"]
+    assert by_run[300, "lru"]["refs_per_s"] == runs.outcomes[2].refs_per_s
+    assert by_run[300, "lru"]["gain"] == 0 < by_run[300, "gittins"]["gain"]
     assert by_run[300, "lru"]["written_per_hit"] is by_run[300, "lru"]["write_share"] is None
     assert found["infinite"]["hit_blocks"] == trace.num_refs - trace.num_unique
     page = (ROOT / "docs" / "replay.md").read_text()
@@ -246,8 +185,7 @@ def test_json_has_every_policy_and_size_beside_the_bounds():
 
 
 def test_the_table_has_a_line_for_each_run_and_bound(capsys):
-    plan = Plan(policies=["double"], host_blocks=[1000], nvme_blocks=500, admissions=["half"])
-    found = compare(excerpt(CONVERSATION), plan, stand_in)
+    found = compared(["gittins"], [1000], nvme_blocks=500, admissions=["twice"])
     report_policies(found, concurrent=1, seed=0).show(as_json=False)
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
@@ -257,21 +195,21 @@ def test_the_table_has_a_line_for_each_run_and_bound(capsys):
         for word in (f"{100 * ratio:.1f}", "%")
     ]
     assert ["Belady", *percents] in lines
-    assert any(line[:3] == ["double", "+", "half"] for line in lines)
+    assert any(line[:3] == ["gittins", "+", "twice"] for line in lines)
     assert any(line[:2] == ["∞", "infinite"] for line in lines)
-    for words in ("400 requests", "of LRU's", "Mean gain of double + half over all sizes: +"):
+    gain = found.mean_gains()["gittins", "twice"]
+    mean = f"Mean gain of gittins + twice over all sizes: {gain:+.3f}"
+    for words in ("400 requests", "of LRU's", mean):
         assert words in text
 
 
 def test_the_picture_starts_at_0_and_names_both_bounds():
-    plan = Plan(policies=["double"], host_blocks=[100, 1000])
-    found = compare(excerpt(CONVERSATION), plan, stand_in)
-
+    found = compared(["gittins"], [100, 1000])
     (axes,) = report_policies(found, concurrent=1, seed=0).figure().axes
 
     assert axes.get_ylim()[0] == 0
     assert [line.get_label() for line in axes.get_lines()] == [
-        *("lru", "double", "Belady", "infinite cache")
+        *("lru", "gittins", "Belady", "infinite cache")
     ]
 
 
@@ -293,24 +231,14 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
 
 
 def test_a_trace_that_is_too_short_is_refused():
-    builder = TraceBuilder(name="short", block_tokens=4)
-    builder.add(time_s=0, num_tokens=8, ids=[1, 2])
     with pytest.raises(ConfigError, match="too short"):
-        check_curve(builder.build(), [10], policy="lru")
+        check_curve(made((0, [1, 2])), [10], policy="lru")
 
 
 @cache
 def on_host(path: Path, policy: str, num_blocks: int) -> Outcome:
     """Return what one tier finds of an excerpt; several tests look at it."""
     return simulate(excerpt(path), policy=policy, host_blocks=num_blocks)
-
-
-@each_policy
-@each_admission
-def test_it_finds_the_same_each_time(policy, admission):
-    trace, sizes = random_trace(2, num_requests=250), {"host_blocks": 40, "nvme_blocks": 80}
-    once, again = (simulate(trace, policy=policy, admission=admission, **sizes) for _ in range(2))
-    assert replace(once, seconds=0) == replace(again, seconds=0)
 
 
 # -- beside LRU, Belady and the infinite cache --------------------------------------------------
@@ -328,10 +256,13 @@ def test_lru_finds_in_memory_what_lru_finds_of_every_request(path, nvme_blocks):
 
 @each_excerpt
 @each_policy
-def test_no_policy_beats_belady(path, policy):
-    for num_blocks in SIZES:
-        found = on_host(path, policy, num_blocks)
-        assert 0 < found.hit_blocks <= belady(excerpt(path), num_blocks).hit_blocks
+def test_no_policy_beats_belady_nor_belady_the_infinite_cache(path, policy):
+    trace = excerpt(path)
+    most = [belady(trace, num_blocks).hit_blocks for num_blocks in SIZES]
+    assert most == sorted(most)
+    assert most[-1] <= infinite(trace).hit_blocks
+    for num_blocks, bound in zip(SIZES, most, strict=True):
+        assert 0 < on_host(path, policy, num_blocks).hit_blocks <= bound
 
 
 @each_policy
@@ -346,8 +277,13 @@ def test_two_tiers_do_not_beat_belady_with_one_as_large_as_both(policy, admissio
 @each_policy
 def test_a_tier_that_is_never_full_is_as_good_as_an_infinite_one(path, policy):
     trace = excerpt(path)
-    found, bound = simulate(trace, policy=policy, host_blocks=trace.num_unique), infinite(trace)
-    assert (found.hit_blocks, found.hit_tokens) == (bound.hit_blocks, bound.hit_tokens)
+    num_blocks, bound = trace.num_unique, infinite(trace)
+    for found in (
+        belady(trace, num_blocks),
+        simulate(trace, policy=policy, host_blocks=num_blocks),
+    ):
+        assert (found.hit_blocks, found.hit_tokens) == (bound.hit_blocks, bound.hit_tokens)
+    assert bound.hit_blocks == trace.num_refs - num_blocks == sum(lru_hits(trace, num_blocks))
 
 
 @each_excerpt
@@ -370,10 +306,11 @@ def test_a_tier_larger_than_the_trace_costs_no_more_than_the_trace():
 
 
 @each_policy
-def test_an_outcome_is_the_sum_of_its_requests(policy):
+@each_admission
+def test_an_outcome_is_the_sum_of_its_requests_and_the_same_each_time(policy, admission):
     trace = random_trace(5, num_requests=250)
-    found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission="all")
-    replay = Replay(trace, policy, 48, nvme_blocks=90)
+    found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission=admission)
+    replay = Replay(trace, policy, 48, nvme_blocks=90, admission=admission)
     list(replay.run())
     hits = replay.host_hits + replay.disk_hits
     assert found.host_hit_blocks == replay.host_hits.sum()
@@ -383,7 +320,7 @@ def test_an_outcome_is_the_sum_of_its_requests(policy):
     assert found.nvme_written_blocks == replay.num_written
     assert found.refs == trace.num_refs
     assert found.seconds > 0
-    assert (found.policy, found.admission) == (policy, "all")
+    assert (found.policy, found.admission) == (policy, admission)
     assert (found.host_blocks, found.nvme_blocks) == (48, 90)
 
 
@@ -414,36 +351,25 @@ def test_a_disk_that_is_never_full_has_each_block_written_once():
 # -- the run ------------------------------------------------------------------------------------
 
 
-def two_tiers(builder: TraceBuilder, policy: str, host_blocks: int, nvme_blocks: int) -> Outcome:
-    sizes = {"host_blocks": host_blocks, "nvme_blocks": nvme_blocks}
-    return simulate(builder.build(), policy=policy, admission="all", **sizes)
-
-
 @each_policy
-def test_a_trace_without_a_request_is_replayed(policy):
-    builder = TraceBuilder(name="made", block_tokens=4)
-    found, trace = two_tiers(builder, policy, 20, 20), builder.build()
-    assert (found.hit_blocks, found.refs) == (0, 0)
-    assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == 0
-
-
-@each_policy
-def test_requests_without_a_block_are_passed_over(policy):
-    builder = TraceBuilder(name="made", block_tokens=4)
-    for at in range(4):
-        builder.add(time_s=at, num_tokens=3, ids=[])
-        builder.add(time_s=at, num_tokens=8, ids=[1, 2])
-    found = two_tiers(builder, policy, 20, 20)
-    assert (found.hit_blocks, found.refs) == (6, 8)
+@pytest.mark.parametrize(
+    ("requests", "found"),
+    [([], (0, 0)), ([(at, ids) for at in range(4) for ids in ([], [1, 2])], (6, 8))],
+    ids=["no request", "no block"],
+)
+def test_what_has_no_request_or_no_block_is_replayed(policy, requests, found):
+    trace = made(*requests)
+    outcome = simulate(trace, policy=policy, host_blocks=20, nvme_blocks=20, admission="all")
+    assert (outcome.hit_blocks, outcome.refs) == found
+    ratio = found[0] / max(1, found[1])
+    assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == ratio
 
 
 @each_policy
 def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy):
-    builder = TraceBuilder(name="made", block_tokens=4)
-    for at in range(6):
-        builder.add(time_s=at, num_tokens=400, ids=range(100))
-        builder.add(time_s=at + 0.5, num_tokens=400, ids=range(1000, 1100))
-    found = two_tiers(builder, policy, 30, 50)
+    prompts = (range(100), range(1000, 1100))
+    trace = made(*((at, prompts[at % 2]) for at in range(12)))
+    found = simulate(trace, policy=policy, host_blocks=30, nvme_blocks=50, admission="all")
     assert found.nvme_written_blocks > 0
     assert 0 < found.hit_blocks <= 10 * 80
 
