@@ -350,7 +350,7 @@ class SharedState:
             registration, readings = self._registration, self.identity.readings
             if registration is not None and readings:
                 named = readings[0].named(self.model_name.name, self.weights[1])
-                registration.renew(named.namespace)
+                registration.namespace = named.namespace
 
     def may_load(self, meta: ConnectorMeta) -> bool:
         """Whether the leader's promises belong to this rank's pool.

@@ -28,6 +28,7 @@ class Registration:
     replica: str
     rank: int
     namespace: Namespace
+    """The shard is told of another one with the next report."""
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
     log: EngineLog = field(default_factory=EngineLog)
@@ -90,10 +91,6 @@ class Registration:
                 self.replica = given
             else:
                 self.former = given
-
-    def renew(self, namespace: Namespace) -> None:
-        """Tell the shard of another namespace with the next report."""
-        self.namespace = namespace
 
     def register(self, socket: ShardSocket, places: Places, *, timeout_s: float) -> None:
         """Tell the shard what the rank is and reads.

@@ -284,7 +284,7 @@ class TensorCache:
         digest, self.namespace = named.digest(), named
         self._blocks.namespace = namespace_id(digest)
         self._seed = None if version is None else request_seed(digest, salt=metadata.salt)
-        self._registration.renew(named.named(named.model, version))
+        self._registration.namespace = named.named(named.model, version)
 
     def counters(self) -> dict[str, int]:
         """Return totals since this cache was made, as `kvray status` shows them.

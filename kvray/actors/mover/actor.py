@@ -65,7 +65,7 @@ class MoverActor:
     @ray.method(concurrency_group="fetch")
     def fetch(self, *order: Any) -> FetchReport:
         """Fetch blocks; takes a `FetchOrder`, `packed` or not."""
-        return self._mover.fetch(unpacked(*order))
+        return self._mover.fetch(*order)
 
     @ray.method(concurrency_group="serve")
     def lease(self, *request: Any) -> ReadLease:

@@ -132,15 +132,13 @@ class Mover:
         if attached is not None:
             attached.close()
 
-    def _fetch(self, *order: Any) -> FetchReport:
-        return self.fetch(unpacked(*order))
-
-    def fetch(self, order: FetchOrder) -> FetchReport:
-        """Fetch the blocks of an order; ends within its `deadline_s`.
+    def fetch(self, *packed_order: Any) -> FetchReport:
+        """Fetch the blocks of a `FetchOrder`, packed or not; ends within its `deadline_s`.
 
         A miss, a dead peer or a busy arena raises nothing: the report says what is here and why
         not more. The slots of late blocks are reused once nothing can write them.
         """
+        order: FetchOrder = unpacked(*packed_order)
         deadline = time.monotonic() + order.deadline_s
         try:
             attached = self._require()
@@ -242,7 +240,7 @@ class Mover:
         arena = None
         try:
             arena = Arena.attach(self._directory, label=LABEL, lock_wait_s=self._lock_wait_s)
-            attached = _Attached(arena, self._settings, self._remote, self._fetch)
+            attached = _Attached(arena, self._settings, self._remote, self.fetch)
         except KVRayError as error:
             self._message = str(error)
             if arena is not None:

@@ -65,7 +65,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[[Shard], Callable[..., Any]]]] = {
     "prefetch": ("prefetch", lambda shard: shard.requests.prefetch),
     "prompt": ("routers", lambda shard: shard.queries.prompt),
     "profile": ("routers", lambda shard: shard.requests.profile),
-    "on_disk": ("routers", lambda shard: shard.requests.on_disk),
+    "on_disk": ("routers", lambda shard: shard.queries.on_disk),
     # for other shards
     "room": ("leases", lambda shard: shard.requests.room),
     "lease_ranks": ("leases", lambda shard: shard.requests.lease_ranks),

@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvray.actors.lookup.delta import Delta, Poll
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.serving import ShardParts
+from kvray.actors.shard.serving import Serving, ShardParts
 from kvray.actors.staging.replicas import Reader, keys_of
 from kvray.config import cache_dir
 from kvray.errors import ConfigError, ShardUnavailable
@@ -27,6 +27,7 @@ from kvray.identity.block import UNNAMED, BlockKey, Namespace, frame, namespace_
 from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
 from kvray.identity.tenant import TenantSalts
+from kvray.index import PARTS_MAX
 from kvray.store.arena import key_index, lease, quotas, slabs
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
@@ -35,6 +36,8 @@ from kvray.store.sizing import Plan
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.request_note import RequestNote, unpack
 from kvray.trace.spans import span, under
+
+T = TypeVar("T")
 
 
 def prompt_keys(
@@ -202,6 +205,24 @@ class Queries:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
         return Prompt(keys=b"".join(keys), namespace=reader.namespace)
 
+    def on_disk(self, parts: int, *keys: bytes) -> bytes:
+        """Return one byte for each key: 1 if this node has all `parts` of it on its disk only.
+
+        `parts` is a mask; the keys are end to end, `in_pieces`.
+        """
+        wanted = [part for part in range(PARTS_MAX) if parts >> part & 1]
+        if not wanted or parts >> PARTS_MAX:
+            raise ConfigError(f"{parts!r:.40} is no mask of parts.")
+        serving = self._parts.serving()
+        nvme, packed = serving.nvme, key_index.pack_keys(keys_of(b"".join(keys)))
+        if nvme is None:
+            return bytes(len(packed))
+        disk, memory = (
+            np.logical_and.reduce([lease.present(tables, packed, part) for part in wanted])
+            for tables in (nvme.store.tables, serving.owner.arena.tables)
+        )
+        return bytes(disk & ~memory)
+
     def sizing_plan(self) -> Plan:
         """Return what a curve of this node's prompts is drawn from at this moment."""
         return self._parts.loop.call(self._parts.traffic.plan, ANSWER_S)
@@ -260,8 +281,23 @@ _LOOK_S = 0.2
 _POLL_S = 0.02
 
 
+def _on_loop(find: Callable[[Serving], Callable[..., T]]) -> Callable[..., T]:
+    """Return a method that calls what `find` finds in a serving shard, with its own arguments."""
+
+    def method(self: "ActorRequests", *args: Any) -> T:
+        called = find(self._parts.serving())
+        return self._parts.loop.call(lambda: called(*args), ANSWER_S)
+
+    return method
+
+
 class ActorRequests:
     """Hands each request to the shard's event loop and waits for the answer. Thread-safe."""
+
+    drain = _on_loop(lambda serving: serving.drain.order)
+    call_off_drain = _on_loop(lambda serving: serving.drain.call_off)
+    lease_ranks = _on_loop(lambda serving: serving.stager.leases.lease)
+    release_ranks = _on_loop(lambda serving: serving.stager.leases.release)
 
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
@@ -361,11 +397,6 @@ class ActorRequests:
             **self._parts.loop.call(lambda: stager.profile(replica, rank), ANSWER_S),
         }
 
-    def on_disk(self, parts: int, *keys: bytes) -> bytes:
-        """See `ReplicaStager.on_disk`; the keys are end to end, in pieces."""
-        stager = self._parts.serving().stager
-        return self._parts.loop.call(lambda: stager.on_disk(parts, b"".join(keys)), ANSWER_S)
-
     def promote(self, trace: str, *packed_order: Any) -> int:
         """Bring blocks from disk into its memory for another shard; return how many.
 
@@ -384,16 +415,6 @@ class ActorRequests:
         """Return how many bytes of its arena are free."""
         tables = self._parts.serving().owner.arena.tables
         return slabs.free_bytes(tables)
-
-    def drain(self, by: str, seconds: float | None) -> None:
-        """See `Drain.order`."""
-        drain = self._parts.serving().drain
-        self._parts.loop.call(lambda: drain.order(by, seconds), ANSWER_S)
-
-    def call_off_drain(self, by: str) -> None:
-        """See `Drain.call_off`."""
-        drain = self._parts.serving().drain
-        self._parts.loop.call(lambda: drain.call_off(by), ANSWER_S)
 
     def give_away(self, seconds: float) -> bool:
         """Drain a node that nobody uses; return whether the shard may end: no engine is here."""
@@ -427,15 +448,3 @@ class ActorRequests:
             made.set_attribute("kvray.blocks", staged["num_blocks"])
             made.set_attribute("kvray.miss.reason", staged["reason"])
         return staged
-
-    def lease_ranks(
-        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
-    ) -> dict[int, list[Any]]:
-        """See `RankLeases.lease`."""
-        leases = self._parts.serving().stager.leases
-        return self._parts.loop.call(lambda: leases.lease(replica, ranks, token, *keys), ANSWER_S)
-
-    def release_ranks(self, token: str) -> None:
-        """See `RankLeases.release`."""
-        leases = self._parts.serving().stager.leases
-        self._parts.loop.call(lambda: leases.release(token), ANSWER_S)

@@ -382,7 +382,9 @@ class Announcer:
         if not self._deltas:
             raise ShardUnavailable("The shard has not looked at its blocks yet.")
         log, loop = self._logs[poll.partition], asyncio.get_running_loop()
-        self._note_poll(poll)
+        self._polls[poll.partition] = poll, self._clock()
+        if poll.partial_keys:
+            self._partial.append(poll.partial_keys)
         log.num_polls += 1
         number, until = log.num_polls, loop.time() + max(heartbeat_s, poll.pace_s)
         log.news.set()  # ends the wait of the poll before
@@ -418,11 +420,6 @@ class Announcer:
                         gone = gone.chosen(~other.stands_in(gone))
                 self._note(gone, False)
                 self._note(come, True)
-
-    def _note_poll(self, poll: Poll) -> None:
-        self._polls[poll.partition] = poll, self._clock()
-        if poll.partial_keys:
-            self._partial.append(poll.partial_keys)
 
     def _follow(self, owner: ArenaOwner, store: NvmeStore | None) -> None:
         """Look at this arena and this store from now on, should they be others than before."""

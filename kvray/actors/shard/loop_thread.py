@@ -72,17 +72,14 @@ class LoopThread:
                 future.cancel()
             if future is None or not self.is_alive():
                 work.close()  # the loop has ended; nobody else will
-            raise self._silent(timeout_s) from None
+            raise ShardUnavailable(
+                f"{self._owner} did not answer within {timeout_s:.0f} s; see `kvray status`."
+            ) from None
 
     def _require_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise ShardUnavailable(f"{self._owner} was not started.")
         return self._loop
-
-    def _silent(self, timeout_s: float) -> ShardUnavailable:
-        return ShardUnavailable(
-            f"{self._owner} did not answer within {timeout_s:.0f} s; see `kvray status`."
-        )
 
     def _run(self) -> None:
         loop = self._require_loop()

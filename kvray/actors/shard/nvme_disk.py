@@ -112,10 +112,7 @@ class NvmeDisk:
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
-        tier = self.tier
-        if tier is not None:
-            return {"state": "open", **tier.status()}
-        return {
+        figures = {
             "state": "out",
             "directory": str(self._settings.directory),
             "capacity_bytes": self._settings.spec.capacity,
@@ -131,6 +128,8 @@ class NvmeDisk:
             "message": self._reason or "The disk is being opened.",
             "remarks": [],
         }
+        tier = self.tier
+        return figures if tier is None else {**figures, "state": "open", **tier.status()}
 
     def _begin(self) -> None:
         self._work = asyncio.get_running_loop().run_in_executor(None, self._open)

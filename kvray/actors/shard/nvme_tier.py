@@ -69,17 +69,13 @@ class NvmeReads:
         self._readers = ThreadPoolExecutor(reads_max, "kvray-promote")
         self._reads: set[Future[Brought]] = set()
         self._rate = Rate()
-        self._breaker = Breaker(Random())
+        self.breaker = Breaker(Random())
+        """Its error says why the device is left alone for now."""
         self._num_bad_reads = 0
         self.failure = ""
         """Why the device is unusable, for reads and writes; empty while it works."""
         self.num_blocks = 0
         self.num_bytes = 0
-
-    @property
-    def error(self) -> str:
-        """Why the device is left alone for now; empty if it is not."""
-        return self._breaker.error
 
     def may_ask(self, now: float) -> bool:
         """Return whether the disk may be read now; not while it is hung.
@@ -87,7 +83,7 @@ class NvmeReads:
         A hung disk is tried now and then, as long as a thread is free: threads that wait for a
         device cannot be ended.
         """
-        state = self._breaker.state(now)
+        state = self.breaker.state(now)
         if self.failure or state == "open":
             return False
         return state == "closed" or self._num_reading() < self._reads_max
@@ -103,7 +99,7 @@ class NvmeReads:
 
     def tick(self) -> None:
         """Trust the disk again if all reads that hung have ended; called often."""
-        if self._breaker.error and not self._num_reading():
+        if self.breaker.error and not self._num_reading():
             self._answers()
 
     async def promote(self, order: FetchOrder) -> FetchReport:
@@ -144,8 +140,10 @@ class NvmeReads:
         """
         now = time.monotonic()
         if not self.may_ask(now):
-            raise TransferTimeout(self.failure or self.error or f"{self._directory} is busy.")
-        self._breaker.begin(now)
+            raise TransferTimeout(
+                self.failure or self.breaker.error or f"{self._directory} is busy."
+            )
+        self.breaker.begin(now)
         read = self._readers.submit(self._promote, span, deadline)
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
@@ -177,14 +175,14 @@ class NvmeReads:
         return brought
 
     def _answers(self) -> None:
-        if self._breaker.error:
+        if self.breaker.error:
             _log.warning("%s answers again", self._directory)
-        self._breaker.succeed()
+        self.breaker.succeed()
 
     def _hangs(self, now: float) -> None:
-        if not self._breaker.error:
+        if not self.breaker.error:
             _log.error("%s does not answer; it is left alone for now", self._directory)
-        self._breaker.fail(
+        self.breaker.fail(
             now,
             f"{self._directory} does not answer: a read has hung for more than"
             f" {_STALL_S:.0f} s; look at the device with `dmesg`.",
@@ -279,10 +277,8 @@ class NvmeTier:
         return bool(self.store.report.blocks or self._demoter.counts.demoted_blocks)
 
     def status(self) -> dict[str, Any]:
-        """Return figures for people; from any thread."""
+        """Return figures for people, beside those of `NvmeDisk.status`; from any thread."""
         return {
-            "directory": str(self._settings.directory),
-            "capacity_bytes": self._settings.spec.capacity,
             **asdict(self.store.stats()),
             "namespaces": by_namespace(self.store.tables),
             **asdict(self._demoter.counts),
@@ -296,7 +292,7 @@ class NvmeTier:
         }
 
     def _message(self, now: float) -> str:
-        if reason := self.reads.failure or self.reads.error:
+        if reason := self.reads.failure or self.reads.breaker.error:
             return reason
         writing, for_s = self._writing, now - self._writing_since
         if writing is None or writing.done() or for_s < _HUNG_S:

@@ -52,10 +52,7 @@ class ShardParts:
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
     tenants: TenantSalts | None = None
-    traffic: Traffic = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.traffic = Traffic(self.settings)
+    traffic: Traffic
 
     def first_reader(self, replica: str) -> tuple[int, Reader]:
         """Return the lowest rank of `replica` that is connected, and how it reads."""

@@ -23,6 +23,7 @@ from kvray.actors.shard.engine_server import EngineServer, check_path
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.serving import Serving, ShardParts
 from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.traffic import Traffic
 from kvray.actors.staging.peers import Ask, ask_nobody
 from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.tenant import TenantSalts
@@ -53,9 +54,9 @@ class Shard:
     ) -> None:
         """Own the arena of `settings.directory`.
 
-        `crashed` is called after the shard
-        has ended by a defect and logged it. With `is_restart` a shard with these settings has run
-        here before; then it also serves without the directory of its NVMe tier.
+        `crashed` is called after the shard has ended by a defect and logged it. With `is_restart` a
+        shard with these settings has run here before; then it also serves without the directory of
+        its NVMe tier.
         """
         self.name = name
         self._began_at = time.monotonic()
@@ -72,6 +73,7 @@ class Shard:
             announcer=Announcer(settings.lookup_partitions),
             ask=ask,
             serving=self._require_serving,
+            traffic=Traffic(settings),
         )
         self.queries = Queries(self._parts)  # answers people
         self.requests = ActorRequests(self._parts)  # answers other actors

@@ -146,13 +146,6 @@ class ReplicaStager:
             "links": {name: [one.latency_s, one.bytes_per_s] for name, one in peers.items()},
         }
 
-    def on_disk(self, parts: int, keys: bytes) -> bytes:
-        """See `Stager.on_disk`; `parts` is a mask."""
-        wanted = [part for part in range(PARTS_MAX) if parts >> part & 1]
-        if not wanted or parts >> PARTS_MAX:
-            raise ConfigError(f"{parts!r:.40} is no mask of parts.")
-        return self._stager.on_disk(keys_of(keys), wanted)
-
     def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
         """Return whether a rank speaks for others that are not registered here."""
         leader = self._replicas.reader(replica, rank)

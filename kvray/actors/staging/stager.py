@@ -197,16 +197,6 @@ class Stager:
         """Return how many leading blocks are here."""
         return longest_prefix(prefix, await self._present(prefix))
 
-    def on_disk(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> bytes:
-        """Return one byte for each key: 1 if this node has all `parts` of it on its disk only."""
-        nvme = self._nvme()
-        away, wanted, start = np.zeros(len(keys), dtype=bool), sum(1 << part for part in parts), 0
-        for run in [] if nvme is None else nvme.runs(keys, parts):
-            away[start : run.stop] = run.holders.get(NVME, 0) & wanted == wanted
-            start = run.stop
-        away &= ~np.logical_and.reduce(self._arena.present(keys, parts))
-        return bytes(away)
-
     def ways(self) -> tuple[Peer | None, dict[str, Peer]]:
         """Return this node's disk, if it has one, and the shards that gave it blocks: how fast."""
         nvme = self._nvme()
@@ -355,19 +345,14 @@ class Stager:
         return runs, obstacle
 
     async def _present(self, prefix: Prefix) -> dict[int, Mask]:
-        """Return which blocks of each part are here; looked for in pieces if it is large."""
-        parts = list(prefix.block_bytes)
-        if not _is_large(prefix):
-            return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
-        found: dict[int, Mask] = {}
-        for part in parts:
-            pieces = []
-            for start in range(0, prefix.num_blocks, _PIECE):
-                keys = prefix.keys[start : start + _PIECE]
-                pieces.append(self._arena.present(keys, [part])[0])
+        """Return which blocks of each part are here; looked for in pieces, with pauses."""
+        parts, pieces = list(prefix.block_bytes), []
+        step = max(1, _PIECE // len(parts))
+        for start in range(0, prefix.num_blocks, step):
+            if start:
                 await asyncio.sleep(0)
-            found[part] = np.concatenate(pieces)
-        return found
+            pieces.append(self._arena.present(prefix.keys[start : start + step], parts))
+        return dict(zip(parts, np.concatenate(pieces, axis=1), strict=True))
 
     def _has_any(self, prefix: Prefix, steps: Sequence[FetchStep]) -> bool:
         return any(

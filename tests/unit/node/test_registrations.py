@@ -86,7 +86,7 @@ def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(shard
 
     def counters() -> dict[str, int]:
         if one.namespace is NAMESPACE:
-            one.renew(renewed)
+            one.namespace = renewed
         return {}
 
     one = registration(counters=counters)
