@@ -184,18 +184,6 @@ def test_the_end_of_a_link_unmaps_everything(link, replace, mapped):
         first.leased_slots(leases[0])
 
 
-def test_a_link_outlives_its_shard_and_goes_on_with_the_next(shard, make_shard, link):
-    link.register(registration())
-    arena = arena_of(link)
-    shard.stop(retire=False, timeout_s=5)
-    store(arena, chain(3))
-    assert link.arena is arena
-    second = make_shard()
-    assert link.arena is arena
-    assert second.status()["arena"]["blocks"] == 3
-    wait_for(lambda: second.status()["replicas"], "registering again")
-
-
 def test_a_full_holder_table_is_tried_again(make_shard, make_link, directory):
     make_shard(spec=spec(holders_max=4))
     others = [Arena(directory, lock_wait_s=1) for _ in range(4)]

@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -19,14 +18,13 @@ from kvray.actors.shard import engine_server
 from kvray.actors.shard.loop_thread import LoopThread
 from kvray.actors.shard.shard import Shard
 from kvray.actors.staging import replicas as replicas_module
-from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import ArenaOwner, ArenaSpec
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.layout import RUN_SLOTS
 from tests.unit.actors.small_shard import (
     NAMESPACE,
-    OTHER_LAYOUT,
     WAIT_S,
     failed_with,
     settings_for,
@@ -215,23 +213,6 @@ def test_a_directory_that_others_could_read_is_closed(make_shard, directory):
     directory.mkdir(mode=0o755)
     make_shard()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-
-
-def test_hello_tells_which_arena_is_served(engine, shard):
-    reply = engine.call("hello", timeout_s=5)
-    assert reply["arena_id"] == shard.status()["arena"]["arena_id"]
-    assert (reply["shard"], reply["shard_epoch"]) == ("a", 1)
-
-
-def test_layout_mismatch_reaches_the_engine_while_both_are_connected(engine, directory, shard):
-    register(engine, "one")
-    other = ShardSocket(directory)
-    with contextlib.closing(other):
-        with pytest.raises(LayoutMismatch, match="Replicas two and one both claim"):
-            register(other, "two", OTHER_LAYOUT)
-        engine.close()
-        wait_for(lambda: not shard.status()["replicas"][0]["connected"])
-        register(other, "two", OTHER_LAYOUT)
 
 
 def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):

@@ -53,7 +53,6 @@ def dealt(plan: StagingPlan) -> list[tuple[str, int, int, int]]:
     return [(step.shard, step.part, step.start, step.stop) for step in plan.steps]
 
 
-TWO_PARTS = (PartRequest(0), PartRequest(1))
 WINDOW = (PartRequest(0), PartRequest(1, 3))
 B, C = {"b": 1}, {"c": 1}
 GAP = [(4, B), (5, {}), (10, B)]
@@ -67,33 +66,8 @@ GAP = [(4, B), (5, {}), (10, B)]
             id="what one shard has comes from it in one piece",
         ),
         pytest.param(
-            *(request(10), (0, 1, 2, 5), [(10, B)], [("b", 0, 3, 5), ("b", 0, 6, 10)], 10, "none"),
-            id="only what is missing comes",
-        ),
-        pytest.param(
-            *(request(10), (), GAP, [("b", 0, 0, 4)], 4, "not_stored"),
-            id="it ends before the first block that nobody has",
-        ),
-        pytest.param(
             *(request(10), (4,), GAP, [("b", 0, 0, 4), ("b", 0, 5, 10)], 10, "none"),
             id="what is here bridges what nobody has",
-        ),
-        pytest.param(
-            *(request(3), (0, 1, 2), [], [], 3, "none"), id="if all is here nothing is needed"
-        ),
-        pytest.param(*(request(3), (), [], [], 0, "not_stored"), id="nobody has anything"),
-        pytest.param(
-            *(request(3), (), [(3, {"a": 1, "b": 1})], [("b", 0, 0, 3)], 3, "none"),
-            id="a shard that must not be asked is not asked",
-        ),
-        pytest.param(
-            *(request(3), (), [(3, {"a": 1})], [], 0, "not_stored"),
-            id="what only such a shard has counts for nothing",
-        ),
-        pytest.param(
-            *(request(4, *TWO_PARTS), (), [(3, {"b": 0b01, "c": 0b10}), (4, B)]),
-            *([("b", 0, 0, 3), ("c", 1, 0, 3)], 3, "not_stored"),
-            id="parts may come from different shards, and all are needed",
         ),
         pytest.param(
             *(request(10, *WINDOW), (), [(10, {"b": 0b11})]),
