@@ -2,7 +2,8 @@
 
 TensorRT-LLM takes the classes by name and hands them nothing but its own arguments. A name may
 carry the path of a configuration file behind an `@`, which reaches every rank however it was
-started: `connector_worker_class: "KvRayWorker@/etc/kvray/replica.yaml"`.
+started: `connector_worker_class: "KvRayWorker@/etc/kvray/replica.yaml"`. The `server_url` of newer
+versions goes before it.
 """
 
 from typing import Any

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from kvray.config import load_config
 from kvray.connector.base import asks_every_rank, takes_offers_later
@@ -71,15 +72,17 @@ Source: `KVCacheManager._stream` in `resource_manager.py`, the executor's own fr
 """
 
 
-def state_for(llm_args: Any, config_path: str | None) -> SharedState:
+def state_for(llm_args: Any, named_path: str | None) -> SharedState:
     """Return the state of the engine that `llm_args` describes, one for both halves of a process.
 
-    ConfigError: the configuration, or an engine setting, cannot be used.
+    `named_path` is that of a configuration file behind the class's name. ConfigError: the
+    configuration, or an engine setting, cannot be used.
     """
     args = read_engine_args(
         llm_args, asks_every_rank=asks_every_rank(), takes_offers_later=takes_offers_later()
     )
-    shared = shared_state_for(llm_args, args, load_config(config_path))
+    config = load_config(config_path_of(llm_args, named_path))
+    shared = shared_state_for(llm_args, args, config)
     watch_weights(shared)
     if not args.block_reuse:
         _log.warning(
@@ -87,6 +90,28 @@ def state_for(llm_args: Any, config_path: str | None) -> SharedState:
             " set it to true to load from the tier."
         )
     return shared
+
+
+def config_path_of(llm_args: Any, named_path: str | None) -> str | None:
+    """Return the configuration file's path: that of `server_url`, else the one behind the name.
+
+    None: neither is there, and `load_config` looks elsewhere. ConfigError: the URL is of another
+    scheme than kvray's.
+    """
+    written = text_of(field_of(llm_args, "kv_connector_config"), "server_url")
+    url = urlsplit(written)
+    if url.scheme and (url.scheme != "kvray" or url.netloc or not url.path.startswith("/")):
+        raise ConfigError(
+            f"kv_connector_config.server_url is {written!r}, and kvray has no server; set it to"
+            " kvray:///path/to/kvray.yaml, or to the path alone."
+        )
+    path = unquote(url.path) if url.scheme else written
+    if path and named_path and path != named_path:
+        _log.warning("kvray: server_url goes before %s, behind the class's name", named_path)
+    if path or named_path:
+        where = "server_url" if path else "the class's name"
+        _log.info("kvray: configuration is %s, from %s", path or named_path, where)
+    return path or named_path
 
 
 def watch_weights(shared: SharedState) -> None:

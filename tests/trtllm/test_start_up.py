@@ -1,6 +1,8 @@
 """How each version finds, constructs and configures a connector, and what is refused then."""
 
+import importlib
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +135,28 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version):
             connector_worker_class="KvRayWorker",
             kvray_config="/etc/kvray/kvray.yaml",
         )
+
+
+@on(*WITH_GROUPS)
+def test_the_entry_for_a_registry_and_server_url_are_all_that_a_preset_needs(
+    version, shard, tmp_path
+):
+    path = tmp_path / "kvray.yaml"
+    path.write_text("connector: {replica: blue}\n")
+    entry = runpy.run_path(str(SERVE / "registry_entry.py"))["ENTRY"]
+    (block,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "preset.md").read_text(), re.DOTALL
+    )
+    written = yaml.safe_load(block)["kv_connector_config"]
+    written["server_url"] = written["server_url"].replace("/etc/kvray/kvray.yaml", str(path))
+    config = version.KvCacheConnectorConfig(**written, **entry[written["connector"]])
+    assert importlib.import_module(config.connector_module) is version.connector
+    assert getattr(version.connector, config.connector_worker_class) is version.worker_class
+    assert getattr(version.connector, config.connector_scheduler_class) is version.scheduler_class
+    (worker,), scheduler = version.construct(kv_connector_config=config)
+    assert worker._rank.shared.replica == scheduler._shared.replica == "blue"
+    scheduler.shutdown()
+    worker.shutdown()
 
 
 @pytest.mark.parametrize(("cure", "changes"), REFUSED)

@@ -12,7 +12,7 @@ import torch
 
 import kvray.connector
 from kvray.connector import KvRayWorker
-from kvray.connector.start import REPLACING, watch_weights
+from kvray.connector.start import REPLACING, config_path_of, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
 from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -30,6 +30,40 @@ def test_a_name_may_carry_its_configuration_file(environment, tmp_path, monkeypa
     for name in ("KvRayEngine@/x.yaml", "KvRayEngine"):
         with pytest.raises(AttributeError, match=name):
             getattr(kvray.connector, name)
+
+
+URLS = {
+    "kvray:///etc/kvray/my%20kvray.yaml": "/etc/kvray/my kvray.yaml",
+    "/etc/kvray/kvray.yaml": "/etc/kvray/kvray.yaml",
+    "kvray.yaml": "kvray.yaml",
+    "": "/behind/the/name",
+    None: "/behind/the/name",
+}
+
+
+@pytest.mark.parametrize(("url", "path"), URLS.items())
+def test_server_url_goes_before_the_path_behind_the_name(caplog, url, path):
+    caplog.set_level("INFO", "kvray.connector")
+    args = args_for(kv_connector_config=SimpleNamespace(server_url=url))
+    assert config_path_of(args, "/behind/the/name") == path
+    warned, (said,) = caplog.messages[:-1], caplog.messages[-1:]
+    assert path in said
+    assert ("server_url" in said) == bool(url)
+    assert ["/behind/the/name" in one for one in warned] == [True] * bool(url)
+    assert config_path_of(args, path) == path
+    assert len(caplog.messages) == 2 + bool(url), "equal ones are no reason for a warning"
+
+
+def test_without_a_path_nothing_is_said_of_one(caplog):
+    assert config_path_of(args_for(), None) is None
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("url", ["tcp://localhost:5555", "kvray://node/kvray.yaml", "kvray:x.yaml"])
+def test_a_server_url_of_a_server_is_refused_with_a_sentence(url):
+    args = args_for(kv_connector_config=SimpleNamespace(server_url=url))
+    with pytest.raises(ConfigError, match=rf"{url}.*kvray:///path/to/kvray\.yaml"):
+        KvRayWorker(args)
 
 
 def test_a_configuration_file_that_is_not_there_is_refused_at_the_start():
