@@ -14,6 +14,7 @@ Source: `llmapi/rlhf_utils.py`, `pyexecutor/py_executor.py` and `pyexecutor/mode
 """
 
 import functools
+import inspect
 import logging
 import sys
 import weakref
@@ -65,11 +66,6 @@ REPLACING = (
     ("tensorrt_llm._torch.pyexecutor.py_executor", "PyExecutor", "reset_prefix_cache"),
 )
 _ENGINES = "kvray_engines"
-_COPIES_ASIDE = ("tensorrt_llm 1.0", "tensorrt_llm 1.1")
-"""Versions whose cache manager copies partly reused pages on a stream that layers do not wait for.
-
-Source: `KVCacheManager._stream` in `resource_manager.py`, the executor's own from 1.2 on.
-"""
 
 
 def state_for(llm_args: Any, named_path: str | None) -> SharedState:
@@ -120,7 +116,7 @@ def watch_weights(shared: SharedState) -> None:
     A process with several engines does not say which of them it is, so all of them leave it.
     """
     for module, owner, name in REPLACING:
-        found = vars(sys.modules[module]).get(owner) if module in sys.modules else None
+        found = _class_in(module, owner)
         method = None if found is None else vars(found).get(name)
         if method is None:
             continue
@@ -158,7 +154,7 @@ def read_engine_args(
     refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
     partial_reuse = field_of(cache, "enable_partial_reuse") is not False
-    is_compiled, engine = _is_compiled(llm_args), _engine_version()
+    is_compiled = _is_compiled(llm_args)
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
@@ -166,11 +162,11 @@ def read_engine_args(
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
         partial_reuse=partial_reuse,
-        owns_partial_blocks=partial_reuse and not is_compiled and engine not in _COPIES_ASIDE,
+        owns_partial_blocks=partial_reuse and not is_compiled and not _copies_aside(),
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
         attention_backend=text_of(llm_args, "attn_backend").upper() or "default",
-        engine=engine,
+        engine=_engine_version(),
         ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
         attention_dp=field_of(llm_args, "enable_attention_dp") is True,
         is_compiled=is_compiled,
@@ -233,6 +229,21 @@ def _overrides(llm_args: Any, cache: Any) -> str:
 def _is_compiled(llm_args: Any) -> bool:
     is_configured = field_of(llm_args, "torch_compile_config") is not None
     return is_configured or field_of(llm_args, "torch_compile_enabled") is True
+
+
+def _copies_aside() -> bool:
+    """Whether pages are copied for partial reuse on a stream that no layer waits for.
+
+    Source: the first cache manager makes a stream of its own unless it is given the executor's,
+    which builds of 1.1 do not take.
+    """
+    manager = _class_in("tensorrt_llm._torch.pyexecutor.resource_manager", "KVCacheManager")
+    return manager is not None and "execution_stream" not in inspect.signature(manager).parameters
+
+
+def _class_in(module: str, name: str) -> Any:
+    """Return a class of TensorRT-LLM's; None if its module is not imported, or has none."""
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
 def _windows(cache: Any) -> tuple[int, ...]:

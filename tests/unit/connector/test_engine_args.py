@@ -77,13 +77,22 @@ def test_reuse_is_on_unless_it_is_switched_off():
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
-@pytest.mark.parametrize(("version", "is_own"), [("1.1.0", False), ("1.2.0", True), ("1.10", True)])
-def test_a_partly_reused_page_is_a_request_s_own_where_its_copy_is_waited_for(
-    monkeypatch, version, is_own
+class Streamless:
+    def __init__(self, kv_cache_config: object) -> None: ...
+
+
+class Streaming:
+    def __init__(self, kv_cache_config: object, execution_stream: object = None) -> None: ...
+
+
+@pytest.mark.parametrize(("manager", "is_own"), [(Streamless, False), (Streaming, True)])
+def test_partly_reused_pages_may_be_written_where_layers_wait_for_their_copies(
+    monkeypatch, manager, is_own
 ):
-    package = ModuleType("tensorrt_llm")
-    vars(package)["__version__"] = version
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    assert read_args(args_for()).owns_partial_blocks
+    resources = ModuleType("tensorrt_llm._torch.pyexecutor.resource_manager")
+    vars(resources)["KVCacheManager"] = manager
+    monkeypatch.setitem(sys.modules, resources.__name__, resources)
     assert read_args(args_for()).owns_partial_blocks == is_own
     assert not read_args(args_for(torch_compile_enabled=True)).owns_partial_blocks
     assert not read_args(args_for(cache={"enable_partial_reuse": False})).owns_partial_blocks
