@@ -14,81 +14,35 @@ Words: TypeAlias = list[str] | Json[list[str]]
 
 
 class Settings(BaseModel):
-    """What is served, and how."""
+    """What is served, and how: docs/serving.md says it of each."""
 
     model_config = ConfigDict(extra="forbid")
 
-    engine: Literal["auto", "reference", "tensorrt_llm", "vllm"] = Field(
-        default="auto", description="auto: TensorRT-LLM or vLLM where it is installed"
-    )
-    model: str = Field(
-        default="smollm2",
-        description="what the engine loads: a checkpoint's directory or name; for the reference"
-        " engine smollm2, tiny or a directory",
-    )
-    model_name: str | None = Field(default=None, description="what clients call it; else `model`")
+    engine: Literal["auto", "reference", "tensorrt_llm", "vllm"] = "auto"
+    model: str = "smollm2"
+    model_name: str | None = None  # what clients call it; else `model`
     num_replicas: int = Field(default=2, ge=1, le=1000)
-    autoscaling_config: Options | None = Field(
-        default=None, description="in place of num_replicas, as Serve has it; or JSON"
-    )
-    num_gpus: float = Field(default=0, ge=0, description="of each engine")
-    kvray_config: Path | None = Field(
-        default=None, description="kvray.yaml on every node; else what KVRAY_CONFIG of Ray names"
-    )
-    engine_options: Options = Field(
-        default_factory=dict, description="passed on to the engine; on a command line as JSON"
-    )
-    options_file: Path | None = Field(
-        default=None, description="a YAML file of further engine_options, on every node"
-    )
-    server_args: Words = Field(
-        default_factory=list, description="further words of the command that starts the server"
-    )
-    command: Words | None = Field(
-        default=None,
-        description="in place of that command, with {model}, {host}, {port} and {options}, a file",
-    )
-    paths: Words = Field(
-        default=["/v1"], description="what is handed on to the engines, with what is below"
-    )
-    body_bytes_max: int = Field(default=64 << 20, ge=1, description="a longer body gets status 413")
-    body_timeout_s: float = Field(default=60, gt=0, description="for a client to send its body")
-    renderers: int = Field(
-        default=2, ge=0, description="processes of an ingress that find out a prompt's tokens"
-    )
+    autoscaling_config: Options | None = None  # in place of num_replicas, as Serve has it
+    num_gpus: float = Field(default=0, ge=0)  # of each engine
+    kvray_config: Path | None = None  # on every node; else what KVRAY_CONFIG of Ray names
+    engine_options: Options = {}
+    options_file: Path | None = None  # of further engine_options, on every node
+    server_args: Words = []  # further words of the command that starts the server
+    command: Words | None = None  # in place of it, with {model}, {host}, {port} and {options}
+    paths: Words = ["/v1"]  # what is handed on to the engines, with what is below
+    body_bytes_max: int = Field(default=64 << 20, ge=1)
+    body_timeout_s: float = Field(default=60, gt=0)
+    renderers: int = Field(default=2, ge=0)  # processes of an ingress
     start_timeout_s: float = Field(default=600, gt=0)
-    request_timeout_s: float = Field(
-        default=300, gt=0, description="an answer that takes longer is broken off"
-    )
-    stall_timeout_s: float = Field(
-        default=120,
-        gt=0,
-        description="an engine that says nothing for so long, with requests under way, is"
-        " replaced; longer than the longest prefill",
-    )
-    drain_timeout_s: float = Field(
-        default=30, ge=0, description="for answers under way when Serve ends their engine"
-    )
-    prefetch_timeout_s: float = Field(
-        default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
-    )
-    router: Literal["kvray", "serve"] = Field(
-        default="kvray", description="what chooses an engine: kvray's router, or Serve's own"
-    )
-    pool_blocks: int = Field(
-        default=4096,
-        ge=1,
-        description="blocks of an engine's own pool, as the router takes it where no events tell",
-    )
-    pool_events: bool = Field(
-        default=False,
-        description="engines publish what their own pools have, with its token ids, on their"
-        " node's address, and the router need not guess",
-    )
-    requests_max: int = Field(default=64, ge=1, description="under way at one engine")
-    queued_max: int = Field(
-        default=64, ge=1, description="that wait for an engine; more get status 429"
-    )
+    request_timeout_s: float = Field(default=300, gt=0)
+    stall_timeout_s: float = Field(default=120, gt=0)  # longer than the longest prefill
+    drain_timeout_s: float = Field(default=30, ge=0)
+    prefetch_timeout_s: float = Field(default=0.5, ge=0, le=10)  # 0: none
+    router: Literal["kvray", "serve"] = "kvray"
+    pool_blocks: int = Field(default=4096, ge=1)  # as the router takes it where no events tell
+    pool_events: bool = False
+    requests_max: int = Field(default=64, ge=1)  # under way at one engine
+    queued_max: int = Field(default=64, ge=1)  # that wait for an engine
 
     @model_validator(mode="after")
     def _refuse_two_numbers(self) -> "Settings":

@@ -6,7 +6,7 @@
 
 from typing import Any
 
-__all__ = ["CONNECTOR", "KvRayConnector"]
+__all__ = ["CONNECTOR", "REPLICA_SETTING", "KvRayConnector"]
 
 CONNECTOR = {
     "kv_connector": "KvRayConnector",
@@ -14,6 +14,8 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 """vLLM's `KVTransferConfig` for it."""
+REPLICA_SETTING = "kvray_replica"
+"""In its `kv_connector_extra_config`: the replica's name in kvray."""
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from kvray.engine.engine_args import (
 )
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.shared_state import SharedState, shared_state_for
+from kvray.vllm import REPLICA_SETTING
 from kvray.vllm.held import HeldLoad, Hold
 from kvray.vllm.read import refuse_unsupported
 
@@ -43,7 +44,9 @@ def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
     ConfigError: the configuration, or a setting of vLLM, cannot be used.
     """
     refuse_unsupported(vllm_config)
-    config = load_config(vllm_config.kv_transfer_config.get_from_extra_config("kvray_config", None))
+    setting = vllm_config.kv_transfer_config.get_from_extra_config
+    overrides = {"connector.replica": setting(REPLICA_SETTING, None)}
+    config = load_config(setting("kvray_config", None), overrides=overrides)
     return shared_state_for(object(), read_args(vllm_config, kv_cache_config), config)
 
 

@@ -1,8 +1,6 @@
 """Two replicas behind Ray Serve, as a user of the example has them: over HTTP, with `openai`."""
 
 import contextlib
-import json
-import re
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +12,7 @@ import pytest
 
 from kvray.actors.tier.local_ray import LocalRay
 from tests.kit.ray.served import DEADLINE_S, Served, ask, end, open_served
+from tests.kit.same_answers import cases, told_by
 from tests.waiting import wait_for
 
 openai = pytest.importorskip("openai")
@@ -25,36 +24,6 @@ BLOCK = 32
 LONG_TOKENS = 3000
 PREFETCH_S = 1.0
 TIMEOUT_S = 30.0
-
-
-MESSAGES = [{"role": "user", "content": "Hi"}]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-ASKED: list[dict[str, Any]] = [
-    {"prompt": "Once upon a time", "max_tokens": 5},
-    {"prompt": "Once", "max_tokens": 5, "stream": True},
-    {"prompt": "Once", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}},
-    {"prompt": ["one", "two"], "max_tokens": 3, "n": 3},
-    {"prompt": [5, 6, 7], "max_tokens": 3, "stop": ["a", "b"]},
-    {"prompt": [[5, 6], [7]], "max_tokens": 3},
-    {"prompt": "", "max_tokens": 3},
-    {"prompt": [], "max_tokens": 3},
-    {"prompt": [2**40], "max_tokens": 3},
-    {"prompt": "na\u00efve \U0001f389 \u65e5", "max_tokens": 3, "logprobs": 2},
-    {"messages": MESSAGES, "max_tokens": 5},
-    {"messages": MESSAGES, "max_tokens": 5, "n": 3, "stream": True},
-    {"messages": MESSAGES, "max_tokens": None, "max_completion_tokens": 3},
-    {"messages": MESSAGES, "temperature": 0.7, "seed": 3},
-    {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"},
-    {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-    {"messages": MESSAGES, "response_format": {"type": "json_object"}},
-    {"messages": MESSAGES, "prompt_cache_key": "k", "max_tokens": 2},
-    {"messages": MESSAGES, "max_tokens": 100_000},
-    {"messages": MESSAGES, "max_tokens": 100_000, "stream": True},
-    {"messages": [{"role": "tool", "content": "x"}]},
-    {"messages": []},
-    {"messages": MESSAGES, "model": "gpt-5"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -183,65 +152,9 @@ def test_what_cannot_be_done_is_said_in_openais_shape(served):
     assert (empty.value.type, empty.value.param) == ("invalid_request_error", "messages")
 
 
-BODIES: list[bytes] = [
-    *(json.dumps({"model": "tiny", **asked}).encode() for asked in ASKED),
-    b"",
-    b"{",
-    b"null",
-    b'{"model": "tiny", "prompt": "\\ud800", "max_tokens": 2}',
-    b'{"model": "tiny", "prompt": "\xff", "max_tokens": 2}',
-    json.dumps({"model": "tiny", "prompt": [5] * 100_000, "max_tokens": 2}).encode(),
-]
-JSON = {"content-type": "application/json"}
-CASES: list[tuple[str, str, bytes, dict[str, str]]] = [
-    *(
-        ("POST", path, body, JSON)
-        for path in ("completions", "chat/completions")
-        for body in BODIES
-    ),
-    ("POST", "completions", BODIES[0], {}),
-    ("POST", "completions", BODIES[0], {"content-type": "text/plain"}),
-    ("POST", "completions?a=b%20c&a=", BODIES[0], JSON),
-    ("POST", "embeddings", BODIES[0], JSON),
-    ("GET", "models", b"", {}),
-    ("HEAD", "models", b"", {}),
-    ("GET", "models/tiny", b"", {}),
-    ("GET", "models/gpt%2F5", b"", {}),
-    ("GET", "completions", b"", {}),
-    ("DELETE", "models/tiny", b"", {}),
-    ("OPTIONS", "completions", b"", {"origin": "http://elsewhere"}),
-    ("GET", "nowhere/%C3%A4/..%2f", b"", {}),
-]
-
-
-def told_by(url: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> Any:
-    """Return the status, headers and body of an answer, without what differs from time to time."""
-    asked = urllib.request.Request(f"{url}{path}", body or None, headers, method=method)
-    if "content-type" not in headers:
-        asked.add_unredirected_header("content-type", "")
-    try:
-        answer = urllib.request.urlopen(asked, timeout=DEADLINE_S)
-    except urllib.error.HTTPError as error:
-        answer = error
-    with answer:
-        said, status = answer.read(), answer.status
-        own = {name.lower(): value for name, value in answer.headers.items()}
-    ours = {"date", "server", "x-request-id", "content-length", "transfer-encoding", "connection"}
-    kept = {name: one for name, one in own.items() if name not in ours and "kvray" not in name}
-    for pattern in (
-        rb'"(chatcmpl|cmpl)-\w+"',
-        rb'"created": ?\d+',
-        rb'"prompt_tokens_details":.*?}}',
-    ):
-        said = re.sub(pattern, b"", said)
-    return status, kept, said
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]} {case[2][:60]!r}")
+@pytest.mark.parametrize("case", cases("tiny"), ids=str)
 def test_an_answer_is_the_engines_own(served, case):
-    words = served.engines()[0].cmdline()
-    direct = f"http://127.0.0.1:{words[words.index('--port') + 1]}/v1/"
-    assert told_by(str(served.client.base_url), *case) == told_by(direct, *case)
+    assert told_by(str(served.client.base_url), case) == told_by(served.direct(), case)
 
 
 def test_a_client_that_goes_away_ends_its_request(served):

@@ -86,7 +86,7 @@ def wait_until_whole(served: Served, number: int = NUM_ENGINES) -> None:
 
 def only_engine(served: Served) -> psutil.Process:
     """Scale to one engine, and return it."""
-    served.deploy(engine={"num_replicas": 1})
+    served.deploy(deployment={"num_replicas": 1})
     wait_until_whole(served, 1)
     (engine,) = served.engines()
     return engine
@@ -175,7 +175,7 @@ def test_engines_go_and_come_by_new_versions_and_by_another_number_where_the_oth
             crowd.wait_for_answers(SOME)
         known = served.connected()
         for number in (1, NUM_ENGINES, 1):
-            served.deploy(engine={"num_replicas": number})
+            served.deploy(deployment={"num_replicas": number})
             wait_until_whole(served, number)
             assert set(served.connected()) & set(known)
             known = served.connected()
@@ -205,7 +205,7 @@ def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(served, alone)
 
 def test_engines_come_with_the_load_and_go_with_it(served, alone):
     with crowd_of(served, 1, seed=7) as few:
-        served.deploy(engine={"autoscaling_config": AUTOSCALING})
+        served.deploy(deployment={"autoscaling_config": AUTOSCALING})
         wait_until_whole(served, 1)
         with crowd_of(served, 3 * NUM_CLIENTS, seed=8) as many:
             wait_until_whole(served, NUM_ENGINES)

@@ -81,7 +81,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
         environ = {**nodes.machine.environ(), "KVRAY_CONFIG": config}
         settings: Path = tmp_path_factory.mktemp("two") / "serve.yaml"
         port = write_settings(
-            settings, engine=ONE_A_NODE, kvray_config=config, requests_max=1, prefetch_timeout_s=5.0
+            settings,
+            deployment=ONE_A_NODE,
+            kvray_config=config,
+            requests_max=1,
+            prefetch_timeout_s=5.0,
         )
         stack.enter_context(serve_run(settings, port, environ))
         client = stack.enter_context(open_client(port))

@@ -80,6 +80,11 @@ class Served:
         """Return the engines' processes, also those whose parent is gone."""
         return engines_of(self.environ["KVRAY_CONFIG"])
 
+    def direct(self) -> str:
+        """Return where an engine's own server answers, as the client's `base_url`."""
+        words = engines_of(self.environ["KVRAY_CONFIG"], KEEPER)[0].cmdline()
+        return f"http://127.0.0.1:{words[words.index('--port') + 1]}/v1/"
+
     def engines_by_name(self, number: int) -> dict[str, psutil.Process]:
         """Return the engines by their names in kvray, once there are so many and all are well."""
         found: dict[str, psutil.Process] = {}
@@ -170,7 +175,7 @@ def write_settings(path: Path, **changes: Any) -> int:
     """Write the example's own serve.yaml for the tiny model; return the port that it names.
 
     `changes` are other arguments of the application, None to leave one out; `num_blocks`, of an
-    engine's pool; and `engine`, options of Serve's deployment of the engines.
+    engine's pool; `deployment`, of Serve's of the engines; `environ`, of all its processes.
     """
     settings = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
     (application,) = settings["applications"]
@@ -185,13 +190,16 @@ def _change(
     application: dict[str, Any],
     *,
     num_blocks: int | None = None,
-    engine: Mapping[str, Any] | None = None,
+    deployment: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
     **args: Any,
 ) -> None:
     if num_blocks is not None:
         application["args"]["engine_options"].update(num_blocks=num_blocks)
-    if engine is not None:
-        application["deployments"] = [{"name": "Engine", **engine}]
+    if deployment is not None:
+        application["deployments"] = [{"name": "Engine", **deployment}]
+    if environ is not None:
+        application["runtime_env"] = {"env_vars": dict(environ)}
     new = {**application["args"], **args}
     application["args"] = {name: one for name, one in new.items() if one is not None}
 
@@ -235,14 +243,15 @@ def end(serve: "subprocess.Popen[bytes]") -> None:
             serve.wait()
 
 
-def engines_of(config: str) -> list[psutil.Process]:
-    """Return the engines' processes that were told of that kvray.yaml."""
+def engines_of(config: str, program: str = SERVER) -> list[psutil.Process]:
+    """Return the engines' processes that were told of that kvray.yaml, or their keepers."""
     marker = f"KVRAY_CONFIG={config}\0".encode()
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             command = process.cmdline()
-            if SERVER in command and KEEPER not in command and marker in _environ(process):
+            is_it = program in command and (KEEPER in command) == (program == KEEPER)
+            if is_it and marker in _environ(process):
                 found.append(process)
     return found
 
