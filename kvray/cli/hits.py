@@ -66,6 +66,12 @@ def sources_sentence(counters: Mapping[str, float]) -> str:
     )
 
 
+def hit_share(counters: Mapping[str, float]) -> str:
+    """Return the share of the prompt tokens that nobody computed; empty if there were none."""
+    prompt = counters.get("prompt_tokens", 0)
+    return f"{1 - token_sources(counters)[COMPUTED] / prompt:.0%}" if prompt else ""
+
+
 def tier_share(counters: Mapping[str, float]) -> str:
     """Return the share of the prompt tokens that came from the tier; empty if there were none."""
     prompt = counters.get("prompt_tokens", 0)
@@ -168,15 +174,6 @@ class History:
         return max(0.0, change) / self.seconds if self.seconds else 0.0
 
 
-def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
-    """Return the tier's name, and where its prompt tokens come from at present."""
-    totals = total_counters({"counters": one.counters} for one in replicas)
-    rates = "no requests"
-    if prompt := totals["prompt_tokens"]:
-        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
-    return f"Tier {name}, last {history.seconds:.0f} s: {rates}"
-
-
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
     numbers = ("prompt tok/s", *SOURCES, COMPUTED)
@@ -196,4 +193,4 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
 
 def rate_text(rate: float) -> str:
     """Return bytes a second as text."""
-    return format_size(int(rate)) if rate >= 1 else "0"
+    return format_size(int(rate))

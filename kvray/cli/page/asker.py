@@ -28,7 +28,7 @@ _LOOKED_AT_S = 10.0
 _GIVEN_UP_S = 60.0
 """After this time without a tier the process ends: the next one may find another Ray cluster."""
 _NAMESPACES_MAX = 4
-_REQUESTS = 10
+_REQUESTS, _FOUND = 10, 3
 
 
 class Asker:
@@ -43,16 +43,23 @@ class Asker:
         self._looked_at = -_LOOKED_AT_S
         self._client: Client | None = None
         self._is_admitted = False
+        self._wanted: int | None = None
+        """The request that somebody has looked for last."""
+        self._is_wanted = threading.Event()
 
     def follow(self) -> None:
         """Note each look at the page, and end this process with the page's."""
-        for _ in sys.stdin:
+        for line in sys.stdin:
             self._looked_at = time.monotonic()
+            wanted = int(line) if line.strip() else None
+            if wanted not in (None, self._wanted):
+                self._wanted = wanted
+                self._is_wanted.set()
         os._exit(0)
 
     def run(self) -> None:
         """Ask for the status until none has come for long, and for the rest while it is seen."""
-        for part, ask in ((CONTENTS, _contents), (REQUESTS, _requests)):
+        for part, ask in ((CONTENTS, _contents), (REQUESTS, self._requests)):
             threading.Thread(target=self._ask_on, args=(part, ask), daemon=True).start()
         heard_at = time.monotonic()
         while time.monotonic() - heard_at < _GIVEN_UP_S:
@@ -77,7 +84,11 @@ class Asker:
             client, is_seen = self._client, time.monotonic() - self._looked_at < _LOOKED_AT_S
             if client is not None and self._is_admitted and is_seen:
                 self._attempt(part, partial(ask, client))
-                time.sleep(EVERY_S[part])
+                if part == REQUESTS:
+                    self._is_wanted.wait(EVERY_S[part])
+                    self._is_wanted.clear()
+                else:
+                    time.sleep(EVERY_S[part])
             time.sleep(_POLL_S)
 
     def _status(self) -> dict[str, Any]:
@@ -94,6 +105,13 @@ class Asker:
             raise
         self._is_admitted = True
         return found
+
+    def _requests(self, client: Client) -> dict[str, Any]:
+        """Return the latest requests, and those of the number that is looked for."""
+        told = _explained(client, None, _REQUESTS)
+        if (wanted := self._wanted) is None:
+            return told
+        return {**told, "found": {**_explained(client, wanted, _FOUND), "id": wanted}}
 
 
 def main() -> None:
@@ -119,9 +137,9 @@ def _contents(client: Client) -> dict[str, Any]:
     return {"contents": contents, "prefixes": prefixes}
 
 
-def _requests(client: Client) -> dict[str, Any]:
+def _explained(client: Client, number: int | None, last: int) -> dict[str, Any]:
     try:
-        return client.explain(last=_REQUESTS)
+        return {**client.explain(number, last=last), "says": ""}
     except ConfigError as error:  # none is known
         return {"requests": [], "silent": [], "says": str(error)}
 

@@ -75,11 +75,13 @@ class Feed:
         self._stderr = None if verbose else DEVNULL
         self._process: Process | None = None
 
-    def look(self) -> None:
-        """Tell the process that somebody looks at the page."""
+    def look(self, request_id: int | None = None) -> None:
+        """Tell the process that somebody looks at the page, and perhaps for a request."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError, RuntimeError):  # it has just ended
-                self._process.stdin.write(b"\n")
+                self._process.stdin.write(
+                    b"%s\n" % str("" if request_id is None else request_id).encode()
+                )
 
     async def run(self) -> None:
         """Feed the page until this is cancelled."""

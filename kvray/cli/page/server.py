@@ -82,8 +82,8 @@ class Gate:
 _FILES = Path(__file__).parent / "static"
 
 
-def make_app(page_state: PageState, gate: Gate, look: Callable[[], None]) -> FastAPI:
-    """Return the server; it calls `look` whenever somebody looks at the tier."""
+def make_app(page_state: PageState, gate: Gate, look: Callable[[int | None], None]) -> FastAPI:
+    """Return the server; it calls `look` whenever somebody looks at the tier, or for a request."""
     html = (_FILES / "page.html").read_text()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -114,11 +114,15 @@ def make_app(page_state: PageState, gate: Gate, look: Callable[[], None]) -> Fas
         return response
 
     @app.get("/state")
-    async def state(request: Request, since: Annotated[float, Query(ge=0)] = 0.0) -> Response:
+    async def state(
+        request: Request,
+        since: Annotated[float, Query(ge=0)] = 0.0,
+        find: Annotated[int | None, Query(ge=0, lt=2**64)] = None,
+    ) -> Response:
         if not gate.admits(request):
             says = "This tier has a token; give it as a Bearer in the header Authorization."
             return JSONResponse({"says": says}, _UNAUTHORIZED)
-        look()
+        look(find)
         response = JSONResponse(page_state.state(time.time(), since))
         gate.remember(response)
         return response

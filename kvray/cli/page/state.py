@@ -8,17 +8,19 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from kvray.actors.hosts import named
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
 from kvray.cli import hits
 from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
-from kvray.cli.explain import request_report, requests_sentence
-from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
+from kvray.cli.explain import age_text, request_report, requests_sentence
+from kvray.cli.ls import model_text, namespaces, namespaces_table, prefixes, prefixes_table
 from kvray.cli.size import TOO_LITTLE, sizing_sentences, sizing_title, sure_of
-from kvray.cli.status import lookup_sentence, state_text
+from kvray.cli.status import disk_used, headline, memory_used, state_text
 from kvray.cli.transports import node_links, node_links_table
 from kvray.config import format_size
 from kvray.metrics import figure
+from kvray.trace.arrival import source_of
 
 SHOWN = (*hits.SOURCES, hits.COMPUTED)
 _POINTS_MAX = 900
@@ -30,6 +32,7 @@ EVERY_S = {STATUS: 2.0, CONTENTS: 10.0, REQUESTS: 5.0}
 _LATE_S = 8.0
 """How much longer than that an answer may take, before its figures are old."""
 _WINDOW_S = 10.0
+_HOUR_S, _HOUR_STEP_S = 3600.0, 10.0
 
 
 class Shares:
@@ -77,6 +80,9 @@ class PageState:
         self._rates = hits.History(_WINDOW_S)
         self._is_interrupted = False
         self._shares = Shares()
+        self._hosts: Mapping[str, Mapping[str, str]] = {}
+        self._hour: deque[tuple[float, Mapping[str, float]]] = deque()
+        """Counters of all ranks, of the last hour."""
         self._panels: dict[str, Any] = {}
         self._faults: list[Finding] = []
         self._seen: dict[str, tuple[float, Mapping[str, Any]]] = {}  # shard -> its last answer
@@ -85,6 +91,9 @@ class PageState:
     def take(self, told: Mapping[str, Any], now: float) -> None:
         """Take the answer of a part, or its trouble."""
         part = self._parts[told["part"]]
+        if told["part"] == STATUS and "answer" in told:
+            self._hosts = told["answer"].get("hosts", {})
+        told = named(told, self._hosts)
         if "trouble" in told:
             part.trouble_at = now if part.trouble_at is None else part.trouble_at
             part.trouble = told["trouble"]
@@ -117,7 +126,10 @@ class PageState:
         status = self._parts[STATUS].answer
         if status is not None:
             nodes = [_node(one, self._seen, now) for one in self._rates.nodes()]
+            nodes.sort(key=lambda one: str(one["name"]))
             found |= self._panels | {"nodes": nodes}
+            known = [self._seen.get(one["shard"], (0.0, one))[1] for one in status["shards"]]
+            found["figures"] = self._figures(known)
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
@@ -143,6 +155,11 @@ class PageState:
         self._seen = {name: seen for name, seen in self._seen.items() if name in there} | {
             name: (now, one) for name, one in there.items() if "arena" in one
         }
+        totals = hits.total_counters(hits.ranks_of(status["shards"]))
+        if not self._hour or now - self._hour[-1][0] >= _HOUR_STEP_S:
+            self._hour.append((now, totals))
+            while now - self._hour[0][0] > _HOUR_S:
+                self._hour.popleft()
         self._panels = status_panels(status, self._rates)
         findings = [*tier_findings(status)]
         if hits.ranks_of(status["shards"]) or not silent(status["shards"]):
@@ -151,6 +168,30 @@ class PageState:
             one for kind in ("fault", "hint") for one in findings if one.verdict == kind
         ]
         self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
+
+    def _figures(self, shards: "Shards") -> list[dict[str, str]]:
+        """Return the large figures: hits, speed, room and faults, each with what it is of."""
+        rates = hits.total_counters({"counters": one.counters} for one in self._rates.replicas())
+        (first, before), (last, after) = self._hour[0], self._hour[-1]
+        grown = {name: max(0, value - before.get(name, 0)) for name, value in after.items()}
+        made = [
+            _large("hit rate now", hits.hit_share(rates), "of prompt tokens"),
+            _large(
+                f"hit rate, {age_text(last - first)}", hits.hit_share(grown), "of prompt tokens"
+            ),
+            _large("prompt tokens", f"{rates['prompt_tokens']:,.0f}", "per second"),
+        ]
+        for name, used in (("memory", memory_used), ("disk", disk_used)):
+            both = [used(shard) for shard in shards]
+            taken, size = sum(one for one, _ in both), sum(one for _, one in both)
+            if size:
+                made.append(_large(name, format_size(taken), f"of {format_size(size)} taken"))
+        num_faults = sum(one.verdict == "fault" for one in self._faults)
+        return [*made, _large("faults", str(num_faults), "at present")]
+
+
+def _large(name: str, value: str, of: str) -> dict[str, str]:
+    return {"name": name, "value": value or "\N{EN DASH}", "of": of}
 
 
 def _age(at: float | None, now: float) -> float | None:
@@ -175,8 +216,7 @@ def status_panels(status: Mapping[str, Any], rates: hits.History) -> dict[str, A
     prompt = totals["prompt_tokens"]
     without = ", ".join(silent(shards))
     return {
-        "headline": hits.headline(status["cluster_name"], rates, replicas),
-        "lookup": lookup_sentence(status["lookup"]),
+        "headline": headline(status),
         "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
         "num_links_hidden": max(0, len(links) - _LINKS_MAX),
         "replicas": plain(hits.replicas_table(replicas)) if replicas else None,
@@ -197,11 +237,13 @@ def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `kvray ls` shows: all namespaces, and the prefixes of the largest."""
     entries = namespaces(shards, answer["contents"])
     sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+    models = {one["namespace"]: model_text(one["fields"]) for one in entries}
     hottest = {name: prefixes(told)[:HOTTEST] for name, told in answer["prefixes"].items()}
     return {
         "namespaces": plain(namespaces_table(entries)) if entries else None,
         "hottest": [
-            {"namespace": name, "table": plain(prefixes_table(told, sizes.get(name, 0)))}
+            {"of": f"{models.get(name) or 'namespace'} ({name})"}
+            | {"table": plain(prefixes_table(told, sizes.get(name, 0)))}
             for name, told in hottest.items()
         ],
         "silent": [one["shard"] for one in shards if one["shard"] not in answer["contents"]],
@@ -209,24 +251,32 @@ def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return the latest requests, each with the text of `kvray explain`."""
+    """Return the latest requests, and one that was looked for, with the text of `kvray explain`."""
     requests = answer["requests"]
+    found = answer.get("found", {"id": None, "requests": [], "says": ""})
     return {
         "says": requests_sentence(requests) if requests else answer.get("says", ""),
         "silent": answer["silent"],
-        "list": [
-            {
-                "id": f"{one['replica']} {one['rank']} {one['request_id']} {one['at']}",
-                "replica": one["replica"],
-                "age_s": round(max(0.0, now - one["at"]), 1),
-                "tokens": one["num_tokens"],
-                "own": one["own_tokens"],
-                "hit": one["hit_tokens"],
-                "missed": one["missed_tokens"],
-                "report": [plain(part) for part in request_report(one, now=now)],
-            }
-            for one in requests
-        ],
+        "list": [_request(one, now) for one in requests],
+        "found": {**found, "requests": [_request(one, now) for one in found["requests"]]},
+    }
+
+
+def _request(one: Mapping[str, Any], now: float) -> dict[str, Any]:
+    tokens: Counter[str] = Counter({"own pool": one["own_tokens"]})
+    for part in one["ranges"]:
+        if part["what"] == "hit":
+            source = source_of(part["way"], part["source"])
+            tokens[source] += part["stop"] - part["start"]
+    return {
+        "id": f"{one['replica']} {one['rank']} {one['request_id']} {one['at']}",
+        "number": one["request_id"],
+        "replica": one["replica"],
+        "age_s": round(max(0.0, now - one["at"]), 1),
+        "tokens": one["num_tokens"],
+        "sources": [tokens[name] for name in hits.SOURCES],
+        "missed": one["missed_tokens"],
+        "report": [plain(part) for part in request_report(one, now=now)],
     }
 
 
@@ -237,15 +287,15 @@ def _node(rates: hits.NodeRates, seen: Seen, now: float) -> dict[str, Any]:
     is_old = "arena" not in shard and "arena" in known
     meters, figures = [], []
     if (arena := known.get("arena")) is not None:
-        meters.append(_meter("memory", arena["resident_bytes"], arena["capacity_bytes"]))
+        meters.append(_meter("memory", *memory_used(known)))
         figures.append(f"{figure(known, 'resident_blocks', tier='host'):,} blocks")
         figures.append(f"{figure(known, 'leased_blocks'):,} leased")
     if (nvme := known.get("nvme")) is not None:
-        meters.append(_meter("disk", nvme["file_bytes"], nvme["capacity_bytes"]))
+        meters.append(_meter("disk", *disk_used(known)))
         figures.append(f"{figure(known, 'resident_blocks', tier='nvme'):,} blocks on disk")
     if arena is not None and not is_old:
         figures += [
-            f"{rates.evicted:,.0f} evicted/s",
+            f"{rates.evicted:,.0f} blocks/s evicted",
             f"{hits.rate_text(rates.staged_bytes)}/s staged",
         ]
         if nvme is not None:
@@ -279,8 +329,9 @@ def _curve(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:
-    text = f"{format_size(used)} of {format_size(capacity)}"
-    return {"name": name, "share": min(1.0, used / max(1, capacity)), "text": text}
+    share = min(1.0, used / max(1, capacity))
+    text = f"{share:.0%} of {format_size(capacity)} taken"
+    return {"name": name, "share": share, "text": text}
 
 
 def plain(part: RenderableType) -> str | dict[str, Any]:

@@ -17,7 +17,7 @@ from kvray.cli.explain import (
     requests_sentence,
     requests_table,
 )
-from kvray.cli.hits import History, headline, replicas_table, source_shares
+from kvray.cli.hits import History, replicas_table, source_shares
 from kvray.cli.ls import namespaces, namespaces_table, prefixes
 from kvray.cli.size import _report, make_figure, sizing_line
 from kvray.cli.transports import choose, node_links
@@ -145,8 +145,6 @@ def test_rates_of_replicas_are_shown_with_why_tokens_were_missed():
     history.add(1.0, status())
     history.add(2.0, status(prompt=1000, hit=900, missed=50))
     replicas = history.replicas()
-    said = headline("prod", history, replicas)
-    assert "1,000 prompt tokens/s: own pool 0.0%, host 90.0%" in said
     assert "not stored 50, too slow 25" in shown(replicas_table(replicas))
 
 

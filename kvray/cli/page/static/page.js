@@ -16,9 +16,18 @@ const drawn = new Map();
 function make(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children.filter((child) => child !== null));
+  made.append(...children.filter((child) => child !== null).flatMap((child) => (typeof child === "string" ? prose(child) : [child])));
   return made;
 }
+
+// What commands write between backticks is code.
+const prose = (text) => text.split("`").map((part, at) => {
+  if (at % 2 === 0) return document.createTextNode(part);
+  const code = document.createElement("code");
+  code.textContent = part;
+  return code;
+});
+const say = (id, text) => draw(id, text, prose);
 
 // Draws what has changed alone: a selection or the focus of a reader stays.
 function draw(id, data, build) {
@@ -34,7 +43,7 @@ function duration(seconds) {
 }
 
 const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
-const since = (seconds) => `since ${clock(Date.now() / 1000 - seconds)} (${duration(seconds)})`;
+const ago = (seconds) => (seconds < 5 ? "just now" : `${duration(seconds)} ago`);
 
 // Roles, because a narrow screen shows rows as blocks and tables lose theirs by that.
 function table(data, label) {
@@ -50,18 +59,23 @@ function table(data, label) {
 
 // -- panels ---------------------------------------------------------------------------------------
 
+function showFigures(figures) {
+  draw("figures", figures, () => figures.map((one) => make("div", { class: one.name === "faults" && one.value !== "0" ? "figure bad" : "figure" },
+    make("span", {}, one.name), make("b", {}, one.value), make("span", {}, one.of))));
+}
+
 function showFindings(findings) {
   const faults = findings.filter((one) => one.verdict === "fault");
   const hints = findings.filter((one) => one.verdict === "hint").map((one) => one.text);
-  draw("faults", faults.map((one) => `${one.text} Seen ${since(one.age_s)}.`), (texts) =>
-    texts.length ? texts.map((text) => make("p", { class: "fault" }, text)) : make("p", {}, "No fault is known."));
+  $("wrong").hidden = !faults.length;
+  draw("faults", faults.map((one) => `${one.text} First seen ${ago(one.age_s)}.`), (texts) => texts.map((text) => make("p", { class: "fault" }, text)));
   $("hints").hidden = !hints.length;
   draw("hints", hints, () => [make("summary", {}, hints.length === 1 ? "1 hint" : `${hints.length} hints`),
     ...hints.map((text) => make("p", { class: "hint" }, text))]);
 }
 
 function node(one) {
-  const meters = one.meters.map((meter) => make("div", { class: "meter" },
+  const meters = one.meters.map((meter) => make("div", { class: `meter ${meter.name}` },
     make("span", {}, meter.name),
     make("progress", { value: meter.share, max: 1, "aria-label": `${meter.name}: ${meter.text}` }),
     make("span", { class: "text" }, meter.text)));
@@ -72,7 +86,6 @@ function node(one) {
 }
 
 function showNodes() {
-  $("lookup").textContent = `${state.lookup[0].toUpperCase()}${state.lookup.slice(1)}.`.replace("..", ".");
   draw("nodes", state.nodes, (nodes) => nodes.length ? nodes.map(node) : make("p", {}, "No node has a shard."));
   draw("links", [state.links, state.num_links_hidden], ([links, hidden]) => [
     links && make("h3", {}, "Between nodes"), table(links, "Between nodes"),
@@ -84,36 +97,48 @@ function showPrefixes(found) {
     if (!found.namespaces) return make("p", {}, "Nothing is stored yet. Blocks come with the first prompts of a replica.");
     const silent = make("p", {}, found.silent.length ? `No answer from ${found.silent.join(", ")}: their blocks are not counted.` : "");
     const hottest = found.hottest.flatMap((one) => [
-      make("h3", {}, `Most used of namespace ${one.namespace}`),
-      one.table.rows.length ? table(one.table, `Prefixes of ${one.namespace}`) : make("p", {}, "Nothing of it is in memory."),
+      make("h3", {}, `Most used of ${one.of}`),
+      one.table.rows.length ? table(one.table, `Prefixes of ${one.of}`) : make("p", {}, "Nothing of it is in memory."),
     ]);
     return [silent, table(found.namespaces, "Namespaces"), ...hottest];
   });
 }
 
-// Requests that stay keep their elements, so that one that is open stays open and has the focus.
-function showRequests(found) {
-  const silent = found.silent.length ? ` No answer from ${found.silent.join(", ")}, which may know more.` : "";
-  $("requests-says").textContent = found.says + silent;
-  const place = $("requests");
+// Requests keep their elements, so that the selection in one stays; an open one stays until it is closed.
+function listRequests(place, list) {
   const kept = new Map([...place.children].map((one) => [one.dataset.id, one]));
-  found.list.forEach((one, at) => {
+  list.forEach((one, at) => {
     const element = kept.get(one.id) ?? make("details", { "data-id": one.id }, make("summary"), make("div"));
     kept.delete(one.id);
     if (place.children[at] !== element) place.insertBefore(element, place.children[at] ?? null);
-    const share = (name, tokens) => {
-      const part = make("i", { class: name });
+    const bar = make("span", { class: "share", "aria-hidden": "true" });
+    one.sources.forEach((tokens, number) => {
+      const part = make("i", { class: `s${number}` });
       part.style.width = `${(100 * tokens) / Math.max(1, one.tokens)}%`;
-      return part;
-    };
-    const [tokens, hit, own, missed] = [one.tokens, one.hit, one.own, one.missed].map((count) => count.toLocaleString("en"));
-    const words = `${one.replica}, ${duration(one.age_s)} ago: ${tokens} tokens, ${hit} hit, ${own} in the own pool, ${missed} missed`;
-    element.firstChild.replaceChildren(make("span", { class: "line" },
-      make("span", { class: "share", "aria-hidden": "true" }, share("own", one.own), share("hit", one.hit)), words));
-    element.lastChild.replaceChildren(...one.report.map((part) =>
-      typeof part === "string" ? make("p", {}, part) : table(part, "Ranges of tokens")));
+      bar.append(part);
+    });
+    const shares = one.sources.map((tokens, number) => [tokens, state.shares.names[number]]).filter(([tokens]) => tokens);
+    const words = [...shares, [one.missed, "missed"]].map(([tokens, name]) => `${tokens.toLocaleString("en")} ${name}`).join(", ");
+    element.dataset.at = Date.now() / 1000 - one.age_s;
+    element.firstChild.replaceChildren(make("span", { class: "line" }, bar, make("b", {}, `${one.number}`),
+      `${one.replica}, `, make("time"), `${one.tokens.toLocaleString("en")} tokens: ${words}`));
+    if (element.dataset.drawn === JSON.stringify(one.report)) return;
+    element.dataset.drawn = JSON.stringify(one.report);
+    element.lastChild.replaceChildren(...one.report.map((part) => typeof part === "string" ? make("p", {}, part) : table(part, "Ranges of tokens")));
   });
-  kept.forEach((element) => element.remove());
+  kept.forEach((element) => element.open || element.remove());
+  for (const one of place.children) one.querySelector("time").textContent = ago(Date.now() / 1000 - one.dataset.at);
+}
+
+let wanted = "";  // the number of a request that is looked for
+
+function showRequests(found) {
+  const silent = found.silent.length ? ` No answer from ${found.silent.join(", ")}, which may know more.` : "";
+  say("requests-says", found.says + silent);
+  listRequests($("requests"), found.list);
+  const isFound = wanted !== "" && String(found.found.id) === wanted;
+  say("found-says", wanted === "" ? "" : isFound ? found.found.says : `Looking for request ${wanted}.`);
+  if (isFound) listRequests($("found"), found.found.requests);
 }
 
 // -- charts ---------------------------------------------------------------------------------------
@@ -177,20 +202,20 @@ function showCurve(found) {
   if (!has) return;
   const { sizes, own, disk, remote, error, now, unit } = found.points;
   const pool = sizes.map(() => 100 * own), host = found.points.host.map((share) => 100 * (own + share));
-  const both = host.map((share, at) => share + 100 * (disk[at] + remote[at]));
+  const below = host.map((share, at) => share + 100 * disk[at]), both = below.map((share, at) => share + 100 * remote[at]);
   const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 200 * sign * error[at])));
   const line = (label, color, more) => ({ label, stroke: css(color), width: 2, value: (_plot, share) => (share === null ? "" : `${share.toFixed(1)} %`), ...more });
   const mark = (chart) => {
     chart.ctx.fillStyle = css("--dim");
     chart.ctx.fillRect(chart.valToPos(now, "x", true) - 1, chart.bbox.top, 2, chart.bbox.height);
   };
-  plot("curve", [sizes, pool, host, both, band(1), band(-1)], {
+  plot("curve", [sizes, pool, host, below, both, band(1), band(-1)], {
     key: [now, unit],
     scales: { x: { time: false, distr: 3, log: 2 }, y: { range: [0, 100] } },
     axes: [axis({ label: `host memory, ${unit} (line: now)` }), axis(PERCENT)],
-    series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk and other nodes", "--s2"),
-      line("at most", "--s2", { width: 0, points: { show: false } }), line("at least", "--s2", { width: 0, points: { show: false } })],
-    bands: [{ series: [4, 5], fill: `${css("--s2")}40` }],
+    series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk", "--s2"), line("and other nodes", "--s3"),
+      line("at most", "--dim", { width: 0, points: { show: false } }), line("at least", "--dim", { width: 0, points: { show: false } })],
+    bands: [{ series: [5, 6], fill: `${css("--dim")}30` }],
     hooks: { draw: [mark] },
   });
   $("curve").setAttribute("aria-label", found.says.join(" "));
@@ -204,34 +229,37 @@ function showAges() {
     const part = state.parts[section.dataset.part], note = section.querySelector(".age");
     const age = part.age_s === null ? null : part.age_s + passed;
     const isOld = lostAt > 0 || part.trouble !== "" || (age !== null && age > part.old_after_s);
-    let text = isOld ? `These figures are ${duration(age)} old. ${part.trouble}` : "";
+    const why = section.dataset.part === "status" ? "" : part.trouble;  // of the status the banner says it
+    let text = isOld ? `These figures are ${duration(age)} old. ${why}` : "";
     if (age === null) text = part.trouble || "Asking the tier.";
     section.classList.toggle("old", isOld);
     note.hidden = text === "";
-    if (note.textContent !== text) note.textContent = text;
+    if (note.textContent !== text) note.replaceChildren(...prose(text));
   }
   showBanner(passed, state?.parts.status);
 }
 
+// A tier that is gone is said by the whole page: in large letters on top, and in the tab.
 function showBanner(passed, status) {
-  let text = "";
-  if (lostAt) text = `No answer ${since((Date.now() - lostAt) / 1000)}: ${lostWhy}`;
-  else if (!status || (status.age_s === null && !status.trouble)) text = "Asking the tier.";
-  else if (status.trouble) text = `No answer from the tier ${since(status.trouble_s + passed)}: ${status.trouble}`;
-  else if (status.age_s + passed > status.old_after_s) text = "The tier has not answered lately; the figures below are old.";
-  $("banner").classList.toggle("bad", lostAt > 0 || Boolean(status?.trouble));
+  let text = "", isGone = true;
+  if (lostAt) text = `This page has had no answer for ${duration((Date.now() - lostAt) / 1000)}: ${lostWhy}`;
+  else if (status?.trouble) text = `The tier has not answered for ${duration(status.trouble_s + passed)}: ${status.trouble}`;
+  else if (status && status.age_s !== null && status.age_s + passed > status.old_after_s) text = `The tier last answered ${ago(status.age_s + passed)}.`;
+  else isGone = false;
+  if (!isGone && (!status || status.age_s === null)) text = "Asking the tier.";
+  document.body.classList.toggle("gone", isGone);
+  document.title = `${isGone ? "GONE: " : ""}${state?.tier ?? ""} kvray`.trim();
   // Its time changes each second, which nobody wants to hear each second.
-  const said = text.replace(/ \([^)]*\)/, "");
-  if ($("banner").dataset.said !== said) $("banner").textContent = text;
-  $("banner").dataset.said = said;
+  $("banner").setAttribute("aria-live", isGone ? "off" : "polite");
+  say("banner", text);
 }
 
 // -- asking ---------------------------------------------------------------------------------------
 
 function drawAll() {
   if ($("main").hidden) return;
-  document.title = `kvray: ${state.tier}`;
-  $("headline").textContent = state.headline;
+  say("headline", state.headline);
+  showFigures(state.figures);
   showFindings(state.findings);
   showNodes();
   $("totals").textContent = `${state.totals} ${state.without}`.trim();
@@ -258,7 +286,7 @@ async function ask(token) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   let told = null, isLocked = false;
   try {
-    const answer = await fetch(`state?since=${lastAt()}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch(`state?since=${lastAt()}${wanted === "" ? "" : `&find=${wanted}`}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
     const content = await answer.json();
     isLocked = answer.status === 401;
     if (answer.ok) told = content; else lostWhy = content.says;
@@ -278,6 +306,12 @@ $("login").addEventListener("submit", (event) => {
   event.preventDefault();
   ask($("token").value);
   $("token").value = "";
+});
+$("search").addEventListener("submit", (event) => {
+  event.preventDefault();
+  wanted = $("wanted").value.trim();
+  $("found").replaceChildren();
+  if (state?.requests) showRequests(state.requests);
 });
 $("replica").addEventListener("change", showShares);
 window.addEventListener("resize", drawAll);

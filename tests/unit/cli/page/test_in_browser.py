@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,14 @@ def browser() -> Iterator[Browser]:
         yield made
 
 
-def app_of(shown: PageState, token_file: Path | None = None) -> FastAPI:
+def app_of(
+    shown: PageState,
+    token_file: Path | None = None,
+    look: Callable[[int | None], None] = lambda number: None,
+) -> FastAPI:
     path = None if token_file is None else str(token_file)
     config = load_config(overrides={"security.auth_token_file": path}, environ={})
-    return make_app(shown, Gate(config, names=["localhost"], port=1), lambda: None)
+    return make_app(shown, Gate(config, names=["localhost"], port=1), look)
 
 
 @contextmanager
@@ -66,10 +70,23 @@ def shows(page: Page, text: str | re.Pattern[str]) -> None:
 def test_tier_at_work_is_shown_on_a_phone_as_text(browser, scheme):
     app = app_of(fill(PageState("prod")))
     with opened(browser, app, viewport=PHONE, color_scheme=scheme) as page:
-        shows(page, "Tier prod, last 10 s: 200 prompt tokens/s")
+        shows(page, "Tier prod: 2 nodes; the lookup knows 1,234 keys.")
+        expect(page.locator("#figures")).to_contain_text("60%of prompt tokens")
+        expect(page.locator("#figures")).to_contain_text("faults0")
+        assert page.locator("#wrong").is_hidden(), "nothing is"
+        assert "`" not in page.locator("body").inner_text()
         shows(page, f"on-aa {MARKUP}")
         shows(page, "00ff00ff")
         assert page.locator("img, script:not([src])").count() == 0
+        shade = (
+            page.locator("#requests .share i")
+            .nth(3)
+            .evaluate(
+                "e => [getComputedStyle(e).backgroundColor, e.style.color = 'var(--s3)',"
+                " getComputedStyle(e).color]"
+            )
+        )
+        assert shade[0] == shade[2], "one colour means one source, here and in the charts"
         assert page.locator("#shares canvas").is_visible()
         assert page.locator("#curve canvas").is_visible()
         page.locator("#requests summary").first.click()
@@ -87,23 +104,54 @@ def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
         page.keyboard.press("Enter")
         told = requests(time.time())
         newest = {**told["requests"][0], "request_id": 8}
-        answer = {**told, "requests": [newest, *told["requests"]]}
-        shown.take({"part": REQUESTS, "answer": answer}, time.time())
+        shown.take({"part": REQUESTS, "answer": {**told, "requests": [newest]}}, time.time())
         shows(page, "160 of 320 tokens were hits")
-        expect(page.locator("#requests details")).to_have_count(3, timeout=PATIENT_MS)
+        expect(page.locator("#requests details")).to_have_count(2, timeout=PATIENT_MS)
+        expect(page.locator("#requests details[open] summary")).to_be_focused()
+        summary = page.locator("#requests details[open] summary")
+        summary.press("Enter")
+        expect(page.locator("#requests details")).to_have_count(1, timeout=PATIENT_MS)
+
+
+def test_request_is_found_by_its_number(browser):
+    shown, looked = fill(PageState("prod")), list[int | None]()
+
+    def look(number: int | None) -> None:
+        looked.append(number)
+        found = {"id": number, "requests": requests(time.time())["requests"][:1], "says": ""}
+        if number == 7:
+            shown.take({"part": REQUESTS, "answer": {**requests(time.time()), "found": found}}, 0.0)
+        elif number is not None:
+            none = {**found, "requests": [], "says": f"No request {number} is known."}
+            shown.take({"part": REQUESTS, "answer": {**requests(time.time()), "found": none}}, 0.0)
+
+    with opened(browser, app_of(shown, look=look)) as page:
+        shows(page, "Tier prod")
+        field = page.get_by_label("Find a request by its number")
+        field.fill("7")
+        field.press("Enter")
+        expect(page.locator("#found details")).to_have_count(1, timeout=PATIENT_MS)
+        field.fill("99")
+        field.press("Enter")
+        shows(page, "No request 99 is known.")
+        expect(page.locator("#found details")).to_have_count(0)
+    assert {None, 7, 99} <= set(looked)
 
 
 def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
     shown = fill(PageState("prod"), ago=30)
     shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
-    old = re.compile(r"These figures are 3\d s old\. No tier; start it with `kvray up`\.")
+    said = re.compile(r"The tier has not answered for 2\d s: No tier; start it with kvray up\.")
     with opened(browser, app_of(shown)) as page:
-        shows(page, old)
-        expect(page.locator("#banner")).to_contain_text("No answer from the tier since")
+        shows(page, re.compile(r"These figures are 3\d s old\."))
+        expect(page.locator("#banner")).to_contain_text(said)
+        expect(page.locator("body.gone")).to_have_count(1)
+        assert page.title() == "GONE: prod kvray"
         assert page.locator("section.old").count() == page.locator("section").count()
         fill(shown)
         expect(page.locator("section.old")).to_have_count(0, timeout=PATIENT_MS)
         expect(page.locator("#banner")).to_be_empty()
+        assert page.title() == "prod kvray"
 
 
 def test_silent_shard_is_told_from_the_others(browser):
@@ -112,6 +160,8 @@ def test_silent_shard_is_told_from_the_others(browser):
     shown.take({"part": STATUS, "answer": gone}, time.time())
     with opened(browser, app_of(shown)) as page:
         shows(page, "shard bb: does not answer")
+        assert page.locator("#wrong").is_visible()
+        expect(page.locator(".figure.bad")).to_contain_text("faults1at present")
         card = page.locator(".node.bad")
         expect(card).to_contain_text("unreachable: No answer in 2 s.")
         expect(card).to_contain_text("These figures are")
@@ -132,7 +182,7 @@ def test_page_before_the_first_answer_says_what_to_do_and_nothing_else(browser):
     with opened(browser, app_of(shown), viewport=PHONE) as page:
         shows(page, "Asking the tier.")
         shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time())
-        shows(page, "start it with `kvray up`")
+        shows(page, "start it with kvray up")
         assert page.locator("main").is_hidden()
         assert not is_too_wide(page)
 
@@ -145,7 +195,7 @@ def test_page_of_a_tier_with_a_token_asks_for_it_once(browser, tmp_path):
     with opened(browser, app, may_complain=True, viewport=PHONE) as page:
         field = page.get_by_label("The token of the tier")
         field.fill("quite another token")
-        page.get_by_role("button").click()
+        page.get_by_role("button", name="Show the page").click()
         shows(page, "That is not the token.")
         assert page.locator("main").is_hidden()
         field.fill("a token of this very test")

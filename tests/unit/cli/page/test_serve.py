@@ -103,7 +103,7 @@ def browse(token_file: Path | None = None, *, base_url: str = "http://localhost"
     page_state = PageState("prod")
     page_state.take({"part": STATUS, "answer": status()}, NOW)
     gate = Gate(config, names=["localhost", "tier.example"], port=8270)
-    return TestClient(make_app(page_state, gate, lambda: None), base_url=base_url)
+    return TestClient(make_app(page_state, gate, lambda number: None), base_url=base_url)
 
 
 def test_page_and_its_files_come_from_here_and_load_nothing_else():

@@ -30,17 +30,25 @@ def state(shown: PageState, at: float, since: float = 0.0) -> dict[str, Any]:
 
 def test_page_has_what_commands_show():
     found = state(told(PageState("prod")), 18)
-    assert found["headline"].startswith("Tier prod, last 10 s: 200 prompt tokens/s: own pool 0.0%")
-    assert found["lookup"] == "the lookup knows 1,234 keys"
+    assert found["headline"] == "Tier prod: 2 nodes; the lookup knows 1,234 keys."
+    assert [(one["name"], one["value"], one["of"]) for one in found["figures"]] == [
+        ("hit rate now", "60%", "of prompt tokens"),
+        ("hit rate, 10 s", "60%", "of prompt tokens"),
+        ("prompt tokens", "200", "per second"),
+        ("memory", "2MiB", "of 8MiB taken"),
+        ("disk", "2GiB", "of 8GiB taken"),
+        ("faults", "0", "at present"),
+    ]
     first, _ = found["nodes"]
-    assert [one["text"] for one in first["meters"]] == ["1MiB of 4MiB", "1GiB of 4GiB"]
-    assert "3 evicted/s" in first["figures"]
+    assert [one["text"] for one in first["meters"]] == ["25% of 4MiB taken", "25% of 4GiB taken"]
+    assert "3 blocks/s evicted" in first["figures"]
     assert found["replicas"]["rows"][0][0] == f"on-aa {MARKUP}"
     assert sorted(row[:2] for row in found["links"]["rows"]) == [["aa", "bb"], ["bb", "aa"]]
     (hottest,) = found["prefixes"]["hottest"]
     assert hottest["table"]["rows"] == [["00ff00ff", "aa, bb", "9", "144", "82", "2 s ago"]]
     latest, _ = found["requests"]["list"]
     assert "160 of 320 tokens were hits" in latest["report"][-1]
+    assert (latest["number"], latest["sources"]) == (7, [0, 0, 0, 160])
     assert found["findings"][-1]["verdict"] == "hint"
     assert "With +32GiB of host memory 53 % of prompt tokens would hit" in found["curve"]["says"][0]
     points = found["curve"]["points"]
@@ -64,6 +72,24 @@ def test_history_has_a_gap_where_nobody_asked():
     assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
 
 
+def test_page_calls_nodes_by_their_hosts_and_models_by_what_is_served():
+    hosts = {"aa": {"name": "gpu-1", "ip": "10.0.0.1"}, "bb": {"name": "gpu-0", "ip": "10.0.0.2"}}
+    shown, told = PageState("prod"), status(20, hosts=hosts)
+    for shard in told["shards"]:
+        shard["namespaces"]["3f0a91c2"] |= {"model": "sha256:ab", "served": "Qwen3-8B"}
+    shown.take({"part": STATUS, "answer": told}, NOW)
+    shown.take({"part": CONTENTS, "answer": contents()}, NOW)
+    shown.take({"part": REQUESTS, "answer": requests(NOW)}, NOW)
+    found = state(shown, 1)
+    assert [one["name"] for one in found["nodes"]] == ["gpu-0 (10.0.0.2)", "gpu-1 (10.0.0.1)"]
+    assert "brought over NIXL from node gpu-1 (10.0.0.1)" in str(found["requests"])
+    assert found["prefixes"]["hottest"][0]["of"] == "Qwen3-8B (3f0a91c2)"
+    text = json.dumps(found)
+    assert "gpu-0 (10.0.0.2), gpu-1" in text or "gpu-1 (10.0.0.1), gpu-0" in text
+    for unread in ("kvray-shard-", "sha256"):
+        assert unread not in text
+
+
 def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason():
     shown = told(PageState("prod"))
     for second in (20, 22, 24):
@@ -76,7 +102,7 @@ def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason
     found = state(shown, 26)
     assert found["parts"][STATUS]["trouble"] == ""
     # Rates over the gap would not be those of the present.
-    assert found["headline"] == "Tier prod, last 0 s: no requests"
+    assert found["figures"][0]["value"] == "\N{EN DASH}"
 
 
 def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
@@ -87,7 +113,7 @@ def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
     first, second = state(shown, 22)["nodes"]
     assert (first["old_s"], second["old_s"]) == (None, 4.0)
     assert (second["state"], second["message"]) == ("unreachable", "No answer in 2 s.")
-    assert second["meters"][0]["text"] == "1MiB of 4MiB"
+    assert second["meters"][0]["text"] == "25% of 4MiB taken"
     assert not any("/s" in one for one in second["figures"])
     assert state(shown, 22)["without"] == "Without node bb, which does not answer."
     (fault,) = [one for one in state(shown, 23)["findings"] if one["verdict"] == "fault"]
@@ -101,7 +127,7 @@ def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown():
     for second in (20, 24):
         shown.take({"part": STATUS, "answer": status(second, lookup=lookup)}, NOW + second)
     found = state(shown, 25)
-    assert found["lookup"] == "the lookup does not answer: No answer in time."
+    assert "the lookup does not answer: No answer in time." in found["headline"]
     assert [one["age_s"] for one in found["findings"] if one["verdict"] == "fault"] == [5.0]
     assert all(one["is_healthy"] for one in found["nodes"])
 
