@@ -258,7 +258,7 @@ def state_text(shard: Mapping[str, Any]) -> str:
 def lookup_sentence(lookup: Mapping[str, Any]) -> str:
     """Return what the lookup knows, or that it does not answer."""
     if "keys" not in lookup:
-        return f"the lookup does not answer: {lookup['message']}"
+        return f"the lookup does not answer: {str(lookup['message']).rstrip('.')}"
     return f"the lookup knows {figure(lookup, 'lookup_keys'):,} keys"
 
 

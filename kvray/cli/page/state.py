@@ -176,9 +176,7 @@ class PageState:
         grown = {name: max(0, value - before.get(name, 0)) for name, value in after.items()}
         made = [
             _large("hit rate now", hits.hit_share(rates), "of prompt tokens"),
-            _large(
-                f"hit rate, {age_text(last - first)}", hits.hit_share(grown), "of prompt tokens"
-            ),
+            _large("hit rate, 1 h", hits.hit_share(grown), f"of those of {age_text(last - first)}"),
             _large("prompt tokens", f"{rates['prompt_tokens']:,.0f}", "per second"),
         ]
         for name, used in (("memory", memory_used), ("disk", disk_used)):

@@ -33,7 +33,7 @@ def test_page_has_what_commands_show():
     assert found["headline"] == "Tier prod: 2 nodes; the lookup knows 1,234 keys."
     assert [(one["name"], one["value"], one["of"]) for one in found["figures"]] == [
         ("hit rate now", "60%", "of prompt tokens"),
-        ("hit rate, 10 s", "60%", "of prompt tokens"),
+        ("hit rate, 1 h", "60%", "of those of 10 s"),
         ("prompt tokens", "200", "per second"),
         ("memory", "2MiB", "of 8MiB taken"),
         ("disk", "2GiB", "of 8GiB taken"),
