@@ -19,6 +19,8 @@ from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine.lock import ArenaLock
 
 SLOT = 4096
+PLACE: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "block_bytes": SLOT}
+"""Where keys are reserved unless a test says otherwise."""
 PATIENT_S = 5.0
 NOBODY = np.empty(0, dtype=np.int64)
 
@@ -79,22 +81,15 @@ def reserve(
     keys: list[BlockKey],
     *,
     parent: BlockKey | None = None,
-    depth: int = 0,
-    holder: int = 0,
     part: int = 0,
     block_bytes: int = SLOT,
     **more: Any,
 ) -> Reservation:
-    packed = key_index.pack_keys(keys)
-    place = {
-        "parent": None if parent is None else key_index.pack_keys([parent]),
-        "part": part,
-        "block_bytes": block_bytes,
-    }
+    packed, above = key_index.pack_keys(keys), parent and key_index.pack_keys([parent])
+    place: dict[str, Any] = {"parent": above, "part": part, "block_bytes": block_bytes}
     candidates = slots.find_candidates(tables, packed, **place)
-    made = slots.reserve(
-        tables, packed, **place, depth=depth, holder=holder, candidates=candidates, **more
-    )
+    rest = {"depth": 0, "holder": 0, **more}
+    made = slots.reserve(tables, packed, **place, candidates=candidates, **rest)
     assert made is not None
     return made
 
@@ -165,18 +160,8 @@ def make_arena(
     return Arena.create(directory, asked or spec(), lock_wait_s=lock_wait_s)
 
 
-def reserved(
-    arena: Arena,
-    keys: list[BlockKey],
-    *,
-    parent: BlockKey | None = None,
-    depth: int = 0,
-    part: int = 0,
-    block_bytes: int = SLOT,
-    **more: Any,
-) -> Reservation:
-    place = {"parent": parent, "depth": depth, "part": part, "block_bytes": block_bytes}
-    made = arena.reserve(keys, **place, **more)
+def reserved(arena: Arena, keys: list[BlockKey], **place: Any) -> Reservation:
+    made = arena.reserve(keys, **PLACE | place)
     assert made is not None
     return made
 

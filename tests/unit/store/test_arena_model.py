@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from kvray.errors import CorruptBlock
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, Reservation
+from kvray.store.arena import audit
 from kvray.store.arena.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.arena.payload import slot_bytes
 from kvray.store.machine.side_file import HOLDER_BYTES
@@ -263,8 +264,10 @@ class ArenaLife(RuleBasedStateMachine):
     # -- what always holds --------------------------------------------------------------------
 
     @invariant()
-    def tables_are_valid(self) -> None:
-        check_invariants(self.arenas[0].tables)
+    def tables_are_valid_and_not_taken_for_damaged(self) -> None:
+        tables = self.arenas[0].tables
+        check_invariants(tables)
+        assert not any(audit.find(tables, share) for share in audit.shares(tables))
         state = self.arenas[0].tables.slot_state
         self.bad = {slot for slot in self.bad if state[slot] == QUARANTINED}
         # Key -> its parent's key, for every block that has a parent link.

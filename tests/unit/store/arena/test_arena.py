@@ -20,6 +20,7 @@ from kvray.store.arena.layout import FREE, RESERVED
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
+    PLACE,
     SLOT,
     acquire,
     chain,
@@ -37,7 +38,6 @@ from tests.unit.store.small_arena import (
 KEYS = chain(10)
 BUSY_S = 0.02
 NOTHING = Held(num_blocks=0, leases=())
-PLACE: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "block_bytes": SLOT}
 
 
 @pytest.fixture
@@ -306,21 +306,17 @@ def test_lease_of_slots_takes_those_that_are_ready(arena):
 # -- in another process's name --------------------------------------------------------------------
 
 
-def test_a_lease_in_anothers_name_ends_when_that_one_leaves(arena, second):
+def test_a_lease_in_anothers_name_ends_when_that_one_leaves_and_none_is_taken_then(arena, second):
     store(arena, KEYS[:6])
-    held = leased_for(arena, KEYS, [[PartRequest(0)]], member=second.membership)
+    gone, wanted = second.membership, [[PartRequest(0)]]
+    held = leased_for(arena, KEYS, wanted, member=gone)
     assert held.num_blocks == 6
     arena.leave()
     assert len(second.leased_slots(held.leases[0])) == 6
     second.leave()
     with pytest.raises(LeaseExpired):
         second.leased_slots(held.leases[0])
-
-
-def test_nothing_is_leased_for_a_holder_that_is_gone(arena, second):
-    store(arena, KEYS[:6])
-    gone, wanted = second.membership, [[PartRequest(0)]]
-    second.leave()
+    arena.join("again")
     assert leased_for(arena, KEYS, wanted, member=gone) == NOTHING
     second.join("again")
     assert second.membership.row == gone.row

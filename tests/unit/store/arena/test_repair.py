@@ -344,20 +344,6 @@ def test_entries_of_the_index_that_name_no_slot_are_misses(stored):
     assert num_here(stored, KEYS) == 6
 
 
-def test_an_arena_in_use_is_not_taken_for_damaged(arena):
-    owner = ArenaOwner(arena)
-    for number in range(60):
-        keys = chain(5, seed=str(number))
-        store(arena, keys[:2])
-        more = reserved(arena, keys[2:], parent=keys[1], depth=2)
-        held = leased(arena, keys)
-        assert not owner.audit()
-        arena.release(held)
-        arena.abort(more)
-        owner.evict_ahead(0.5)
-        assert not owner.audit()
-
-
 SIZE = 3000  # rounded up to a slot, so many other sizes have as many slots
 WANTED = [[PartRequest(0, None, SIZE)]]
 
