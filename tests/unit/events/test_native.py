@@ -69,6 +69,11 @@ class Engine:
         return leading(self.content, tokens)
 
 
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
 @given(st.data())
 def test_a_snapshot_of_any_moment_gives_what_all_events_give(data):
     engine, chains = Engine(), {None: []}
@@ -102,19 +107,17 @@ def gpu_stored(*hashes: int) -> BlockStored:
     )
 
 
-def test_stored_blocks_of_a_chain_are_one_event():
-    assert Engine().tell(stored([1, 2], [*range(8)])) == [gpu_stored(1, 2)]
+def test_stored_blocks_of_a_chain_are_one_event(engine):
+    assert engine.tell(stored([1, 2], [*range(8)])) == [gpu_stored(1, 2)]
 
 
-def test_a_partial_block_is_none_and_neither_is_its_end():
-    engine = Engine()
+def test_a_partial_block_is_none_and_neither_is_its_end(engine):
     assert engine.tell(stored([1, 2], [*range(6)])) == [gpu_stored(1)]
     assert engine.tell(stored([3], [9, 9], parent=1), removed(2, 3)) == []
     assert engine.tell(removed(1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_a_block_that_moves_to_host_memory_is_still_there():
-    engine = Engine()
+def test_a_block_that_moves_to_host_memory_is_still_there(engine):
     engine.tell(stored([1], [*range(4)]))
     first, second = engine.tell(updated(1, 0, 1))
     assert isinstance(first, BlockStored)
@@ -126,8 +129,7 @@ def test_a_block_that_moves_to_host_memory_is_still_there():
     assert engine.leading([*range(4)]) == 0, "it is on the engine's disk"
 
 
-def test_only_the_widest_window_counts():
-    engine = Engine()
+def test_only_the_widest_window_counts(engine):
     created = {"type": "created", "num_blocks_per_cache_level": [8, 0]}
     engine.tell(created, window_size=512)
     engine.tell(created, window_size=4096)
@@ -137,16 +139,14 @@ def test_only_the_widest_window_counts():
     assert engine.leading([*range(4)]) == 1
 
 
-def test_a_block_goes_with_the_last_rank_that_has_it():
-    engine = Engine()
+def test_a_block_goes_with_the_last_rank_that_has_it(engine):
     assert len(engine.tell(stored([1], [*range(4)]), rank=0)) == 1
     assert engine.tell(stored([1], [*range(4)]), rank=1) == []
     assert engine.tell(removed(1), rank=0) == []
     assert engine.tell(removed(1), rank=1) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_lost_events_take_what_was_known():
-    engine = Engine()
+def test_lost_events_take_what_was_known(engine):
     engine.tell(stored([1], [*range(4)]))
     engine.event(removed(1))
     cleared, _ = engine.tell(stored([2], [5, 5, 5, 5]))
@@ -166,19 +166,17 @@ def test_lost_events_take_what_was_known():
         stored([1, 2], [*range(8)], tokens=[{"token_id": 1, "token_extra_id": 7}] * BLOCK),
     ],
 )
-def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(data):
-    engine = Engine()
+def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(engine, data):
     assert engine.tell(data, stored([3], [9] * 4, parent=2), removed(3, 2, 1)) == []
 
 
-def test_hashes_as_text_are_taken():
-    (event,) = Engine().tell(stored(["ab"], [*range(4)]))  # type: ignore[list-item]
+def test_hashes_as_text_are_taken(engine):
+    (event,) = engine.tell(stored(["ab"], [*range(4)]))  # type: ignore[list-item]
     assert isinstance(event, BlockStored)
     assert event.block_hashes == (b"ab",)
 
 
-def test_lists_and_json_are_taken_and_nonsense_is_counted():
-    engine = Engine()
+def test_lists_and_json_are_taken_and_nonsense_is_counted(engine):
     first, second = engine.event(stored([1], [*range(4)])), engine.event(removed(1))
     assert len(engine.pool.take([[first], json.dumps(second)])) == 2
     assert engine.pool.take([{"event_id": 2}, 7, {"event_id": 2, "data": {"type": "odd"}}]) == []
@@ -205,8 +203,7 @@ def test_lists_and_json_are_taken_and_nonsense_is_counted():
         None,
     ],
 )
-def test_an_event_that_makes_no_sense_costs_itself(bad):
-    engine = Engine()
+def test_an_event_that_makes_no_sense_costs_itself(engine, bad):
     engine.tell(stored([1], [*range(4)]))
     pack(Batch(at=0.0, events=engine.tell(bad)))  # what it means, if anything, can be sent
     engine.tell(stored([3], [9] * 4))
@@ -232,15 +229,13 @@ def test_what_is_no_event_is_counted(item):
     assert pool.num_unread == 1
 
 
-def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken():
-    engine = Engine()
+def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken(engine):
     engine.tell(stored([1], [*range(4)]))
     assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
-def test_there_is_an_end_of_blocks(monkeypatch):
+def test_there_is_an_end_of_blocks(engine, monkeypatch):
     monkeypatch.setattr(native, "_BLOCKS_MAX", 3)
-    engine = Engine()
     for number in range(1, 9):
         engine.tell(stored([number], [number] * 4))
     assert engine.pool.num_blocks() == 3

@@ -386,7 +386,7 @@ def test_of_a_client_that_reads_nothing_nothing_more_is_kept(still):
 
 
 @pytest.fixture
-def crowded(still, monkeypatch):
+def crowded(still):
     still.publisher._places = 3
     return still
 
