@@ -211,7 +211,9 @@ class ZmqPublisher:
     def _accept(self, listener: socket.socket, now: float, *, is_live: bool) -> None:
         self._accept_at[is_live] = now + _ACCEPT_S
         if len(self._clients) >= self._places:
-            self._drop_gone()
+            # Some may have hung up after more than may be read of it by now.
+            for client in [one for one in self._clients if one.wire.has_hung_up]:
+                self._drop(client)
         for _ in range(_ACCEPTS):
             try:
                 connection, address = listener.accept()
@@ -398,11 +400,6 @@ class ZmqPublisher:
             is_late = not client.wire.is_ready and now > client.moved_at + _FIRST_S
             if is_late or (client.replay is not None and now > client.moved_at + _REPLAY_S):
                 self._drop(client)
-
-    def _drop_gone(self) -> None:
-        """Drop who has hung up after more than may be read of it by now."""
-        for client in [one for one in self._clients if one.wire.has_hung_up]:
-            self._drop(client)
 
     def _drop(self, client: _Client) -> None:
         self._clients.discard(client)

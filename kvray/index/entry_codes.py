@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvray.index.holder_rows import union
-
-Array = npt.NDArray[Any]
+from kvray.index.holder_rows import Array, union
 
 PARTS_MAX = 1024
 """Parts of a block that the index can tell apart: far more than a replica has ranks."""

@@ -1,6 +1,6 @@
 """Key -> holders, for millions of blocks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -10,8 +10,8 @@ import numpy as np
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES
 from kvray.index.entry_codes import PARTS_MAX, EntryCodes, Incarnation
-from kvray.index.holder_rows import HOLDERS_MAX, HolderRows, union
-from kvray.index.key_table import Array, KeyTable
+from kvray.index.holder_rows import HOLDERS_MAX, Array, HolderRows, union
+from kvray.index.key_table import KeyTable
 
 _CODES_PURGED = 4
 """Codes a key up to which a purge visits all the slots that it may."""
@@ -176,7 +176,7 @@ class Index:
         whole = (1 << num_parts) - 1
         num_blocks, holders = 0, dict[str, int]()
         for run in self.locate(keys):
-            if whole & ~_union(run.holders.values()):
+            if whole & ~reduce(or_, run.holders.values(), 0):
                 break
             for shard, parts in run.holders.items():
                 if parts & whole == whole and holders.get(shard, 0) == num_blocks:
@@ -337,7 +337,3 @@ def _rounds(packed: Array) -> Iterator[Array]:
     nth = at - np.maximum.accumulate(np.where(is_first, at, 0))
     for number in range(int(nth.max(initial=-1)) + 1):
         yield np.sort(order[nth == number])
-
-
-def _union(masks: Iterable[int]) -> int:
-    return reduce(or_, masks, 0)

@@ -8,14 +8,11 @@ objects for Python's garbage collector to walk.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvray.identity.block import KEY_BYTES
-
-Array = npt.NDArray[Any]
+from kvray.index.holder_rows import Array
 
 NOWHERE = -1
 """Place of a key that is not in the table."""
@@ -106,8 +103,9 @@ class KeyTable:
         for at, bucket, key in self._named(keys, np.flatnonzero(places == _SPILLED)):
             self._put_spilled(bucket, key, int(values[at]))
         new = (places == NOWHERE) & (values != 0)
-        if new.any():
-            self._grow(int(np.count_nonzero(new)))
+        if count := np.count_nonzero(new):
+            while self._len + count > _MEAN_KEYS * self._num_buckets:
+                self._split()
             self._insert(keys[new], values[new])
 
     def keys_with(self, chosen: Callable[[Array], Array], start: int, stop: int) -> Array:
@@ -127,10 +125,6 @@ class KeyTable:
         """Return each key's bucket; a split bucket uses one bit more."""
         split = (keys[:, 0] & np.uint64((2 << self._level) - 1)).astype(np.int64)
         return np.where(split < self._num_buckets, split, split & ((1 << self._level) - 1))
-
-    def _grow(self, count: int) -> None:
-        while self._len + count > _MEAN_KEYS * self._num_buckets:
-            self._split()
 
     def _split(self) -> None:
         half, new = 1 << self._level, self._num_buckets

@@ -110,20 +110,18 @@ def open_segment(
     disk: Disk, path: Path, number: int, cluster_name: str, geometry: Geometry
 ) -> "Segment | str":
     """Open a segment file, or return in one word why it is not one of this tier's."""
-    file = disk.open(path)
-    try:
+    with contextlib.ExitStack() as unless_ours:
+        file = disk.open(path)
+        unless_ours.callback(file.close)
         memory = aligned(PAGE_BYTES)
         if file.size() >= PAGE_BYTES:
             file.read([memory], 0)
         found = read_header(
             memory.tobytes(), cluster_name=cluster_name, number=number, geometry=geometry
         )
-    except BaseException:
-        file.close()
-        raise
-    if isinstance(found, str):
-        file.close()
-        return found
+        if isinstance(found, str):
+            return found
+        unless_ours.pop_all()
     segment_id, shape = found
     return Segment(file, number=number, segment_id=segment_id, shape=shape)
 
