@@ -79,8 +79,7 @@ class ReadLeases:
 
         The asker has reserved slots for those and named targets for its best transport. A group of
         other blocks than it expected is leased only, as are all if another transport is the best
-        that both have. Without groups a piece of nothing is sent, which connects the two ends. A
-        lease of which nothing is left to send has ended.
+        that both have. A lease of which nothing is left to send has ended.
 
         Raises:
             CapacityError: there are too many read leases, or the arena is busy or retired.

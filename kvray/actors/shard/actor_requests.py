@@ -69,7 +69,7 @@ def prompt_keys(
     adapter = None if lora is None else _adapter(reader, lora)
     return chain_keys(
         np.frombuffer(tokens, dtype="<i4"),
-        tokens_per_block=reader.tokens_per_block,
+        tokens_per_block=reader.namespace.tokens_per_block,
         seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
         media=[MediaItem(position=position, digest=digest) for position, digest in media],
     )
@@ -334,7 +334,7 @@ class ActorRequests:
         if not keys:
             nothing = {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0}
             return {**nothing, "sources": [], "reason": "none"}
-        size = reader.tokens_per_block
+        size = reader.namespace.tokens_per_block
         with under(trace):
             found = self._parts.loop.wait(
                 self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
@@ -391,7 +391,7 @@ class ActorRequests:
         check_named(reader)
         stager = self._parts.serving().stager
         return {
-            "tokens_per_block": reader.tokens_per_block,
+            "tokens_per_block": reader.namespace.tokens_per_block,
             "namespace": b"" if reader.tenants is not None else reader.namespace.digest(),
             "num_partitions": self._parts.settings.lookup_partitions,
             **self._parts.loop.call(lambda: stager.profile(replica, rank), ANSWER_S),

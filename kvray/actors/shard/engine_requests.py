@@ -14,15 +14,12 @@ from kvray.identity.block import Namespace, namespace_id
 
 _log = logging.getLogger("kvray.shard")
 
-_SAY_S = 60.0
-
 
 class EngineRequests:
     """Answers the requests of engines; fields come as the wire has them, with the connection."""
 
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
-        self._said_bad_at = -_SAY_S
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
@@ -87,7 +84,11 @@ class EngineRequests:
         except ConfigError:
             num_bad, sample = num_bad + 1, traffic.note(origin, block_bytes, b"")
         if num_bad:
-            self._say_bad(num_bad, replica)
+            _log.warning(
+                "%d notes of replica %r on its requests are not valid and were dropped; engine and"
+                " shard differ",
+                *(num_bad, replica),
+            )
         return {
             "known": True,
             "weights": order,
@@ -104,19 +105,8 @@ class EngineRequests:
         reader = self._parts.replicas.reader(replica, rank, connection)
         if events is None or reader is None:
             return {"describe": None}
-        number = namespace_id(reader.namespace.digest())
-        return {"describe": events.describe(connection, number, reader.tokens_per_block, chains)}
-
-    def _say_bad(self, num_notes: int, replica: str) -> None:
-        now = time.monotonic()
-        if now >= self._said_bad_at + _SAY_S:
-            self._said_bad_at = now
-            _log.warning(
-                "%d notes of replica %r on its requests are not valid and were dropped; engine and"
-                " shard differ (said once a minute)",
-                num_notes,
-                replica,
-            )
+        number, size = namespace_id(reader.namespace.digest()), reader.namespace.tokens_per_block
+        return {"describe": events.describe(connection, number, size, chains)}
 
     def _stored(self) -> list[int]:
         """Return the numbers of namespaces that engines have blocks of, on whichever node."""

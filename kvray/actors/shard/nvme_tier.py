@@ -269,7 +269,6 @@ class NvmeTier:
         self._writing: Future[int] | None = None
         self._writing_since = 0.0
         self._look_at = 0.0
-        self._said = ""
 
     @property
     def may_have_blocks(self) -> bool:
@@ -369,10 +368,8 @@ class NvmeTier:
             raise error
         if isinstance(error, TierError):
             self.reads.failure = str(error)  # a device that refuses writes is not read either
-        if str(error) != self._said:  # log it once, however often it is tried
-            self._said = str(error)
-            # As text: the error's traceback would keep the arena mapped.
-            _log.error("Blocks could not be written to the NVMe tier: %s", self._said)
+        # As text: the error's traceback would keep the arena mapped.
+        _log.error("Blocks could not be written to the NVMe tier: %s", str(error))
         return 0
 
     def close(self) -> None:

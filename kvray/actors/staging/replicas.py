@@ -86,10 +86,10 @@ MODEL_KEY_PREFIX = "key:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How a rank reads blocks; staging needs all of it."""
+    """How a rank reads blocks; staging needs all of it. `Replicas` has checked its sizes."""
 
     namespace: Namespace
-    part_requests: tuple[PartRequest, ...] = ()
+    part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
     """Ranks that it asks for: all of the replica, or itself alone."""
@@ -115,9 +115,8 @@ class Reader:
         ConfigError: they cannot be dealt from so many to its own.
         """
         own = [one.part for one in self.part_requests]
-        num_parts = checked(_SIZE, self.namespace.num_parts, "num_parts")
-        num_ranks = max(1, num_parts // max(1, len(own)))
-        if not own or (stored_by % num_ranks and num_ranks % stored_by):
+        num_ranks = max(1, self.namespace.num_parts // len(own))
+        if stored_by % num_ranks and num_ranks % stored_by:
             raise ConfigError(
                 f"{num_ranks} ranks cannot read the blocks of {stored_by}; update the engine's"
                 " kvray."
@@ -138,13 +137,7 @@ class Reader:
     @property
     def part_bytes(self) -> int:
         """Bytes of one of its parts of a block, on average."""
-        of_all = checked(_SIZE, self.namespace.part_bytes, "part_bytes")
-        return max(1, of_all // max(1, len(self.part_requests)))
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens that a block has."""
-        return checked(_SIZE, self.namespace.tokens_per_block, "tokens_per_block")
+        return max(1, self.namespace.part_bytes // len(self.part_requests))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +167,11 @@ def prefix_for(
     """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
     requests, block_bytes, tokens_per_block, namespace = [], {}, 0, 0
     for reader in readers:
-        if not reader.part_requests:
-            raise ConfigError("An engine has not said which parts it reads; update its kvray.")
         requests.append(reader.part_requests)
         block_bytes.update(
             {part: size or reader.part_bytes for part, _, size in reader.part_requests}
         )
-        tokens_per_block = reader.tokens_per_block
+        tokens_per_block = reader.namespace.tokens_per_block
         namespace = namespace_id(reader.namespace.digest())
     return Prefix(
         keys=tuple(blocks),
@@ -223,7 +214,7 @@ class _Reads(BaseModel):
 
     wanted: tuple[
         tuple[_Part, Positive | None] | tuple[_Part, Positive | None, Positive | None], ...
-    ] = Field(default=(), max_length=_PARTS_MAX)
+    ] = Field(default=((0, None),), min_length=1, max_length=_PARTS_MAX)
     """Part, window, and perhaps size, of each part that its leases must have."""
     num_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
     engine_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1

@@ -264,9 +264,7 @@ class RankLeases:
         self, replica: str, rank: int, keys: Sequence[BlockKey], lease_id: int
     ) -> Held | None:
         reader = self._replicas.reader(replica, rank)
-        if reader is None or reader.member is None or not reader.part_requests:
-            return None
-        if reader.arena_id != self._arena.arena_id:
+        if reader is None or reader.member is None or reader.arena_id != self._arena.arena_id:
             return None
         return self._arena.lease_for(
             keys, [reader.part_requests], member=reader.member, lease_id=lease_id

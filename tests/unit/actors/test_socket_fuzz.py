@@ -161,8 +161,7 @@ def test_who_has_gone_leaves_nothing_behind(engine, shard):
         check_invariants(arena.tables)
 
 
-def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog, monkeypatch):
-    monkeypatch.setattr("kvray.actors.shard.engine_requests._SAY_S", 0)  # others may have been said
+def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog):
     engine.call("register", timeout_s=WAIT_S, **GOOD["register"])
     good = RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored")
     notes = [pack(good._replace(request_id=78, wanted=-1)), pack(good)]

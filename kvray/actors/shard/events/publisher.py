@@ -415,7 +415,7 @@ def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
         reader = replicas.reader(replica, rank)
         if reader is not None:
             number = namespace_id(reader.namespace.digest())
-            sizes[number] = reader.tokens_per_block
+            sizes[number] = reader.namespace.tokens_per_block
             whole = {one.part for one in reader.part_requests if one.window is None}
             parts.setdefault(number, set()).update(whole)
     return {number: NamespaceTerms(sizes[number], frozenset(parts[number])) for number in sizes}

@@ -157,10 +157,6 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
     assert replicas.connected() == [("one", 0)]
 
 
-def test_an_engine_of_before_says_nothing(replicas):
-    assert replicas.reader("one", 0) == read_reader(NAMESPACE) == Reader(namespace=NAMESPACE)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "rank", "ranks"), [(1, 3, [3]), (2, 0, [0, 1]), (2, 1, [0, 1])]
 )
@@ -182,15 +178,6 @@ def test_absurd_readings_are_refused(field, values):
     for value in values:
         with pytest.raises(ConfigError):
             read_reader(NAMESPACE, **{field: value})
-
-
-def test_a_namespace_without_a_size_cannot_be_read_by():
-    absurd: Any = {"tokens_per_block": "32", "part_bytes": 0}
-    reader = Reader(namespace=replace(NAMESPACE, **absurd))
-    with pytest.raises(ConfigError, match="tokens_per_block"):
-        _ = reader.tokens_per_block
-    with pytest.raises(ConfigError, match="part_bytes"):
-        _ = reader.part_bytes
 
 
 # -- ranks that have ended -------------------------------------------------------------------------
@@ -288,7 +275,7 @@ def test_a_rank_of_two_reads_parts_of_other_sizes(rank, stored_by, parts, part_b
 
 @pytest.mark.parametrize(
     ("reader", "stored_by"),
-    [(of_two(1), 3), (of_two(1), PARTS_MAX), (replace(of_two(1), part_requests=()), 1)],
+    [(of_two(1), 3), (of_two(1), PARTS_MAX)],
 )
 def test_sizes_that_do_not_divide_or_are_too_many_are_refused(reader, stored_by):
     with pytest.raises(ConfigError, match="update the engine's kvray"):
