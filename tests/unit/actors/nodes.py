@@ -18,7 +18,7 @@ from kvray.actors.staging.stager import Stager
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey, split_keys
-from kvray.index import Run
+from kvray.index import Index, Run
 from kvray.store import Arena, PartRequest
 from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, num_here, spec
 
@@ -151,21 +151,13 @@ class Nodes:
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
 
     def locate(self, *pieces: bytes) -> list[Run]:
-        keys = b"".join(pieces)
-        blocks = [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
-        masks = {}
+        keys, index = b"".join(pieces), Index()
+        blocks = split_keys(keys)
         for node in self.by_name.values():
-            present = node.mover.present(blocks, range(8))
-            masks[node.shard] = sum(mask.astype(int) << part for part, mask in enumerate(present))
-        runs: list[Run] = []
-        for block in range(len(blocks)):
-            holders = {shard: int(mask[block]) for shard, mask in masks.items() if mask[block]}
-            if runs and runs[-1].holders == holders:
-                runs.pop()
-            runs.append(Run(stop=block + 1, holders=holders))
-        while runs and not runs[-1].holders:
-            runs.pop()
-        return runs
+            for part, mask in enumerate(node.mover.present(blocks, range(8))):
+                held = [blocks[at] for at in np.flatnonzero(mask)]
+                index.add(node.shard, b"".join(held), [part] * len(held))
+        return index.locate(keys)
 
     async def fetch(self, target: Node, order: FetchOrder) -> FetchReport:
         if not order.spans:

@@ -1,25 +1,22 @@
 """What a rank tells its shard: its name, namespace, figures, and what it reads."""
 
+import contextlib
 import dataclasses
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.errors import LayoutMismatch
 from kvray.node import Registration
+from kvray.node.stage_calls import ShardSocket
 from kvray.store import PartRequest
 from kvray.wire import FRAME_MAX
 from tests.kit.shard_socket import StageServer
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 from tests.unit.node.conftest import arena_of, registration
 from tests.waiting import HANG_S, wait_for
-
-ROOT = Path(__file__).parents[3]
 
 
 def connected(shard: Shard) -> list[str]:
@@ -62,20 +59,13 @@ def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
     link.unregister(last)
 
 
-def test_a_refused_rank_is_accepted_once_the_other_is_gone(shard, make_link, directory):
-    code = REGISTERED.format(directory=str(directory))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "registered"
-    link = make_link()
+def test_a_refused_rank_is_accepted_once_the_other_is_gone(shard, link, directory):
     waiting = registration("two", namespace=OTHER_LAYOUT)
-    with pytest.raises(LayoutMismatch):
-        link.register(waiting)
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with contextlib.closing(ShardSocket(directory)) as other:
+        rank = {"replica": "one", "rank": 0, "namespace": NAMESPACE.to_wire()}
+        other.call("register", timeout_s=HANG_S, **rank)
+        with pytest.raises(LayoutMismatch, match="Replicas two and one both claim"):
+            link.register(waiting)
     wait_for(lambda: not connected(shard))
     link.register(waiting)
     assert waiting.accepted
@@ -94,20 +84,6 @@ def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(shard
     digest = renewed.digest().hex()[:8]
     wait_for(lambda: shard.status()["replicas"][0]["namespace"] == digest)
     wait_for(lambda: one.accepted)
-
-
-REGISTERED = """
-import time
-from pathlib import Path
-from kvray.node import Registration, attach
-from tests.unit.actors.small_shard import NAMESPACE
-link = attach(Path({directory!r}), label="one", lock_wait_s=1, attach_retry_s=1)
-link.register(
-    Registration(replica="one", rank=0, namespace=NAMESPACE, counters=lambda: dict(hits=1))
-)
-print("registered", flush=True)
-time.sleep(60)
-"""
 
 
 def test_figures_that_fail_end_neither_thread_nor_link(link, caplog):

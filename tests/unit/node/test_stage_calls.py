@@ -280,17 +280,6 @@ def test_after_garbage_the_next_call_has_a_new_connection(peer, client, garbage)
     assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
-def test_a_shard_that_was_restarted_is_reached_at_the_first_call(make_shard, directory, client):
-    first = make_shard()
-    assert client.call("hello", timeout_s=5)["shard_epoch"] == 1
-    first.stop(retire=False, timeout_s=5)
-    with pytest.raises(ShardUnavailable):
-        client.call("hello", timeout_s=1)
-    make_shard().stop(retire=False, timeout_s=5)
-    make_shard()
-    assert client.call("hello", timeout_s=5)["shard_epoch"] == 3
-
-
 def test_a_hang_up_between_calls_is_noticed_before_the_next(peer, client):
     peer.scripts = [answering({"n": n}) for n in range(3)]
     for n in range(3):

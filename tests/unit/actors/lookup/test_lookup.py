@@ -240,13 +240,6 @@ def halves(lookup: Hearing) -> Hearing:
     return lookup
 
 
-def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves):
-    assert halves.ask("b").partial_keys == b""
-    halves.hear(removed=[1])
-    assert halves.ask("b").partial_keys == KEYS[1]
-    assert halves.ask("b").partial_keys == b""
-
-
 def test_what_a_silent_shard_has_is_no_partial_block_until_the_shard_is_gone(halves):
     halves.ask()
     halves.at(LATE).match(1, KEYS[0])

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
-import kvray.transport
 from kvray.actors.mover import peer_links as module
 from kvray.actors.mover.fenced_slots import FencedSlots
 from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
@@ -16,43 +16,11 @@ from kvray.actors.mover.peer_links import PeerLinks
 from kvray.errors import ShardUnavailable, TransferTimeout
 from kvray.store import Arena
 from kvray.transport.nixl import NixlTransport
+from kvray.transport.object_ref import ObjectRefTransport
 from kvray.transport.transport import Array
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, make_arena, spec, store
 from tests.waiting import wait_for
-
-
-class Parcels:
-    """A transport whose pieces travel with the answer, as those of Ray's object store do."""
-
-    name = "parcels"
-    writes_late = False
-    piece_bytes = 2**20
-    bytes_max: int | None = None
-    address = b"parcels"
-
-    def __init__(self, memory: Array) -> None:
-        self._memory = memory
-
-    def send(
-        self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
-    ) -> list[Array]:
-        return [
-            self._memory[at : at + size].copy() for at, size in zip(sources, sizes, strict=True)
-        ]
-
-    def receive(self, parcel: list[Array], targets: Array, sizes: Array) -> None:
-        for content, at, size in zip(parcel, targets, sizes, strict=True):
-            self._memory[at : at + size] = content
-
-    def renew(self) -> None:
-        pass
-
-    def status(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        self._memory = self._memory[:0]
 
 
 class Firewall:
@@ -74,7 +42,7 @@ def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
         send(self, address, sources, *rest, **more)
 
     monkeypatch.setattr(NixlTransport, "send", push)
-    monkeypatch.setitem(kvray.transport._KINDS, "parcels", Parcels)  # type: ignore[arg-type]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # its transport needs no more here
     monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.1)
     return made
@@ -82,12 +50,12 @@ def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
 
 @pytest.fixture
 def source(make_node: MakeNode, firewall: Firewall) -> Node:
-    return make_node("a", transports=("nixl", "parcels"))
+    return make_node("a", transports=("nixl", "object_ref"))
 
 
 @pytest.fixture
 def target(make_node: MakeNode, firewall: Firewall) -> Node:
-    return make_node("b", transports=("nixl", "parcels"))
+    return make_node("b", transports=("nixl", "object_ref"))
 
 
 def failing(node: Node) -> list[dict[str, Any]]:
@@ -115,7 +83,7 @@ def test_what_fails_between_nodes_is_left_out_until_a_handshake_arrives(source, 
     store(source.arena, keys[:10])
     report = target.fetch(span("a", keys[:10]))
     assert report.here == (10,)
-    assert report.sources["a"].transport == "parcels"
+    assert report.sources["a"].transport == "object_ref"
     assert is_right(target.arena, keys[:10], block_bytes=SLOT)
 
     firewall.is_shut = False
@@ -171,7 +139,9 @@ class Scene:
         self.now = 100.0
         self.answerer = Answerer()
         memory = np.zeros(8, dtype=np.uint8)
-        self.fenced = {name: FencedSlots(arena, Parcels(memory)) for name in ("first", "second")}
+        self.fenced = {
+            name: FencedSlots(arena, ObjectRefTransport(memory)) for name in ("first", "second")
+        }
         self.links = PeerLinks(
             self.fenced, lambda _: self.answerer, call_timeout_s=1.0, now=lambda: self.now
         )
@@ -190,7 +160,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     arena = make_arena(tmp_path, asked=spec())
     yield Scene(arena)
     arena.close()
