@@ -147,7 +147,8 @@ def _transfers(llm_args: Any) -> Reasons:
     Nothing in the arguments says which kind a server is, but that those that send blocks have no
     overlap scheduler.
     """
-    if _transfer_backend(llm_args) is None:
+    transfers = field_of(llm_args, "cache_transceiver_config")
+    if field_of(transfers, "backend") is None:
         return
     yield (
         field_of(llm_args, "disable_overlap_scheduler") is not True,
@@ -156,8 +157,7 @@ def _transfers(llm_args: Any) -> Reasons:
         " is started without kv_connector_config.",
     )
     yield (
-        field_of(field_of(llm_args, "cache_transceiver_config"), "enable_pipelined_transfer")
-        is True,
+        field_of(transfers, "enable_pipelined_transfer") is True,
         "Blocks that are sent while their pass still runs may not be loaded yet; set"
         " cache_transceiver_config.enable_pipelined_transfer to false.",
     )
@@ -218,11 +218,6 @@ def _model(checkpoint: CheckpointConfig) -> Reasons:
         "The keys and values of an encoder-decoder model depend on more than its tokens; serve"
         " this model without kv_connector_config.",
     )
-
-
-def _transfer_backend(llm_args: Any) -> Any:
-    """Return what the engine sends blocks to another server by, or gets them; None: it does not."""
-    return field_of(field_of(llm_args, "cache_transceiver_config"), "backend")
 
 
 def _has_second_manager(cache: Any) -> bool:

@@ -112,8 +112,11 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     else:
         return _PLAIN  # most requests; the rest need not be as fast
     values = [(name, getattr(request, name, None)) for name in _FIELDS]
-    fields = {name: value for name, value in values if value is not None}
-    fields = {name: value for name, value in fields.items() if not _is_empty(name, value)}
+    fields = {
+        name: value
+        for name, value in values
+        if value is not None and not (type(value) is _EMPTY.get(name) and not value)
+    }
     if any(name in fields for name in _UNNAMED):
         return None
     turns = fields.pop(_TURNS, 0)
@@ -183,15 +186,8 @@ def _is_understood(request: Any) -> bool:
 @functools.lru_cache(256)
 def _strangers(kind: Hashable, own: tuple[str, ...]) -> frozenset[str]:
     """Return the fields of that kind, of a class and of an object, that say what is not known."""
-    return frozenset(filter(_is_stranger, (*dir(kind), *own)))
-
-
-def _is_stranger(name: str) -> bool:
-    return name.startswith(_FAMILIES) and name not in _FIELDS
-
-
-def _is_empty(name: str, value: Any) -> bool:
-    return type(value) is _EMPTY.get(name) and not value
+    names = (*dir(kind), *own)
+    return frozenset(one for one in names if one.startswith(_FAMILIES) and one not in _FIELDS)
 
 
 NO_REQUEST = -1

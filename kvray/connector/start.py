@@ -154,7 +154,8 @@ def read_engine_args(
     refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
     partial_reuse = field_of(cache, "enable_partial_reuse") is not False
-    is_compiled = _is_compiled(llm_args)
+    is_compiled = field_of(llm_args, "torch_compile_config") is not None
+    is_compiled = is_compiled or field_of(llm_args, "torch_compile_enabled") is True
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
@@ -224,11 +225,6 @@ def _overrides(llm_args: Any, cache: Any) -> str:
         for path in field_of(field_of(llm_args, "lora_config"), "lora_dir") or ()
     ] or None
     return to_text({name: value for name, value in found.items() if value is not None})
-
-
-def _is_compiled(llm_args: Any) -> bool:
-    is_configured = field_of(llm_args, "torch_compile_config") is not None
-    return is_configured or field_of(llm_args, "torch_compile_enabled") is True
 
 
 def _copies_aside() -> bool:

@@ -482,14 +482,11 @@ class Promises:
         It may if the runtime itself says what it will not use.
         """
         for state in () if shared.args.takes_offers_later else list(self._states.values()):
-            self._lose(shared, state)
-
-    def _lose(self, shared: SharedState, state: RequestState) -> None:
-        assert state.promise is not None, "the caller has looked"
-        self._lost[state.request_id] = state.promise.num_computed
-        if len(self._lost) > _LOST_MAX:
-            self._lost.popitem(last=False)
-        self.release(shared, state)
+            promise = self.take(state)
+            self._lost[state.request_id] = promise.num_computed
+            if len(self._lost) > _LOST_MAX:
+                self._lost.popitem(last=False)
+            shared.release_prefix(promise.lease)
 
 
 def record(shared: SharedState, answer: Answer) -> None:

@@ -76,7 +76,6 @@ class Saver:
         self._unfinished: deque[Callable[[], None]] = deque()
         self._beginning: Job | None = None
         self._abandoned = False
-        self._is_working = False  # from a job's first piece to what is left to do behind its last
         self._progress = 0
         self._guard = threading.Condition()
         self._closing = False
@@ -120,7 +119,7 @@ class Saver:
             return
         with self._guard:
             waiting = sum(len(job.keys) for job in self._jobs)
-            begun = len(self._unfinished) + self._is_working
+            begun = len(self._unfinished) + 1  # that which the thread is at
             self._drop_waiting(DropReason.SHUT_DOWN)
         _log.warning(
             "kvray: the engine ends before its saves: %d blocks are not saved, and %d saves that"
@@ -151,13 +150,12 @@ class Saver:
                     finish = self._unfinished.popleft()
                 else:
                     return
-                self._is_working = True
             if job is not None:
                 self._begin(job)
             elif finish is not None:
                 finish()
             with self._guard:
-                self._beginning, self._is_working = None, False
+                self._beginning = None
                 self._progress += 1
                 self._guard.notify_all()
 
