@@ -106,17 +106,13 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     """
     if not _is_understood(request):
         return None
-    for name in _FIELDS:
-        if getattr(request, name, None) is not None:
-            break
-    else:
-        return _PLAIN  # most requests; the rest need not be as fast
     values = [(name, getattr(request, name, None)) for name in _FIELDS]
-    fields = {
-        name: value
-        for name, value in values
-        if value is not None and not (type(value) is _EMPTY.get(name) and not value)
-    }
+    fields = {name: value for name, value in values if value is not None}
+    if not fields:
+        return _PLAIN  # as mostly
+    for name in [one for one, value in fields.items() if type(value) is _EMPTY.get(one)]:
+        if not fields[name]:
+            del fields[name]
     if any(name in fields for name in _UNNAMED):
         return None
     turns = fields.pop(_TURNS, 0)

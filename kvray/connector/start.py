@@ -176,8 +176,6 @@ def read_engine_args(
         checkpoint=checkpoint,
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
-        asks_again=False,
-        holds_loads=False,
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,

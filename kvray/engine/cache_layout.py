@@ -181,7 +181,11 @@ def readable_sizes(
 
     `num_kv_heads` are those of a layer of the model, None if not known, 0 if layers differ.
     """
-    if layout.dtype not in _PLAIN_DTYPES or not all(map(_has_planes, layout.groups)):
+    are_plain = all(
+        group.window is None and not group.shared and all(one.num_planes for one in group.own)
+        for group in layout.groups
+    )
+    if layout.dtype not in _PLAIN_DTYPES or not are_plain:
         return ()
     if num_kv_heads is not None and (not num_kv_heads or num_kv_heads % num_ranks):
         return ()
@@ -230,11 +234,6 @@ def resliced_parts(
         for other in readable_ranks(rank, num_ranks, stored_by)
         for part in stored.parts(other, stored_by, tokens_per_block)
     )
-
-
-def _has_planes(group: Group) -> bool:
-    is_plain = group.window is None and not group.shared
-    return is_plain and all(region.num_planes for region in group.own)
 
 
 def _resized(region: Region, num_ranks: int, others: int) -> Region:

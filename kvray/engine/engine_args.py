@@ -261,8 +261,8 @@ class EngineArgs:
     num_ranks: int
     rank: int
     block_reuse: bool
-    partial_reuse: bool
-    owns_partial_blocks: bool
+    partial_reuse: bool = False
+    owns_partial_blocks: bool = False
     """A page of which a request reuses the first tokens is its own, and was filled on the stream
     that its layers run on: a block may be loaded over it."""
     quantization: str  # weight and KV quantisation as the engine names them, as one text
@@ -270,23 +270,23 @@ class EngineArgs:
     """What changes the checkpoint's own configuration or weights, as one text."""
     attention_backend: str
     engine: str
-    ranks_per_node: int  # how many ranks a node has; 0: not said, and all are on one
-    attention_dp: bool  # each rank has a whole KV cache for requests of its own
+    ranks_per_node: int = 0  # how many ranks a node has; 0: not said, and all are on one
+    attention_dp: bool = False  # each rank has a whole KV cache for requests of its own
     is_compiled: bool  # the model is compiled by torch: hooks on its layers may not fire
-    windows: tuple[int, ...]
+    windows: tuple[int, ...] = ()
     """The different attention windows in the engine's settings, in tokens, ascending."""
     adapters: str
     """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
     checkpoint: CheckpointConfig
-    is_sparse: bool
+    is_sparse: bool = False
     """Attention picks its tokens by an index that is cached beside keys and values."""
     spread_setting: str
     """The setting for how many ranks a node has."""
-    asks_again: bool
+    asks_again: bool = False
     """The engine may be made to ask again later, and schedules other requests meanwhile."""
-    holds_loads: bool
+    holds_loads: bool = False
     """Its ranks copy and check blocks before they are promised, so the leader checks none."""
-    drafts_tokens: bool
+    drafts_tokens: bool = False
     """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
     page that was reported for an answer may belong to others by now."""
     weights_may_change: bool

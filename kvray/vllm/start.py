@@ -62,8 +62,6 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         num_ranks=int(parallel.tensor_parallel_size),
         rank=int(parallel.rank) % int(parallel.tensor_parallel_size),
         block_reuse=True,
-        partial_reuse=False,
-        owns_partial_blocks=False,
         quantization=canonical_text(model, _QUANTIZATION),
         overrides=to_text(
             {
@@ -76,17 +74,12 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         ),
         attention_backend=f"{_backend(vllm_config)} on {vllm_config.device_config.device_type}",
         engine="vllm " + ".".join(vllm.__version__.split(".")[:2]),
-        ranks_per_node=0,
-        attention_dp=False,
         is_compiled=True,  # graphs run without hooks
-        windows=(),
         adapters=canonical_text(field_of(vllm_config, "lora_config"), _ADAPTERS),
         checkpoint=read_checkpoint(found),
-        is_sparse=False,
         spread_setting="one node",
         asks_again=True,
         holds_loads=True,
-        drafts_tokens=False,
         # With the one they are sent to it, and the other has calls of its own for its workers.
         weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None
         or bool(text_of(parallel, "worker_extension_cls")),

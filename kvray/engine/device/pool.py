@@ -73,9 +73,6 @@ class HostPool:
             if part.is_stored_here
         }
 
-    def attend(self, arena: Arena) -> None:
-        """Do nothing: copies in host memory need no preparation."""
-
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         for part, slots, pages in loads:
             strips = self._strips[part.num_ranks, part.index]
@@ -95,23 +92,13 @@ class HostPool:
         scatter(_row_runs(rows, one), strips, one.pages)
         return Ticket()
 
-    def wait_for_layer(self, layer: int, stream: Any) -> None:
-        """Return at once: loads end before they return."""
-
-    def mark(self, stream: Any) -> None:
-        """Return no mark: a pass on the host has ended when it returns."""
-
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
         return Ticket(sums=arena.write_slots(slots, self._regions[part.index], pages))
 
-    def fence(self, stream: Any) -> None:
-        """Return at once: no copies are under way."""
+    def _nothing(self, *_: Any) -> None:
+        """Return at once: passes and copies on the host have ended when they return."""
 
-    def settle(self) -> None:
-        """Return at once: no copies are under way."""
-
-    def close(self) -> None:
-        """Do nothing: the pages belong to the engine."""
+    attend = wait_for_layer = mark = fence = settle = close = _nothing
 
 
 def _row_runs(rows: Array, one: Load) -> Iterator[tuple[int, int, Array]]:
