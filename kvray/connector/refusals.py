@@ -7,13 +7,10 @@ cleanly on each.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvray.engine.engine_args import CheckpointConfig, field_of, number_of, text_of
+from kvray.engine.engine_args import CheckpointConfig, EngineArgs, field_of, number_of, text_of
 from kvray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvray.engine.engine_args import EngineArgs
 
 Reasons = Iterator[tuple[bool, str]]
 """Pairs of whether something is so, and the sentence that refuses it."""
@@ -47,7 +44,7 @@ def refuse_unsupported(
                 raise ConfigError(sentence)
 
 
-def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
+def refuse_flat_pool(args: EngineArgs, shape: Sequence[int]) -> None:
     """Raise ConfigError for a pool that is not the whole cache, or has other blocks than `args`.
 
     `shape` is [num_blocks, num_layers, kv_factor, block_elems]. The first cache manager hands over

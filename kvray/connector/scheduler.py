@@ -31,10 +31,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def __init__(self, llm_args: Any) -> None:
         """Attach to the node's tier if there is one; ConfigError: a setting cannot be used."""
         super().__init__(llm_args)
-        self._leader = Leader(
-            state_for(llm_args, self.config_path),
-            unaligned_advice=" Set kv_cache_config.enable_partial_reuse: false.",
-        )
+        self._leader = Leader(state_for(llm_args, self.config_path))
         self._reader = RequestReader(self._shared.args)
         shut_down_at_exit(self)
 

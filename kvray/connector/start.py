@@ -104,10 +104,10 @@ def config_path_of(llm_args: Any, named_path: str | None) -> str | None:
     path = unquote(url.path) if url.scheme else written
     if path and named_path and path != named_path:
         _log.warning("kvray: server_url goes before %s, behind the class's name", named_path)
-    if path or named_path:
+    if found := path or named_path:
         where = "server_url" if path else "the class's name"
-        _log.info("kvray: configuration is %s, from %s", path or named_path, where)
-    return path or named_path
+        _log.info("kvray: configuration is %s, from %s", found, where)
+    return found
 
 
 def watch_weights(shared: SharedState) -> None:

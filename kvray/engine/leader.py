@@ -46,14 +46,11 @@ class Answer(NamedTuple):
 class Leader:
     """Of the requests that one engine schedules."""
 
-    def __init__(
-        self, shared: SharedState, *, counts_later: bool = False, unaligned_advice: str = ""
-    ) -> None:
+    def __init__(self, shared: SharedState, *, counts_later: bool = False) -> None:
         """Take `shared`, which `close` gives back.
 
         An engine may query a request and then not schedule it: with `counts_later` an answer is
-        counted only when `count` is called. `unaligned_advice` names what to set if the engine has
-        parts of blocks of its own.
+        counted only when `count` is called.
         """
         self._own_shared = self.shared = shared
         self.states: OrderedDict[int, RequestState] = OrderedDict()
@@ -63,7 +60,6 @@ class Leader:
         """Requests whose pages may still be read, and that were in every pass since."""
         self._counts_later = counts_later
         self._uncounted: dict[int, Answer] = {}
-        self._unaligned_advice = unaligned_advice
         self._weights_of: tuple[object, int] | None = None
         """The state, and its number of changes of weights, with which all requests were matched."""
         self._warned_unaligned = False
@@ -313,8 +309,7 @@ class Leader:
                 end=lease.end,
                 honoured=honoured,
             )
-            hit = promise.num_tokens
-            if hit:
+            if hit := promise.num_tokens:
                 self.promises.keep(state, promise)
             else:
                 shared.release_prefix(lease)
@@ -432,9 +427,8 @@ class Leader:
             self._warned_unaligned = True
             _log.warning(
                 "kvray: the engine has %d tokens of a prompt, which is no whole number of blocks;"
-                " such requests load nothing.%s",
+                " such requests load nothing. Set kv_cache_config.enable_partial_reuse: false.",
                 num_computed_tokens,
-                self._unaligned_advice,
             )
 
 

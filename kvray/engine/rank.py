@@ -127,9 +127,9 @@ class RankWorker:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))
                 return
-            self._drop(_num_saved(meta), DropReason.ERROR)
+            shared.figures.drop(_num_saved(meta), DropReason.ERROR)
         elif meta.saves:
-            self._drop(_num_saved(meta), DropReason.NO_POOL)
+            shared.figures.drop(_num_saved(meta), DropReason.NO_POOL)
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Have what follows on `stream` wait for the layer's loaded bytes."""
@@ -157,7 +157,7 @@ class RankWorker:
             self.failed.append(error)
         self._settle()
         if self.failed:
-            self._drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
+            self.shared.figures.drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
             return
         with self.shared.boundary.around("a save"):
             for job in self._jobs:
@@ -276,12 +276,9 @@ class RankWorker:
                 pool.attend(arena)
             self._attended = arena
 
-    def _drop(self, num_blocks: int, reason: DropReason) -> None:
-        self.shared.figures.drop(num_blocks, reason)
-
     def _refuse(self, meta: ConnectorMeta) -> None:
         """Release what was promised for a pool that is not this rank's."""
-        self._drop(_num_saved(meta), DropReason.NO_POOL)
+        self.shared.figures.drop(_num_saved(meta), DropReason.NO_POOL)
         error = LayoutMismatch(
             "The leader promised blocks of another namespace than this rank's pool; give every"
             " rank the same engine arguments."
